@@ -1,0 +1,176 @@
+"""What a backend is: it prepares a Program once, then runs it over a step's batch and the KV blocks.
+
+Knows Programs, packed weights, arrays. Knows nothing of requests, files or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.program.program import CacheGroup, Program, Weight
+from octavo.quant.packed import PackedWeight
+
+BLOCK_SIZE = 16
+"""Tokens in a KV block, everywhere: native kernels keep one block's keys in one vector."""
+
+SPLIT_KEYS = 256
+"""Keys in a split of the attention's definition (see ops.Attention)."""
+
+LoadWeight = Callable[[Weight], PackedWeight]
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """How to draw from each sampled row; arrays of length S (the step's sampled rows) unless said otherwise.
+
+    `target_ids[s] >= 0` asks for that token's logprob instead of a draw (prompt logprobs). Sparse additions to the logits come as
+    CSR: `bias_starts [S+1]`, `bias_ids`, `bias_values` (logit_bias; -inf bans). Penalties need the history: `history_starts [S+1]`,
+    `history_ids`, `history_counts` (of generated tokens; 0 = in the prompt only). `allowed [S]` indexes `allowed_masks [A, V] bool`,
+    -1 = all. Draws are Philox4x32-10 keyed by `seeds`, counter (position, sample_index, draw, 0).
+    """
+
+    temperatures: NDArray[np.float32]
+    top_ks: NDArray[np.int32]
+    top_ps: NDArray[np.float32]
+    min_ps: NDArray[np.float32]
+    seeds: NDArray[np.uint64]
+    sample_indices: NDArray[np.uint32]
+    positions: NDArray[np.uint32]
+    """Position of the token to be drawn."""
+    target_ids: NDArray[np.int32]
+    num_logprobs: NDArray[np.int32]
+    """-1: none; otherwise the token's own logprob and rank, and so many top alternatives."""
+    repetition_penalties: NDArray[np.float32]
+    presence_penalties: NDArray[np.float32]
+    frequency_penalties: NDArray[np.float32]
+    history_starts: NDArray[np.int32]
+    history_ids: NDArray[np.int32]
+    history_counts: NDArray[np.int32]
+    bias_starts: NDArray[np.int32]
+    bias_ids: NDArray[np.int32]
+    bias_values: NDArray[np.float32]
+    allowed: NDArray[np.int32]
+    allowed_masks: NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class SampleResult:
+    """`token_ids [S]`: what was drawn (or the target). `failed [S]`: the row's logits held a NaN, its token means nothing.
+
+    With logprobs asked for by any row: `logprobs [S]`, `ranks [S]` of the token, and `top_ids`, `top_logprobs [S, k]` for the
+    largest k asked (best first; a row uses its own first k). They are of the raw logits, before bias, penalties and temperature.
+    """
+
+    token_ids: NDArray[np.int32]
+    failed: NDArray[np.bool_]
+    logprobs: NDArray[np.float32] | None = None
+    ranks: NDArray[np.int32] | None = None
+    top_ids: NDArray[np.int32] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One Program's inputs of one step. `T` rows of `R` requests, laid end to end; `G` cache groups; `S` sampled rows.
+
+    A row whose slot is -1 in every group is padding: nobody reads what it computes, and it may hold NaN.
+    """
+
+    token_ids: NDArray[np.int32]
+    """[T]"""
+    positions: NDArray[np.int32]
+    """[P, T]; P = 1 but for families with several position axes."""
+    query_starts: NDArray[np.int32]
+    """[R+1]: request r owns the rows query_starts[r] .. query_starts[r+1]."""
+    context_lens: NDArray[np.int32]
+    """[G, R]: keys of the request in the group once this step's are written."""
+    slots: NDArray[np.int32]
+    """[G, T]: block id * 16 + offset, or -1."""
+    block_tables: NDArray[np.int32]
+    """[G, R, B], padded with -1."""
+    sample_rows: NDArray[np.int32]
+    """[S]: rows whose logits are wanted; a row may stand more than once."""
+    sampling: SamplingBatch | None = None
+    """None: the outputs come back as arrays and nothing is drawn."""
+    hidden: NDArray[np.float32] | None = None
+    """[T, W], for Programs whose input is "hidden"."""
+    adapter_rows: NDArray[np.int32] | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """`samples` where the batch asked for draws; otherwise the Program's named outputs, `[S, V]` logits in float32 or float64."""
+
+    samples: SampleResult | None = None
+    arrays: dict[str, NDArray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """What a backend needs to know of the engine's options."""
+
+    dtype: str = "auto"
+    """auto | float32 | bfloat16: what plain weights are computed in; packed weights say their own."""
+    kv_cache_dtype: str = "auto"
+    """auto | fp32 | bf16."""
+    num_threads: int | None = None
+    max_tokens: int = 2048
+    """Rows of the largest step."""
+    max_requests: int = 128
+    max_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Bytes of a block of one cache group: all layers of the group together are `num_layers * layer_bytes`."""
+
+    layer_bytes: int
+    num_layers: int
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layer_bytes * self.num_layers
+
+
+class KvCache(Protocol):
+    """KV bytes of one backend, made by `allocate`; opaque but for whole blocks."""
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Copies one block of a group in every layer."""
+        ...
+
+
+class Runnable(Protocol):
+    """A prepared Program."""
+
+    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        """One step. A fault in one row's numbers is that row's (SampleResult.failed), never an exception."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+class Backend(Protocol):
+    """A way to compute Programs."""
+
+    name: str
+    options: BackendOptions
+
+    def prepare(self, program: Program, load: LoadWeight) -> Runnable:
+        """Packs weights (each asked for once through `load`) and plans buffers; BackendUnavailable names an op it cannot run."""
+        ...
+
+    def kv_layout(self, group: CacheGroup) -> KvLayout: ...
+
+    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: int) -> KvCache:
+        """Blocks 0 .. num_blocks - 1 of every group, zeroed lazily. ConfigError where memory does not suffice."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,155 @@
+"""The engine's options: frozen, typed, each with the text its CLI flag and the docs show.
+
+A field's name with dashes is its flag. `EngineConfig.from_options` takes them flat (LLM's keywords, the CLI's flags) and refuses
+what it does not know. Names and defaults are vLLM's where they mean the same. What depends on the model or the machine
+(None here) is derived in `wiring.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from octavo.config.sizes import parse_bytes, parse_count
+from octavo.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+
+
+def option(default: Any, text: str, *, unit: Literal["bytes", "count"] | None = None, low: float | None = None) -> Any:
+    """A field with its help text; `unit` lets texts such as "2GiB" or "8k" stand for numbers; `low` is the least value."""
+    return field(default=default, metadata={"help": text, "unit": unit, "low": low})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    model: str = option(DEFAULT_MODEL, "short name, local path (directory or .gguf) or Hugging Face repository")
+    tokenizer: str | None = option(None, "path of a tokenizer, where it is not the model's own")
+    skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "precision of the arithmetic; auto keeps the file's")
+    quantization: Literal["int8", "int4"] | None = option(None, "pack the weights at load")
+    max_model_len: int | None = option(None, "longest context (prompt + output); default the model's", unit="count", low=1)
+    served_model_name: str | None = option(None, "name in the API; default the model as given")
+    chat_template: str | None = option(None, "a Jinja template, or the path of one, in place of the model's")
+    seed: int = option(0, "seed from which unseeded requests draw theirs")
+    max_logprobs: int = option(20, "most alternatives a request may ask for", low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    kv_cache_memory_bytes: int | None = option(
+        None, "memory of the KV cache, e.g. 2GiB; default a safe share of what is free", unit="bytes", low=1
+    )
+    kv_cache_dtype: Literal["auto", "fp32", "bf16"] = option(
+        "auto", "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16"
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that start alike")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    max_num_batched_tokens: int = option(2048, "most tokens computed in one step", unit="count", low=1)
+    max_num_seqs: int = option(128, "most requests running at once", low=1)
+    max_num_queued_reqs: int = option(1024, "most requests waiting; beyond it a server answers 429", low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    backend: Literal["native", "reference"] = option("native", "what computes: native (C++ kernels) or reference (NumPy float64, slow)")
+    threads: int | None = option(None, "compute threads; default the physical cores this process may use", low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All options of one engine."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    backend: BackendChoice = field(default_factory=BackendChoice)
+
+    @staticmethod
+    def from_options(**options: Any) -> EngineConfig:
+        """From flat names, e.g. `from_options(model="smollm2", threads=2)`; ConfigError names an unknown or bad one."""
+        known = option_fields()
+        for name in options:
+            if name not in known:
+                raise _unknown(name, list(known))
+        parts = {}
+        for section in fields(EngineConfig):
+            given = {name: _convert(known[name].entry, options[name]) for name in options if known[name].section == section.name}
+            parts[section.name] = replace(_default(section), **given)
+        return EngineConfig(**parts)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionField:
+    """Where an option stands, for those who make flags or docs of it."""
+
+    section: str
+    entry: Field[Any]
+    type: Any
+
+    @property
+    def help(self) -> str:
+        return str(self.entry.metadata["help"])
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts allowed, or () where it is not a choice."""
+        inner = [part for part in get_args(self.type) if part is not type(None)] if get_origin(self.type) is not Literal else [self.type]
+        return next((get_args(part) for part in inner if get_origin(part) is Literal), ())
+
+
+def option_fields() -> dict[str, OptionField]:
+    """Every option by its flat name, in order."""
+    found = {}
+    for section in fields(EngineConfig):
+        kind = type(_default(section))
+        hints = get_type_hints(kind)
+        for entry in fields(kind):
+            found[entry.name] = OptionField(section.name, entry, hints[entry.name])
+    return found
+
+
+def _default(section: Field[Any]) -> Any:
+    assert section.default_factory is not MISSING
+    return section.default_factory()
+
+
+def _unknown(name: str, known: list[str]) -> ConfigError:
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]}?" if close else "allowed are " + ", ".join(known)
+    return ConfigError(f"unknown option {name!r}", hint=hint)
+
+
+def _convert(entry: Field[Any], value: Any) -> Any:
+    """The value in the field's own type, or ConfigError."""
+    spec = option_fields()[entry.name]
+    if value is None:
+        if entry.default is None:
+            return None
+        raise ConfigError(f"{entry.name}: got None, allowed is {_allowed(spec)}")
+    if isinstance(value, str) and entry.metadata["unit"]:
+        value = (parse_bytes if entry.metadata["unit"] == "bytes" else parse_count)(value, name=entry.name)
+    if not _fits(spec, value):
+        raise ConfigError(f"{entry.name}: got {value!r}, allowed is {_allowed(spec)}")
+    return value
+
+
+def _fits(spec: OptionField, value: Any) -> bool:
+    if spec.choices:
+        return value in spec.choices
+    kinds = get_args(spec.type) or (spec.type,)
+    low = spec.entry.metadata["low"]
+    return any(type(value) is kind for kind in kinds) and (low is None or value >= low)
+
+
+def _allowed(spec: OptionField) -> str:
+    if spec.choices:
+        return " or ".join(map(repr, spec.choices))
+    kinds = [kind.__name__ for kind in (get_args(spec.type) or (spec.type,)) if kind is not type(None)]
+    words = {"int": "a whole number", "str": "a text", "bool": "True or False", "float": "a number"}
+    low = spec.entry.metadata["low"]
+    return words[kinds[0]] + ("" if low is None else f" of at least {low}")

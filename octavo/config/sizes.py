@@ -1,0 +1,40 @@
+"""Numbers with units, as options take them: "2GiB", "500MB", "8k"."""
+
+from __future__ import annotations
+
+import re
+
+from octavo.errors import ConfigError
+
+_BYTES = {"": 1, "B": 1} | {
+    prefix + suffix: (1000 if suffix == "B" else 1024) ** power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix in ("", "B", "iB")
+}
+_COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+
+
+def parse_bytes(text: str, *, name: str) -> int:
+    """Bytes of "2GiB" (1024s), "2GB" (1000s), "2G" (1024s) or "2147483648"."""
+    return _parse(text, _BYTES, name=name, allowed="a number of bytes such as 2147483648, 2GiB or 500MB")
+
+
+def parse_count(text: str, *, name: str) -> int:
+    """8k is 8,000 and 8K is 8,192, as vLLM reads them."""
+    return _parse(text, _COUNTS, name=name, allowed="a whole number such as 8192, 8k (8,000) or 8K (8,192)")
+
+
+def format_bytes(count: float) -> str:
+    """ "2.0 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _parse(text: str, units: dict[str, int], *, name: str, allowed: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2] not in units:
+        raise ConfigError(f"{name}: got {text!r}, allowed is {allowed}")
+    return int(float(match[1]) * units[match[2]])

@@ -1,0 +1,134 @@
+"""Every error that a user of Octavo can meet.
+
+    OctavoError
+    |- ClientError            the caller's fault; carries an HTTP status
+    |  |- InvalidRequest      400
+    |  |- ContextTooLong      400
+    |  |- Unauthorized        401
+    |  |- ModelNotFound       404
+    |  `- Overloaded          429, with retry_after_s
+    |- ServerError            our fault, or the machine's, while serving
+    |  |- EngineDead          the engine process is gone
+    |  |- OutOfBlocks         no KV block is free; the scheduler answers it by preempting
+    |  |- WorkerFailed        a step failed for one request
+    |  `- Unavailable         loading or draining; HTTP 503
+    `- SetupError             before anything is served; the CLI prints it and exits with 2
+       |- ConfigError         an option's value, or two options together
+       |- BackendUnavailable  the chosen backend cannot run here, or cannot run this Program
+       |- UnsupportedModel    a family, op or format that is not known
+       |- WeightMismatch      a checkpoint that is corrupt, truncated or of other shapes
+       `- DownloadFailed      a model that could not be fetched, or whose checksum is wrong
+
+A message says what was wrong, what was got and what is allowed; `hint` says what to do.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of all. `str(error)` is the message and, on a line of its own, the hint."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.__dict__))
+
+
+def _rebuild(kind: type[OctavoError], message: str, state: dict[str, object]) -> OctavoError:
+    error = kind(message)
+    error.__dict__.update(state)
+    return error
+
+
+class ClientError(OctavoError):
+    """The caller's fault. `param` names the offending field where there is one."""
+
+    status = 400
+
+    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class InvalidRequest(ClientError):
+    """A field that is unknown, of the wrong type or out of its range."""
+
+
+class ContextTooLong(ClientError):
+    """A prompt that does not fit the model's context or the KV cache."""
+
+
+class Unauthorized(ClientError):
+    """No API key, or a wrong one."""
+
+    status = 401
+
+
+class ModelNotFound(ClientError):
+    """A model name that this server does not serve."""
+
+    status = 404
+
+
+class Overloaded(ClientError):
+    """The waiting queue is full; try again after `retry_after_s` seconds."""
+
+    status = 429
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class ServerError(OctavoError):
+    """The server's fault."""
+
+    status = 500
+
+
+class EngineDead(ServerError):
+    """The engine core has ended; nothing more can be computed by it."""
+
+
+class OutOfBlocks(ServerError):
+    """No KV block is free."""
+
+
+class WorkerFailed(ServerError):
+    """A step failed for this request (NaN logits, memory, a fault in a kernel)."""
+
+
+class Unavailable(ServerError):
+    """The server is loading its model or draining before it stops."""
+
+    status = 503
+
+
+class SetupError(OctavoError):
+    """What keeps an engine from starting. The CLI prints it and exits with 2."""
+
+
+class ConfigError(SetupError):
+    """An option that is unknown, out of its range, or at odds with another."""
+
+
+class BackendUnavailable(SetupError):
+    """The backend is not installed, not supported here, or cannot run an op of this Program."""
+
+
+class UnsupportedModel(SetupError):
+    """A model family, tensor format or option of a model that Octavo does not know."""
+
+
+class WeightMismatch(SetupError):
+    """A checkpoint that is corrupt, truncated, incomplete, or of other shapes than its config says."""
+
+
+class DownloadFailed(SetupError):
+    """A model that could not be fetched, or that is not the file its checksum names."""

@@ -1,0 +1,350 @@
+"""The kinds of op a Program is made of: for each its shapes, its formula and its source.
+
+Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E` experts, `k` experts a token,
+`V` vocabulary. Attributes are plain numbers and strings, so that passes and backends can compare and hash ops. Positions,
+slots and block tables are not Values: every op that needs them reads the step's batch (`backends/base.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.program.program import Op, Value, Weight
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh"]
+MaskKind = Literal["causal", "full", "window", "chunk", "tree"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Inverse frequencies (`rotary_dim / 2` of them, radians a position) and what cos and sin are multiplied with (YaRN's mscale)."""
+
+    inv_freq: tuple[float, ...]
+    mscale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class T5Bias:
+    """T5's relative position bias: `table [num_buckets, H]`, looked up by the bucket of key position - query position
+    (Raffel et al. 2020, section 2.1; the logarithmic buckets of its reference code)."""
+
+    table: Weight
+    num_buckets: int
+    max_distance: int
+    bidirectional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AlibiBias:
+    """ALiBi: score += slope[h] * (key position - query position) (Press et al. 2022)."""
+
+    slopes: tuple[float, ...]
+
+
+# -- rows in, rows out ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding(Op):
+    """out[t] = table[ids[t]] * scale. `table [V, W]`. With `by_position` the ids are the step's positions plus `offset` (GPT-2, OPT)."""
+
+    out: Value
+    table: Weight
+    ids: Value | None = None
+    scale: float = 1.0
+    by_position: bool = False
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm(Op):
+    """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over groups of `group_width` columns (the whole row where 0).
+
+    `x [T, W]`, `weight [group_width or W]`. Head norms (Qwen3, Gemma 3) have `group_width = D`. Zhang and Sennrich 2019.
+    """
+
+    x: Value
+    out: Value
+    weight: Weight
+    eps: float
+    weight_offset: float = 0.0
+    group_width: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm(Op):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias; `var` is the biased one. Ba et al. 2016."""
+
+    x: Value
+    out: Value
+    weight: Weight
+    bias: Weight | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Op):
+    """[outs...] = x @ concat(weights)^T + concat(biases), then the activation where one is set.
+
+    `x [T, in]`; `weights` are stacked on their output axis, in order; `outs` cut the result's columns in order (their widths sum
+    to the weights' rows, but need not match one to one). So a merged q+k+v keeps its named slices. `biases` is empty or as long as
+    `weights`, with None for a slice without one. `residual [T, sum of widths]` is added last (needs one out).
+    """
+
+    x: Value
+    outs: tuple[Value, ...]
+    weights_: tuple[Weight, ...]
+    biases: tuple[Weight | None, ...] = ()
+    activation: Activation | None = None
+    residual: Value | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Op):
+    """out = a + b, same shapes."""
+
+    a: Value
+    b: Value
+    out: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Mul(Op):
+    """out = a * b; `b` has the width of `a`, or width 1 and is spread over the row."""
+
+    a: Value
+    b: Value
+    out: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Op):
+    """out = x * factor."""
+
+    x: Value
+    out: Value
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class SoftCap(Op):
+    """out = cap * tanh(x / cap) (Gemma 2)."""
+
+    x: Value
+    out: Value
+    cap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Act(Op):
+    """out = f(x), elementwise. gelu is the exact (erf) form, gelu_tanh the tanh approximation, relu2 = relu squared."""
+
+    x: Value
+    out: Value
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class ActMul(Op):
+    """out = f(gate) * (up + up_offset). Shazeer 2020.
+
+    With `clamp` c: gate = min(gate, c), up = clip(up, -c, c) first. With `alpha`: f(g) = g * sigmoid(alpha * g) in place of silu
+    (gpt_oss: clamp 7, alpha 1.702, up_offset 1).
+    """
+
+    gate: Value
+    up: Value
+    out: Value
+    activation: Activation
+    clamp: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+
+# -- attention and its cache ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rope(Op):
+    """Rotates the first `rotary_dim` columns of each head by the row's position. `x [T, heads * head_width]`.
+
+    half: pairs (i, i + rotary_dim/2), GPT-NeoX's and Hugging Face's order; interleaved: pairs (2i, 2i+1), GPT-J's.
+    angle = position * table.inv_freq[i]; cos and sin are multiplied with table.mscale. Su et al. 2021; YaRN: Peng et al. 2023.
+    """
+
+    x: Value
+    out: Value
+    num_heads: int
+    head_width: int
+    rotary_dim: int
+    rotary_start: int
+    table: RopeTable
+    style: Literal["half", "interleaved"] = "half"
+
+
+@dataclass(frozen=True, slots=True)
+class KvWrite(Op):
+    """Stores this step's K and V of one layer at the rows' slots of the group; slot -1 stores nothing.
+
+    `k_parts` are laid side by side per head (MLA: latent, then the rotary part), `[T, K * width]` each; `v [T, K * v_width]` or None.
+    """
+
+    k_parts: tuple[Value, ...]
+    v: Value | None
+    group: str
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Op):
+    """out[t, h] = softmax(scale * q[t, h] . K + bias) . V over the keys of the row's request, read from the cache group.
+
+    `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer` is the layer within the group
+    whose K and V are read (another layer's where layers share KV). mask causal: key position <= query position; window: and
+    > query position - window; full: every key below the request's context length (encoders, cross attention). `softcap` c:
+    score = c * tanh(score / c). `sinks [H]`: one logit a head that joins the softmax's denominator only (gpt_oss).
+    Numbers: splits of 256 keys at absolute positions, each with its own fp32 (m, l, acc), merged left to right
+    (Dao et al. 2022; Milakov and Gimelshein 2018).
+    """
+
+    q: Value
+    out: Value
+    group: str
+    layer: int
+    num_heads: int
+    scale: float
+    mask: MaskKind = "causal"
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Weight | None = None
+    bias: T5Bias | AlibiBias | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlaAttention(Op):
+    """Attention over a latent group (DeepSeek-V2, section 2.1). The cache row is [c (latent_width) | k_rope (rope_width)].
+
+    `q_nope [T, H * nope_width]`, `q_rope [T, H * rope_width]`, `kv_b [H * (nope_width + v_width), latent_width]` whose rows a head
+    are W_UK then W_UV; `out [T, H * v_width]`. score = scale * (q_nope . (W_UK c) + q_rope . k_rope); value = W_UV c.
+    `form` says how it is computed: absorbed (W_UK folded into q, W_UV applied after) or expanded; the model decides, never T.
+    """
+
+    q_nope: Value
+    q_rope: Value
+    out: Value
+    kv_b: Weight
+    group: str
+    layer: int
+    num_heads: int
+    nope_width: int
+    rope_width: int
+    latent_width: int
+    v_width: int
+    scale: float
+    form: Literal["absorbed", "expanded"] = "absorbed"
+
+
+# -- experts --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Op):
+    """Chooses `top_k` experts for each row and lays its row out once for each of them.
+
+    `x [T, W]`, `logits [T, E]`; makes `out = (rows [T*k, W] of axis expert_rows in the order t*k + j, ids [T, k] int, weights [T, k])`.
+    score = softmax or sigmoid over all experts, or `softmax_top_k`: softmax over the chosen logits only. Choice is by score plus
+    `bias [E]` (DeepSeek-V3), among the best `top_groups` of `num_groups` groups of experts (a group's rank: the sum of its two best).
+    The weights are the scores without the bias, divided by their sum where `normalize`, times `scale`. Ties: the lower id.
+    """
+
+    x: Value
+    logits: Value
+    outs: tuple[Value, Value, Value]
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid", "softmax_top_k"] = "softmax"
+    bias: Weight | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    normalize: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear(Op):
+    """out[r] = W[ids of r] x[r] + b[ids of r]. `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E, out, in]`, `bias [E, out]`."""
+
+    x: Value
+    ids: Value
+    out: Value
+    weight: Weight
+    bias: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Combine(Op):
+    """out[t] = sum over j = 0..k-1, in that order, of weights[t, j] * x[t*k + j]."""
+
+    x: Value
+    weights_value: Value
+    out: Value
+
+
+# -- rows chosen, tokens drawn --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GatherRows(Op):
+    """out[s] = x[sample_rows[s]]: from the axis tokens to samples."""
+
+    x: Value
+    out: Value
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRows(Op):
+    """One row a request out of its rows: the last, the first, or their mean."""
+
+    x: Value
+    out: Value
+    mode: Literal["last", "cls", "mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterRows(Op):
+    """out = base, with the rows at the step's `scatter_rows` taken from x (image features into text)."""
+
+    x: Value
+    base: Value
+    out: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Lora(Op):
+    """out = base + scale[a] * B[a] (A[a] x), with a = the step's adapter_rows (none where -1). Hu et al. 2021."""
+
+    x: Value
+    base: Value
+    out: Value
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Op):
+    """out = sum of x over the ranks, in rank order."""
+
+    x: Value
+    out: Value
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Op):
+    """out = the ranks' x side by side, in rank order."""
+
+    x: Value
+    out: Value
+
+
+HOST_OPS: tuple[type[Op], ...] = (AllReduce, AllGather)
+"""Ops that end a segment: the host acts between what stands before and after them."""

@@ -1,0 +1,153 @@
+"""A model as data: Values with row axes, KV cache groups, weights, and a flat list of ops.
+
+Knows nothing of devices, files or requests. `models/` builds Programs, `passes/` rewrite them, `backends/` run them.
+The kinds of op stand in `ops.py`. Source: the project's own design; the closest relatives are the graph of ggml and TVM's Relax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+Axis = Literal["tokens", "samples", "requests", "encoder_tokens", "patches", "expert_rows"]
+"""What a Value's rows are. Their number is free until the step."""
+
+GroupKind = Literal["full", "window", "latent", "cross", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An array `[rows of axis, width]` that one op makes and others read. Names are unique in a Program."""
+
+    name: str
+    axis: Axis
+    width: int
+    dtype: Literal["float", "int"] = "float"
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter, named as the family's safetensors checkpoint names it, and how its tensors become it.
+
+    `shape` is what the op wants: `[out, in]` for a linear, `[E, out, in]` for experts, `[n]` for norms and biases.
+    `sources` are checkpoint tensors (several are stacked on a new first axis); `name` alone where empty.
+    `transposed`: the checkpoint keeps the last two axes the other way round (GPT-2's Conv1D, gpt_oss's experts).
+    `row_start`, `row_step`: of the output axis (after transposing) only rows start, start + step, ... belong to this weight.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...] = ()
+    transposed: bool = False
+    row_start: int = 0
+    row_step: int = 1
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return self.sources or (self.name,)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep the same kind of KV, under one set of block tables.
+
+    Per layer and token it holds `num_kv_heads * k_width` numbers of K and `num_kv_heads * v_width` of V
+    (`latent`: one head, `k_width` = latent + rotary part, `v_width` = 0). `window` is the number of keys a query
+    sees, itself included. `cross` groups are written by the encoder Program and read by the decoder.
+    """
+
+    name: str
+    kind: GroupKind
+    num_layers: int
+    num_kv_heads: int
+    k_width: int
+    v_width: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """Base of every op. A field's annotation says its role: Value(s) read, Value(s) made, Weight(s), or an attribute.
+
+    Fields named `out` or `outs` are made; every other Value is read.
+    """
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return tuple(v for name, item in self._items() if name not in ("out", "outs") for v in _flat(item, Value))
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return tuple(v for name, item in self._items() if name in ("out", "outs") for v in _flat(item, Value))
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return tuple(w for _, item in self._items() for w in _flat(item, Weight))
+
+    def _items(self) -> Iterator[tuple[str, object]]:
+        for entry in fields(self):
+            yield entry.name, getattr(self, entry.name)
+
+
+def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
+    """Every `kind` in an attribute: itself, in tuples, in the fields of a dataclass such as a bias."""
+    if isinstance(item, kind):
+        yield item
+    elif isinstance(item, tuple):
+        for part in item:
+            yield from _flat(part, kind)
+    elif is_dataclass(item) and not isinstance(item, Value | Weight | type):
+        for entry in fields(item):
+            yield from _flat(getattr(item, entry.name), kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One runnable piece of a model (decoder, encoder, draft ...).
+
+    `inputs` and `outputs` are named Values ("token_ids" or "hidden" in; "logits", "hidden" or "pooled" out). `groups`
+    may be shared with the model's other Programs by name. Ops stand in an order in which every Value is made before it is read.
+    """
+
+    name: str
+    inputs: dict[str, Value]
+    outputs: dict[str, Value]
+    ops: tuple[Op, ...]
+    groups: tuple[CacheGroup, ...] = ()
+    vocab_size: int = 0
+
+    def group(self, name: str) -> CacheGroup:
+        return self.groups[self.group_index(name)]
+
+    def group_index(self, name: str) -> int:
+        """Position of the group in block tables and slots `[G, ...]`."""
+        return next(i for i, group in enumerate(self.groups) if group.name == name)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Each weight once, in order of first use."""
+        return tuple(dict.fromkeys(w for op in self.ops for w in op.weights))
+
+    def check(self) -> None:
+        """Raises ValueError where an op reads a Value that is not made yet, makes one twice, or names an unknown group."""
+        made = {value.name: value for value in self.inputs.values()}
+        names = {group.name for group in self.groups}
+        for op in self.ops:
+            for value in op.inputs:
+                if made.get(value.name) != value:
+                    raise ValueError(f"{self.name}: {op.kind} reads {value.name}, which no earlier op makes")
+            for value in op.outputs:
+                if value.name in made:
+                    raise ValueError(f"{self.name}: {op.kind} makes {value.name} a second time")
+                made[value.name] = value
+            group = getattr(op, "group", None)
+            if group is not None and group not in names:
+                raise ValueError(f"{self.name}: {op.kind} uses the cache group {group}, known are {sorted(names)}")
+        for value in self.outputs.values():
+            if made.get(value.name) != value:
+                raise ValueError(f"{self.name}: the output {value.name} is never made")

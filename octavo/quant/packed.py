@@ -1,0 +1,139 @@
+"""The one packed weight: what every quantised or plain tensor becomes before a backend tiles it for its kernels.
+
+Owns codes, scales, mins and the meaning of their combination; knows nothing of files (`checkpoint/`, `quant/gguf.py` make it)
+or of kernels. Lossless: `dequantize()` equals the format's own reference dequantisation bit for bit, in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Code = Literal["int", "uint", "fp16", "bf16", "fp32", "e4m3", "e5m2", "e2m1", "lookup"]
+ActivationScheme = Literal["none", "per_token", "per_group", "static"]
+NibbleOrder = Literal["pairs", "halves"]
+
+FLOAT_TYPES: dict[Code, np.dtype] = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Levels:
+    """Scales or mins of the groups: `values [..., out, groups]`, and for two levels (k-quants) `super_scale [..., out, supers]`.
+
+    One level: the float in `values` (fp16, bf16 or fp32). Two levels: float32(super_scale) * float32(values), where `values` are
+    small integers and each super covers `groups / supers` neighbouring groups.
+    """
+
+    values: NDArray
+    super_scale: NDArray | None = None
+
+    def expand(self) -> NDArray[np.float32]:
+        """`[..., out, groups] fp32`."""
+        values = self.values.astype(np.float32)
+        if self.super_scale is None:
+            return values
+        repeat = values.shape[-1] // self.super_scale.shape[-1]
+        return np.repeat(self.super_scale.astype(np.float32), repeat, axis=-1) * values
+
+    def rows(self, index: slice | NDArray[np.intp]) -> Levels:
+        return Levels(self.values[..., index, :], None if self.super_scale is None else self.super_scale[..., index, :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight `[..., out, in]` (or `[n]`, floats only) as codes and the numbers that give them meaning.
+
+    `bits` 16 and 32 are plain floats: `codes [..., out, in]` of the dtype that `code` names, nothing else set.
+    `bits` 8 or fewer: value = (code - zero_point) * scale + min, in float32, per group of `group` neighbouring inputs
+    (a last group may be shorter). `codes` is
+    - bits 5, 6, 8: `[..., out, in]`, one code a byte, int8 where `code` is "int", uint8 where "uint";
+    - bits 4: `[..., out, in / 2] uint8`, low nibble first. `nibbles` "pairs": byte j holds inputs 2j and 2j+1; "halves": within each
+      group the byte j holds inputs j and j + group/2 (GGUF's order). Strided views into a mapped file are welcome.
+    `lookup [16] fp32` gives the meaning of 4-bit codes where `code` is "lookup" (NF4, MXFP4's e2m1).
+    `activation`: how a kernel may quantise what it multiplies with; "none" asks for floats.
+    """
+
+    shape: tuple[int, ...]
+    bits: int
+    code: Code
+    codes: NDArray
+    group: int = 0
+    scales: Levels | None = None
+    mins: Levels | None = None
+    zero_point: int = 0
+    nibbles: NibbleOrder = "pairs"
+    lookup: NDArray[np.float32] | None = None
+    input_permutation: NDArray[np.int32] | None = None
+    activation: ActivationScheme = "none"
+
+    @staticmethod
+    def plain(array: NDArray) -> PackedWeight:
+        """A float tensor as it is: fp32, fp16 or bf16."""
+        for code, dtype in FLOAT_TYPES.items():
+            if array.dtype == dtype:
+                return PackedWeight(array.shape, dtype.itemsize * 8, code, array)
+        raise TypeError(f"a plain weight is fp32, fp16 or bf16, got {array.dtype}")
+
+    @property
+    def is_float(self) -> bool:
+        return self.bits >= 16
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and mins as held here."""
+        arrays = [self.codes]
+        for levels in (self.scales, self.mins):
+            if levels is not None:
+                arrays += [levels.values] + ([] if levels.super_scale is None else [levels.super_scale])
+        return sum(array.nbytes for array in arrays)
+
+    def unpacked_codes(self) -> NDArray:
+        """`[..., out, in]`, one code an element (uint8 or int8; floats as they are)."""
+        if self.bits != 4:
+            return self.codes
+        low, high = self.codes & 0x0F, self.codes >> 4
+        if self.nibbles == "pairs":
+            return np.stack([low, high], axis=-1).reshape(*self.codes.shape[:-1], self.shape[-1])
+        half = self.group // 2
+        split = (*self.codes.shape[:-1], self.shape[-1] // self.group, 1, half)
+        return np.concatenate([low.reshape(split), high.reshape(split)], axis=-2).reshape(*self.codes.shape[:-1], self.shape[-1])
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """`[..., out, in] fp32`, equal to the source format's own dequantisation bit for bit."""
+        if self.is_float:
+            return self.codes.astype(np.float32)
+        assert self.scales is not None
+        codes = self.unpacked_codes()
+        values = self.lookup[codes] if self.lookup is not None else codes.astype(np.float32) - np.float32(self.zero_point)
+        values = values * self._spread(self.scales)
+        if self.mins is not None:
+            values = values + self._spread(self.mins)
+        if self.input_permutation is not None:
+            values = values[..., np.argsort(self.input_permutation)]
+        return np.asarray(values, np.float32)
+
+    def _spread(self, levels: Levels) -> NDArray[np.float32]:
+        """Each group's number beside each of its inputs: `[..., out, in] fp32`."""
+        return np.repeat(levels.expand(), self.group, axis=-1)[..., : self.shape[-1]]
+
+    def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight:
+        """The chosen output rows; groups run along the inputs, so any choice or order of rows is lossless."""
+        if len(self.shape) == 1:
+            picked = self.codes[index]
+            return replace(self, shape=picked.shape, codes=picked)
+        codes = self.codes[..., index, :]
+        return replace(
+            self,
+            shape=(*self.shape[:-2], codes.shape[-2], self.shape[-1]),
+            codes=codes,
+            scales=None if self.scales is None else self.scales.rows(index),
+            mins=None if self.mins is None else self.mins.rows(index),
+        )
