@@ -27,6 +27,8 @@ class NewRow(msgspec.Struct):
     """64-bit seed, always set: an unseeded request gets one at admission."""
     sample_index: int = 0
     """Which of the n samples this row is; part of the Philox counter."""
+    end_token_ids: list[int] = []
+    """Ids that end the request (end of sequence unless ignored, stop_token_ids): banned until `params.min_tokens` are generated."""
 
 
 class ScheduledRow(msgspec.Struct):
@@ -36,7 +38,7 @@ class ScheduledRow(msgspec.Struct):
     start: int
     num_tokens: int
     new_block_ids: list[list[int]]
-    """Per cache group: block ids appended to the row's table since the last step."""
+    """Per cache group: block ids appended to the row's table since the last step; [] where no group gained any."""
     replaced_blocks: list[tuple[int, int, int]] = []
     """(group, index in the table, new block id): entries changed by copy-on-write."""
     samples: bool = False

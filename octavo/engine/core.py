@@ -1,0 +1,64 @@
+"""The engine's heart: plan a step, execute it, take in what it yielded.
+
+Owns the scheduler and the executor, and nothing else: who calls `step`, and whether across a process boundary, is the client's business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from octavo.engine.request import EngineOutput, EngineRequest
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.stats import EngineStats
+from octavo.ports import Executor
+from octavo.step import RowResult, StepPlan, StepResult
+
+
+class CoreOutputs(msgspec.Struct):
+    """What one step gave."""
+
+    outputs: list[EngineOutput]
+    stats: EngineStats
+
+
+class EngineCore:
+    """Requests in, steps, outputs out. Every request added ends in exactly one output with a finish_reason."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self._clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: EngineRequest) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.scheduler.blocks.reset_prefix_cache()
+
+    def step(self) -> CoreOutputs:
+        plan = self.scheduler.schedule(self._clock())
+        result = self._execute(plan)
+        outputs = self.scheduler.update(plan, result)
+        return CoreOutputs(outputs, self.scheduler.stats())
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """An exception fails the step's requests and no other: their blocks and rows are freed, and the engine goes on."""
+        try:
+            return self.executor.execute(plan)
+        except Exception as error:
+            failure = f"the step failed: {type(error).__name__}: {error}"
+            self.scheduler.free_rows_again(plan)
+            return StepResult(plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows])
+
+    def close(self) -> None:
+        self.executor.close()

@@ -1,0 +1,138 @@
+"""A request as the core knows it: what came in (EngineRequest), its state (Request), and what goes out (EngineOutput).
+
+One sample each: the front makes n of them where a user asks for n. Knows no text, no block and no array.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from octavo.outputs import FinishReason
+from octavo.sampling_params import SamplingParams
+from octavo.step import TokenLogprobs
+
+
+class EngineRequest(msgspec.Struct):
+    """What the front hands to the core, validated; crosses process boundaries."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """64 bits, always set."""
+    eos_token_ids: list[int] = []
+    """Empty where they are to be ignored."""
+    sample_index: int = 0
+    fork_of: str | None = None
+    """The request that computes the same prompt, whose blocks this one is to share once they hold it."""
+    cache_salt: str = ""
+    """Prefix hits happen among equal salts only."""
+
+
+class EngineOutput(msgspec.Struct, omit_defaults=True):
+    """What one step gave one request. The last one of a request, and only that, has a finish_reason."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt tokens from the second on, all at once with the first token."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token, where one of `stop_token_ids` ended the request."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    scheduled_ts: float | None = None
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Finish(NamedTuple):
+    reason: FinishReason
+    stop_reason: int | None = None
+    error: str | None = None
+
+
+class Request:
+    """Tokens, counts and state of one request; the scheduler is its only writer.
+
+    `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each one that was sampled. `max_num_tokens` is the
+    most it may ever hold, by max_tokens, the context and the KV cache.
+    """
+
+    __slots__ = (
+        "end_token_ids",
+        "fork_of",
+        "max_num_tokens",
+        "min_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "params",
+        "prompt_logprobs",
+        "request_id",
+        "scheduled_ts",
+        "source",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, source: EngineRequest, *, max_num_tokens: int) -> None:
+        params = source.params
+        self.source = source
+        self.request_id = source.request_id
+        self.params = params
+        self.token_ids = list(source.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.max_num_tokens = max_num_tokens
+        if params.max_tokens is not None:
+            self.max_num_tokens = min(max_num_tokens, self.num_prompt_tokens + params.max_tokens)
+        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
+        self.end_token_ids = frozenset(source.eos_token_ids) | frozenset(params.stop_token_ids or ())
+        self.fork_of = source.fork_of
+        self.status = RequestStatus.WAITING
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.scheduled_ts: float | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Some of them are still to come."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def append(self, token_id: int) -> Finish | None:
+        """One more sampled token; says whether the request ends with it."""
+        self.token_ids.append(token_id)
+        if token_id in self.end_token_ids and len(self.token_ids) >= self.min_num_tokens:
+            return Finish("stop", None if token_id in self.source.eos_token_ids else token_id)
+        if len(self.token_ids) >= self.max_num_tokens:
+            return Finish("length")
+        return None
+
+    def preempt(self) -> None:
+        """Back to waiting, with nothing computed."""
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+        if self.wants_prompt_logprobs:
+            self.prompt_logprobs.clear()

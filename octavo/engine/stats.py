@@ -1,0 +1,28 @@
+"""Counters of the core, as a snapshot that returns with each step. Owns no history and no clock: rates are the reader's business."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Gauges of this moment, then counts since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_used_blocks: int = 0
+    num_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of requests that began to generate, cached ones included."""
+    generation_tokens: int = 0
+    busy_s: float = 0.0
+    """Time the device spent computing."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that requests hold, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0

@@ -1,0 +1,131 @@
+"""A deterministic pseudo-model: the next token is a hash of all tokens before it, read back through block tables as a real one would.
+
+`FakeExecutor` keeps "KV" as (block, offset) -> token, so that a wrong table, a missed copy or a stale hit changes the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.engine.block_manager import BlockManager
+from octavo.engine.core import EngineCore
+from octavo.engine.request import EngineOutput, EngineRequest
+from octavo.engine.scheduler import Scheduler
+from octavo.sampling_params import SamplingParams
+from octavo.step import RowResult, StepPlan, StepResult, TokenLogprobs
+
+VOCAB = 1000
+BLOCK = 16
+
+
+def pseudo_token(history: list[int], sample_index: int = 0) -> int:
+    value = 17 + sample_index
+    for position, token in enumerate(history):
+        value = (value * 1_000_003 + (position + 1) * (token + 7)) % 2_147_483_647
+    return value % VOCAB
+
+
+@dataclass
+class FakeRow:
+    tokens: list[int]
+    num_prompt_tokens: int
+    sample_index: int
+    tables: list[list[int]] = field(default_factory=list)
+
+
+class FakeExecutor:
+    def __init__(self, num_groups: int = 1) -> None:
+        self.kv: list[dict[tuple[int, int], int]] = [{} for _ in range(num_groups)]
+        self.rows: dict[str, FakeRow] = {}
+        self.plans: list[StepPlan] = []
+        self.raise_on: set[str] = set()
+        self.fail_on: dict[str, str] = {}
+        self.closed = False
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        for request_id in plan.freed_rows:
+            self.rows.pop(request_id, None)
+        for new in plan.new_rows:
+            tables = [[] for _ in self.kv]
+            self.rows[new.request_id] = FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index, tables)
+        for move in plan.moves:
+            kv = self.kv[move.group]
+            for offset in range(BLOCK):
+                if (move.source, offset) in kv:
+                    kv[move.target, offset] = kv[move.source, offset]
+        if bad := self.raise_on & {row.request_id for row in plan.rows}:
+            raise RuntimeError(f"no luck with {sorted(bad)}")
+        return StepResult(plan.step, [self._run(row) for row in plan.rows])
+
+    def _run(self, row) -> RowResult:
+        state = self.rows[row.request_id]
+        for table, added in zip(state.tables, row.new_block_ids, strict=False):
+            table += added
+        for group, index, block_id in row.replaced_blocks:
+            state.tables[group][index] = block_id
+        if row.request_id in self.fail_on:
+            return RowResult(row.request_id, failure=self.fail_on[row.request_id])
+        for kv, table in zip(self.kv, state.tables, strict=True):
+            for position in range(row.start, row.start + row.num_tokens):
+                kv[table[position // BLOCK], position % BLOCK] = state.tokens[position]
+        prompt_logprobs = None
+        if row.num_prompt_logprobs is not None:
+            targets = state.tokens[row.start + 1 : min(row.start + row.num_tokens + 1, state.num_prompt_tokens)]
+            prompt_logprobs = [TokenLogprobs([token], [-float(token)], [1]) for token in targets]
+        if not row.samples:
+            return RowResult(row.request_id, prompt_logprobs=prompt_logprobs)
+        end = row.start + row.num_tokens
+        seen = [
+            [kv[table[position // BLOCK], position % BLOCK] for position in range(end)]
+            for kv, table in zip(self.kv, state.tables, strict=True)
+        ]
+        assert all(history == state.tokens[:end] for history in seen), "the KV blocks hold other tokens than the request"
+        token = pseudo_token(seen[0], state.sample_index)
+        state.tokens.append(token)
+        return RowResult(row.request_id, [token], prompt_logprobs=prompt_logprobs)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make_core(
+    *,
+    num_blocks: int = 64,
+    num_groups: int = 1,
+    budget: int = 64,
+    max_num_seqs: int = 8,
+    max_model_len: int = 512,
+    caching: bool = True,
+    executor=None,
+) -> EngineCore:
+    blocks = BlockManager(num_blocks=num_blocks, num_groups=num_groups, block_size=BLOCK, enable_prefix_caching=caching)
+    scheduler = Scheduler(blocks, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    return EngineCore(scheduler, executor or FakeExecutor(num_groups), clock=lambda: 0.0)
+
+
+def make_request(request_id: str, prompt: list[int], *, max_tokens: int | None = 8, eos: tuple[int, ...] = (), **fields) -> EngineRequest:
+    own = {name: fields.pop(name) for name in ("sample_index", "fork_of", "cache_salt") if name in fields}
+    return EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, **fields), seed=1, eos_token_ids=list(eos), **own)
+
+
+def expected_tokens(prompt: list[int], count: int, sample_index: int = 0) -> list[int]:
+    history = list(prompt)
+    for _ in range(count):
+        history.append(pseudo_token(history, sample_index))
+    return history[len(prompt) :]
+
+
+def run_all(core: EngineCore, *, max_steps: int = 3000) -> dict[str, list[EngineOutput]]:
+    """Steps until there is no work; every output by request."""
+    found: dict[str, list[EngineOutput]] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            return found
+        for output in core.step().outputs:
+            found.setdefault(output.request_id, []).append(output)
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]

@@ -1,0 +1,211 @@
+"""The block manager under a hypothesis state machine, and its rules one by one."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from octavo.engine.block_manager import BlockManager
+from octavo.engine.prefix_cache import BlockKey, PrefixCache, extend_keys
+
+BLOCK = 4
+NUM_BLOCKS = 12
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Requests of a small alphabet (so that prefixes meet) start, grow, fork, end and are found again.
+
+    `contents` is the truth beside it: what the worker would have written into each block.
+    """
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockManager(num_blocks=NUM_BLOCKS, num_groups=2, block_size=BLOCK, enable_prefix_caching=True)
+        self.tokens: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.contents: list[dict[tuple[int, int], int]] = [{}, {}]
+        self.count = 0
+
+    def compute(self, request_id: str, end: int) -> None:
+        """What a step does: writes the tokens not yet computed, through the tables."""
+        for position in range(self.computed[request_id], end):
+            for contents, table, pool in zip(self.contents, self.blocks.tables[request_id], self.blocks.pools, strict=True):
+                block_id = table[position // BLOCK]
+                assert pool.ref_counts[block_id] == 1, "a shared block is never written"
+                assert block_id not in pool.cache, "a named block is never written"
+                contents[block_id, position % BLOCK] = self.tokens[request_id][position]
+        self.computed[request_id] = end
+        self.blocks.record(request_id, self.tokens[request_id], end, salt="")
+
+    def move(self, moves) -> None:
+        for move in moves:
+            for offset in range(BLOCK):
+                if (move.source, offset) in self.contents[move.group]:
+                    self.contents[move.group][move.target, offset] = self.contents[move.group][move.source, offset]
+
+    @rule(target=requests, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), share=st.floats(0, 1), read=st.booleans())
+    def start(self, tokens, share, read):
+        request_id = str(self.count)
+        self.count += 1
+        cached = self.blocks.start(request_id, tokens, salt="", read_cache=read, reserve=0)
+        if cached is None:
+            self.blocks.free(request_id)
+            return request_id
+        assert cached < len(tokens) and cached % BLOCK == 0
+        self.tokens[request_id], self.computed[request_id] = list(tokens), cached
+        self.compute(request_id, cached + int((len(tokens) - cached) * share))
+        return request_id
+
+    @rule(request_id=requests, token=st.integers(0, 1))
+    def append(self, request_id, token):
+        if request_id not in self.tokens:
+            return
+        self.tokens[request_id].append(token)
+        grant = self.blocks.grow(request_id, self.computed[request_id], len(self.tokens[request_id]))
+        if grant is None:
+            self.tokens[request_id].pop()
+            return
+        self.move(grant.moves)
+        self.compute(request_id, len(self.tokens[request_id]))
+
+    @rule(target=requests, parent=requests)
+    def fork(self, parent):
+        request_id = str(self.count)
+        self.count += 1
+        if parent not in self.tokens or self.computed[parent] == 0:
+            return request_id
+        shared = self.computed[parent] - 1
+        self.blocks.fork(parent, request_id, shared)
+        self.tokens[request_id], self.computed[request_id] = self.tokens[parent][: shared + 1], shared
+        grant = self.blocks.grow(request_id, shared, shared + 1)
+        if grant is None:
+            self.end(request_id, forget=False)
+            return request_id
+        self.move(grant.moves)
+        self.compute(request_id, shared + 1)
+        return request_id
+
+    @rule(request_id=consumes(requests), forget=st.booleans())
+    def end(self, request_id, forget):
+        self.blocks.free(request_id, forget=forget)
+        self.tokens.pop(request_id, None)
+        self.computed.pop(request_id, None)
+
+    @precondition(lambda self: not self.tokens)
+    @rule()
+    def reset(self):
+        assert self.blocks.reset_prefix_cache()
+        assert all(len(pool.cache) == 0 for pool in self.blocks.pools)
+
+    @invariant()
+    def reference_counts_add_up(self):
+        for group, pool in enumerate(self.blocks.pools):
+            held = Counter(block_id for tables in self.blocks.tables.values() for block_id in tables[group])
+            assert pool.ref_counts == [held[block_id] for block_id in range(NUM_BLOCKS)]
+
+    @invariant()
+    def free_and_used_are_all(self):
+        for pool in self.blocks.pools:
+            used = {block_id for block_id in range(NUM_BLOCKS) if pool.ref_counts[block_id]}
+            assert used.isdisjoint(pool.free) and len(used) + len(pool.free) == NUM_BLOCKS
+
+    @invariant()
+    def names_point_at_full_blocks_that_hold_their_tokens(self):
+        for pool, contents in zip(self.blocks.pools, self.contents, strict=True):
+            for block_id, key in pool.cache._key_of.items():
+                assert tuple(contents[block_id, offset] for offset in range(BLOCK)) == key.token_ids
+                assert pool.cache.find(key) == block_id
+
+    @invariant()
+    def tables_hold_the_computed_tokens(self):
+        for request_id, tables in self.blocks.tables.items():
+            for table, contents in zip(tables, self.contents, strict=True):
+                assert len(table) == -(-len(self.tokens[request_id]) // BLOCK)
+                for position in range(self.computed[request_id]):
+                    assert contents[table[position // BLOCK], position % BLOCK] == self.tokens[request_id][position]
+
+
+TestBlockManager = BlockManagerMachine.TestCase
+TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def manager(num_blocks=8, **options):
+    return BlockManager(num_blocks=num_blocks, num_groups=1, block_size=BLOCK, **{"enable_prefix_caching": True, **options})
+
+
+def run_request(blocks, request_id, tokens, *, free=True):
+    cached = blocks.start(request_id, tokens, salt="", read_cache=True, reserve=0)
+    blocks.record(request_id, tokens, len(tokens), salt="")
+    table = blocks.block_ids(request_id)[0]
+    if free:
+        blocks.free(request_id)
+    return cached, table
+
+
+def test_the_least_recently_used_name_goes_first_and_from_its_end():
+    blocks = manager(num_blocks=6)
+    run_request(blocks, "a", list(range(8)))
+    run_request(blocks, "b", list(range(50, 58)))
+    run_request(blocks, "again", list(range(9)))
+    blocks.start("big", list(range(100, 112)), salt="", read_cache=True, reserve=0)  # takes the nameless two and one of b's
+    held = {key.token_ids for key in blocks.pools[0].cache._key_of.values()}
+    assert held == {(0, 1, 2, 3), (4, 5, 6, 7), (50, 51, 52, 53)}
+
+
+def test_blocks_without_a_name_are_used_before_named_ones():
+    blocks = manager(num_blocks=4)
+    run_request(blocks, "a", list(range(8)))
+    run_request(blocks, "b", [1, 2])
+    run_request(blocks, "c", [3, 4])
+    assert run_request(blocks, "a2", list(range(9)))[0] == 8
+
+
+def test_without_caching_nothing_is_named():
+    blocks = manager(enable_prefix_caching=False)
+    run_request(blocks, "a", list(range(8)))
+    assert run_request(blocks, "b", list(range(8)))[0] == 0
+
+
+def test_start_leaves_the_reserve_free():
+    blocks = manager(num_blocks=4)
+    assert blocks.start("a", list(range(8)), salt="", read_cache=True, reserve=3) is None
+    assert blocks.start("a", list(range(8)), salt="", read_cache=True, reserve=2) == 0
+
+
+def test_a_failed_start_changes_nothing():
+    blocks = manager(num_blocks=4)
+    run_request(blocks, "a", list(range(8)))
+    free = list(blocks.pools[0].free)
+    assert blocks.start("b", list(range(40)), salt="", read_cache=True, reserve=0) is None
+    assert list(blocks.pools[0].free) == free
+
+
+def test_reset_waits_for_the_requests():
+    blocks = manager()
+    run_request(blocks, "a", list(range(8)), free=False)
+    assert not blocks.reset_prefix_cache()
+    blocks.free("a")
+    assert blocks.reset_prefix_cache()
+    assert run_request(blocks, "b", list(range(9)))[0] == 0
+
+
+def test_a_collision_of_digests_is_a_miss():
+    cache = PrefixCache()
+    cache.add(3, BlockKey(b"same", b"", (1, 2)))
+    assert cache.find(BlockKey(b"same", b"", (1, 2))) == 3
+    assert cache.find(BlockKey(b"same", b"", (1, 9))) is None
+
+
+def test_keys_depend_on_what_comes_before_and_on_the_salt():
+    def digests(tokens, salt=""):
+        keys: list[BlockKey] = []
+        extend_keys(keys, tokens, len(tokens) // BLOCK, block_size=BLOCK, salt=salt)
+        return [key.digest for key in keys]
+
+    plain = digests([1, 2, 3, 4, 5, 6, 7, 8])
+    assert plain[0] == digests([1, 2, 3, 4])[0]
+    assert plain[1] != digests([9, 2, 3, 4, 5, 6, 7, 8])[1]
+    assert set(plain).isdisjoint(digests([1, 2, 3, 4, 5, 6, 7, 8], salt="tenant"))
