@@ -1,0 +1,108 @@
+"""What this process may use of the machine: compute threads and memory, under affinity masks and control groups (v1 and v2).
+
+Only reads; every path is below `root`, so that tests can draw other machines. Source: the kernel's documents cgroup-v1, cgroup-v2, sysfs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes "no limit" as a number near 2^63."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A view of the machine from this process."""
+
+    root: Path = Path("/")
+
+    def num_threads(self) -> int:
+        """The smallest of physical cores in the affinity mask and the control groups' quota, at least 1."""
+        limits = [float(self._num_physical_cores()), *self._cpu_quotas()]
+        return max(1, int(min(limits)))
+
+    def available_bytes(self) -> int | None:
+        """Memory that can still be taken without swapping or being killed; None where the system does not say."""
+        limits = [value for value in (self._free_bytes(), *self._group_free_bytes()) if value is not None]
+        return max(0, min(limits)) if limits else None
+
+    def _num_physical_cores(self) -> int:
+        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        cores = {self._core_of(cpu) for cpu in cpus}
+        return len(cores)
+
+    def _core_of(self, cpu: int) -> str:
+        """The same text for hardware threads of one core."""
+        topology = self.root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
+        return siblings or f"cpu{cpu}"
+
+    def _cpu_quotas(self) -> Iterator[float]:
+        """In cores."""
+        for group in self._groups(""):
+            words = (_read(group / "cpu.max") or "").split()
+            if len(words) == 2 and words[0] != "max":
+                yield int(words[0]) / int(words[1])
+        for group in self._groups("cpu"):
+            quota, period = _read_int(group / "cpu.cfs_quota_us"), _read_int(group / "cpu.cfs_period_us")
+            if quota is not None and period and quota > 0:
+                yield quota / period
+
+    def _free_bytes(self) -> int | None:
+        for line in (_read(self.root / "proc/meminfo") or "").splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+        if self.root == Path("/") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return None
+
+    def _group_free_bytes(self) -> Iterator[int]:
+        """Per control group with a limit, what is left of it; pages of files that can be dropped count as free."""
+        names = {
+            "": ("memory.max", "memory.current", "inactive_file"),
+            "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        }
+        for controller, (limit_name, usage_name, cached_name) in names.items():
+            for group in self._groups(controller):
+                limit, usage = _read_int(group / limit_name), _read_int(group / usage_name)
+                if limit is not None and usage is not None and limit < UNLIMITED_BYTES:
+                    yield limit - usage + _statistic(group / "memory.stat", cached_name)
+
+    def _groups(self, controller: str) -> Iterator[Path]:
+        """This process's control group of a v1 controller ("" is v2) and all above it, as they are mounted here."""
+        mount = self.root / "sys/fs/cgroup"
+        for line in (_read(self.root / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller not in controllers.split(","):
+                continue
+            base = mount / controllers if controller and (mount / controllers).is_dir() else mount / controller
+            group = base / path.lstrip("/")
+            yield group
+            while group not in (base, mount):
+                group = group.parent
+                yield group
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text is not None and text.lstrip("-").isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    for line in (_read(path) or "").splitlines():
+        words = line.split()
+        if len(words) == 2 and words[0] == name:
+            return int(words[1])
+    return 0

@@ -1,0 +1,153 @@
+"""Turns a step's scheduled rows into one StepBatch, runs the Program over it, and reads off what each row yielded.
+
+Knows rows and arrays; knows nothing of queues, blocks' owners or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import BLOCK_SIZE, KvCache, Runnable, SampleResult, SamplingBatch, StepBatch
+from octavo.step import RowResult, ScheduledRow, TokenLogprobs
+from octavo.worker.request_rows import RequestRows
+from octavo.worker.sampling_rows import append_targets, target_batch
+
+
+@dataclass(slots=True)
+class Layout:
+    """Where a step's rows stand: `R` requests, `T` tokens, laid end to end."""
+
+    rows: NDArray[np.intp]
+    """[R] permanent rows"""
+    ends: NDArray[np.int32]
+    """[R] tokens of each request once this step's are computed"""
+    query_starts: NDArray[np.int32]
+    """[R+1]"""
+    draws: list[int]
+    """Which of the R requests draw a token."""
+    targets: list[tuple[int, int, int]]
+    """(index in R, first token of this step, one past the last) whose successors in the prompt want a logprob."""
+
+
+class ModelRunner:
+    def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows) -> None:
+        self._runnable = runnable
+        self._kv = kv
+        self._rows = rows
+
+    def run(self, scheduled: Sequence[ScheduledRow]) -> list[RowResult]:
+        """One result for each row, in order. The rows take in their sampled tokens, but only once the whole step has succeeded."""
+        batch, layout = self._batch(scheduled)
+        output = self._runnable.run(batch, self._kv)
+        assert output.samples is not None and batch.sampling is not None
+        return self._results(scheduled, layout, batch.sampling, output.samples)
+
+    def _batch(self, scheduled: Sequence[ScheduledRow]) -> tuple[StepBatch, Layout]:
+        rows = self._rows.indices(scheduled)
+        starts = np.array([row.start for row in scheduled], np.int32)
+        counts = np.array([row.num_tokens for row in scheduled], np.int32)
+        query_starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        ends = starts + counts
+        owners = np.repeat(rows, counts)
+        positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
+        tables = self._rows.block_tables
+        slots = tables[:, owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        layout = Layout(rows, ends, query_starts, [i for i, row in enumerate(scheduled) if row.samples], self._targets(scheduled, rows))
+        sample_rows, sampling = self._sampling(scheduled, layout)
+        batch = StepBatch(
+            token_ids=self._rows.token_ids[owners, positions],
+            positions=positions[None],
+            query_starts=query_starts,
+            context_lens=np.broadcast_to(ends, (len(tables), len(rows))).copy(),
+            slots=slots,
+            block_tables=tables[:, rows, : -(-int(ends.max()) // BLOCK_SIZE)],
+            sample_rows=sample_rows,
+            sampling=sampling,
+        )
+        return batch, layout
+
+    def _targets(self, scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]) -> list[tuple[int, int, int]]:
+        """The tokens whose successor belongs to the prompt, of the requests that want the prompt's logprobs."""
+        found = []
+        for index, row in enumerate(scheduled):
+            if row.num_prompt_logprobs is not None:
+                last = min(row.start + row.num_tokens, self._rows.num_prompt_tokens[rows[index]] - 1)
+                found.append((index, row.start, max(row.start, last)))
+        return found
+
+    def _sampling(self, scheduled: Sequence[ScheduledRow], layout: Layout) -> tuple[NDArray[np.int32], SamplingBatch]:
+        """`sample_rows [S]` and how to draw: the draws first, then the prompt's own tokens as targets."""
+        draws = np.array(layout.draws, np.intp)
+        sampling = self._rows.sampling.gather(layout.rows[draws], self._rows.token_ids, layout.ends[draws])
+        sample_rows = layout.query_starts[draws + 1] - 1
+        if not layout.targets:
+            return sample_rows, sampling
+        spans = [np.arange(first, last, dtype=np.int32) for _, first, last in layout.targets]
+        token_ids = self._rows.token_ids
+        target_ids = [token_ids[layout.rows[index], first + 1 : last + 1] for index, first, last in layout.targets]
+        num_top = [self._rows.sampling.num_top(scheduled[index].num_prompt_logprobs or 0) for index, _, _ in layout.targets]
+        append_targets(
+            sampling,
+            target_batch(
+                target_ids=np.concatenate(target_ids),
+                positions=np.concatenate(spans).astype(np.uint32) + 1,
+                num_logprobs=np.repeat(np.array(num_top, np.int32), [len(span) for span in spans]),
+            ),
+        )
+        shifts = [layout.query_starts[index] - first for index, first, _ in layout.targets]
+        return np.concatenate([sample_rows, *(span + shift for span, shift in zip(spans, shifts, strict=True))]), sampling
+
+    def _results(
+        self, scheduled: Sequence[ScheduledRow], layout: Layout, sampling: SamplingBatch, samples: SampleResult
+    ) -> list[RowResult]:
+        num_draws = len(layout.draws)
+        draws = np.array(layout.draws, np.intp)
+        self._rows.append(layout.rows[draws], layout.ends[draws], samples.token_ids[:num_draws])
+        results = [RowResult(row.request_id) for row in scheduled]
+        failed = samples.failed.tolist()
+        for entry, (index, token_id) in enumerate(zip(layout.draws, samples.token_ids[:num_draws].tolist(), strict=True)):
+            results[index].token_ids = [token_id]
+            if failed[entry]:
+                results[index].failure = f"the model's logits after {layout.ends[index]} tokens are not numbers (NaN)"
+        if samples.logprobs is not None:
+            reader = LogprobsReader(sampling.num_logprobs, samples)
+            for entry, index in enumerate(layout.draws):
+                if sampling.num_logprobs[entry] >= 0:
+                    results[index].logprobs = [reader.read(entry)]
+            for index, entries in _target_entries(layout):
+                results[index].prompt_logprobs = [reader.read(entry) for entry in entries]
+                if any(failed[entry] for entry in entries):
+                    results[index].failure = "the model's logits within the prompt are not numbers (NaN)"
+        return results
+
+
+def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:
+    """For each request with targets its index in R and its entries in S."""
+    first = len(layout.draws)
+    for index, start, end in layout.targets:
+        yield index, range(first, first + end - start)
+        first += end - start
+
+
+class LogprobsReader:
+    """Rows of a SampleResult as lists."""
+
+    def __init__(self, num_logprobs: NDArray[np.int32], samples: SampleResult) -> None:
+        self._num_logprobs = num_logprobs
+        self._samples = samples
+
+    def read(self, entry: int) -> TokenLogprobs:
+        samples, num = self._samples, int(self._num_logprobs[entry])
+        assert samples.logprobs is not None and samples.ranks is not None
+        found = TokenLogprobs([int(samples.token_ids[entry])], [float(samples.logprobs[entry])], [int(samples.ranks[entry])])
+        if num > 0:
+            assert samples.top_ids is not None and samples.top_logprobs is not None
+            found.token_ids += samples.top_ids[entry, :num].tolist()
+            found.logprobs += samples.top_logprobs[entry, :num].tolist()
+            found.ranks += range(1, num + 1)
+        return found

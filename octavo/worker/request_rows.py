@@ -1,0 +1,75 @@
+"""One permanent row per running request: its tokens, its block tables, its sampling state.
+
+A step's arrays are gathers from these rows, so that Python's work does not grow with the length of a request. A row comes with a
+NewRow and goes when the request finishes or is preempted; who it belongs to and what it may compute is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import BLOCK_SIZE
+from octavo.step import NewRow, ScheduledRow
+from octavo.worker.sampling_rows import SamplingRows
+
+
+class RequestRows:
+    """`N` rows of `context` tokens in `G` cache groups."""
+
+    def __init__(self, *, max_rows: int, max_model_len: int, num_groups: int, vocab_size: int) -> None:
+        max_blocks = -(-max_model_len // BLOCK_SIZE)
+        self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)
+        """[N, context + 1]"""
+        self.block_tables = np.full((num_groups, max_rows, max_blocks), -1, np.int32)
+        """[G, N, B], padded with -1"""
+        self.num_prompt_tokens = [0] * max_rows
+        self.sampling = SamplingRows(max_rows=max_rows, vocab_size=vocab_size)
+        self._num_blocks = [[0] * max_rows for _ in range(num_groups)]
+        self._row_of: dict[str, int] = {}
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._row_of
+
+    def free(self, request_id: str) -> None:
+        """Gives a request's row back; one without a row is left alone."""
+        row = self._row_of.pop(request_id, None)
+        if row is None:
+            return
+        self.block_tables[:, row] = -1
+        self.sampling.free(row)
+        self._free.append(row)
+
+    def add(self, new: NewRow) -> None:
+        row = self._free.pop()
+        self._row_of[new.request_id] = row
+        self.token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        for num_blocks in self._num_blocks:
+            num_blocks[row] = 0
+        self.sampling.add(row, new)
+
+    def update_tables(self, scheduled: ScheduledRow) -> None:
+        """Takes in the blocks that a plan adds or replaces."""
+        row = self._row_of[scheduled.request_id]
+        for group, added in enumerate(scheduled.new_block_ids):
+            first = self._num_blocks[group][row]
+            self.block_tables[group, row, first : first + len(added)] = added
+            self._num_blocks[group][row] = first + len(added)
+        for group, index, block_id in scheduled.replaced_blocks:
+            self.block_tables[group, row, index] = block_id
+
+    def indices(self, scheduled: Sequence[ScheduledRow]) -> NDArray[np.intp]:
+        """[R]"""
+        row_of = self._row_of
+        return np.array([row_of[entry.request_id] for entry in scheduled], np.intp)
+
+    def append(self, rows: NDArray[np.intp], ends: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        """The sampled tokens `[S]` of `rows [S]`, at the positions `ends [S]`."""
+        self.token_ids[rows, ends] = token_ids
+        if self.sampling.has_extras:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                self.sampling.took(row, token_id)

@@ -1,0 +1,63 @@
+"""The execution plane of one device: applies a plan to its rows and blocks, then runs it. Implements `ports.Executor`.
+
+Decides nothing. A fault that a whole step raises is narrowed to the request that raises it, by running the step's rows one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from octavo.backends.base import KvCache, Runnable
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.worker.cache_engine import CacheEngine
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.request_rows import RequestRows
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Runs the plans of one engine on one device."""
+
+    def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows, *, close: Callable[[], None]) -> None:
+        self._rows = rows
+        self._cache_engine = CacheEngine(kv)
+        self._runner = ModelRunner(runnable, kv, rows)
+        self._close = close
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        self._apply(plan)
+        results = self._run(plan.rows) if plan.rows else []
+        return StepResult(plan.step, results, time.perf_counter() - began)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for request_id in plan.freed_rows:
+            self._rows.free(request_id)
+        for new in plan.new_rows:
+            self._rows.add(new)
+        self._cache_engine.apply(plan.moves)
+        for row in plan.rows:
+            if row.new_block_ids or row.replaced_blocks:
+                self._rows.update_tables(row)
+
+    def _run(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
+        """Runs them together; where that raises, one by one. To compute a position twice writes the same KV twice."""
+        try:
+            return self._runner.run(rows)
+        except Exception as error:
+            if len(rows) > 1:
+                return [result for row in rows for result in self._run([row])]
+            logger.exception("request %s failed in a step", rows[0].request_id)
+            return [RowResult(rows[0].request_id, failure=_describe(error))]
+
+    def close(self) -> None:
+        self._close()
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "the step ran out of memory"
+    return f"the step failed: {type(error).__name__}: {error}"
