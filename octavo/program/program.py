@@ -30,18 +30,35 @@ class Value:
 class Weight:
     """A parameter, named as the family's safetensors checkpoint names it, and how its tensors become it.
 
-    `shape` is what the op wants: `[out, in]` for a linear, `[E, out, in]` for experts, `[n]` for norms and biases.
-    `sources` are checkpoint tensors (several are stacked on a new first axis); `name` alone where empty.
+    `shape` is what the op wants: `[out, in]` for a linear, `[E, out, in]` for experts, `[n]` for norms and biases, `[E, out]` for
+    the experts' biases (`rows_last`). `sources` are checkpoint tensors (several are stacked on a new first axis); `name` alone where empty.
     `transposed`: the checkpoint keeps the last two axes the other way round (GPT-2's Conv1D, gpt_oss's experts).
-    `row_start`, `row_step`: of the output axis (after transposing) only rows start, start + step, ... belong to this weight.
+    Where `source_rows` is set, the checkpoint's tensor has so many rows on its output axis (after transposing), and this weight is
+    some of them: its row r is row_start + (r // row_run) * row_step + r % row_run of the tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...] = ()
     transposed: bool = False
+    source_rows: int = 0
     row_start: int = 0
     row_step: int = 1
+    row_run: int = 1
+    rows_last: bool = False
+
+    @property
+    def row_axis(self) -> int:
+        """The output axis of `shape`."""
+        return -1 if self.rows_last or len(self.shape) == 1 else -2
+
+    @property
+    def row_indices(self) -> tuple[int, ...] | None:
+        """Rows of the checkpoint's tensor that make this weight, in order; None: all of them."""
+        if not self.source_rows:
+            return None
+        rows = range(self.shape[self.row_axis])
+        return tuple(self.row_start + r // self.row_run * self.row_step + r % self.row_run for r in rows)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:

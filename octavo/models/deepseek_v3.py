@@ -1,0 +1,143 @@
+"""DeepSeek-V3 and R1: attention over a small latent cache (MLA), sigmoid routing in groups, shared experts. DeepSeek-AI 2024.
+
+The multi-token-prediction layers behind the last one are not part of the decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.models.decoder import DecoderShape, build_decoder, gated_experts, gated_mlp
+from octavo.models.hf_config import HfConfig
+from octavo.models.rope import rope_parameters, yarn_mscale
+from octavo.program.builder import Builder
+from octavo.program.ops import RopeTable
+from octavo.program.program import CacheGroup, Program, Value, Weight
+
+LATENT_NORM_EPS = 1e-6
+"""transformers norms the latents with its default, whatever rms_norm_eps says."""
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.refuse_unless("scoring_func", "sigmoid")
+    config.refuse_unless("topk_method", "noaux_tc")
+    config.refuse_unless("moe_layer_freq", 1)
+    shape = DecoderShape.read(config)
+    attention = LatentAttention.read(config, shape.num_heads)
+    group = CacheGroup("latent", "latent", shape.num_layers, 1, attention.latent_width + attention.rope_width, 0)
+    return {"decoder": build_decoder(shape, (group,), attention, DeepseekMlp.read(config))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    num_heads: int
+    nope_width: int
+    rope_width: int
+    v_width: int
+    latent_width: int
+    q_latent_width: int | None
+    rope: RopeTable
+    rope_style: Literal["half", "interleaved"]
+    scale: float
+    bias: bool
+
+    @staticmethod
+    def read(config: HfConfig, num_heads: int) -> LatentAttention:
+        nope, rotary = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
+        rope = rope_parameters(config)
+        all_dim = 0.0 if rope.kind == "default" else rope.number("mscale_all_dim", 0.0)
+        temperature = yarn_mscale(rope.number("factor"), all_dim) ** 2 if all_dim else 1.0
+        return LatentAttention(
+            num_heads=num_heads,
+            nope_width=nope,
+            rope_width=rotary,
+            v_width=config.integer("v_head_dim", 128),
+            latent_width=config.integer("kv_lora_rank", 512),
+            q_latent_width=config.optional_integer("q_lora_rank"),
+            rope=rope.table(rotary),
+            rope_style="interleaved" if config.flag("rope_interleave", True) else "half",
+            scale=(nope + rotary) ** -0.5 * temperature,
+            bias=config.flag("attention_bias", False),
+        )
+
+    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        name = f"model.layers.{layer}.self_attn"
+        q_nope, q_rope = self._queries(b, x, name)
+        latent = self._part(b, x, f"{name}.kv_a_proj_with_mqa", 0, self.latent_width)
+        k_rope = self._part(b, x, f"{name}.kv_a_proj_with_mqa", self.latent_width, self.rope_width)
+        latent = b.rms_norm(latent, f"{name}.kv_a_layernorm", LATENT_NORM_EPS)
+        q_rope = b.rope(q_rope, self.num_heads, self.rope, style=self.rope_style)
+        k_rope = b.rope(k_rope, 1, self.rope, style=self.rope_style)
+        b.kv_write("latent", layer, (latent, k_rope), None)
+        kv_b = Weight(f"{name}.kv_b_proj.weight", (self.num_heads * (self.nope_width + self.v_width), self.latent_width))
+        out = b.mla_attention(q_nope, q_rope, kv_b, group="latent", layer=layer, num_heads=self.num_heads, scale=self.scale)
+        return b.linear(out, f"{name}.o_proj", x.width, bias=self.bias)
+
+    def _queries(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
+        """All heads' plain parts, and all heads' rotary parts; the checkpoint keeps them head by head."""
+        module = f"{name}.q_proj"
+        if self.q_latent_width is not None:
+            x = b.rms_norm(b.linear(x, f"{name}.q_a_proj", self.q_latent_width, bias=self.bias), f"{name}.q_a_layernorm", LATENT_NORM_EPS)
+            module = f"{name}.q_b_proj"
+        head = self.nope_width + self.rope_width
+        nope, rope = (
+            Weight(
+                f"{module}.weight",
+                (self.num_heads * width, x.width),
+                source_rows=self.num_heads * head,
+                row_start=start,
+                row_step=head,
+                row_run=width,
+            )
+            for start, width in ((0, self.nope_width), (self.nope_width, self.rope_width))
+        )
+        return b.linear_of(x, nope, name=module), b.linear_of(x, rope, name=module)
+
+    def _part(self, b: Builder, x: Value, module: str, start: int, width: int) -> Value:
+        """Rows start .. start + width of the joint projection of latent and rotary key."""
+        total = self.latent_width + self.rope_width
+        weight = Weight(f"{module}.weight", (width, x.width), source_rows=total, row_start=start)
+        bias = Weight(f"{module}.bias", (width,), source_rows=total, row_start=start) if self.bias else None
+        return b.linear_of(x, weight, bias, name=module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekMlp:
+    """Dense in the first layers, then routed and shared experts."""
+
+    config: HfConfig
+    num_experts: int
+    top_k: int
+    width: int
+    first_routed: int
+
+    @staticmethod
+    def read(config: HfConfig) -> DeepseekMlp:
+        return DeepseekMlp(
+            config=config,
+            num_experts=config.integer("n_routed_experts"),
+            top_k=config.integer("num_experts_per_tok"),
+            width=config.integer("moe_intermediate_size"),
+            first_routed=config.integer("first_k_dense_replace", 3),
+        )
+
+    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        config, name = self.config, f"model.layers.{layer}.mlp"
+        activation = config.activation("hidden_act", "silu")
+        if layer < self.first_routed:
+            return gated_mlp(b, x, name, config.integer("intermediate_size"), activation)
+        routed = b.route(
+            x,
+            b.linear(x, f"{name}.gate", self.num_experts),
+            self.top_k,
+            score="sigmoid",
+            bias=Weight(f"{name}.gate.e_score_correction_bias", (self.num_experts,)),
+            num_groups=config.integer("n_group", 1),
+            top_groups=config.integer("topk_group", 1),
+            normalize=config.flag("norm_topk_prob", True),
+            scale=config.number("routed_scaling_factor", 2.5),
+        )
+        chosen = gated_experts(b, routed, f"{name}.experts", num_experts=self.num_experts, width=self.width, activation=activation)
+        shared_width = self.width * config.integer("n_shared_experts", 1)
+        return b.add(chosen, gated_mlp(b, x, f"{name}.shared_experts", shared_width, activation))

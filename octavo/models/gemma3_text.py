@@ -1,0 +1,60 @@
+"""Gemma 3, text only: norms before and after each sublayer, normed heads, windows with a rope table of their own.
+
+Gemma team 2025. `attn_logit_softcapping` is refused: transformers keeps the option but computes without it.
+"""
+
+from __future__ import annotations
+
+from octavo.models.decoder import DecoderShape, NormNames, SelfAttention, build_decoder, gated_mlp, plan_cache
+from octavo.models.hf_config import HfConfig
+from octavo.models.rope import RopeParameters
+from octavo.program.ops import RopeTable
+from octavo.program.program import Program
+
+NORMS = NormNames("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.refuse_unless("attn_logit_softcapping")
+    config.refuse_unless("use_bidirectional_attention", False)
+    shape = DecoderShape.read(config, head_dim=256, tied=True)
+    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+    windows = config.layer_windows(shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0)
+    cache = plan_cache(shape, windows)
+    sliding, full = rope_tables(config, shape.head_dim)
+    bias = config.flag("attention_bias", False)
+    width, activation = config.integer("intermediate_size"), config.activation("hidden_activation", "gelu_pytorch_tanh")
+    attention = SelfAttention(
+        shape=shape,
+        caches=cache.layers,
+        ropes=[full if window is None else sliding for window in windows],
+        scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        qkv_bias=bias,
+        out_bias=bias,
+        head_norms=True,
+        norm_offset=1.0,
+    )
+    decoder = build_decoder(
+        shape,
+        cache.groups,
+        attention,
+        lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation),
+        norms=NORMS,
+        norm_offset=1.0,
+        embedding_scale=shape.hidden_size**0.5,
+        logit_softcap=config.optional_number("final_logit_softcapping"),
+    )
+    return {"decoder": decoder}
+
+
+def rope_tables(config: HfConfig, head_dim: int) -> tuple[RopeTable, RopeTable]:
+    """(sliding, full). New configs keep one set a layer type; old ones scale the full layers' only."""
+    by_type = config.values.get("rope_parameters") or {}
+    sliding = by_type.get("sliding_attention") or {}
+    full = {**(by_type.get("full_attention") or {}), **(config.values.get("rope_scaling") or {})}
+    positions = config.integer("max_position_embeddings", 131_072)
+    local_theta, theta = config.number("rope_local_base_freq", 10_000.0), config.number("rope_theta", 1_000_000.0)
+    return (
+        RopeParameters(sliding, theta=local_theta, max_positions=positions).table(head_dim),
+        RopeParameters(full, theta=theta, max_positions=positions).table(head_dim),
+    )

@@ -1,0 +1,156 @@
+"""Reads config.json: typed access with clear errors, and the few facts of a model that the engine needs.
+
+Old and new spellings mean the same (`torch_dtype` and `dtype`, GPT-2's `n_embd`). What a family cannot honour it refuses here by
+name. Knows no family; source of names and defaults: the configuration classes of transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import UnsupportedModel
+from octavo.program.ops import Activation
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+DEFAULT_CONTEXT_TOKENS = 512
+"""Of models with relative positions only, whose config names no length (T5 was trained with 512)."""
+
+
+class HfConfig:
+    """config.json with types. A getter without a default demands the key; `null` counts as missing."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    @property
+    def model_type(self) -> str:
+        return self.text("model_type")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, value, "a whole number of at least 0")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(name, value, "a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a text")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self.values.get(name) is None else self.integer(name)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.values.get(name) is None else self.number(name)
+
+    def activation(self, name: str, default: str) -> Activation:
+        return activation_named(self.text(name, default), where=name)
+
+    def refuse_unless(self, name: str, *allowed: Any) -> None:
+        """For options that change numbers in ways no op carries yet; a missing key is fine."""
+        value = self.values.get(name)
+        if value is not None and value not in allowed:
+            shown = " or ".join(repr(item) for item in allowed) or "null"
+            raise UnsupportedModel(f"config.json: {name} is {value!r}, supported is {shown} for {self.model_type}")
+
+    def layer_windows(self, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
+        """Keys that each layer's queries see (None: all), by `layer_types` or, where the config has none, the family's own rule."""
+        types = self.values.get("layer_types")
+        if types is None:
+            types = ["sliding_attention" if window and is_sliding(i) else "full_attention" for i in range(num_layers)]
+        if len(types) != num_layers:
+            raise self._wrong("layer_types", f"{len(types)} layers", f"{num_layers}, as num_hidden_layers says")
+        for name in types:
+            if name not in ("full_attention", "sliding_attention"):
+                raise self._wrong("layer_types", name, "full_attention or sliding_attention")
+        if "sliding_attention" in types and not window:
+            raise self._wrong("sliding_window", self.values.get("sliding_window"), "the window of the sliding layers")
+        return tuple(window if name == "sliding_attention" else None for name in types)
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise UnsupportedModel(
+                f"config.json: {name} is missing" + ("" if name == "model_type" else f", {self.values.get('model_type')} needs it"),
+                hint="the file is incomplete, or no Hugging Face config of this family",
+            )
+        return default
+
+    def _wrong(self, name: str, value: Any, allowed: str) -> UnsupportedModel:
+        return UnsupportedModel(f"config.json: {name} is {value!r}, allowed is {allowed}")
+
+
+def activation_named(name: str, *, where: str) -> Activation:
+    """The op's name for a transformers activation."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"config.json: {where} is {name!r}, supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine asks of a model before it runs."""
+
+    model_type: str
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+    """Of the arithmetic the model was made for: float32, bfloat16 or float16."""
+    is_encoder_decoder: bool
+    decoder_start_token_id: int | None
+
+
+def model_info(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelInfo:
+    """Token ids come from generation_config.json where it has them, as transformers' generate takes them."""
+    hf = HfConfig(config)
+    ids = {**config, **{name: value for name, value in (generation_config or {}).items() if value is not None}}
+    eos = ids.get("eos_token_id")
+    return ModelInfo(
+        model_type=hf.model_type,
+        max_context_tokens=_first_integer(hf, ("max_position_embeddings", "n_positions"), DEFAULT_CONTEXT_TOKENS),
+        vocab_size=hf.integer("vocab_size"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
+        bos_token_id=ids.get("bos_token_id"),
+        dtype=_dtype(config),
+        is_encoder_decoder=hf.flag("is_encoder_decoder", False),
+        decoder_start_token_id=ids.get("decoder_start_token_id"),
+    )
+
+
+def _first_integer(config: HfConfig, names: tuple[str, ...], default: int) -> int:
+    return next((config.integer(name) for name in names if config.values.get(name) is not None), default)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise UnsupportedModel(f"config.json: dtype is {name!r}, supported are float32, bfloat16 and float16")
+    return name

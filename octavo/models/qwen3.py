@@ -1,0 +1,13 @@
+"""Qwen3, dense: Llama with normed q and k heads. Qwen team 2025."""
+
+from __future__ import annotations
+
+from octavo.models.hf_config import HfConfig
+from octavo.models.llama import build_llama
+from octavo.models.qwen2 import upper_windows
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    bias = config.flag("attention_bias", False)
+    return build_llama(config, windows=upper_windows(config), qkv_bias=bias, out_bias=bias, head_norms=True, head_dim=128)

@@ -1,0 +1,24 @@
+"""From a config to its Programs: the module of each model_type, imported when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from octavo.errors import UnsupportedModel
+from octavo.models.hf_config import HfConfig
+from octavo.program.program import Program
+
+FAMILIES = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "t5")
+"""Hugging Face's model_type, which is also the module's name here."""
+
+
+def build_programs(config: Mapping[str, Any]) -> dict[str, Program]:
+    """ "decoder" and, where the family has one, "encoder". `config` is config.json as it stands."""
+    hf = HfConfig(config)
+    if hf.model_type not in FAMILIES:
+        raise UnsupportedModel(f"model type {hf.model_type!r} is not supported", hint="known are " + ", ".join(FAMILIES))
+    hf.refuse_unless("quantization_config")
+    programs: dict[str, Program] = import_module(f"octavo.models.{hf.model_type}").build(hf)
+    return programs

@@ -1,0 +1,129 @@
+"""Rotary tables out of a config: the rope types default, linear, llama3 and yarn.
+
+Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters` with `rope_type`) are read alike.
+Sources: Su et al. 2021; linear: position interpolation, Chen et al. 2023; llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023,
+with the attention factor as transformers computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from octavo.errors import UnsupportedModel
+from octavo.models.hf_config import HfConfig
+from octavo.program.ops import RopeTable
+
+DEFAULT_THETA = 10_000.0
+
+
+class RopeParameters:
+    """One set of rope parameters, whatever keys it was written with."""
+
+    def __init__(self, given: Mapping[str, Any], *, theta: float, max_positions: int) -> None:
+        nested = [name for name, value in given.items() if isinstance(value, dict)]
+        if nested:
+            raise UnsupportedModel(f"config.json: rope_parameters by layer type ({', '.join(nested)}) are not supported for this family")
+        self._given = given
+        self.kind = str(given.get("rope_type") or given.get("type") or "default")
+        self.theta = self.number("rope_theta", theta)
+        self.original_positions = self.number("original_max_position_embeddings", max_positions)
+        if self.number("partial_rotary_factor", 1.0) != 1.0 or given.get("mrope_section") is not None:
+            raise UnsupportedModel("config.json: partial_rotary_factor and mrope_section are not supported for this family")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._given.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UnsupportedModel(f"config.json: rope type {self.kind} needs the number {name}, got {value!r}")
+        return float(value)
+
+    def optional(self, name: str) -> float | None:
+        return None if self._given.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._given.get(name)
+        return default if value is None else bool(value)
+
+    def table(self, rotary_dim: int) -> RopeTable:
+        """For heads of which `rotary_dim` columns turn."""
+        if self.kind not in _MAKERS:
+            raise UnsupportedModel(f"config.json: rope type {self.kind!r} is not supported, known are {', '.join(_MAKERS)}")
+        return _MAKERS[self.kind](self, rotary_dim)
+
+
+def rope_parameters(config: HfConfig, *, default_theta: float = DEFAULT_THETA) -> RopeParameters:
+    """The model's one set of parameters. Where both spellings stand, `rope_scaling` wins, as in transformers."""
+    given = dict(config.values.get("rope_scaling") or config.values.get("rope_parameters") or {})
+    if config.values.get("partial_rotary_factor") is not None:
+        given.setdefault("partial_rotary_factor", config.values["partial_rotary_factor"])
+    return RopeParameters(given, theta=config.number("rope_theta", default_theta), max_positions=config.integer("max_position_embeddings"))
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's attention temperature, 0.1 * weight * ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _plain(p: RopeParameters, dim: int) -> list[float]:
+    return [p.theta ** -(i / dim) for i in range(0, dim, 2)]
+
+
+def _default(p: RopeParameters, dim: int) -> RopeTable:
+    return RopeTable(tuple(_plain(p, dim)))
+
+
+def _linear(p: RopeParameters, dim: int) -> RopeTable:
+    factor = p.number("factor")
+    return RopeTable(tuple(f / factor for f in _plain(p, dim)))
+
+
+def _llama3(p: RopeParameters, dim: int) -> RopeTable:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    factor, low, high = p.number("factor"), p.number("low_freq_factor"), p.number("high_freq_factor")
+
+    def stretched(frequency: float) -> float:
+        turns = p.original_positions * frequency / (2 * math.pi)
+        if turns > high:
+            return frequency
+        if turns < low:
+            return frequency / factor
+        kept = (turns - low) / (high - low)
+        return (1 - kept) * frequency / factor + kept * frequency
+
+    return RopeTable(tuple(stretched(f) for f in _plain(p, dim)))
+
+
+def _yarn(p: RopeParameters, dim: int) -> RopeTable:
+    """Interpolated below `low`, kept above `high` (columns that make beta_fast and beta_slow turns over the original context)."""
+    factor = p.number("factor")
+
+    def column(turns: float) -> float:
+        return dim * math.log(p.original_positions / (turns * 2 * math.pi)) / (2 * math.log(p.theta))
+
+    low, high = column(p.optional("beta_fast") or 32.0), column(p.optional("beta_slow") or 1.0)
+    if p.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+
+    def blended(i: int, frequency: float) -> float:
+        ramp = min(max((i - low) / width, 0.0), 1.0)
+        return frequency / factor * ramp + frequency * (1 - ramp)
+
+    return RopeTable(tuple(blended(i, f) for i, f in enumerate(_plain(p, dim))), _yarn_attention_factor(p, factor))
+
+
+def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
+    """Given, or the quotient of mscale and mscale_all_dim (DeepSeek), or the paper's."""
+    given = p.optional("attention_factor")
+    if given is not None:
+        return given
+    mscale, all_dim = p.optional("mscale"), p.optional("mscale_all_dim")
+    if mscale and all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor)
+
+
+_MAKERS: dict[str, Callable[[RopeParameters, int], RopeTable]] = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

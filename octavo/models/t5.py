@@ -1,0 +1,135 @@
+"""T5: an encoder and a decoder with relative position biases, no rope, unscaled attention. Raffel et al. 2020.
+
+Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an output layer of its own), also Flan-T5. The encoder runs over
+the whole input at once: its attention is full. At its end it leaves each decoder layer's cross K and V in the group "cross".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import UnsupportedModel
+from octavo.models.hf_config import HfConfig, activation_named
+from octavo.program.builder import Builder
+from octavo.program.ops import Activation, MaskKind, T5Bias
+from octavo.program.program import CacheGroup, Program, Value, Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class T5Shape:
+    vocab_size: int
+    width: int
+    head_dim: int
+    num_heads: int
+    hidden_width: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    num_buckets: int
+    max_distance: int
+    eps: float
+    activation: Activation
+    gated: bool
+    tied: bool
+    scaled: bool
+    """The last rows are divided by sqrt(width) before the output layer."""
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The same for both Programs, so that slots and tables have one axis of groups."""
+        heads = (self.num_heads, self.head_dim, self.head_dim)
+        return (
+            CacheGroup("encoder", "full", self.num_encoder_layers, *heads),
+            CacheGroup("decoder", "full", self.num_decoder_layers, *heads),
+            CacheGroup("cross", "cross", self.num_decoder_layers, *heads),
+        )
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape = read_shape(config)
+    return {"encoder": build_encoder(shape), "decoder": build_decoder(shape)}
+
+
+def read_shape(config: HfConfig) -> T5Shape:
+    projection = config.text("feed_forward_proj", "relu")
+    gated, name = projection.startswith("gated-"), projection.split("-")[-1]
+    if projection.count("-") > gated:
+        raise UnsupportedModel(f"config.json: feed_forward_proj is {projection!r}, allowed is ACTIVATION or gated-ACTIVATION")
+    own_head = config.values.get("tie_word_embeddings") is False or config.values.get("scale_decoder_outputs") is False
+    num_layers = config.integer("num_layers")
+    return T5Shape(
+        vocab_size=config.integer("vocab_size"),
+        width=config.integer("d_model"),
+        head_dim=config.integer("d_kv"),
+        num_heads=config.integer("num_heads"),
+        hidden_width=config.integer("d_ff"),
+        num_encoder_layers=num_layers,
+        num_decoder_layers=config.integer("num_decoder_layers", num_layers),
+        num_buckets=config.integer("relative_attention_num_buckets", 32),
+        max_distance=config.integer("relative_attention_max_distance", 128),
+        eps=config.number("layer_norm_epsilon", 1e-6),
+        activation="gelu_tanh" if projection == "gated-gelu" else activation_named(name, where="feed_forward_proj"),
+        gated=gated,
+        tied=not own_head,
+        scaled=config.flag("scale_decoder_outputs", not own_head),
+    )
+
+
+def build_encoder(shape: T5Shape) -> Program:
+    b = Builder("encoder", shape.groups, shape.vocab_size)
+    x = b.embedding(b.token_ids("encoder_tokens"), "shared", shape.vocab_size, shape.width)
+    for i in range(shape.num_encoder_layers):
+        block = f"encoder.block.{i}.layer"
+        x = b.add(x, self_attention(b, x, f"{block}.0", shape, group="encoder", layer=i, mask="full"))
+        x = b.add(x, feed_forward(b, x, f"{block}.1", shape))
+    x = b.rms_norm(x, "encoder.final_layer_norm", shape.eps)
+    for i in range(shape.num_decoder_layers):
+        write_kv(b, x, f"decoder.block.{i}.layer.1.EncDecAttention", shape, group="cross", layer=i)
+    return b.finish(hidden=x)
+
+
+def build_decoder(shape: T5Shape) -> Program:
+    b = Builder("decoder", shape.groups, shape.vocab_size)
+    x = b.embedding(b.token_ids(), "shared", shape.vocab_size, shape.width)
+    for i in range(shape.num_decoder_layers):
+        block = f"decoder.block.{i}.layer"
+        x = b.add(x, self_attention(b, x, f"{block}.0", shape, group="decoder", layer=i, mask="causal"))
+        x = b.add(x, cross_attention(b, x, f"{block}.1", shape, layer=i))
+        x = b.add(x, feed_forward(b, x, f"{block}.2", shape))
+    x = b.rms_norm(b.gather_rows(x), "decoder.final_layer_norm", shape.eps)
+    x = b.scale(x, shape.width**-0.5 if shape.scaled else 1.0)
+    return b.finish(logits=b.linear(x, "shared" if shape.tied else "lm_head", shape.vocab_size))
+
+
+def self_attention(b: Builder, x: Value, module: str, shape: T5Shape, *, group: str, layer: int, mask: MaskKind) -> Value:
+    """All layers of a stack share the first one's bias table."""
+    h = b.rms_norm(x, f"{module}.layer_norm", shape.eps)
+    q = b.linear(h, f"{module}.SelfAttention.q", shape.num_heads * shape.head_dim)
+    write_kv(b, h, f"{module}.SelfAttention", shape, group=group, layer=layer)
+    table = Weight(f"{group}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (shape.num_buckets, shape.num_heads))
+    bias = T5Bias(table, shape.num_buckets, shape.max_distance, bidirectional=mask == "full")
+    h = b.attention(q, group, layer, num_heads=shape.num_heads, scale=1.0, mask=mask, bias=bias)
+    return b.linear(h, f"{module}.SelfAttention.o", shape.width)
+
+
+def cross_attention(b: Builder, x: Value, module: str, shape: T5Shape, *, layer: int) -> Value:
+    h = b.rms_norm(x, f"{module}.layer_norm", shape.eps)
+    q = b.linear(h, f"{module}.EncDecAttention.q", shape.num_heads * shape.head_dim)
+    h = b.attention(q, "cross", layer, num_heads=shape.num_heads, scale=1.0, mask="full")
+    return b.linear(h, f"{module}.EncDecAttention.o", shape.width)
+
+
+def write_kv(b: Builder, x: Value, module: str, shape: T5Shape, *, group: str, layer: int) -> None:
+    k = b.linear(x, f"{module}.k", shape.num_heads * shape.head_dim)
+    v = b.linear(x, f"{module}.v", shape.num_heads * shape.head_dim)
+    b.kv_write(group, layer, (k,), v)
+
+
+def feed_forward(b: Builder, x: Value, layer: str, shape: T5Shape) -> Value:
+    h = b.rms_norm(x, f"{layer}.layer_norm", shape.eps)
+    module = f"{layer}.DenseReluDense"
+    if shape.gated:
+        gate = b.linear(h, f"{module}.wi_0", shape.hidden_width)
+        h = b.act_mul(gate, b.linear(h, f"{module}.wi_1", shape.hidden_width), shape.activation)
+    else:
+        h = b.act(b.linear(h, f"{module}.wi", shape.hidden_width), shape.activation)
+    return b.linear(h, f"{module}.wo", shape.width)

@@ -1,0 +1,254 @@
+"""Builds a Program op by op, so that a model family reads like its formula.
+
+Owns the names of Values (after the module that makes them) and the link from a module's name to its checkpoint tensors
+(`<module>.weight`, `<module>.bias`). Knows nothing of any family.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+from octavo.program.ops import (
+    Act,
+    Activation,
+    ActMul,
+    Add,
+    AlibiBias,
+    Attention,
+    Combine,
+    Embedding,
+    GatherRows,
+    GroupedLinear,
+    KvWrite,
+    LayerNorm,
+    Linear,
+    MaskKind,
+    MlaAttention,
+    Mul,
+    RmsNorm,
+    Rope,
+    RopeTable,
+    Route,
+    Scale,
+    SoftCap,
+    T5Bias,
+)
+from octavo.program.program import Axis, CacheGroup, Op, Program, Value, Weight
+
+
+class Builder:
+    """Every method appends one op and returns the Value it makes. Widths are in columns, names are those of modules."""
+
+    def __init__(self, name: str, groups: tuple[CacheGroup, ...] = (), vocab_size: int = 0) -> None:
+        self._name = name
+        self._groups = groups
+        self._vocab_size = vocab_size
+        self._inputs: dict[str, Value] = {}
+        self._ops: list[Op] = []
+        self._used: Counter[str] = Counter()
+
+    def finish(self, **outputs: Value) -> Program:
+        """The Program, checked."""
+        program = Program(self._name, dict(self._inputs), outputs, tuple(self._ops), self._groups, self._vocab_size)
+        program.check()
+        return program
+
+    def token_ids(self, axis: Axis = "tokens") -> Value:
+        """The input "token_ids"."""
+        value = Value(self._fresh("token_ids"), axis, 1, "int")
+        self._inputs["token_ids"] = value
+        return value
+
+    # -- rows in, rows out ------------------------------------------------------------------------------------------------
+
+    def embedding(self, ids: Value, name: str, num_rows: int, width: int, *, scale: float = 1.0) -> Value:
+        out = self._value(name, ids.axis, width)
+        self._ops.append(Embedding(out, Weight(f"{name}.weight", (num_rows, width)), ids, scale))
+        return out
+
+    def position_embedding(self, name: str, num_rows: int, width: int, *, axis: Axis = "tokens", offset: int = 0) -> Value:
+        out = self._value(name, axis, width)
+        self._ops.append(Embedding(out, Weight(f"{name}.weight", (num_rows, width)), by_position=True, offset=offset))
+        return out
+
+    def rms_norm(self, x: Value, name: str, eps: float, *, weight_offset: float = 0.0, group_width: int = 0) -> Value:
+        out = self._like(name, x)
+        weight = Weight(f"{name}.weight", (group_width or x.width,))
+        self._ops.append(RmsNorm(x, out, weight, eps, weight_offset, group_width))
+        return out
+
+    def layer_norm(self, x: Value, name: str, eps: float) -> Value:
+        out = self._like(name, x)
+        self._ops.append(LayerNorm(x, out, Weight(f"{name}.weight", (x.width,)), Weight(f"{name}.bias", (x.width,)), eps))
+        return out
+
+    def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:
+        """`name.weight [width, in]`, and `name.bias` where asked for."""
+        return self.linear_of(x, Weight(f"{name}.weight", (width, x.width)), Weight(f"{name}.bias", (width,)) if bias else None, name=name)
+
+    def linear_of(self, x: Value, weight: Weight, bias: Weight | None = None, *, name: str) -> Value:
+        """A linear whose tensors are not kept as `[out, in]` under the module's own name."""
+        out = self._value(name, x.axis, weight.shape[0])
+        self._ops.append(Linear(x, (out,), (weight,), () if bias is None else (bias,)))
+        return out
+
+    def add(self, a: Value, b: Value) -> Value:
+        out = self._like("sum", a)
+        self._ops.append(Add(a, b, out))
+        return out
+
+    def mul(self, a: Value, b: Value) -> Value:
+        out = self._like("product", a)
+        self._ops.append(Mul(a, b, out))
+        return out
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """x itself where the factor is 1."""
+        if factor == 1.0:
+            return x
+        out = self._like("scaled", x)
+        self._ops.append(Scale(x, out, factor))
+        return out
+
+    def softcap(self, x: Value, cap: float | None) -> Value:
+        """x itself where there is no cap."""
+        if cap is None:
+            return x
+        out = self._like("capped", x)
+        self._ops.append(SoftCap(x, out, cap))
+        return out
+
+    def act(self, x: Value, activation: Activation) -> Value:
+        out = self._like(activation, x)
+        self._ops.append(Act(x, out, activation))
+        return out
+
+    def act_mul(
+        self,
+        gate: Value,
+        up: Value,
+        activation: Activation,
+        *,
+        clamp: float | None = None,
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+    ) -> Value:
+        out = self._like("gated", up)
+        self._ops.append(ActMul(gate, up, out, activation, clamp, alpha, up_offset))
+        return out
+
+    # -- attention and its cache ------------------------------------------------------------------------------------------
+
+    def rope(
+        self,
+        x: Value,
+        num_heads: int,
+        table: RopeTable,
+        *,
+        rotary_start: int = 0,
+        style: Literal["half", "interleaved"] = "half",
+    ) -> Value:
+        """Rotates as many columns of each head as the table has frequencies for, twice."""
+        out = self._like("rotated", x)
+        self._ops.append(Rope(x, out, num_heads, x.width // num_heads, 2 * len(table.inv_freq), rotary_start, table, style))
+        return out
+
+    def kv_write(self, group: str, layer: int, k_parts: tuple[Value, ...], v: Value | None) -> None:
+        self._ops.append(KvWrite(k_parts, v, group, layer))
+
+    def attention(
+        self,
+        q: Value,
+        group: str,
+        layer: int,
+        *,
+        num_heads: int,
+        scale: float,
+        mask: MaskKind = "causal",
+        softcap: float | None = None,
+        sinks: Weight | None = None,
+        bias: T5Bias | AlibiBias | None = None,
+    ) -> Value:
+        """The window, where the mask has one, is the group's."""
+        kv = next(entry for entry in self._groups if entry.name == group)
+        out = self._value("attention", q.axis, num_heads * kv.v_width)
+        window = kv.window if mask == "window" else None
+        self._ops.append(Attention(q, out, group, layer, num_heads, scale, mask, window, softcap, sinks, bias))
+        return out
+
+    def mla_attention(
+        self,
+        q_nope: Value,
+        q_rope: Value,
+        kv_b: Weight,
+        *,
+        group: str,
+        layer: int,
+        num_heads: int,
+        scale: float,
+        form: Literal["absorbed", "expanded"] = "absorbed",
+    ) -> Value:
+        kv = next(entry for entry in self._groups if entry.name == group)
+        nope, rope = q_nope.width // num_heads, q_rope.width // num_heads
+        v_width = kv_b.shape[0] // num_heads - nope
+        out = self._value("attention", q_nope.axis, num_heads * v_width)
+        latent = kv.k_width - rope
+        op = MlaAttention(q_nope, q_rope, out, kv_b, group, layer, num_heads, nope, rope, latent, v_width, scale, form)
+        self._ops.append(op)
+        return out
+
+    # -- experts ----------------------------------------------------------------------------------------------------------
+
+    def route(
+        self,
+        x: Value,
+        logits: Value,
+        top_k: int,
+        *,
+        score: Literal["softmax", "sigmoid", "softmax_top_k"] = "softmax",
+        bias: Weight | None = None,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        normalize: bool = False,
+        scale: float = 1.0,
+    ) -> tuple[Value, Value, Value]:
+        """(rows, ids, weights) of the chosen experts."""
+        outs = (
+            self._value("expert_rows", "expert_rows", x.width),
+            Value(self._fresh("expert_ids"), x.axis, top_k, "int"),
+            self._value("expert_weights", x.axis, top_k),
+        )
+        self._ops.append(Route(x, logits, outs, logits.width, top_k, score, bias, num_groups, top_groups, normalize, scale))
+        return outs
+
+    def grouped_linear(self, x: Value, ids: Value, weight: Weight, bias: Weight | None = None) -> Value:
+        out = self._value("grouped", "expert_rows", weight.shape[1])
+        self._ops.append(GroupedLinear(x, ids, out, weight, bias))
+        return out
+
+    def combine(self, x: Value, weights: Value) -> Value:
+        out = self._value("combined", weights.axis, x.width)
+        self._ops.append(Combine(x, weights, out))
+        return out
+
+    # -- rows chosen ------------------------------------------------------------------------------------------------------
+
+    def gather_rows(self, x: Value) -> Value:
+        out = self._value("sampled", "samples", x.width)
+        self._ops.append(GatherRows(x, out))
+        return out
+
+    # -- names ------------------------------------------------------------------------------------------------------------
+
+    def _value(self, name: str, axis: Axis, width: int) -> Value:
+        return Value(self._fresh(name), axis, width)
+
+    def _like(self, name: str, x: Value) -> Value:
+        return self._value(name, x.axis, x.width)
+
+    def _fresh(self, name: str) -> str:
+        """The name, with a number from its second use on."""
+        self._used[name] += 1
+        count = self._used[name]
+        return name if count == 1 else f"{name}#{count}"
