@@ -1,0 +1,220 @@
+"""GGUF files: the header's metadata, the tensor directory, and tensors as packed weights mapped from the file.
+
+Our own reader, because a header with a vocabulary of 50,000 tokens must be read in milliseconds (gguf-py takes a second and more).
+Knows nothing of model families (`gguf_families.py`) and leaves the meaning of blocks to `quant/gguf.py`.
+Source of the format: ggml's `docs/gguf.md`, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.quant.gguf import BLOCK_TYPES, BlockType
+from octavo.quant.packed import PackedWeight
+
+MAGIC = b"GGUF"
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+
+_STRING, _ARRAY = 8, 9
+_SCALARS: dict[int, np.dtype] = {
+    number: np.dtype(name)
+    for number, name in {
+        0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+    }.items()
+}  # fmt: skip
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: `shape` with the inputs last, `start` in bytes from the file's beginning."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: BlockType
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kind.num_bytes(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """An opened file. `metadata` values: numbers, bools, texts; arrays of numbers as numpy views, of texts as lists of bytes."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    data: NDArray[np.uint8]
+    """The whole file, mapped: `[file size]`."""
+
+    def tensor(self, name: str) -> PackedWeight:
+        entry = self.tensors[name]
+        return entry.kind.packed(self.data[entry.start : entry.start + entry.num_bytes], entry.shape)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Reads the header and checks that every tensor lies inside the file; reads no weight."""
+    size = path.stat().st_size
+    if size < 24:
+        raise _corrupt(path, f"it has {size} bytes, a GGUF header needs at least 24")
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    reader = _HeaderReader(path, mapped)
+    try:
+        metadata, tensors = reader.header()
+    except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+        raise _corrupt(path, f"its header breaks off or is damaged near byte {reader.offset:,} of {size:,}") from error
+    return GgufFile(path, metadata, tensors, np.frombuffer(mapped, np.uint8))
+
+
+def _corrupt(path: Path, what: str) -> WeightMismatch:
+    return WeightMismatch(f"{path}: not a sound GGUF file: {what}", hint="download the file again; it may be truncated")
+
+
+class _HeaderReader:
+    """Walks a header from front to back; running past the end raises struct.error or IndexError."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+        self.path = path
+        self.buffer = buffer
+        self.offset = 0
+
+    def header(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+        if self.buffer[:4] != MAGIC:
+            raise WeightMismatch(f"{self.path}: not a GGUF file: it starts with {self.buffer[:4]!r}, not with {MAGIC!r}")
+        self.offset = 4
+        version = self._u32()
+        if version not in (2, 3):
+            raise UnsupportedModel(f"{self.path}: GGUF version {version}, allowed are 2 and 3 (little-endian)")
+        num_tensors, num_keys = self._u64(), self._u64()
+        metadata = {}
+        for _ in range(num_keys):
+            key = self._text()
+            metadata[key] = self._value(self._u32())
+        entries = [self._entry() for _ in range(num_tensors)]
+        return metadata, self._placed(entries, self._alignment(metadata))
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 8 or alignment & alignment - 1:
+            raise _corrupt(self.path, f"general.alignment is {alignment!r}, allowed is a power of two of at least 8")
+        return alignment
+
+    def _placed(self, entries: list[TensorEntry], alignment: int) -> dict[str, TensorEntry]:
+        """Entries with offsets from the file's beginning, each inside the file."""
+        data_start = -(-self.offset // alignment) * alignment
+        size = len(self.buffer)
+        placed = {}
+        for entry in entries:
+            start = data_start + entry.start
+            if start + entry.num_bytes > size:
+                raise WeightMismatch(
+                    f"{self.path}: truncated: {entry.name} should stand at bytes {start:,} to {start + entry.num_bytes:,}, "
+                    f"the file has {size:,}",
+                    hint="download the file again",
+                )
+            placed[entry.name] = TensorEntry(entry.name, entry.shape, entry.kind, start)
+        return placed
+
+    def _entry(self) -> TensorEntry:
+        """A directory entry, its start still relative to the data section."""
+        name = self._text()
+        num_dimensions = self._u32()
+        if num_dimensions > MAX_DIMENSIONS:
+            raise _corrupt(self.path, f"{name} has {num_dimensions} dimensions, allowed are up to {MAX_DIMENSIONS}")
+        shape = tuple(reversed([self._u64() for _ in range(num_dimensions)])) or (1,)
+        number, start = self._u32(), self._u64()
+        kind = BLOCK_TYPES.get(number)
+        if kind is None:
+            known = ", ".join(known.name for known in BLOCK_TYPES.values())
+            raise UnsupportedModel(f"{self.path}: {name} has tensor type {_type_name(number)}, supported are {known}")
+        if shape[-1] % kind.block_size:
+            raise _corrupt(self.path, f"{name} has rows of {shape[-1]}, {kind.name} needs a multiple of {kind.block_size}")
+        return TensorEntry(name, shape, kind, start)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array(self._u32(), self._u64())
+        dtype = self._scalar(kind)
+        return _plain(self._numbers(dtype, 1)[0])
+
+    def _array(self, kind: int, count: int) -> Any:
+        if kind == _STRING:
+            return self._strings(count)
+        if kind == _ARRAY:
+            return [self._array(self._u32(), self._u64()) for _ in range(count)]
+        return self._numbers(self._scalar(kind), count)
+
+    def _scalar(self, kind: int) -> np.dtype:
+        if kind not in _SCALARS:
+            raise _corrupt(self.path, f"unknown metadata type {kind} near byte {self.offset:,}")
+        return _SCALARS[kind]
+
+    def _numbers(self, dtype: np.dtype, count: int) -> NDArray:
+        start = self.offset
+        self._skip(count * dtype.itemsize)
+        return np.frombuffer(self.buffer, dtype, count, start)
+
+    def _strings(self, count: int) -> list[bytes]:
+        """Undecoded: a vocabulary is 100,000 of them, and who reads only weights needs none."""
+        buffer, offset, unpack = self.buffer, self.offset, _U64.unpack_from
+        found: list[bytes] = []
+        append = found.append
+        for _ in range(count):
+            start = offset + 8
+            offset = start + unpack(buffer, offset)[0]
+            append(buffer[start:offset])
+        self.offset = offset
+        self._skip(0)
+        return found
+
+    def _text(self) -> str:
+        length = self._u64()
+        start = self.offset
+        self._skip(length)
+        return self.buffer[start : self.offset].decode()
+
+    def _skip(self, length: int) -> None:
+        if self.offset + length > len(self.buffer):
+            raise IndexError
+        self.offset += length
+
+    def _u32(self) -> int:
+        return self._unpack(_U32)
+
+    def _u64(self) -> int:
+        return self._unpack(_U64)
+
+    def _unpack(self, form: struct.Struct) -> int:
+        value: int = form.unpack_from(self.buffer, self.offset)[0]
+        self.offset += form.size
+        return value
+
+
+def _plain(value: Any) -> Any:
+    """A Python number; a float32 as the shortest decimal that names it (1e-05, not 9.999999747378752e-06)."""
+    return float(str(value)) if isinstance(value, np.float32) else value.item()
+
+
+def _type_name(number: int) -> str:
+    return f"{number} ({GGML_TYPE_NAMES[number]})" if number in GGML_TYPE_NAMES else str(number)
+
+
+GGML_TYPE_NAMES = {
+    10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
+    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+"""Types that ggml has and Octavo does not read, so that a refusal can name them."""

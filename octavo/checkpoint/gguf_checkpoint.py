@@ -1,0 +1,155 @@
+"""A GGUF file as a Checkpoint: config, tensors and tokenizer in the words and row orders of the family's safetensors.
+
+Joins `gguf.py` (bytes) and `gguf_families.py` (names); knows nothing of Programs or backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoint.gguf import read_gguf
+from octavo.checkpoint.gguf_families import FAMILIES, Family, Header
+from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.ports import TokenizerSource, Vocabulary
+from octavo.quant.packed import PackedWeight
+
+IGNORED_TENSORS = frozenset({"rope_freqs.weight"})
+"""Read into the config."""
+
+CONTROL = 3
+"""Token type of what a text never spells."""
+
+END_OF_TURN = (b"<|im_end|>", b"<end_of_turn>", b"<|eot_id|>", b"<|end|>", b"<|eom_id|>")
+"""Control tokens that end an answer even where a header names no eot_token_id; llama.cpp finds them by text too."""
+
+SAMPLING_KEYS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
+
+
+class GgufCheckpoint:
+    """One `.gguf` file. Implements `ports.Checkpoint`."""
+
+    output_major = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = read_gguf(path)
+        architecture = self._file.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in FAMILIES:
+            raise UnsupportedModel(f"{path}: architecture {architecture!r}, supported in GGUF are {', '.join(FAMILIES)}")
+        self._family: Family = FAMILIES[architecture]
+        self._gguf_names = self._names()
+        self._header = Header(self._file, architecture)
+        self._eos_ids = self._end_ids()
+        self.config: dict[str, Any] = self._config()
+        self.generation_config: dict[str, Any] = self._generation_config()
+
+    def names(self) -> Collection[str]:
+        return self._gguf_names.keys()
+
+    def tensor(self, name: str) -> PackedWeight:
+        source = self._gguf_names.get(name)
+        if source is None:
+            raise WeightMismatch(f"{self.path}: the tensor {name} is missing")
+        packed = self._file.tensor(source)
+        stem = source.rpartition(".")[0].rpartition(".")[2]
+        if stem in self._family.interleaved:
+            packed = packed.rows(self._half_order(stem, packed))
+        if self._family.norm_offset and stem.endswith("norm"):
+            packed = PackedWeight.plain(packed.dequantize() - np.float32(self._family.norm_offset))
+        return packed
+
+    def tokenizer_source(self) -> TokenizerSource | None:
+        tokens = self._get("tokenizer.ggml.tokens", list, [])
+        if not tokens:
+            return None
+        vocabulary = Vocabulary(
+            model=self._get("tokenizer.ggml.model", str, ""),
+            pre=self._get("tokenizer.ggml.pre", str, "default"),
+            tokens=tokens,
+            types=self._get("tokenizer.ggml.token_type", np.ndarray, ()),
+            merges=self._get("tokenizer.ggml.merges", list, ()),
+            scores=self._get("tokenizer.ggml.scores", np.ndarray, ()),
+            add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, True),
+        )
+        return TokenizerSource(
+            origin=self.path,
+            vocabulary=vocabulary,
+            special_tokens=self._special_tokens(tokens),
+            eos_token_ids=self._eos_ids,
+            add_bos_token=self._get("tokenizer.ggml.add_bos_token", bool, None),
+            chat_template=self._get("tokenizer.chat_template", str, None),
+        )
+
+    def _names(self) -> dict[str, str]:
+        """Safetensors name -> GGUF name. A tensor that the family does not know would be left out of the sums: refused."""
+        found = {}
+        for source in self._file.tensors:
+            if source in IGNORED_TENSORS:
+                continue
+            name = self._family.name(source)
+            if name is None:
+                raise UnsupportedModel(f"{self.path}: the tensor {source} is unknown in the family {self._family.model_type}")
+            found[name] = source
+        return found
+
+    def _half_order(self, stem: str, packed: PackedWeight) -> NDArray[np.intp]:
+        """For each row in halves order, the row that holds it in rotary pairs."""
+        heads = self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
+        num_rows = packed.shape[0]
+        if num_rows % (2 * heads):
+            raise WeightMismatch(f"{self.path}: {stem} has {num_rows} rows, which {heads} heads do not share evenly")
+        return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+    def _config(self) -> dict[str, Any]:
+        metadata, tensors = self._file.metadata, self._file.tensors
+        if "token_embd.weight" not in tensors:
+            raise WeightMismatch(f"{self.path}: the tensor token_embd.weight is missing")
+        return {
+            "model_type": self._family.model_type,
+            **self._family.config(self._header),
+            "vocab_size": tensors["token_embd.weight"].shape[0],
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+            "dtype": self._dtype(),
+        }
+
+    def _dtype(self) -> str:
+        """Of the matrices where they are plain floats, else float32."""
+        kinds = {entry.kind.name for entry in self._file.tensors.values() if len(entry.shape) > 1}
+        return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(kinds)), "float32") if len(kinds) == 1 else "float32"
+
+    def _generation_config(self) -> dict[str, Any]:
+        metadata = self._file.metadata
+        found = {name: metadata[f"general.sampling.{key}"] for key, name in SAMPLING_KEYS.items() if f"general.sampling.{key}" in metadata}
+        if "temperature" in found:
+            found["do_sample"] = found["temperature"] > 0
+        return found | {"bos_token_id": self.config["bos_token_id"], "eos_token_id": list(self._eos_ids)}
+
+    def _end_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: eos, eot, eom, and control tokens known as an end of turn by their text."""
+        found = [self._get(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in ("eos", "eot", "eom")]
+        tokens = self._get("tokenizer.ggml.tokens", list, [])
+        control = np.flatnonzero(np.asarray(self._get("tokenizer.ggml.token_type", np.ndarray, ())) == CONTROL)
+        found += [int(i) for i in control if i < len(tokens) and tokens[i] in END_OF_TURN]
+        return tuple(dict.fromkeys(i for i in found if i is not None))
+
+    def _get(self, key: str, kind: type, default: Any) -> Any:
+        """A metadata value of one type, the default where the key is missing."""
+        value = self._file.metadata.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise WeightMismatch(f"{self.path}: {key} is a {type(value).__name__}, allowed is {kind.__name__}")
+        return default if value is None else value
+
+    def _special_tokens(self, tokens: list[bytes]) -> dict[str, str]:
+        metadata = self._file.metadata
+        ids = {f"{ours}_token": metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _SPECIAL_IDS.items()}
+        return {name: tokens[i].decode(errors="replace") for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+
+
+_SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

@@ -1,0 +1,54 @@
+"""What a Hugging Face directory says of its tokenizer: tokenizer.json's path, special tokens, end ids, chat template.
+
+Reads the small JSON files beside tokenizer.json; building the tokenizer is `text/tokenizer.py`'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.json_file import read_json_if_there
+from octavo.ports import TokenizerSource
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def tokenizer_source(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> TokenizerSource | None:
+    """None where the directory has no tokenizer.json."""
+    file = path / "tokenizer.json"
+    if not file.exists():
+        return None
+    settings = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(path / "tokenizer_config.json")
+    special = {name: _text(settings[name]) for name in SPECIAL_NAMES if settings.get(name) is not None}
+    return TokenizerSource(
+        origin=path,
+        json=file,
+        special_tokens=special,
+        eos_token_ids=_ids(generation_config.get("eos_token_id")) or _ids(config.get("eos_token_id")),
+        add_bos_token=settings.get("add_bos_token"),
+        chat_template=_chat_template(path, settings),
+    )
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja first, then chat_template.json, then tokenizer_config.json (whose list of named ones has a default)."""
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = read_json_if_there(path / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default", next(iter(named.values()), None))
+    return template
+
+
+def _text(token: str | dict[str, Any]) -> str:
+    """A token is a text, or an object whose `content` is the text."""
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

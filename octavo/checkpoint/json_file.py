@@ -1,0 +1,27 @@
+"""Small JSON files of a checkpoint, read with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import WeightMismatch
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; WeightMismatch where it is missing or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise WeightMismatch(f"{path}: the file is missing") from error
+    except ValueError as error:
+        raise WeightMismatch(f"{path}: not valid JSON: {error}", hint="download the file again") from error
+    if not isinstance(content, dict):
+        raise WeightMismatch(f"{path}: should hold a JSON object, holds a {type(content).__name__}")
+    return content
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """As `read_json`, empty where there is no such file."""
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,28 @@
+"""Opens whatever a path holds: a GGUF file, a directory with one, or a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.safetensors import SafetensorsCheckpoint
+from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.ports import Checkpoint
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads headers and small files only; SetupError where the path holds no model, several, or a damaged one."""
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UnsupportedModel(f"{path}: allowed are a .gguf file or a directory with config.json and *.safetensors")
+        return GgufCheckpoint(path)
+    if not path.is_dir():
+        raise WeightMismatch(f"{path}: no such file or directory")
+    if (path / "config.json").exists():
+        return SafetensorsCheckpoint(path)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return GgufCheckpoint(files[0])
+    if files:
+        raise WeightMismatch(f"{path}: holds {len(files)} .gguf files", hint=f"name one of them, e.g. {files[0]}")
+    raise WeightMismatch(f"{path}: holds neither config.json with *.safetensors nor a .gguf file")

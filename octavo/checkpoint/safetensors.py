@@ -1,0 +1,156 @@
+"""Hugging Face directories: config, tokenizer files, and safetensors (one file or shards) as mapped, zero-copy tensors.
+
+Reads the header itself, because NumPy's side of the safetensors package has no bfloat16. Knows nothing of model families.
+Source of the format: the README of huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from octavo.checkpoint.hf_tokenizer import tokenizer_source
+from octavo.checkpoint.json_file import read_json, read_json_if_there
+from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.ports import TokenizerSource
+from octavo.quant.packed import PackedWeight
+
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+INDEX = "model.safetensors.index.json"
+
+BASE_PREFIXES = ("model.", "transformer.")
+"""Base models are saved without them."""
+
+WRAPPER_PREFIXES = ("language_model.", "model.language_model.")
+"""Models of text and images keep their text half under one of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor stands: `start` in bytes from its file's beginning."""
+
+    file: Path
+    buffer: mmap.mmap
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class SafetensorsCheckpoint:
+    """A directory with config.json and `*.safetensors`. Implements `ports.Checkpoint`."""
+
+    output_major = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: dict[str, Any] = read_json(path / "config.json")
+        self.generation_config: dict[str, Any] = read_json_if_there(path / "generation_config.json")
+        self._entries: dict[str, _Entry] = {}
+        for file in _weight_files(path):
+            self._entries |= _read_header(file)
+        self._check_index()
+
+    def names(self) -> Collection[str]:
+        return self._entries.keys()
+
+    def tensor(self, name: str) -> PackedWeight:
+        """A view into the mapped file."""
+        entry = self._find(name)
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise UnsupportedModel(f"{entry.file}: {name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}")
+        array = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
+        return PackedWeight.plain(array.reshape(entry.shape))
+
+    def tokenizer_source(self) -> TokenizerSource | None:
+        return tokenizer_source(self.path, self.config, self.generation_config)
+
+    def _find(self, name: str) -> _Entry:
+        """By its name, or by the name it has in a base model or inside a wrapper."""
+        bare = next((name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)), name)
+        candidates = [name, bare, *(prefix + part for prefix in WRAPPER_PREFIXES for part in (name, bare))]
+        entry = next((self._entries[candidate] for candidate in candidates if candidate in self._entries), None)
+        if entry is None:
+            raise WeightMismatch(f"{self.path}: the tensor {name} is missing", hint=f"the files hold {len(self._entries)} tensors")
+        return entry
+
+    def _check_index(self) -> None:
+        """Each tensor that the index promises stands in a shard."""
+        index = self.path / INDEX
+        if not index.exists():
+            return
+        missing = [name for name in read_json(index)["weight_map"] if name not in self._entries]
+        if missing:
+            raise WeightMismatch(f"{index}: {len(missing)} tensors are in no shard, the first is {missing[0]}")
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a directory, all of them there."""
+    index = path / INDEX
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise WeightMismatch(f"{index}: has no weight_map")
+        files = [path / name for name in sorted(set(weight_map.values()))]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise WeightMismatch(f"{path}: missing shards: {', '.join(missing)} ({len(missing)} of {len(files)})")
+        return files
+    single = path / "model.safetensors"
+    files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise WeightMismatch(f"{path}: no *.safetensors file", hint="pickled checkpoints (*.bin) must be saved anew as safetensors")
+    return files
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """8 bytes of length, a JSON of name -> dtype, shape, data_offsets, then the data."""
+    size = path.stat().st_size
+    if size < 8:
+        raise _corrupt(path, f"it has {size} bytes")
+    with path.open("rb") as file:
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    length = int.from_bytes(buffer[:8], "little")
+    if length > size - 8:
+        raise _corrupt(path, f"its header should have {length:,} bytes, the file has {size:,}")
+    try:
+        header = json.loads(buffer[8 : 8 + length])
+        header.pop("__metadata__", None)
+        entries = {name: _entry(path, buffer, 8 + length, fields) for name, fields in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(path, "its header is damaged") from error
+    for name, fields in header.items():
+        _check_place(entries[name], name, fields["data_offsets"], size)
+    return entries
+
+
+def _entry(path: Path, buffer: mmap.mmap, data_start: int, fields: dict[str, Any]) -> _Entry:
+    begin, _ = fields["data_offsets"]
+    return _Entry(path, buffer, str(fields["dtype"]), tuple(int(n) for n in fields["shape"]), data_start + int(begin))
+
+
+def _check_place(entry: _Entry, name: str, offsets: list[int], size: int) -> None:
+    """The tensor lies inside the file and has the bytes that its shape needs."""
+    num_bytes = offsets[1] - offsets[0]
+    if offsets[0] < 0 or num_bytes < 0 or entry.start + num_bytes > size:
+        raise _corrupt(entry.file, f"{name} should end at byte {entry.start + num_bytes:,}, the file has {size:,}")
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is not None and num_bytes != math.prod(entry.shape) * dtype.itemsize:
+        raise _corrupt(entry.file, f"{name} has {num_bytes:,} bytes, {entry.dtype} of shape {entry.shape} needs another number")
+
+
+def _corrupt(path: Path, what: str) -> WeightMismatch:
+    return WeightMismatch(f"{path}: not a sound safetensors file: {what}", hint="download the file again; it may be truncated")

@@ -1,0 +1,154 @@
+"""From a checkpoint's tensors to the weights a Program asks for: stacked, transposed, cut, in the wanted precision.
+
+Sees a checkpoint only through its protocol, so a file format or family changes nothing here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.ports import Checkpoint
+from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
+from octavo.program.program import Program, Weight
+from octavo.quant.online import pack_int4, pack_int8
+from octavo.quant.packed import Levels, PackedWeight
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["int8", "int4"]
+
+WIDE_TYPES: dict[str, np.dtype] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def packing_plan(program: Program, quantization: Quantization) -> dict[str, Quantization]:
+    """Which weights are packed at load, and how: matrices of linears, experts and token embeddings.
+
+    Embeddings (and output layers tied to them) keep 8 bits: at 4 the whole model pays for them. Routers stay floats: a token that goes
+    to other experts is no rounding error. Norms, biases and position tables stay floats.
+    """
+    routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
+    plan: dict[str, Quantization] = {}
+    for op in program.ops:
+        if isinstance(op, Linear) and not any(out.name in routed for out in op.outs):
+            plan |= {weight.name: quantization for weight in op.weights_ if weight.name not in plan}
+        elif isinstance(op, GroupedLinear):
+            plan[op.weight.name] = quantization
+        elif isinstance(op, Embedding) and not op.by_position:
+            plan[op.table.name] = "int8"
+    return plan
+
+
+class WeightReader:
+    """Loads each weight of a Program; `load` is what `Backend.prepare` calls.
+
+    `dtype`: "auto" keeps the file's precision; "float32" and "bfloat16" turn every matrix into that (quantised ones are dequantised),
+    vectors keep what the file has, for they cost nothing. `quantization` packs what `packing_plan(program)` names and needs the Program.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: Dtype = "auto",
+        quantization: Quantization | None = None,
+        program: Program | None = None,
+    ) -> None:
+        assert quantization is None or program is not None, "quantization needs the Program, to know which weights are matrices"
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._plan = {} if quantization is None or program is None else packing_plan(program, quantization)
+
+    def load(self, weight: Weight) -> PackedWeight:
+        """The weight in its own shape; WeightMismatch says what the checkpoint has instead."""
+        parts = [self._part(name, weight) for name in weight.tensor_names]
+        stacked = len(parts) > 1 or len(weight.shape) == len(parts[0].shape) + 1
+        packed = stack(parts, weight.name) if stacked else parts[0]
+        if packed.shape != weight.shape:
+            raise WeightMismatch(
+                f"{self._checkpoint.path}: {weight.name} has shape {packed.shape}, expected {weight.shape}",
+                hint="config.json and the weights belong to different models, or the file is damaged",
+            )
+        return self._in_precision(packed, self._plan.get(weight.name))
+
+    def _part(self, name: str, weight: Weight) -> PackedWeight:
+        """One source tensor, turned and cut as the weight says."""
+        packed: PackedWeight = self._checkpoint.tensor(name)
+        if weight.transposed and not self._checkpoint.output_major and len(packed.shape) > 1:
+            packed = _transposed(packed, name)
+        if weight.row_indices is not None:
+            packed = _cut(packed, weight, weight.row_indices)
+        return packed
+
+    def _in_precision(self, packed: PackedWeight, quantization: Quantization | None) -> PackedWeight:
+        if quantization is not None:
+            pack = pack_int8 if quantization == "int8" else pack_int4
+            return pack(packed.dequantize())
+        wide = WIDE_TYPES.get(self._dtype)
+        if wide is None or len(packed.shape) < 2 or (packed.is_float and packed.codes.dtype == wide):
+            return packed
+        return PackedWeight.plain(packed.dequantize().astype(wide, copy=False))
+
+
+def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
+    """Weights of one format and shape along a new first axis."""
+    first = parts[0]
+    if any(_format(part) != _format(first) for part in parts):
+        shapes = sorted({str(part.shape) for part in parts})
+        raise WeightMismatch(f"{name}: its {len(parts)} tensors differ in shape or format: {', '.join(shapes)}")
+    return replace(
+        first,
+        shape=(len(parts), *first.shape),
+        codes=np.stack([part.codes for part in parts]),
+        scales=_stack_levels([part.scales for part in parts]),
+        mins=_stack_levels([part.mins for part in parts]),
+    )
+
+
+def _format(part: PackedWeight) -> tuple[object, ...]:
+    """What must be equal for weights to share one PackedWeight (lookups and permutations: the very same array)."""
+    return (
+        part.shape,
+        part.bits,
+        part.code,
+        part.group,
+        part.zero_point,
+        part.nibbles,
+        part.activation,
+        part.scales is None,
+        part.mins is None,
+        id(part.lookup),
+        id(part.input_permutation),
+    )
+
+
+def _stack_levels(levels: list[Levels | None]) -> Levels | None:
+    present = [level for level in levels if level is not None]
+    if not present:
+        return None
+    supers = [level.super_scale for level in present if level.super_scale is not None]
+    return Levels(np.stack([level.values for level in present]), np.stack(supers) if supers else None)
+
+
+def _transposed(packed: PackedWeight, name: str) -> PackedWeight:
+    """`[..., in, out]` floats as `[..., out, in]`."""
+    if not packed.is_float:
+        raise UnsupportedModel(f"{name}: a quantised matrix kept as [in, out] is not supported")
+    return PackedWeight.plain(np.ascontiguousarray(packed.codes.swapaxes(-1, -2)))
+
+
+def _cut(packed: PackedWeight, weight: Weight, rows: tuple[int, ...]) -> PackedWeight:
+    """The weight's own rows of the output axis."""
+    found = packed.shape[weight.row_axis]
+    if found != weight.source_rows:
+        raise WeightMismatch(f"{weight.name} has {found} rows, expected {weight.source_rows}")
+    index = np.array(rows)
+    if weight.row_axis == -2:
+        return packed.rows(index)
+    if not packed.is_float:
+        raise UnsupportedModel(f"{weight.name}: rows cannot be cut from a quantised vector")
+    picked: NDArray = packed.codes[..., index]
+    return PackedWeight.plain(picked)

@@ -1,0 +1,157 @@
+"""GGUF checkpoints against the transformers models they were made of, and every way a file can be unsound."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.checkpoint.gguf import read_gguf
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader
+from octavo.errors import SetupError, UnsupportedModel, WeightMismatch
+from octavo.program.program import Weight
+from tests.checkpoint.tiny_gguf import ARCHITECTURES, SHAPE, interleave, tiny_model, write_tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", "llama", tiny_model("llama"), tokens=96)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tensors_are_the_models(tmp_path: Path, architecture: str) -> None:
+    """Names, shapes and row orders are the family's. Bitwise, but for Gemma's norms, which the file keeps plus one (one ulp of 1)."""
+    model = tiny_model(architecture)
+    checkpoint = open_checkpoint(write_tiny_gguf(tmp_path / "m.gguf", architecture, model))
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    assert set(checkpoint.names()) == set(state)
+    reader = WeightReader(checkpoint)
+    for name, expected in state.items():
+        transposed = architecture == "gpt2" and any(part in name for part in ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        expected = expected.T if transposed else expected
+        got = reader.load(Weight(name, expected.shape, transposed=transposed)).dequantize()
+        np.testing.assert_allclose(got, expected, atol=1.2e-7 if architecture == "gemma3" and "norm" in name else 0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
+def test_interleaved_rows_of_every_kind(tmp_path: Path, kind: str) -> None:
+    model = tiny_model("llama")
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama", model, kind=kind)
+    got = open_checkpoint(path).tensor("model.layers.1.self_attn.k_proj.weight").dequantize()
+    stored = read_gguf(path).tensor("blk.1.attn_k.weight").dequantize()
+    np.testing.assert_array_equal(interleave(got, 2), stored)
+    assert open_checkpoint(path).config["dtype"] == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
+
+
+def test_config_in_hugging_face_words(llama: Path) -> None:
+    config = open_checkpoint(llama).config
+    assert config | SHAPE == config
+    assert config["model_type"] == "llama" and config["rms_norm_eps"] == 1e-6 and config["head_dim"] == 16
+    assert config["attention_bias"] is True and config["tie_word_embeddings"] is False
+
+
+def test_gemma3_config(tmp_path: Path) -> None:
+    model = tiny_model("gemma3")
+    config = open_checkpoint(write_tiny_gguf(tmp_path / "m.gguf", "gemma3", model)).config
+    assert config["layer_types"] == model.config.layer_types == ["sliding_attention"] * 2
+    assert config["rope_local_base_freq"] == 10000.0 and config["query_pre_attn_scalar"] == 32
+    assert config["sliding_window"] == 16 and config["tie_word_embeddings"] is True
+
+
+def test_rope_scaling(tmp_path: Path) -> None:
+    extra = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), extra=extra)
+    assert open_checkpoint(path).config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    extra["llama.rope.scaling.type"] = "wavy"
+    path = write_tiny_gguf(tmp_path / "n.gguf", "llama", tiny_model("llama"), extra=extra)
+    with pytest.raises(UnsupportedModel, match="'wavy', supported in GGUF are none, linear and yarn"):
+        open_checkpoint(path)
+
+
+def test_end_ids_and_sampling_defaults(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), tokens=96, extra={"general.sampling.temp": 0.7})
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.generation_config["eos_token_id"] == [0, 2]
+    assert checkpoint.generation_config["temperature"] == 0.7 and checkpoint.generation_config["do_sample"] is True
+    source = checkpoint.tokenizer_source()
+    assert source is not None and source.special_tokens == {"eos_token": "<|endoftext|>"}
+
+
+def test_plain_floats_are_mapped(llama: Path) -> None:
+    file = read_gguf(llama)
+    assert np.shares_memory(file.tensor("blk.0.ffn_up.weight").codes, file.data)
+
+
+def test_truncated_everywhere_is_one_clear_error(llama: Path, tmp_path: Path) -> None:
+    data = llama.read_bytes()
+    for length in [0, 3, 8, 23, 24, 100, 1000, 3000, len(data) // 2, len(data) - 1]:
+        path = tmp_path / "cut.gguf"
+        path.write_bytes(data[:length])
+        with pytest.raises(WeightMismatch, match=r"cut\.gguf"):
+            open_checkpoint(path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_damaged_headers_never_crash(llama: Path, data: st.DataObject) -> None:
+    """Any bytes changed in the header: it opens, or one SetupError says so."""
+    content = bytearray(llama.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(4, 6000))] = data.draw(st.integers(0, 255))
+    path = llama.with_name("damaged.gguf")
+    path.write_bytes(content)
+    try:
+        checkpoint = open_checkpoint(path)
+        checkpoint.tokenizer_source()
+        for name in checkpoint.names():
+            checkpoint.tensor(name)
+    except SetupError as error:
+        assert "damaged.gguf" in str(error)
+
+
+def test_unknown_things_are_named(llama: Path, tmp_path: Path) -> None:
+    content = llama.read_bytes()
+    cases = {
+        b"PK\x03\x04" + content[4:]: "not a GGUF file",
+        content[:4] + struct.pack("<I", 1) + content[8:]: "GGUF version 1, allowed are 2 and 3",
+        content.replace(
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama", b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba"
+        ): ("architecture 'mamba', supported in GGUF are llama, qwen2, qwen3, gemma3, gpt2"),
+        content.replace(b"blk.1.attn_norm.weight", b"blk.1.attn_gate.weight"): "blk.1.attn_gate.weight is unknown in the family llama",
+        content.replace(b"llama.block_count", b"llama.block_kount"): "the header lacks llama.block_count",
+    }
+    for number, (changed, message) in enumerate(cases.items()):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(changed)
+        with pytest.raises(SetupError, match=message):
+            open_checkpoint(path)
+
+
+def test_unknown_tensor_type_is_named(llama: Path, tmp_path: Path) -> None:
+    content = bytearray(llama.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8
+    content[place : place + 4] = struct.pack("<I", 16)
+    (tmp_path / "t.gguf").write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=r"tensor type 16 \(IQ2_XXS\), supported are F32"):
+        open_checkpoint(tmp_path / "t.gguf")
+
+
+def test_directories(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").symlink_to(llama)
+    assert open_checkpoint(tmp_path).config["model_type"] == "llama"
+    (tmp_path / "b.gguf").symlink_to(llama)
+    with pytest.raises(WeightMismatch, match=r"holds 2 \.gguf files"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(WeightMismatch, match="no such file or directory"):
+        open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WeightMismatch, match=r"neither config\.json"):
+        open_checkpoint(tmp_path / "empty")

@@ -1,0 +1,123 @@
+"""WeightReader: sources, transposing, cutting, precision, packing, and shapes that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from octavo.checkpoint.weights import WeightReader, packing_plan
+from octavo.errors import WeightMismatch
+from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
+from octavo.program.program import Program, Value, Weight
+from octavo.quant.online import pack_int4
+from octavo.quant.packed import PackedWeight
+
+
+class Memory:
+    """A checkpoint of arrays."""
+
+    path = Path("memory")
+    output_major = False
+
+    def __init__(self, **tensors: np.ndarray | PackedWeight) -> None:
+        self.tensors = {name: t if isinstance(t, PackedWeight) else PackedWeight.plain(t) for name, t in tensors.items()}
+
+    def tensor(self, name: str) -> PackedWeight:
+        return self.tensors[name]
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def test_stacks_and_transposes_sources() -> None:
+    parts = [numbers(6, 4) + i for i in range(3)]
+    checkpoint = Memory(**{f"e{i}": part for i, part in enumerate(parts)})
+    loaded = WeightReader(checkpoint).load(Weight("w", (3, 4, 6), sources=("e0", "e1", "e2"), transposed=True))
+    np.testing.assert_array_equal(loaded.codes, np.stack([part.T for part in parts]))
+    checkpoint.output_major = True
+    np.testing.assert_array_equal(
+        WeightReader(checkpoint).load(Weight("w", (3, 6, 4), ("e0", "e1", "e2"), transposed=True)).codes, np.stack(parts)
+    )
+
+
+def test_stacks_quantised_sources() -> None:
+    parts = [pack_int4(numbers(5, 64) + i) for i in range(2)]
+    loaded = WeightReader(Memory(a=parts[0], b=parts[1])).load(Weight("w", (2, 5, 64), sources=("a", "b")))
+    np.testing.assert_array_equal(loaded.dequantize(), np.stack([part.dequantize() for part in parts]))
+    with pytest.raises(WeightMismatch, match="differ in shape or format"):
+        WeightReader(Memory(a=parts[0], b=numbers(5, 64))).load(Weight("w", (2, 5, 64), sources=("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "rows_last", "expected"),
+    [
+        ((8, 5), (4, 5), False, lambda a: a[1::2]),
+        ((3, 8, 5), (3, 4, 5), False, lambda a: a[:, 1::2]),
+        ((3, 8), (3, 4), True, lambda a: a[:, 1::2]),
+        ((8,), (4,), False, lambda a: a[1::2]),
+    ],
+    ids=["matrix", "experts", "expert biases", "bias"],
+)
+def test_interleaved_rows(stored: tuple[int, ...], wanted: tuple[int, ...], rows_last: bool, expected) -> None:
+    array = numbers(*stored)
+    loaded = WeightReader(Memory(w=array)).load(Weight("w", wanted, source_rows=8, row_start=1, row_step=2, rows_last=rows_last))
+    np.testing.assert_array_equal(loaded.codes, expected(array))
+
+
+def test_a_slice_of_a_merged_matrix() -> None:
+    array = numbers(12, 5)
+    loaded = WeightReader(Memory(qkv=array)).load(Weight("k", (4, 5), sources=("qkv",), source_rows=12, row_start=4))
+    np.testing.assert_array_equal(loaded.codes, array[4:8])
+
+
+def test_runs_of_rows() -> None:
+    """Each head's first two of three rows."""
+    array = numbers(6, 5)
+    loaded = WeightReader(Memory(w=array)).load(Weight("nope", (4, 5), ("w",), source_rows=6, row_step=3, row_run=2))
+    np.testing.assert_array_equal(loaded.codes, array[[0, 1, 3, 4]])
+
+
+def test_wrong_shapes_say_both() -> None:
+    with pytest.raises(WeightMismatch, match=r"w has shape \(3, 4\), expected \(4, 3\)"):
+        WeightReader(Memory(w=numbers(3, 4))).load(Weight("w", (4, 3)))
+
+
+def test_dtype() -> None:
+    quantised, vector = pack_int4(numbers(3, 32)), numbers(32).astype(np.float16)
+    checkpoint = Memory(q=quantised, h=numbers(3, 32).astype(np.float16), v=vector)
+    auto, wide, half = (WeightReader(checkpoint, dtype) for dtype in ("auto", "float32", "bfloat16"))
+    assert auto.load(Weight("q", (3, 32))) is quantised
+    np.testing.assert_array_equal(wide.load(Weight("q", (3, 32))).codes, quantised.dequantize())
+    np.testing.assert_array_equal(half.load(Weight("q", (3, 32))).codes, quantised.dequantize().astype(ml_dtypes.bfloat16))
+    assert [reader.load(Weight("h", (3, 32))).code for reader in (auto, wide, half)] == ["fp16", "fp32", "bf16"]
+    assert half.load(Weight("v", (32,))).code == "fp16"
+
+
+def moe_program() -> Program:
+    ids, x, y = Value("ids", "tokens", 1, "int"), Value("x", "tokens", 64), Value("y", "tokens", 64)
+    position, logits = Value("p", "tokens", 64), Value("logits", "tokens", 2)
+    routed = (Value("rows", "expert_rows", 64), Value("chosen", "tokens", 1, "int"), Value("shares", "tokens", 1))
+    ops = (
+        Embedding(x, Weight("embed", (9, 64)), ids),
+        Embedding(position, Weight("wpe", (9, 64)), by_position=True),
+        Linear(x, (y,), (Weight("proj", (64, 64)),), (Weight("bias", (64,)),)),
+        Linear(y, (logits,), (Weight("router", (2, 64)),)),
+        Route(y, logits, routed, num_experts=2, top_k=1),
+        GroupedLinear(routed[0], routed[1], Value("z", "expert_rows", 64), Weight("experts", (2, 64, 64)), Weight("eb", (2, 64))),
+        Linear(y, (Value("out", "tokens", 9),), (Weight("embed", (9, 64)),)),
+    )
+    return Program("decoder", {"token_ids": ids}, {}, ops)
+
+
+def test_packing_plan() -> None:
+    program = moe_program()
+    assert packing_plan(program, "int4") == {"embed": "int8", "proj": "int4", "experts": "int4"}
+    tensors = {weight.name: numbers(*weight.shape) for weight in program.weights}
+    for quantization, bits in (("int8", 8), ("int4", 4)):
+        reader = WeightReader(Memory(**tensors), quantization=quantization, program=program)
+        loaded = {weight.name: reader.load(weight).bits for weight in program.weights}
+        assert loaded == {"embed": 8, "wpe": 32, "proj": bits, "bias": 32, "router": 32, "experts": bits, "eb": 32}

@@ -1,0 +1,58 @@
+"""Every GGUF block type against gguf-py's own dequantisation, bitwise."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from octavo.quant.gguf import BLOCK_TYPES
+
+QUANTISED = [number for number, kind in BLOCK_TYPES.items() if kind.dtype is None]
+
+
+def random_blocks(number: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Random bytes whose fp16 fields are finite (their top exponent bit is cleared)."""
+    kind = BLOCK_TYPES[number]
+    raw = np.random.default_rng(seed).integers(0, 256, kind.num_bytes(shape), dtype=np.uint8).reshape(-1, kind.block_bytes)
+    halves = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind.name, [0, 2])
+    for start in halves:
+        raw[:, start + 1] &= 0xBF
+    return raw.reshape(-1)
+
+
+@pytest.mark.parametrize("number", QUANTISED, ids=lambda n: BLOCK_TYPES[n].name)
+@pytest.mark.parametrize("shape", [(1, 256), (5, 768), (2, 3, 512)], ids=str)
+def test_random_blocks_bitwise(number: int, shape: tuple[int, ...]) -> None:
+    raw = random_blocks(number, shape)
+    packed = BLOCK_TYPES[number].packed(raw, shape)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(number)).reshape(shape)
+    assert packed.shape == shape
+    assert packed.dequantize().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("number", QUANTISED, ids=lambda n: BLOCK_TYPES[n].name)
+def test_rows_and_code_range(number: int) -> None:
+    packed = BLOCK_TYPES[number].packed(random_blocks(number, (6, 256)), (6, 256))
+    order = np.array([4, 0, 5])
+    assert packed.rows(order).dequantize().tobytes() == packed.dequantize()[order].tobytes()
+    codes = packed.unpacked_codes().astype(int)
+    low = -(1 << packed.bits - 1) if packed.code == "int" else 0
+    assert codes.min() >= low and codes.max() < low + (1 << packed.bits)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_floats_are_views(name: str) -> None:
+    number = next(n for n, kind in BLOCK_TYPES.items() if kind.name == name)
+    values = np.random.default_rng(1).standard_normal((3, 8)).astype(BLOCK_TYPES[number].dtype)
+    raw = values.reshape(-1).view(np.uint8)
+    packed = BLOCK_TYPES[number].packed(raw, (3, 8))
+    assert np.shares_memory(packed.codes, raw)
+    expected = gguf.quants.dequantize(raw.view(values.dtype) if name != "BF16" else raw, gguf.GGMLQuantizationType(number))
+    assert packed.dequantize().tobytes() == expected.astype(np.float32).tobytes()
+
+
+def test_numbers_and_sizes_are_ggmls() -> None:
+    for number, kind in BLOCK_TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == kind.name
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (kind.block_size, kind.block_bytes)

@@ -1,0 +1,74 @@
+"""Packing at load: error bounds, exactness where the input is already on such a grid, odd shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.errors import UnsupportedModel
+from octavo.quant.online import pack_int4, pack_int8
+from octavo.quant.packed import Levels, PackedWeight
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def relative_error(packed: PackedWeight, weight: np.ndarray) -> float:
+    return float(np.sqrt(np.square(packed.dequantize() - weight).mean()) / weight.std())
+
+
+@pytest.mark.parametrize(("pack", "bound"), [(pack_int8, 0.006), (pack_int4, 0.085)])
+@pytest.mark.parametrize("shape", [(1, 32), (300, 576), (4, 7, 96)], ids=str)
+def test_error_of_normal_weights(pack, bound: float, shape: tuple[int, ...]) -> None:
+    weight = normal(*shape)
+    packed = pack(weight)
+    assert packed.shape == shape
+    assert relative_error(packed, weight) < bound
+
+
+def test_int8_keeps_short_last_groups_and_zeros() -> None:
+    weight = normal(5, 40)
+    weight[2] = 0
+    packed = pack_int8(weight)
+    assert packed.scales is not None and packed.scales.values.shape == (5, 2)
+    assert relative_error(packed, weight) < 0.006
+    assert not packed.dequantize()[2].any()
+    assert packed.codes.min() >= -127
+
+
+def test_int4_refuses_short_groups() -> None:
+    with pytest.raises(UnsupportedModel, match="multiple of 32, got 40"):
+        pack_int4(normal(5, 40))
+
+
+def test_int4_keeps_constant_groups() -> None:
+    weight = np.full((2, 64), 0.25, np.float32)
+    weight[1] = 0
+    np.testing.assert_array_equal(pack_int4(weight).dequantize(), weight)
+
+
+def test_int4_of_a_q4_1_grid_is_nearly_exact() -> None:
+    """What Q4_1 made is made again: nothing is lost by packing a dequantised file. Tolerance: fp16 rounding of the scale."""
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 16, (8, 96), dtype=np.uint8)
+    codes[:, ::32], codes[:, 1::32] = 0, 15
+    scales = rng.uniform(0.01, 0.02, (8, 3)).astype(np.float16)
+    origin = PackedWeight((8, 96), 8, "uint", codes, 32, Levels(scales), Levels(-scales * np.float16(7)))
+    np.testing.assert_allclose(pack_int4(origin.dequantize()).dequantize(), origin.dequantize(), atol=2e-4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.floats(1e-6, 1e3))
+def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> None:
+    """Against codes from min and max alone, per group."""
+    weight = (np.random.default_rng(seed).standard_t(3, (4, 32)) * spread).astype(np.float32)
+    low, high = weight.min(1, keepdims=True), weight.max(1, keepdims=True)
+    scale = ((high - low) / 15).astype(np.float16).astype(np.float32)
+    start = low.astype(np.float16).astype(np.float32)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    plain = np.clip(np.rint((weight - start) * inverse), 0, 15) * scale + start
+    error = np.square(pack_int4(weight).dequantize() - weight).sum(1)
+    assert (error <= np.square(plain - weight).sum(1) * 1.001 + 1e-12).all()
