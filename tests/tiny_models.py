@@ -107,7 +107,12 @@ def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> TinyModel
 
 @cache
 def _build(model_type: str, seed: int, overrides: str) -> TinyModel:
-    options = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | SHAPES[model_type] | DETAILS[model_type] | json.loads(overrides)
+    options = (
+        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        | SHAPES.get(model_type, {})
+        | DETAILS.get(model_type, {})
+        | json.loads(overrides)
+    )
     config = transformers.AutoConfig.for_model(model_type, **options)
     model = _model_class(config)._from_config(config, attn_implementation="eager", experts_implementation="eager")
     _draw_weights(model, seed)

@@ -1,0 +1,123 @@
+"""The reference backend: NumPy in float64, slow and plain, the ground truth of every op's tests.
+
+Owns the loop over a Program's ops and the KV arrays; the ops' formulas stand in `reference_ops.py` and `reference_attention.py`.
+A row's results are bitwise the same alone or in a batch, chunked or whole: every matrix product is taken row by row. It computes in
+float64 whatever `BackendOptions.dtype` says, from the weights as packed; K and V are rounded to `kv_cache_dtype` (auto: float64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from octavo.backends.base import BLOCK_SIZE, BackendOptions, KvCache, KvLayout, LoadWeight, StepBatch, StepOutput
+from octavo.backends.reference_attention import ATTENTION_FORMULAS
+from octavo.backends.reference_ops import ROW_FORMULAS, Floats, GroupArrays, Step
+from octavo.backends.sampling import sample
+from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
+from octavo.program.ops import Attention
+from octavo.program.program import CacheGroup, Op, Program, Weight
+
+KV_TYPES: dict[str, np.dtype] = {
+    "auto": np.dtype(np.float64),
+    "fp32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+}
+FORMULAS = ROW_FORMULAS | ATTENTION_FORMULAS
+MASKS = ("causal", "window", "full")
+
+
+class ReferenceKvCache:
+    """KV bytes of all groups. Implements `base.KvCache`."""
+
+    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: int, dtype: np.dtype) -> None:
+        self.groups = [_group_arrays(group, num_blocks, dtype) for group in groups]
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        for array in (self.groups[group].k, self.groups[group].v):
+            array[:, target] = array[:, source]
+
+
+def _group_arrays(group: CacheGroup, num_blocks: int, dtype: np.dtype) -> GroupArrays:
+    shape = (group.num_layers, num_blocks, BLOCK_SIZE, group.num_kv_heads)
+    return GroupArrays(np.zeros((*shape, group.k_width), dtype), np.zeros((*shape, group.v_width), dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRunnable:
+    """A Program and its weights. Implements `base.Runnable`."""
+
+    program: Program
+    weights: dict[Weight, Floats]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        assert isinstance(kv, ReferenceKvCache)
+        step = Step(self.program, self.weights, batch, kv.groups)
+        with np.errstate(all="ignore"):
+            for op in self.program.ops:
+                made = FORMULAS[type(op)](op, step)
+                for value, array in zip(op.outputs, made, strict=True):
+                    step.values[value.name] = np.ascontiguousarray(array)
+            outputs = {name: step.values[value.name] for name, value in self.program.outputs.items()}
+            if batch.sampling is None:
+                return StepOutput(arrays=outputs)
+            return StepOutput(samples=sample(outputs["logits"].astype(np.float32), batch.sampling))
+
+
+class ReferenceBackend:
+    """Implements `base.Backend`."""
+
+    name = "reference"
+
+    def __init__(self, options: BackendOptions | None = None) -> None:
+        self.options = options or BackendOptions()
+
+    def prepare(self, program: Program, load: LoadWeight) -> ReferenceRunnable:
+        for op in program.ops:
+            _check_op(program, op)
+        for group in program.groups:
+            if group.kind == "state":
+                raise _refused(program, f"cache groups of kind {group.kind}")
+        return ReferenceRunnable(program, {weight: _load(weight, load) for weight in program.weights})
+
+    def kv_layout(self, group: CacheGroup) -> KvLayout:
+        dtype = self._kv_dtype
+        numbers = BLOCK_SIZE * group.num_kv_heads * (group.k_width + group.v_width)
+        return KvLayout(numbers * dtype.itemsize, group.num_layers, str(dtype))
+
+    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: int) -> ReferenceKvCache:
+        try:
+            return ReferenceKvCache(groups, num_blocks, self._kv_dtype)
+        except MemoryError:
+            raise ConfigError(f"no memory for {num_blocks} KV blocks", hint="lower --kv-cache-memory-bytes") from None
+
+    def close(self) -> None:
+        """Nothing is held outside Python."""
+
+    @property
+    def _kv_dtype(self) -> np.dtype:
+        return KV_TYPES[self.options.kv_cache_dtype]
+
+
+def _check_op(program: Program, op: Op) -> None:
+    if type(op) not in FORMULAS:
+        raise _refused(program, f"the op {op.kind}")
+    if isinstance(op, Attention) and op.mask not in MASKS:
+        raise _refused(program, f"attention with the mask {op.mask}")
+
+
+def _refused(program: Program, what: str) -> BackendUnavailable:
+    return BackendUnavailable(f"the reference backend cannot run {what} (in {program.name})")
+
+
+def _load(weight: Weight, load: LoadWeight) -> Floats:
+    array = load(weight).dequantize().astype(np.float64, order="C")
+    if array.shape != weight.shape:
+        raise WeightMismatch(f"{weight.name} has shape {array.shape}, expected {weight.shape}")
+    return array

@@ -1,0 +1,184 @@
+"""The reference formulas of attention over the paged cache, in float64: masks, biases, sinks, latent attention.
+
+Each query row goes by itself through its visible keys, in splits of 256 at absolute positions with their own (m, l, acc), merged
+left to right; so its bits depend on its position and its request's keys only. Sources: see `ops.Attention` and `ops.MlaAttention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS
+from octavo.backends.reference_ops import Floats, Made, Step, matvecs
+from octavo.program import ops
+from octavo.program.program import Op
+
+Adjust = Callable[[Floats, NDArray[np.int64]], Floats]
+"""(scores `[H, n]`, the keys' positions `[n]`) to the scores with softcap and bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One request's keys and values of a layer, `[n, K, width]`, from the position `start` on."""
+
+    start: int
+    k: Floats
+    v: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One row of the step: its number, its position, and the keys it sees, `first <= position < last`."""
+
+    row: int
+    position: int
+    first: int
+    last: int
+
+
+def attention(op: ops.Attention, step: Step) -> Made:
+    q = step.get(op.q).reshape(-1, op.num_heads, step.program.group(op.group).k_width)
+    out = np.zeros((len(q), op.out.width))
+    sinks = None if op.sinks is None else step.weights[op.sinks]
+    for queries, keys in _requests(op, op.mask, op.window, step):
+        for query in queries:
+            adjust = _adjustment(op, query.position, step)
+            out[query.row] = attend(q[query.row] * op.scale, keys, query, adjust, sinks).reshape(-1)
+    return (out,)
+
+
+def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
+    """Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own keys and values."""
+    q_nope = step.get(op.q_nope).reshape(-1, op.num_heads, op.nope_width)
+    q_rope = step.get(op.q_rope).reshape(-1, op.num_heads, op.rope_width)
+    heads = step.weights[op.kv_b].reshape(op.num_heads, op.nope_width + op.v_width, op.latent_width)
+    up_k, up_v = heads[:, : op.nope_width], heads[:, op.nope_width :]
+    out = np.zeros((len(q_nope), op.out.width))
+    for queries, cached in _requests(op, "causal", None, step):
+        latents, k_rope = cached.k[:, :, : op.latent_width], cached.k[:, :, op.latent_width :]
+        if op.form == "absorbed":
+            keys = Keys(cached.start, cached.k, np.ascontiguousarray(latents))
+        else:
+            keys = _expanded(op, cached.start, latents, k_rope, step)
+        for query in queries:
+            part = q_nope[query.row]
+            if op.form == "absorbed":
+                part = (part[:, None, :] @ up_k)[:, 0]
+            q = np.concatenate([part, q_rope[query.row]], axis=1)
+            value = attend(q * op.scale, keys, query, None, None)
+            if op.form == "absorbed":
+                value = (up_v @ value[:, :, None])[:, :, 0]
+            out[query.row] = value.reshape(-1)
+    return (out,)
+
+
+def _expanded(op: ops.MlaAttention, start: int, latents: Floats, k_rope: Floats, step: Step) -> Keys:
+    full = matvecs(step.weights[op.kv_b], np.ascontiguousarray(latents[:, 0])).reshape(len(latents), op.num_heads, -1)
+    shared = np.broadcast_to(k_rope, (len(latents), op.num_heads, op.rope_width))
+    k = np.concatenate([full[:, :, : op.nope_width], shared], axis=2)
+    return Keys(start, k, np.ascontiguousarray(full[:, :, op.nope_width :]))
+
+
+def attend(q: Floats, keys: Keys, query: Query, adjust: Adjust | None, sinks: Floats | None) -> Floats:
+    """`q [H, k_width]`, scaled already, over the keys that the query sees: `[H, v_width]`."""
+    num_heads, num_kv_heads = len(q), keys.k.shape[1]
+    m, l = np.full(num_heads, -np.inf), np.zeros(num_heads)  # noqa: E741 (the papers' name)
+    acc = np.zeros((num_heads, keys.v.shape[2]))
+    q = q.reshape(num_kv_heads, -1, q.shape[1])
+    for a, b in _splits(query.first, query.last):
+        k, v = keys.k[a - keys.start : b - keys.start], keys.v[a - keys.start : b - keys.start]
+        scores = (q @ k.transpose(1, 2, 0)).reshape(num_heads, b - a)
+        if adjust is not None:
+            scores = adjust(scores, np.arange(a, b))
+        top = np.maximum(m, scores.max(axis=1))
+        p = np.exp(scores - top[:, None])
+        kept = np.exp(m - top)
+        l = l * kept + p.sum(axis=1)  # noqa: E741
+        weighted = p.reshape(num_kv_heads, -1, b - a) @ v.transpose(1, 0, 2)
+        acc = acc * kept[:, None] + weighted.reshape(acc.shape)
+        m = top
+    if sinks is not None:
+        top = np.maximum(m, sinks)
+        kept = np.exp(m - top)
+        l, acc = l * kept + np.exp(sinks - top), acc * kept[:, None]  # noqa: E741
+    out: Floats = acc / l[:, None]
+    return out
+
+
+def _splits(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """The parts of first..last between the multiples of 256."""
+    for split in range(first // SPLIT_KEYS, -(-last // SPLIT_KEYS)):
+        yield max(first, split * SPLIT_KEYS), min(last, (split + 1) * SPLIT_KEYS)
+
+
+def _adjustment(op: ops.Attention, position: int, step: Step) -> Adjust | None:
+    bias, softcap = op.bias, op.softcap
+    if softcap is not None:
+        return lambda scores, _: softcap * np.tanh(scores / softcap)
+    if isinstance(bias, ops.T5Bias):
+        table = step.weights[bias.table]
+        return lambda scores, at: scores + table[t5_buckets(at - position, bias)].T
+    if isinstance(bias, ops.AlibiBias):
+        slopes = np.array(bias.slopes)
+        return lambda scores, at: scores + slopes[:, None] * (at - position)
+    return None
+
+
+def t5_buckets(distance: NDArray[np.int64], bias: ops.T5Bias) -> NDArray[np.int64]:
+    """Bucket of each key position - query position: exact while near, then logarithmic up to max_distance; keys to the right
+    have the upper half of the buckets where the bias looks both ways, and bucket 0 where it does not."""
+    num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
+    right = np.where(distance > 0, num_buckets, 0) if bias.bidirectional else 0
+    away = np.abs(distance) if bias.bidirectional else np.maximum(-distance, 0)
+    exact = num_buckets // 2
+    octaves = np.log(np.maximum(away, exact) / exact) / math.log(bias.max_distance / exact)
+    far = np.minimum(exact + (octaves * (num_buckets - exact)).astype(np.int64), num_buckets - 1)
+    result: NDArray[np.int64] = right + np.where(away < exact, away, far)
+    return result
+
+
+def _requests(
+    op: ops.Attention | ops.MlaAttention, mask: ops.MaskKind, window: int | None, step: Step
+) -> Iterator[tuple[list[Query], Keys]]:
+    """Each request's live rows and the keys that they see between them."""
+    group = step.program.group_index(op.group)
+    starts = step.batch.query_starts
+    for request in range(len(starts) - 1):
+        context = int(step.batch.context_lens[group, request])
+        queries = [
+            _query(row, int(step.batch.positions[0, row]), context, mask, window)
+            for row in range(starts[request], starts[request + 1])
+            if step.live[row]
+        ]
+        queries = [query for query in queries if query.first < query.last]
+        if queries:
+            span = range(min(query.first for query in queries), max(query.last for query in queries))
+            yield queries, _read(op, step, group, request, span)
+
+
+def _query(row: int, position: int, context: int, mask: ops.MaskKind, window: int | None) -> Query:
+    if mask == "full":
+        return Query(row, position, 0, context)
+    first = max(0, position + 1 - window) if mask == "window" and window is not None else 0
+    return Query(row, position, first, min(position + 1, context))
+
+
+def _read(op: ops.Attention | ops.MlaAttention, step: Step, group: int, request: int, span: range) -> Keys:
+    """The keys at the positions of the span, gathered through the block table."""
+    positions = np.arange(span.start, span.stop)
+    blocks = step.batch.block_tables[group, request][positions // BLOCK_SIZE]
+    at = (blocks, positions % BLOCK_SIZE)
+    arrays = step.kv[group]
+    return Keys(span.start, arrays.k[op.layer][at].astype(np.float64), arrays.v[op.layer][at].astype(np.float64))
+
+
+ATTENTION_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
+    ops.Attention: attention,
+    ops.MlaAttention: mla_attention,
+}

@@ -1,0 +1,303 @@
+"""The reference formulas of all ops but attention, one function a kind, in float64; `ROW_FORMULAS` is the dispatch table.
+
+Each takes the op and the step and returns what the op makes, in the order of its outputs. `ops.py` states the formulas and their
+sources. Matrix products go row by row through a matrix-vector product of fixed shape, so that no row's bits depend on another's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import StepBatch
+from octavo.program import ops
+from octavo.program.program import Op, Program, Value, Weight
+
+Floats = NDArray[np.float64]
+Made = tuple[NDArray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupArrays:
+    """`k [L, blocks, 16, K, k_width]`, `v [L, blocks, 16, K, v_width]` of one cache group."""
+
+    k: NDArray
+    v: NDArray
+
+
+@dataclass(slots=True)
+class Step:
+    """One run: what ops read, and the Values made so far."""
+
+    program: Program
+    weights: dict[Weight, Floats]
+    batch: StepBatch
+    kv: list[GroupArrays]
+    values: dict[str, NDArray] = field(default_factory=dict)
+    live: NDArray[np.bool_] = field(init=False)
+    """[T]: the rows that are no padding."""
+
+    def __post_init__(self) -> None:
+        batch = self.batch
+        has_groups = len(batch.slots) > 0
+        self.live = np.any(batch.slots >= 0, axis=0) if has_groups else np.ones(len(batch.token_ids), np.bool_)
+        for name, value in self.program.inputs.items():
+            self.values[value.name] = batch.token_ids if name == "token_ids" else np.asarray(batch.hidden, np.float64)
+
+    def get(self, value: Value) -> NDArray:
+        return self.values[value.name]
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """[T]; 0 for padding."""
+        return np.where(self.live, self.batch.positions[0], 0).astype(np.int64)
+
+
+# -- rows in, rows out ----------------------------------------------------------------------------------------------------
+
+
+def embedding(op: ops.Embedding, step: Step) -> Made:
+    ids = step.positions + op.offset if op.ids is None else np.where(step.live, step.get(op.ids), 0)
+    return (step.weights[op.table][ids] * op.scale,)
+
+
+def rms_norm(op: ops.RmsNorm, step: Step) -> Made:
+    x = step.get(op.x)
+    groups = x.reshape(len(x), -1, op.group_width or x.shape[1])
+    return (_rms(groups, step.weights[op.weight] + op.weight_offset, op.eps).reshape(x.shape),)
+
+
+def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
+    """Over the last axis."""
+    normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+    return normed
+
+
+def layer_norm(op: ops.LayerNorm, step: Step) -> Made:
+    return (_centered(step.get(op.x), op.weight, op.bias, op.eps, step),)
+
+
+def _centered(x: Floats, weight: Weight, bias: Weight | None, eps: float, step: Step) -> Floats:
+    x = x - x.mean(axis=-1, keepdims=True)
+    return _rms(x, step.weights[weight], eps) + (0.0 if bias is None else step.weights[bias])
+
+
+def linear(op: ops.Linear, step: Step) -> Made:
+    x = step.get(op.x) if op.norm is None else _pre_norm(op.norm, step.get(op.x), step)
+    biases = op.biases or (None,) * len(op.weights_)
+    parts = [
+        matvecs(step.weights[weight], x) + (0.0 if bias is None else step.weights[bias])
+        for weight, bias in zip(op.weights_, biases, strict=True)
+    ]
+    if op.gate is not None:
+        parts = [gated(parts[0], parts[1], op.gate)]
+    y = np.concatenate(parts, axis=1)
+    if op.activation is not None:
+        y = ACTIVATIONS[op.activation](y)
+    if op.residual is not None:
+        y = y + step.get(op.residual)
+    return tuple(np.split(y, np.cumsum([out.width for out in op.outs])[:-1], axis=1))
+
+
+def _pre_norm(norm: ops.PreNorm, x: Floats, step: Step) -> Floats:
+    if norm.centered:
+        return _centered(x, norm.weight, norm.bias, norm.eps, step)
+    return _rms(x, step.weights[norm.weight] + norm.weight_offset, norm.eps)
+
+
+def matvecs(matrix: Floats, x: Floats) -> Floats:
+    """`matrix [out, in]` times each row of `x [T, in]`: `[T, out]`. Not one product of matrices: BLAS's bits depend on T."""
+    if not len(x):
+        return np.empty((0, len(matrix)))
+    return np.stack([matrix @ row for row in x])
+
+
+def add(op: ops.Add, step: Step) -> Made:
+    return (step.get(op.a) + step.get(op.b),)
+
+
+def mul(op: ops.Mul, step: Step) -> Made:
+    return (step.get(op.a) * step.get(op.b),)
+
+
+def scale(op: ops.Scale, step: Step) -> Made:
+    return (step.get(op.x) * op.factor,)
+
+
+def soft_cap(op: ops.SoftCap, step: Step) -> Made:
+    return (op.cap * np.tanh(step.get(op.x) / op.cap),)
+
+
+def act(op: ops.Act, step: Step) -> Made:
+    return (ACTIVATIONS[op.activation](step.get(op.x)),)
+
+
+def act_mul(op: ops.ActMul, step: Step) -> Made:
+    return (gated(step.get(op.gate), step.get(op.up), op),)
+
+
+def gated(gate: Floats, up: Floats, how: ops.ActMul | ops.Gate) -> Floats:
+    """f(gate) * (up + up_offset)."""
+    if how.clamp is not None:
+        gate, up = np.minimum(gate, how.clamp), np.clip(up, -how.clamp, how.clamp)
+    f = gate * sigmoid(how.alpha * gate) if how.activation == "silu" else ACTIVATIONS[how.activation](gate)
+    return f * (up + how.up_offset)
+
+
+def sigmoid(x: Floats) -> Floats:
+    result: Floats = 1.0 / (1.0 + np.exp(-x))
+    return result
+
+
+def gelu(x: Floats) -> Floats:
+    erf = np.array([math.erf(value / math.sqrt(2.0)) for value in x.flat]).reshape(x.shape)
+    return 0.5 * x * (1.0 + erf)
+
+
+def gelu_tanh(x: Floats) -> Floats:
+    result: Floats = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    return result
+
+
+def relu(x: Floats) -> Floats:
+    return np.maximum(x, 0.0)
+
+
+ACTIVATIONS: dict[ops.Activation, Callable[[Floats], Floats]] = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "relu2": lambda x: relu(x) ** 2,
+    "sigmoid": sigmoid,
+    "tanh": np.tanh,
+}
+
+
+# -- positions and the cache ----------------------------------------------------------------------------------------------
+
+
+def rope(op: ops.Rope, step: Step) -> Made:
+    x = step.get(op.x).reshape(-1, op.num_heads, op.head_width)
+    angles = step.positions[:, None] * np.array(op.table.inv_freq)
+    cos, sin = (f(angles)[:, None, :] * op.table.mscale for f in (np.cos, np.sin))
+    turning = x[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
+    half = op.rotary_dim // 2
+    first, second = (slice(0, half), slice(half, None)) if op.style == "half" else (slice(0, None, 2), slice(1, None, 2))
+    out = x.copy()
+    turned = out[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
+    turned[:, :, first] = turning[:, :, first] * cos - turning[:, :, second] * sin
+    turned[:, :, second] = turning[:, :, second] * cos + turning[:, :, first] * sin
+    return (out.reshape(len(x), -1),)
+
+
+def kv_write(op: ops.KvWrite, step: Step) -> Made:
+    group = step.program.group_index(op.group)
+    arrays, slots = step.kv[group], step.batch.slots[group]
+    stored = slots >= 0
+    num_heads = step.program.groups[group].num_kv_heads
+    parts = [step.get(part).reshape(len(slots), num_heads, -1) for part in op.k_parts]
+    k = arrays.k[op.layer].reshape(-1, num_heads, arrays.k.shape[-1])
+    k[slots[stored]] = np.concatenate(parts, axis=-1)[stored]
+    if op.v is not None:
+        v = arrays.v[op.layer].reshape(-1, num_heads, arrays.v.shape[-1])
+        v[slots[stored]] = step.get(op.v).reshape(len(slots), num_heads, -1)[stored]
+    return ()
+
+
+# -- experts --------------------------------------------------------------------------------------------------------------
+
+
+def route(op: ops.Route, step: Step) -> Made:
+    logits = step.get(op.logits)
+    scores = sigmoid(logits) if op.score == "sigmoid" else softmax(logits) if op.score == "softmax" else logits
+    choice = scores if op.bias is None else scores + step.weights[op.bias]
+    if op.num_groups > 1:
+        choice = _best_groups(choice, op.num_groups, op.top_groups)
+    ids = largest(choice, op.top_k)
+    weights = np.take_along_axis(scores, ids, axis=1)
+    if op.score == "softmax_top_k":
+        weights = softmax(weights)
+    if op.normalize:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    return np.repeat(step.get(op.x), op.top_k, axis=0), ids.astype(np.int32), weights * op.scale
+
+
+def _best_groups(choice: Floats, num_groups: int, top_groups: int) -> Floats:
+    """-inf for the experts outside the best groups; a group's rank is the sum of its two best."""
+    groups = choice.reshape(len(choice), num_groups, -1)
+    rank = np.sort(groups, axis=-1)[:, :, -2:].sum(axis=-1)
+    keep = np.zeros(rank.shape, np.bool_)
+    np.put_along_axis(keep, largest(rank, top_groups), True, axis=1)
+    return np.where(keep[:, :, None], groups, -np.inf).reshape(choice.shape)
+
+
+def largest(x: Floats, count: int) -> NDArray[np.intp]:
+    """Columns of each row's `count` largest, best first; the lower one of equals."""
+    return np.argsort(-x, axis=1, kind="stable")[:, :count]
+
+
+def softmax(x: Floats) -> Floats:
+    """Over the last axis."""
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    result: Floats = e / e.sum(axis=-1, keepdims=True)
+    return result
+
+
+def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
+    x, experts = step.get(op.x), step.get(op.ids).reshape(-1)
+    matrices = step.weights[op.weight]
+    y = np.array([matrices[e] @ row for e, row in zip(experts, x, strict=True)]).reshape(len(x), op.out.width)
+    return (y if op.bias is None else y + step.weights[op.bias][experts],)
+
+
+def combine(op: ops.Combine, step: Step) -> Made:
+    weights = step.get(op.weights_value)
+    x = step.get(op.x).reshape(*weights.shape, -1)
+    total = weights[:, 0, None] * x[:, 0]
+    for j in range(1, weights.shape[1]):
+        total = total + weights[:, j, None] * x[:, j]
+    return (total,)
+
+
+# -- rows chosen ----------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(op: ops.GatherRows, step: Step) -> Made:
+    return (step.get(op.x)[step.batch.sample_rows],)
+
+
+def pool_rows(op: ops.PoolRows, step: Step) -> Made:
+    x = step.get(op.x)
+    pooled = np.zeros((len(step.batch.query_starts) - 1, op.out.width))
+    for request, (a, b) in enumerate(pairwise(step.batch.query_starts)):
+        if a < b:
+            pooled[request] = {"last": x[b - 1], "cls": x[a], "mean": x[a:b].mean(axis=0)}[op.mode]
+    return (pooled,)
+
+
+ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
+    ops.Embedding: embedding,
+    ops.RmsNorm: rms_norm,
+    ops.LayerNorm: layer_norm,
+    ops.Linear: linear,
+    ops.Add: add,
+    ops.Mul: mul,
+    ops.Scale: scale,
+    ops.SoftCap: soft_cap,
+    ops.Act: act,
+    ops.ActMul: act_mul,
+    ops.Rope: rope,
+    ops.KvWrite: kv_write,
+    ops.Route: route,
+    ops.GroupedLinear: grouped_linear,
+    ops.Combine: combine,
+    ops.GatherRows: gather_rows,
+    ops.PoolRows: pool_rows,
+}

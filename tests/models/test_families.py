@@ -1,0 +1,75 @@
+"""Every family's Program on the reference backend, against transformers in float64, which casts nothing to float32 here
+(`tiny_models.double_precision`). Tolerance 1e-9 of the largest logit."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.paged_runner import PagedRunner
+from tests.tiny_models import FAMILIES, double_precision, in_float64, tiny_model
+
+torch.set_num_threads(1)
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+CASES = {
+    **{family: (family, {}) for family in FAMILIES if family != "t5"},
+    "llama-bias-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}}),
+    "llama-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 20.0, "truncate": False}}),
+    "llama-old-keys": ("llama", {"rope_theta": 20000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "mistral-window": (
+        "mistral",
+        {
+            "vocab_size": 200,
+            "hidden_size": 64,
+            "intermediate_size": 72,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "sliding_window": 20,
+        },
+    ),
+    "qwen2-upper-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen3-bias": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 3.0, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3-rope-scaling": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "gpt2-scales": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "qwen2_moe-variants": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [], "qkv_bias": False}),
+    "deepseek-yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case):
+    family, overrides = CASES[case]
+    tiny = tiny_model(family, **overrides)
+    ids = np.random.default_rng(1).integers(0, tiny.config["vocab_size"], 70)
+    with double_precision():
+        wanted = in_float64(tiny.model)(torch.tensor(ids)[None]).logits[0].numpy()
+    assert wanted.dtype == np.float64
+    assert wanted.std() > 0.3, "logits that hardly differ prove nothing"
+    found = PagedRunner(tiny.path).logits(ids)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9 * abs(wanted).max())

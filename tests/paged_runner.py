@@ -1,0 +1,104 @@
+"""Runs Programs over paged KV in shuffled blocks: whole, in chunks, or many requests at once. For equivalence tests of any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import BLOCK_SIZE, Backend, StepBatch
+from octavo.backends.reference import ReferenceBackend
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader
+from octavo.models.registry import build_programs
+from octavo.program.program import Program
+
+
+@dataclass
+class Request:
+    """Tokens, and how many of the KV entries of each group are written."""
+
+    token_ids: Sequence[int]
+    blocks: NDArray[np.int32]
+    """[G, B]"""
+    written: dict[str, int] = field(default_factory=dict)
+
+
+class PagedRunner:
+    """One model's Programs with a KV cache of their own; `add` makes a request, `step` computes some of its tokens."""
+
+    def __init__(self, path: Path, backend: Backend | None = None, *, num_blocks: int = 256, seed: int = 0, padding: int = 0) -> None:
+        """`padding`: so many rows with slot -1 are put behind every step's rows."""
+        checkpoint = open_checkpoint(path)
+        self.backend = backend or ReferenceBackend()
+        self.programs = build_programs(checkpoint.config)
+        self.runnables = {name: self.backend.prepare(program, WeightReader(checkpoint).load) for name, program in self.programs.items()}
+        self.groups = self.programs["decoder"].groups
+        self.kv = self.backend.allocate(self.groups, num_blocks)
+        generator = np.random.default_rng(seed)
+        self._free = [list(generator.permutation(num_blocks)) for _ in self.groups]
+        self._padding = padding
+
+    def add(self, token_ids: Sequence[int], context: int | None = None) -> Request:
+        """Blocks for `context` tokens (default: as many as it has) in every group."""
+        count = -(-(context or len(token_ids)) // BLOCK_SIZE)
+        blocks = np.array([[free.pop() for _ in range(count)] for free in self._free], np.int32)
+        return Request(token_ids, blocks)
+
+    def step(self, spans: Iterable[tuple[Request, int, int]], program: str = "decoder") -> dict[str, NDArray[Any]]:
+        """Computes tokens start .. stop - 1 of each request; every row's outputs, in order."""
+        spans = list(spans)
+        batch = self._batch(spans, self.programs[program])
+        return self.runnables[program].run(batch, self.kv).arrays
+
+    def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> NDArray[Any]:
+        """[T, V] of one request alone, `chunk` tokens a step."""
+        request = self.add(token_ids)
+        size = chunk or len(token_ids)
+        spans = [(start, min(start + size, len(token_ids))) for start in range(0, len(token_ids), size)]
+        return np.concatenate([self.step([(request, start, stop)])["logits"] for start, stop in spans])
+
+    def _batch(self, spans: list[tuple[Request, int, int]], program: Program) -> StepBatch:
+        written = {op.group for op in program.ops if type(op).__name__ == "KvWrite"}
+        positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans]).astype(np.int32)
+        slots = np.full((len(self.groups), len(positions)), -1, np.int32)
+        context_lens = np.zeros((len(self.groups), len(spans)), np.int32)
+        row = 0
+        for index, (request, start, stop) in enumerate(spans):
+            at = np.arange(start, stop)
+            for g, group in enumerate(self.groups):
+                if group.name in written:
+                    slots[g, row : row + stop - start] = request.blocks[g, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                    request.written[group.name] = stop
+                context_lens[g, index] = request.written.get(group.name, 0)
+            row += stop - start
+        width = max(request.blocks.shape[1] for request, _, _ in spans)
+        tables = np.full((len(self.groups), len(spans), width), -1, np.int32)
+        for index, (request, _, _) in enumerate(spans):
+            tables[:, index, : request.blocks.shape[1]] = request.blocks
+        return self._padded(spans, positions, slots, context_lens, tables)
+
+    def _padded(
+        self,
+        spans: list[tuple[Request, int, int]],
+        positions: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        tables: NDArray[np.int32],
+    ) -> StepBatch:
+        pad = self._padding
+        ids = np.concatenate([np.asarray(request.token_ids[start:stop]) for request, start, stop in spans]).astype(np.int32)
+        starts = np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int32)
+        return StepBatch(
+            token_ids=np.concatenate([ids, np.full(pad, 7, np.int32)]),
+            positions=np.concatenate([positions, np.full(pad, 3, np.int32)])[None],
+            query_starts=starts,
+            context_lens=context_lens,
+            slots=np.concatenate([slots, np.full((len(slots), pad), -1, np.int32)], axis=1),
+            block_tables=tables,
+            sample_rows=np.arange(len(ids), dtype=np.int32),
+        )
