@@ -1,0 +1,122 @@
+"""How a front reaches a core: in its own process by direct calls, or in a process of the core's own (see `process_client.py`).
+
+A client hands over requests and gives back outputs; it knows no text. `receive` is called by one thread; the others by any.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Protocol
+
+import msgspec
+
+from octavo.engine.core import CoreOutputs, EngineCore
+from octavo.engine.request import EngineRequest
+
+
+class EngineInfo(msgspec.Struct):
+    """What a front must know of a core that has started."""
+
+    vocab_size: int
+    max_model_len: int
+    kv_capacity_tokens: int
+    description: str
+    """What fits, for people: the line printed at the start."""
+
+
+class EngineClient(Protocol):
+    info: EngineInfo
+
+    def add(self, requests: list[EngineRequest]) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Each that is still known ends in an output with finish_reason "abort"."""
+        ...
+
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
+        """What the next step gave; blocks, without using the CPU, while there is nothing to do. None: the time is up, or closed."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """False while requests hold blocks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Add(msgspec.Struct, tag=True):
+    requests: list[EngineRequest]
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    pass
+
+
+class Close(msgspec.Struct, tag=True):
+    pass
+
+
+Command = Add | Abort | ResetPrefixCache | Close
+
+
+class InProcessClient:
+    """A core in this process: `receive` is a step."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo) -> None:
+        self.info = info
+        self._core = core
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Held while the core works, since a reset may come from another thread."""
+        self._closed = False
+
+    def add(self, requests: list[EngineRequest]) -> None:
+        self._inbox.put(Add(requests))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._inbox.put(Abort(request_ids))
+
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
+        self._take_commands(wait=not self._core.has_work, timeout_s=timeout_s)
+        with self._lock:
+            if self._closed or not self._core.has_work:
+                return None
+            return self._core.step()
+
+    def reset_prefix_cache(self) -> bool:
+        self._take_commands(wait=False, timeout_s=None)
+        with self._lock:
+            return self._core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Ends a `receive` that waits, then the core."""
+        self._inbox.put(Close())
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._core.close()
+
+    def _take_commands(self, *, wait: bool, timeout_s: float | None) -> None:
+        """All that have come; with `wait` at least one, unless the time is up."""
+        try:
+            while True:
+                command = self._inbox.get(block=wait, timeout=timeout_s if wait else None)
+                with self._lock:
+                    apply_command(self._core, command)
+                wait = False
+        except queue.Empty:
+            return
+
+
+def apply_command(core: EngineCore, command: Command) -> None:
+    if isinstance(command, Add):
+        for request in command.requests:
+            core.add(request)
+    elif isinstance(command, Abort):
+        for request_id in command.request_ids:
+            core.abort(request_id)

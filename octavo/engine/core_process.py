@@ -1,0 +1,131 @@
+"""The core's own process: builds a core, tells how far it is, then turns commands into steps until it is told to end.
+
+Started by `process_client.py` with two ZeroMQ endpoints. Blocks on its socket while there is no work; ends by itself when the front's
+process does (its standard input closes). Everything on the wire is msgpack.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+import zmq
+
+from octavo.engine.client import Close, Command, EngineInfo, ResetPrefixCache, apply_command
+from octavo.engine.core import CoreOutputs, EngineCore
+from octavo.errors import OctavoError
+
+Report: TypeAlias = Callable[[str], None]
+BuildCore: TypeAlias = Callable[[dict[str, Any], Report], tuple[EngineCore, EngineInfo]]
+"""Builds the engine of flat options; tells in words what it is doing."""
+
+logger = logging.getLogger(__name__)
+
+
+class Setup(msgspec.Struct):
+    """The first message to the process."""
+
+    build: str
+    """module:function of a BuildCore"""
+    options: dict[str, Any]
+
+
+class Progress(msgspec.Struct, tag=True):
+    text: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The process is about to end."""
+
+    kind: str
+    """Name of the class in octavo.errors, or of any other exception."""
+    message: str
+    hint: str | None = None
+
+
+class Stepped(msgspec.Struct, tag=True):
+    outputs: CoreOutputs
+
+
+class ResetDone(msgspec.Struct, tag=True):
+    ok: bool
+
+
+Reply = Progress | Ready | Failed | Stepped | ResetDone
+
+
+def main() -> None:
+    """`python -c "from octavo.engine.core_process import main; main()" COMMANDS REPLIES`"""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    context = zmq.Context()
+    commands, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.bind(sys.argv[1])
+    replies.connect(sys.argv[2])
+    loop = CoreLoop(commands, replies)
+    try:
+        loop.run()
+    except Exception as error:
+        if not isinstance(error, OctavoError):
+            logger.exception("the engine process ends")
+        loop.send(Failed(type(error).__name__, getattr(error, "message", str(error)), getattr(error, "hint", None)))
+        sys.exit(1)
+    finally:
+        commands.close(linger=0)
+        replies.close(linger=2000)
+        context.term()
+
+
+class CoreLoop:
+    """Commands in, steps, replies out."""
+
+    def __init__(self, commands: zmq.Socket, replies: zmq.Socket) -> None:
+        self._commands = commands
+        self._replies = replies
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Command)
+
+    def send(self, reply: Reply) -> None:
+        self._replies.send(self._encoder.encode(reply))
+
+    def run(self) -> None:
+        setup = msgspec.msgpack.decode(self._commands.recv(), type=Setup)
+        module, _, function = setup.build.partition(":")
+        build: BuildCore = getattr(importlib.import_module(module), function)
+        core, info = build(setup.options, lambda text: self.send(Progress(text)))
+        self.send(Ready(info))
+        try:
+            while self._take_commands(core):
+                if core.has_work:
+                    self.send(Stepped(core.step()))
+        finally:
+            core.close()
+
+    def _take_commands(self, core: EngineCore) -> bool:
+        """All that have come, waiting for one while there is no work. False: it is time to end."""
+        while not core.has_work or self._commands.poll(0):
+            command = self._decoder.decode(self._commands.recv())
+            if isinstance(command, Close):
+                return False
+            if isinstance(command, ResetPrefixCache):
+                self.send(ResetDone(core.reset_prefix_cache()))
+            else:
+                apply_command(core, command)
+        return True
+
+
+def _end_with_parent() -> None:
+    """Standard input is a pipe that nobody writes to; it ends when the front's process does."""
+    sys.stdin.buffer.read()
+    os._exit(0)

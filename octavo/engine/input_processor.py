@@ -1,0 +1,190 @@
+"""What a user passes in, checked once and turned into EngineRequests; a user's fault ends here and nowhere deeper.
+
+Owns the limits of the model (context, vocabulary, logprobs) and the seeds of unseeded requests. Knows no queue and no block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import msgspec
+
+from octavo.engine.request import EngineRequest
+from octavo.errors import ContextTooLong, InvalidRequest
+from octavo.ports import Tokenizer
+from octavo.sampling_params import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What requests are checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    kv_capacity_tokens: int
+    max_logprobs: int
+
+
+@dataclass(slots=True)
+class FrontRequest:
+    """A user's request: what it asks for, and one EngineRequest for each of its n samples."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    samples: list[EngineRequest]
+    arrival_time: float = field(default_factory=time.monotonic)
+
+
+class InputProcessor:
+    """Prompts and params in, FrontRequests out; InvalidRequest or ContextTooLong says what is wrong."""
+
+    def __init__(self, *, limits: ModelLimits, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int], seed: int) -> None:
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self._eos_token_ids = [token for token in dict.fromkeys(eos_token_ids) if token < limits.vocab_size]
+        self._seed = seed
+        self._num_requests = 0
+
+    def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> FrontRequest:
+        text, token_ids, salt = self._read_prompt(prompt)
+        self._check_prompt(token_ids)
+        params = self._resolve_params(params)
+        return FrontRequest(request_id, text, token_ids, params, self._samples(request_id, token_ids, params, salt))
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
+        """A conversation as a prompt of token ids."""
+        tokenizer = self._need_tokenizer("a conversation needs the model's tokenizer and chat template", "prompt")
+        return {"prompt_token_ids": tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **variables)}
+
+    # -- prompts --------------------------------------------------------------------------------------------------------
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """Text if there is one, token ids, cache salt."""
+        salt = ""
+        if isinstance(prompt, Mapping):
+            salt, prompt = self._open_dict(prompt)
+        if isinstance(prompt, str):
+            tokenizer = self._need_tokenizer("a text prompt needs a tokenizer, and this engine has none", "prompt")
+            return prompt, tokenizer.encode(prompt, allow_special_text=True), salt
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | str):
+            raise InvalidRequest(f"prompt: got {type(prompt).__name__}, allowed are a text, token ids, or a dict of one", param="prompt")
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidRequest(f"prompt: got {token!r} among token ids, allowed are whole numbers", param="prompt")
+        return None, list(prompt), salt
+
+    def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str, str | Sequence[int]]:
+        for key in prompt:
+            if key not in PROMPT_KEYS:
+                raise InvalidRequest(f"prompt: got the key {key!r}, allowed are {', '.join(PROMPT_KEYS)}", param="prompt")
+        given = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not given:
+            raise InvalidRequest("prompt: got a dict without a prompt, needed is one of prompt, prompt_token_ids", param="prompt")
+        salt = prompt.get("cache_salt") or ""
+        if not isinstance(salt, str):
+            raise InvalidRequest(f"cache_salt: got {salt!r}, allowed is a text", param="cache_salt")
+        return salt, prompt[given[0]]
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        limits, num = self.limits, len(token_ids)
+        if not token_ids:
+            raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
+        if num + 1 > limits.max_model_len:
+            what = f"This model's maximum context length is {limits.max_model_len} tokens"
+            raise ContextTooLong(f"{what}, the prompt has {num}; allowed are at most {limits.max_model_len - 1}", param="prompt")
+        if num + 1 > limits.kv_capacity_tokens:
+            what = f"The KV cache holds {limits.kv_capacity_tokens} tokens, the prompt has {num}"
+            hint = "raise kv_cache_memory_bytes"
+            raise ContextTooLong(f"{what}; allowed are at most {limits.kv_capacity_tokens - 1}", hint=hint, param="prompt")
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= limits.vocab_size:
+            self._check_ids("prompt", [lowest, highest])
+
+    # -- sampling params ------------------------------------------------------------------------------------------------
+
+    def _resolve_params(self, params: SamplingParams) -> SamplingParams:
+        """Checked against the model; a copy where something had to be filled in."""
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(name, getattr(params, name))
+        if params.stop_strings:
+            self._need_tokenizer("stop: stop texts need a tokenizer, and this engine has none", "stop")
+        if params.bad_words:
+            return msgspec.structs.replace(params, bad_words_token_ids=self._encode_bad_words(params.bad_words))
+        return params
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            if not 0 <= token < self.limits.vocab_size:
+                raise InvalidRequest(f"{name}: got the token id {token}, allowed are 0 to {self.limits.vocab_size - 1}", param=name)
+
+    def _check_logprobs(self, name: str, value: int | None) -> None:
+        if value is None:
+            return
+        wanted = self.limits.vocab_size if value == -1 else value
+        if wanted > self.limits.max_logprobs:
+            whole = f" (the whole vocabulary, {wanted})" if value == -1 else ""
+            message = f"{name}: got {value}{whole}, allowed are at most {self.limits.max_logprobs}"
+            raise InvalidRequest(message, hint="the engine's option max_logprobs sets this limit", param=name)
+
+    def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
+        """Each word as it is tokenized at the start of a text and after a space."""
+        tokenizer = self._need_tokenizer("bad_words: words need a tokenizer, and this engine has none", "bad_words")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+        return [list(token_ids) for token_ids in found if token_ids]
+
+    def _need_tokenizer(self, message: str, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(message, hint="pass prompts as token ids, or start without skip_tokenizer_init", param=param)
+        return self.tokenizer
+
+    # -- samples --------------------------------------------------------------------------------------------------------
+
+    def _samples(self, request_id: str, token_ids: list[int], params: SamplingParams, salt: str) -> list[EngineRequest]:
+        """The first computes the prompt (and its logprobs); the others wait to share it."""
+        first = EngineRequest(
+            request_id,
+            token_ids,
+            params,
+            seed=self._draw_seed() if params.seed is None else params.seed,
+            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            cache_salt=salt,
+        )
+        if params.n == 1:
+            return [first]
+        others = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
+        replace = msgspec.structs.replace
+        return [first] + [
+            replace(first, request_id=f"{request_id}#{index}", params=others, sample_index=index, fork_of=request_id)
+            for index in range(1, params.n)
+        ]
+
+    def _draw_seed(self) -> int:
+        """The same for the same engine seed and the same number of requests before."""
+        self._num_requests += 1
+        digest = blake2b(f"{self._seed}/{self._num_requests}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams as the model's generation_config has them, where it says anything."""
+    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+    names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+    given = {ours: generation_config[theirs] for theirs, ours in names.items() if generation_config.get(theirs) is not None}
+    return SamplingParams(**given)

@@ -1,0 +1,168 @@
+"""A core in a process of its own, reached over ZeroMQ: start-up with progress, requests and outputs, and a clear end when it dies.
+
+Death is seen at once through a pipe that only the child holds open for writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from octavo import errors
+from octavo.engine.client import Abort, Add, Close, Command, EngineInfo, ResetPrefixCache
+from octavo.engine.core import CoreOutputs
+from octavo.engine.core_process import Failed, Progress, Ready, Reply, Report, ResetDone, Setup, Stepped
+from octavo.engine.request import EngineRequest
+from octavo.errors import EngineDead, OctavoError
+
+START = "from octavo.engine.core_process import main; main()"
+END_S = 5.0
+"""How long a closed core may take to end before it is killed."""
+LAST_WORDS_MS = 200
+"""How long what a process said before its end may still be on its way."""
+
+
+class ProcessClient:
+    """Starts the process at once; `wait_until_ready` must return before the first request."""
+
+    info: EngineInfo
+
+    def __init__(self, build: str, options: dict[str, Any]) -> None:
+        """`build` names the function ("module:function") that builds the core in the child."""
+        self._lock = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-")
+        self._context = zmq.Context()
+        self._commands = self._socket(zmq.PUSH)
+        self._commands.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._commands.connect(self._endpoint("commands"))  # the side that connects never waits to send, whether or not the child lives
+        self._replies = self._socket(zmq.PULL)
+        self._replies.bind(self._endpoint("replies"))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._resets: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._closing = False
+        life, child_end = os.pipe()
+        self._life = os.fdopen(life, "rb", buffering=0)
+        try:
+            self._process = self._start(child_end)
+        finally:
+            os.close(child_end)
+        self._poller = zmq.Poller()
+        self._poller.register(self._replies, zmq.POLLIN)
+        self._poller.register(self._life.fileno(), zmq.POLLIN)
+        self._send(Setup(build, options))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self, report: Report) -> EngineInfo:
+        """Passes on what the core says of its loading. What keeps it from starting is raised as its own kind of error."""
+        try:
+            while True:
+                reply = self._next(None)
+                if isinstance(reply, Progress):
+                    report(reply.text)
+                elif isinstance(reply, Ready):
+                    self.info = reply.info
+                    return reply.info
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, requests: list[EngineRequest]) -> None:
+        self._send(Add(requests))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._send(Abort(request_ids))
+
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
+        """EngineDead where the process has ended."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            reply = self._next(None if end is None else max(0.0, end - time.monotonic()))
+            if isinstance(reply, Stepped):
+                return reply.outputs
+            if isinstance(reply, ResetDone):
+                self._resets.put(reply.ok)
+            elif reply is None:
+                return None
+
+    def reset_prefix_cache(self) -> bool:
+        """Needs another thread in `receive`."""
+        self._send(ResetPrefixCache())
+        return self._resets.get(timeout=60)
+
+    def close(self) -> None:
+        """Ends the process; a `receive` that waits returns None. The sockets go with the client."""
+        if self._closing:
+            return
+        self._closing = True
+        self._send(Close())
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        self._folder.cleanup()
+
+    def _socket(self, kind: int) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        return socket
+
+    def _endpoint(self, name: str) -> str:
+        return f"ipc://{Path(self._folder.name) / name}"
+
+    def _start(self, child_end: int) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return subprocess.Popen(
+            [sys.executable, "-c", START, self._endpoint("commands"), self._endpoint("replies")],
+            stdin=subprocess.PIPE,
+            pass_fds=[child_end],
+            env=environment,
+        )
+
+    def _send(self, message: Setup | Command) -> None:
+        with self._lock:
+            self._commands.send(self._encoder.encode(message))
+
+    def _next(self, timeout_s: float | None) -> Reply | None:
+        """The next reply; None when the time is up or the client is closed."""
+        ready = dict(self._poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
+        ended = self._life.fileno() in ready
+        if self._replies in ready or (ended and self._replies.poll(LAST_WORDS_MS)):
+            reply: Reply = self._decoder.decode(self._replies.recv())
+            if isinstance(reply, Failed):
+                raise _error_of(reply)
+            return reply
+        if ended and not self._closing:
+            raise EngineDead(f"the engine process has ended ({_describe_exit(self._process.wait())})")
+        return None
+
+
+def _error_of(failed: Failed) -> OctavoError:
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, OctavoError):
+        return kind(failed.message, hint=failed.hint)
+    return EngineDead(f"the engine process has failed: {failed.kind}: {failed.message}")
+
+
+def _describe_exit(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

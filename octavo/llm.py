@@ -1,0 +1,391 @@
+"""LLM and AsyncLLM: the offline and the asynchronous front of an engine.
+
+LLM has the core in its own process and steps it while it waits; AsyncLLM reads the core's outputs in a thread and serves any
+number of streams. Both own nothing but their front (input and output processor) and a client of the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.core import CoreOutputs
+from octavo.engine.input_processor import FrontRequest, Prompt, default_sampling_params
+from octavo.engine.stats import EngineStats
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded
+from octavo.outputs import RequestOutput
+from octavo.ports import Tokenizer
+from octavo.sampling_params import SamplingParams, params_for_each
+from octavo.wiring import Front, Report, build_in_process, build_with_process
+
+Messages = Sequence[dict[str, Any]]
+"""One conversation: [{"role": "user", "content": "..."}, ...]"""
+
+
+def _quiet(text: str) -> None:
+    """Reports nothing."""
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class LLM:
+    """An engine in this process, for batches of prompts.
+
+    `LLM(model="smollm2").generate("Hello")`. Options are the fields of `octavo.config`; an unknown one is refused by name.
+    """
+
+    def __init__(self, model: str | None = None, *, report: Report = _to_stderr, **options: Any) -> None:
+        """`report` is told what is being done while the model loads."""
+        given = options if model is None else {"model": model, **options}
+        self._front = build_in_process(EngineConfig.from_options(**given), report)
+        self._request_ids = itertools.count()
+        self._stats = EngineStats()
+
+    @property
+    def config(self) -> EngineConfig:
+        """Every option, derived ones included."""
+        return self._front.config
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Final outputs, in the order of the prompts.
+
+        `sampling_params`: one for all, or one for each; None takes the model's own defaults. All prompts are checked before any is
+        computed. A request that fails while it is computed has an output with `error` set; the others are not touched.
+        """
+        requests = self._requests(_as_list(prompts), sampling_params)
+        done: dict[str, RequestOutput] = {}
+        with _Progress(len(requests), enabled=use_tqdm) as progress:
+            for output in self._run(requests, streaming=False):
+                done[output.request_id] = output
+                progress.advance()
+        return [done[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        variables = dict(chat_template_kwargs or {})
+        prompts = [
+            self._front.inputs.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, **variables)  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """One request's outputs as they grow, each with all of it so far; leaving the loop aborts it."""
+        return self._run(self._requests([prompt], sampling_params), streaming=True)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return _need_tokenizer(self._front)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return default_sampling_params(self._front.generation_config)
+
+    def get_metrics(self) -> EngineStats:
+        """Gauges and counters after the last step."""
+        return self._stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what earlier prompts computed. False while requests run."""
+        return self._front.client.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives back threads and memory; the engine is of no use afterwards."""
+        self._front.client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _requests(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[FrontRequest]:
+        each = params_for_each(self.get_default_sampling_params() if params is None else params, len(prompts))
+        return [self._front.inputs.process(str(next(self._request_ids)), prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+
+    def _run(self, requests: list[FrontRequest], *, streaming: bool) -> Iterator[RequestOutput]:
+        """Outputs as they change (`streaming`) or as they finish; whatever ends it early aborts what still runs."""
+        front = self._front
+        for request in requests:
+            front.outputs.add(request)
+            front.client.add(request.samples)
+        unfinished = {request.request_id for request in requests}
+        try:
+            while unfinished:
+                step = front.client.receive()
+                if step is None:
+                    raise EngineDead("the engine was closed")
+                for output in self._take(step, streaming=streaming):
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            for request_id in unfinished:
+                front.client.abort(front.outputs.unfinished_ids(request_id))
+                front.outputs.forget(request_id)
+
+    def _take(self, step: CoreOutputs, *, streaming: bool) -> Iterator[RequestOutput]:
+        self._stats = step.stats
+        outputs = self._front.outputs
+        changes = outputs.process(step.outputs, time.monotonic())
+        if changes.abort_ids:
+            self._front.client.abort(changes.abort_ids)
+        for request_id in changes.request_ids:
+            if streaming or outputs.is_finished(request_id):
+                yield outputs.output(request_id)
+
+
+class RequestStream:
+    """One request's outputs as they grow; each holds all of it so far, so that a slow reader skips and loses nothing."""
+
+    def __init__(self, llm: AsyncLLM, request_id: str) -> None:
+        self.request_id = request_id
+        self._llm = llm
+        self._changed = asyncio.Event()
+        self._finished = False
+        self._error: OctavoError | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        try:
+            await self._changed.wait()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        self._changed.clear()
+        if self._error is not None:
+            self._finished = True
+            raise self._error
+        output = self._llm._output(self.request_id)
+        self._finished = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Aborts the request if it still runs."""
+        if not self._finished:
+            self._finished = True
+            self._llm._drop(self.request_id)
+
+    def wake(self, error: OctavoError | None = None) -> None:
+        """There is something new."""
+        self._error = self._error or error
+        self._changed.set()
+
+
+class AsyncLLM:
+    """An engine for many concurrent requests, from one asyncio event loop.
+
+    `from_options` loads the model (call it in a thread where the loop must go on). Outputs begin to flow with the first request.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._streams: dict[str, RequestStream] = {}
+        self._request_ids = itertools.count()
+        self._stats = EngineStats()
+        self._dead: EngineDead | None = None
+        self._closing = False
+        self._reader: threading.Thread | None = None
+
+    @staticmethod
+    def from_options(*, in_process: bool = False, report: Report = _quiet, **options: Any) -> AsyncLLM:
+        """The core in a process of its own, or with `in_process` in a thread of this one."""
+        build = build_in_process if in_process else build_with_process
+        return AsyncLLM(build(EngineConfig.from_options(**options), report))
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._front.config
+
+    @property
+    def description(self) -> str:
+        """What fits, for people: "KV cache 2.0 GiB: ..."."""
+        return self._front.client.info.description
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None) -> RequestStream:
+        """Starts a request; a user's fault is raised here, before anything runs."""
+        self.check_health()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        self._check_queue(params.n)
+        request_id = request_id or f"request-{next(self._request_ids)}"
+        request = self._front.inputs.process(request_id, prompt, params)
+        self._start_reader()
+        self._front.outputs.add(request)
+        stream = self._streams[request_id] = RequestStream(self, request_id)
+        self._front.client.add(request.samples)
+        return stream
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """`submit` as an async generator; closing it or cancelling its task aborts the request."""
+        stream = self.submit(prompt, sampling_params, request_id)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
+        """A conversation as a prompt for `generate`, through the model's chat template."""
+        return self._front.inputs.chat_prompt(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its stream gets a final output with finish_reason "abort"."""
+        self._front.client.abort(self._front.outputs.unfinished_ids(request_id))
+
+    def check_health(self) -> None:
+        """EngineDead once the core has ended."""
+        if self._dead is not None:
+            raise self._dead
+
+    def get_tokenizer(self) -> Tokenizer:
+        return _need_tokenizer(self._front)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return default_sampling_params(self._front.generation_config)
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters after the last step."""
+        return self._stats
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples (n of a request) waiting or running."""
+        return self._front.outputs.num_unfinished
+
+    async def reset_prefix_cache(self) -> bool:
+        self._start_reader()
+        return await asyncio.to_thread(self._front.client.reset_prefix_cache)
+
+    def close(self) -> None:
+        """Ends the core; streams that still run get EngineDead."""
+        self._closing = True
+        self._front.client.close()
+        if self._reader is not None:
+            self._reader.join()
+        self._die(EngineDead("the engine was closed"))
+
+    # -- from the core --------------------------------------------------------------------------------------------------
+
+    def _start_reader(self) -> None:
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), name="octavo-reader", daemon=True)
+            self._reader.start()
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread: hands each step's outputs to the event loop."""
+        while not self._closing:
+            try:
+                step = self._front.client.receive()
+                if step is not None:
+                    loop.call_soon_threadsafe(self._take, step)
+            except Exception as error:
+                dead = error if isinstance(error, EngineDead) else EngineDead(f"the engine has failed: {type(error).__name__}: {error}")
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(self._die, dead)
+                return
+
+    def _take(self, step: CoreOutputs) -> None:
+        self._stats = step.stats
+        changes = self._front.outputs.process(step.outputs, time.monotonic())
+        if changes.abort_ids:
+            self._front.client.abort(changes.abort_ids)
+        for request_id in changes.request_ids:
+            self._streams[request_id].wake()
+
+    def _die(self, error: EngineDead) -> None:
+        self._dead = self._dead or error
+        for stream in self._streams.values():
+            stream.wake(error)
+        self._streams.clear()
+
+    # -- from the streams -----------------------------------------------------------------------------------------------
+
+    def _output(self, request_id: str) -> RequestOutput:
+        output = self._front.outputs.output(request_id)
+        if output.finished:
+            del self._streams[request_id]
+        return output
+
+    def _drop(self, request_id: str) -> None:
+        """Nobody reads this request any more."""
+        if self._streams.pop(request_id, None) is not None:
+            self._front.client.abort(self._front.outputs.unfinished_ids(request_id))
+            self._front.outputs.forget(request_id)
+
+    def _check_queue(self, num_samples: int) -> None:
+        options = self.config.scheduler
+        num_waiting = self.num_unfinished + num_samples - options.max_num_seqs
+        if num_waiting > options.max_num_queued_reqs:
+            raise Overloaded(
+                f"the queue is full: {self.num_unfinished} requests are waiting or running, "
+                f"allowed are {options.max_num_seqs} running and {options.max_num_queued_reqs} waiting",
+                hint="try again later, or raise max_num_queued_reqs",
+            )
+
+
+class _Progress:
+    """A bar on stderr where that is a terminal."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar: Any = None
+        if enabled and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("prompts", total=total)
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a text, a dict, a list of ids) or several."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _need_tokenizer(front: Front) -> Tokenizer:
+    if front.tokenizer is None:
+        raise InvalidRequest("this engine has no tokenizer", hint="start it without skip_tokenizer_init")
+    return front.tokenizer

@@ -1,0 +1,189 @@
+"""The one place that builds an engine out of its parts: checkpoint, Programs, backend, worker, scheduler, clients, tokenizer.
+
+Everything is chosen by the frozen config; nothing is registered or looked up elsewhere. Reports in words what it is doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from octavo.backends.base import BLOCK_SIZE, Backend, BackendOptions
+from octavo.checkpoint.catalogue import resolve
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader
+from octavo.config.derive import derive
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.block_manager import BlockManager
+from octavo.engine.client import EngineClient, EngineInfo, InProcessClient
+from octavo.engine.core import EngineCore
+from octavo.engine.input_processor import InputProcessor, ModelLimits
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import UnsupportedModel
+from octavo.models.hf_config import ModelInfo, model_info
+from octavo.models.registry import build_programs
+from octavo.ports import Checkpoint, Tokenizer
+from octavo.program.program import Program
+from octavo.worker.machine import Machine
+from octavo.worker.memory import KvBudget, plan_kv
+from octavo.worker.request_rows import RequestRows
+from octavo.worker.worker import Worker
+
+Report = Callable[[str], None]
+"""Told in words what is being done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What LLM and AsyncLLM work with. `config` has everything derived."""
+
+    config: EngineConfig
+    client: EngineClient
+    inputs: InputProcessor
+    outputs: OutputProcessor
+    tokenizer: Tokenizer | None
+    generation_config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An opened model and the config derived from it."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    info: ModelInfo
+
+
+def build_in_process(config: EngineConfig, report: Report) -> Front:
+    """The core in this process: `LLM`, tests."""
+    model = open_model(config, report)
+    tokenizer = build_tokenizer(model)
+    core, info = build_core(model, report)
+    return _front(model, InProcessClient(core, info), info, tokenizer)
+
+
+def build_with_process(config: EngineConfig, report: Report) -> Front:
+    """The core in a process of its own, which loads while this one reads the tokenizer: `serve`."""
+    from octavo.engine.process_client import ProcessClient
+
+    model = open_model(config, report)
+    client = ProcessClient("octavo.wiring:build_core_of_options", flat_options(model.config))
+    try:
+        tokenizer = build_tokenizer(model)
+        info = client.wait_until_ready(report)
+    except BaseException:
+        client.close()
+        raise
+    return _front(model, client, info, tokenizer)
+
+
+def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[EngineCore, EngineInfo]:
+    """What the core's own process calls."""
+    return build_core(open_model(EngineConfig.from_options(**options), report), report)
+
+
+def open_model(config: EngineConfig, report: Report) -> Model:
+    """Finds the model (fetching it where it has to be), reads its headers, derives the config."""
+    checkpoint = open_checkpoint(resolve(config.model.model))
+    info = model_info(checkpoint.config, checkpoint.generation_config)
+    derived = derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads())
+    return Model(derived, checkpoint, info)
+
+
+def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
+    """Weights packed, KV cache allocated, scheduler in front."""
+    config = model.config
+    program = _decoder(model)
+    backend = build_backend(config)
+    report(f"loading {config.model.served_model_name}")
+    reader = WeightReader(model.checkpoint, config.model.dtype, config.model.quantization, program)
+    runnable = backend.prepare(program, reader.load)
+    budget = _kv_budget(config, backend, program)
+    report(budget.describe())
+    max_model_len = budget.max_model_len
+    rows = RequestRows(
+        max_rows=config.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        num_groups=len(program.groups),
+        vocab_size=program.vocab_size,
+    )
+    worker = Worker(runnable, backend.allocate(program.groups, budget.num_blocks), rows, close=backend.close)
+    info = EngineInfo(program.vocab_size, max_model_len, budget.num_tokens, budget.describe())
+    return EngineCore(_scheduler(config, budget, len(program.groups)), worker), info
+
+
+def build_backend(config: EngineConfig) -> Backend:
+    assert config.model.max_model_len is not None, "derive() has set it"
+    options = BackendOptions(
+        dtype=config.model.dtype,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        num_threads=config.backend.threads,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_requests=config.scheduler.max_num_seqs,
+        max_context=config.model.max_model_len,
+    )
+    if config.backend.backend == "reference":
+        from octavo.backends.reference import ReferenceBackend
+
+        return ReferenceBackend(options)
+    from octavo.backends.native.backend import NativeBackend
+
+    return NativeBackend(options)
+
+
+def build_tokenizer(model: Model) -> Tokenizer | None:
+    if model.config.model.skip_tokenizer_init:
+        return None
+    from octavo.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(model.checkpoint, model.config.model)
+
+
+def flat_options(config: EngineConfig) -> dict[str, Any]:
+    """What `EngineConfig.from_options` makes the same config of."""
+    sections = [getattr(config, section.name) for section in fields(config)]
+    return {entry.name: getattr(section, entry.name) for section in sections for entry in fields(section)}
+
+
+def _decoder(model: Model) -> Program:
+    programs = build_programs(model.checkpoint.config)
+    if model.info.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"{model.config.model.model}: {model.info.model_type} is an encoder and decoder, only decoders generate here"
+        )
+    return programs["decoder"]
+
+
+def _kv_budget(config: EngineConfig, backend: Backend, program: Program) -> KvBudget:
+    assert config.model.max_model_len is not None, "derive() has set it"
+    return plan_kv(
+        block_bytes=sum(backend.kv_layout(group).block_bytes for group in program.groups),
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        wanted_bytes=config.cache.kv_cache_memory_bytes,
+        available_bytes=Machine().available_bytes(),
+    )
+
+
+def _scheduler(config: EngineConfig, budget: KvBudget, num_groups: int) -> Scheduler:
+    blocks = BlockManager(
+        num_blocks=budget.num_blocks,
+        num_groups=num_groups,
+        block_size=BLOCK_SIZE,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    return Scheduler(
+        blocks,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=budget.max_model_len,
+    )
+
+
+def _front(model: Model, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None) -> Front:
+    limits = ModelLimits(info.vocab_size, info.max_model_len, info.kv_capacity_tokens, model.config.model.max_logprobs)
+    eos_token_ids = (*model.info.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ()))
+    inputs = InputProcessor(limits=limits, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=model.config.model.seed)
+    return Front(model.config, client, inputs, OutputProcessor(tokenizer), tokenizer, model.checkpoint.generation_config)
