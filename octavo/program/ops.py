@@ -84,12 +84,35 @@ class LayerNorm(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class PreNorm:
+    """A norm that a Linear applies to its rows first: RmsNorm or, with `centered`, LayerNorm. Made by the fuse pass."""
+
+    weight: Weight
+    eps: float
+    bias: Weight | None = None
+    weight_offset: float = 0.0
+    centered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a gated Linear does with its two products: ActMul's attributes. Made by the fuse pass."""
+
+    activation: Activation
+    clamp: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Linear(Op):
     """[outs...] = x @ concat(weights)^T + concat(biases), then the activation where one is set.
 
     `x [T, in]`; `weights` are stacked on their output axis, in order; `outs` cut the result's columns in order (their widths sum
     to the weights' rows, but need not match one to one). So a merged q+k+v keeps its named slices. `biases` is empty or as long as
     `weights`, with None for a slice without one. `residual [T, sum of widths]` is added last (needs one out).
+    `norm` is applied to x first. With `gate` the weights are (gate, up) of the same shape, and the one out is
+    ActMul(x @ gate^T, x @ up^T). Models leave these two to the fuse pass.
     """
 
     x: Value
@@ -98,6 +121,8 @@ class Linear(Op):
     biases: tuple[Weight | None, ...] = ()
     activation: Activation | None = None
     residual: Value | None = None
+    norm: PreNorm | None = None
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,238 @@
+// What Python sees of the native backend: pool, packed weights, an executor to build and run, KV memory.
+// Arrays cross as NumPy arrays that live at least as long as the call; the interpreter's lock is released while a step runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "executor.h"
+#include "levels.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+
+namespace {
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+using AnyArray = nb::ndarray<nb::device::cpu, nb::ro>;
+
+// (samples, offset, stride, column, width)
+using PlaceTuple = std::tuple<bool, int64_t, int, int, int>;
+
+Place place_of(const PlaceTuple& t) {
+    const auto& [samples, offset, stride, column, width] = t;
+    return Place{samples, offset, stride, column, width};
+}
+
+std::vector<float> floats_of(const Array<float>& a) { return {a.data(), a.data() + a.size()}; }
+
+// `kind` names the element type, for bfloat16 arrives as uint16.
+Matrix matrix_of(const AnyArray& a, const std::string& kind) {
+    Matrix m;
+    m.kind = kind == "uint8"      ? Matrix::Kind::u8
+             : kind == "int8"     ? Matrix::Kind::i8
+             : kind == "float16"  ? Matrix::Kind::fp16
+             : kind == "bfloat16" ? Matrix::Kind::bf16
+                                  : Matrix::Kind::fp32;
+    const int64_t item = a.itemsize();
+    m.data = (const uint8_t*)a.data();
+    m.rows = a.shape(0);
+    m.columns = a.shape(1);
+    m.row_stride = a.stride(0) * item;
+    m.column_stride = a.stride(1) * item;
+    return m;
+}
+
+Matrix matrix_or_none(const nb::object& pair) {
+    if (pair.is_none()) return {};
+    const auto t = nb::cast<nb::tuple>(pair);
+    return matrix_of(nb::cast<AnyArray>(t[0]), nb::cast<std::string>(t[1]));
+}
+
+// One instruction set's kernels with the threads that run them.
+struct Device {
+    ThreadPool pool;
+    const KernelTable& kernels;
+    Device(int threads, const std::string& directory, const std::string& level) : pool(threads), kernels(load_level(directory, level)) {}
+};
+
+struct Builder {
+    std::shared_ptr<Device> device;
+    Executor executor;
+    Builder(std::shared_ptr<Device> d, int max_tokens, int vocab) : device(std::move(d)), executor(device->pool, device->kernels, max_tokens, vocab) {}
+
+    const float* keep(const nb::object& array) { return array.is_none() ? nullptr : executor.keep(floats_of(nb::cast<Array<float>>(array))); }
+    Norm norm_of(const nb::object& spec) {  // None or (weight, bias or None, eps, weight_offset, is_layer_norm)
+        if (spec.is_none()) return {};
+        const auto t = nb::cast<nb::tuple>(spec);
+        return Norm{keep(t[0]), keep(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[3]), nb::cast<bool>(t[4])};
+    }
+
+    void embedding(const std::shared_ptr<PackedTiles>& table, const PlaceTuple& out, float scale, bool by_position, int offset) {
+        executor.add_row_op(false, make_embedding(table->tiles, table->memory, place_of(out), scale, by_position, offset));
+    }
+    void norm(const PlaceTuple& x, const PlaceTuple& out, const nb::object& spec, int group_width) {
+        executor.add_row_op(place_of(x).samples, make_norm(place_of(x), place_of(out), norm_of(spec), group_width));
+    }
+    void rope(const PlaceTuple& x, const PlaceTuple& out, int heads, int head_width, int rotary, int start, bool interleaved, int angles) {
+        executor.add_row_op(false, make_rope(place_of(x), place_of(out), heads, head_width, rotary, start, interleaved, tables[angles]));
+    }
+    int angles(const std::vector<double>& inv_freq, double mscale) {
+        tables.push_back(executor.add_angles(inv_freq, mscale));
+        return (int)tables.size() - 1;
+    }
+    void kv_write(const PlaceTuple& k, const PlaceTuple& v, int group, int layer) {
+        executor.add_row_op(false, make_kv_write(place_of(k), place_of(v), group, layer));
+    }
+    void elementwise(const std::string& kind, const PlaceTuple& a, const PlaceTuple& b, const PlaceTuple& out, float factor, int activation, float clamp, float alpha, float up_offset) {
+        const char* names[] = {"add", "mul", "scale", "activate", "softcap", "gate"};
+        int index = 0;
+        while (index < 6 && kind != names[index]) index++;
+        if (index == 6) throw std::invalid_argument("unknown elementwise op " + kind);
+        Epilogue gate{};
+        gate.activation = activation, gate.gated = true, gate.clamp = clamp, gate.alpha = alpha, gate.up_offset = up_offset;
+        executor.add_row_op(place_of(a).samples, make_elementwise((Elementwise)index, place_of(a), place_of(b), place_of(out), factor, gate));
+    }
+    void gather(const PlaceTuple& x, const PlaceTuple& out) { executor.add_row_op(true, make_gather(place_of(x), place_of(out))); }
+
+    // parts: (tiles, out, bias or None) each
+    void linear(const PlaceTuple& x, const nb::object& norm, const nb::list& parts, bool gated, int activation, float clamp, float alpha, float up_offset, const nb::object& residual) {
+        LinearSpec spec;
+        spec.x = place_of(x);
+        spec.norm = norm_of(norm);
+        for (const auto& item : parts) {
+            const auto t = nb::cast<nb::tuple>(item);
+            const auto tiles = nb::cast<std::shared_ptr<PackedTiles>>(t[0]);
+            spec.parts.push_back(LinearPart{tiles->tiles, tiles->memory, place_of(nb::cast<PlaceTuple>(t[1])), keep(t[2])});
+        }
+        spec.gated = gated, spec.activation = activation, spec.clamp = clamp, spec.alpha = alpha, spec.up_offset = up_offset;
+        spec.has_residual = !residual.is_none();
+        if (spec.has_residual) spec.residual = place_of(nb::cast<PlaceTuple>(residual));
+        executor.add_linear(std::move(spec));
+    }
+    void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int heads, int window, float scale, float softcap, const nb::object& sinks) {
+        executor.add_attention(AttentionSpec{place_of(q), place_of(out), group, layer, heads, window, scale, softcap, keep(sinks)});
+    }
+
+    void run(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
+             const Array<int32_t>& slots, const Array<int32_t>& block_tables, const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
+             const nb::object& logits, const std::shared_ptr<KvMemory>& kv) {
+        Batch b{};
+        b.num_tokens = (int)token_ids.size();
+        b.num_requests = (int)query_starts.size() - 1;
+        b.num_samples = (int)sample_rows.size();
+        b.table_width = (int)block_tables.shape(2);
+        b.token_ids = token_ids.data(), b.positions = positions.data(), b.query_starts = query_starts.data();
+        b.context_lens = context_lens.data(), b.slots = slots.data(), b.block_tables = block_tables.data(), b.sample_rows = sample_rows.data();
+        b.draws = !sampling.is_none();
+        if (b.draws) read_sampling(b.sampling, sampling, result);
+        if (!logits.is_none()) b.out_logits = nb::cast<Out<float>>(logits).data();
+        nb::gil_scoped_release release;
+        executor.run(b, *kv);
+    }
+
+  private:
+    std::vector<RopeAngles*> tables;
+
+    template <typename T>
+    static const T* field(const nb::object& o, const char* name) {
+        return nb::cast<Array<T>>(o.attr(name)).data();
+    }
+    template <typename T>
+    static T* out_field(const nb::object& o, const char* name) {
+        const nb::object value = o.attr(name);
+        return value.is_none() ? nullptr : nb::cast<Out<T>>(value).data();
+    }
+    static void read_sampling(SampleArgs& a, const nb::object& s, const nb::object& r) {
+        a.temperatures = field<float>(s, "temperatures");
+        a.top_ks = field<int32_t>(s, "top_ks");
+        a.top_ps = field<float>(s, "top_ps");
+        a.min_ps = field<float>(s, "min_ps");
+        a.seeds = field<uint64_t>(s, "seeds");
+        a.sample_indices = field<uint32_t>(s, "sample_indices");
+        a.positions = field<uint32_t>(s, "positions");
+        a.targets = field<int32_t>(s, "target_ids");
+        a.num_logprobs = field<int32_t>(s, "num_logprobs");
+        a.repetition = field<float>(s, "repetition_penalties");
+        a.presence = field<float>(s, "presence_penalties");
+        a.frequency = field<float>(s, "frequency_penalties");
+        a.history_starts = field<int32_t>(s, "history_starts");
+        a.history_ids = field<int32_t>(s, "history_ids");
+        a.history_counts = field<int32_t>(s, "history_counts");
+        a.bias_starts = field<int32_t>(s, "bias_starts");
+        a.bias_ids = field<int32_t>(s, "bias_ids");
+        a.bias_values = field<float>(s, "bias_values");
+        a.allowed = field<int32_t>(s, "allowed");
+        a.allowed_masks = (const uint8_t*)nb::cast<Array<bool>>(s.attr("allowed_masks")).data();
+        a.out_ids = out_field<int32_t>(r, "token_ids");
+        a.out_failed = (uint8_t*)out_field<bool>(r, "failed");
+        a.out_logprobs = out_field<float>(r, "logprobs");
+        a.out_ranks = out_field<int32_t>(r, "ranks");
+        a.out_top_ids = out_field<int32_t>(r, "top_ids");
+        a.out_top_logprobs = out_field<float>(r, "top_logprobs");
+        a.max_top = a.out_top_ids ? (int)nb::cast<Out<int32_t>>(r.attr("top_ids")).shape(1) : 0;
+    }
+};
+
+std::shared_ptr<PackedTiles> pack_codes(Device& device, const nb::tuple& codes, const nb::tuple& scales, const nb::object& mins, const nb::object& super_scales,
+                                        const nb::object& super_mins, int bits, bool halves, int group, int zero_point, int num_inputs) {
+    QuantisedSource source{bits, halves, group, zero_point, num_inputs, matrix_or_none(codes), matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins)};
+    nb::gil_scoped_release release;
+    return std::make_shared<PackedTiles>(pack_quantised(source, device.pool));
+}
+
+std::shared_ptr<PackedTiles> pack_values(Device& device, const nb::tuple& values, const std::string& code) {
+    const Matrix matrix = matrix_or_none(values);
+    nb::gil_scoped_release release;
+    return std::make_shared<PackedTiles>(pack_floats(matrix, code == "bf16" ? Code::bf16 : code == "fp16" ? Code::fp16 : Code::fp32, device.pool));
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.def("supported_levels", &supported_levels, "Instruction-set levels that this machine runs, best last.");
+    m.attr("SAMPLE_CHUNK") = kSampleChunk;
+
+    nb::class_<Device>(m, "Device")
+        .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)
+        .def_prop_ro("level", [](const Device& d) { return std::string(d.kernels.name); })
+        .def("pack_codes", &pack_codes, "codes"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "bits"_a, "halves"_a, "group"_a, "zero_point"_a, "num_inputs"_a)
+        .def("pack_values", &pack_values, "values"_a, "code"_a);
+
+    nb::class_<PackedTiles>(m, "PackedTiles").def_prop_ro("num_bytes", &PackedTiles::num_bytes);
+
+    nb::class_<KvMemory>(m, "KvMemory")
+        .def("__init__",
+             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, bool>>& groups, int num_blocks) {
+                 std::vector<KvGroup> list;
+                 for (const auto& [layers, heads, k_width, v_width, is_bf16] : groups) list.push_back(KvGroup{layers, heads, k_width, v_width, is_bf16});
+                 new (self) KvMemory(std::move(list), num_blocks);
+             })
+        .def("copy_block", &KvMemory::copy_block, "group"_a, "source"_a, "target"_a);
+
+    m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, bool is_bf16) { return KvGroup{1, heads, k_width, v_width, is_bf16}.block_bytes(); });
+
+    nb::class_<Builder>(m, "Executor")
+        .def(nb::init<std::shared_ptr<Device>, int, int>(), "device"_a, "max_tokens"_a, "vocab"_a)
+        .def("embedding", &Builder::embedding)
+        .def("norm", &Builder::norm)
+        .def("angles", &Builder::angles)
+        .def("rope", &Builder::rope)
+        .def("kv_write", &Builder::kv_write)
+        .def("elementwise", &Builder::elementwise)
+        .def("gather", &Builder::gather)
+        .def("linear", &Builder::linear, "x"_a, "norm"_a.none(), "parts"_a, "gated"_a, "activation"_a, "clamp"_a, "alpha"_a, "up_offset"_a, "residual"_a.none())
+        .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "heads"_a, "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none())
+        .def("sampling", [](Builder& b, const PlaceTuple& logits) { b.executor.add_sampling(place_of(logits)); })
+        .def("finish", [](Builder& b, int64_t tokens, int64_t samples) { b.executor.finish(tokens, samples); })
+        .def("run", &Builder::run, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a.none(), "result"_a.none(), "logits"_a.none(), "kv"_a);
+}
+
+}  // namespace octavo

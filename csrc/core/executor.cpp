@@ -1,0 +1,341 @@
+#include "executor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+namespace octavo {
+
+float* View::at(const Place& p, int64_t row) const {
+    return executor.arena(p.samples) + p.offset * executor.capacity(p.samples) + row * p.stride + p.column;
+}
+
+void RopeAngles::ensure(int positions) {
+    const int n = (int)inv_freq_.size(), have = n ? (int)(table_.size() / (2 * n)) : positions;
+    if (positions <= have) return;
+    const int want = std::max(positions, 2 * have);
+    table_.resize((size_t)want * 2 * n);
+    for (int p = have; p < want; p++)
+        for (int i = 0; i < n; i++) {
+            table_[((size_t)p * 2) * n + i] = (float)(std::cos(p * inv_freq_[i]) * mscale_);
+            table_[((size_t)p * 2 + 1) * n + i] = (float)(std::sin(p * inv_freq_[i]) * mscale_);
+        }
+}
+
+namespace {
+
+// -- rows ----------------------------------------------------------------------------------------------------------------
+
+struct RowStage : Stage {
+    static constexpr int kRowsAPiece = 4;
+    bool samples;
+    std::vector<std::unique_ptr<RowOp>> ops;
+
+    explicit RowStage(bool s) : samples(s) {}
+    bool on_samples() const override { return samples; }
+    int pieces(const View& view) const override {
+        const int rows = view.rows(samples);
+        const bool any = std::any_of(ops.begin(), ops.end(), [&](const auto& op) { return op->needed(rows); });
+        return any ? (rows + kRowsAPiece - 1) / kRowsAPiece : 0;
+    }
+    void run(const View& view, int piece, ThreadState&, int) const override {
+        const int rows = view.rows(samples), last = std::min(rows, (piece + 1) * kRowsAPiece);
+        for (int row = piece * kRowsAPiece; row < last; row++)
+            for (const auto& op : ops)
+                if (op->needed(rows)) op->run(view, row);
+    }
+};
+
+// Converts a product's rows ahead of it, into the executor's shared rows, where there are more than a few.
+struct PrepareOp : RowOp {
+    Place x;
+    Norm norm;
+    Rows rows;
+    PrepareOp(Place place, Norm n, Rows r) : x(place), norm(n), rows(r) {}
+    bool needed(int count) const override { return count > kFewRows; }
+    void run(const View& view, int64_t row) const override { view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, rows, row); }
+};
+
+// -- products ------------------------------------------------------------------------------------------------------------
+
+struct LinearStage : Stage {
+    LinearSpec spec;
+    Rows shared;             // where PrepareOp puts the rows
+    std::vector<int> first;  // of each part: its first tile in the stage's count
+    int num_tiles = 0;
+
+    LinearStage(LinearSpec s, Rows rows) : spec(std::move(s)), shared(rows) {
+        const size_t counted = spec.gated ? 1 : spec.parts.size();
+        for (size_t i = 0; i < counted; i++) {
+            first.push_back(num_tiles);
+            num_tiles += (spec.parts[i].tiles.num_rows + kTile - 1) / kTile;
+        }
+    }
+    bool on_samples() const override { return spec.x.samples; }
+
+    int row_blocks(int rows) const { return (rows + kRowBlock - 1) / kRowBlock; }
+    int tiles_a_piece(int threads) const { return std::clamp(num_tiles / (threads * 4), 1, 16); }
+    int pieces(const View& view) const override {
+        const int chunk = tiles_a_piece(view.executor.pool().num_threads());
+        return row_blocks(view.rows(on_samples())) * ((num_tiles + chunk - 1) / chunk);
+    }
+
+    void run(const View& view, int piece, ThreadState& thread, int stage) const override {
+        const int rows = view.rows(on_samples()), blocks = row_blocks(rows), chunk = tiles_a_piece(view.executor.pool().num_threads());
+        const int row0 = piece % blocks * kRowBlock, count = std::min(kRowBlock, rows - row0);
+        const int tile0 = piece / blocks * chunk, tile1 = std::min(num_tiles, tile0 + chunk);
+        const Rows x = rows <= kFewRows ? own_rows(view, rows, thread, stage) : shared;
+        size_t part = 0;
+        for (int tile = tile0; tile < tile1; tile++) {
+            while (part + 1 < first.size() && tile >= first[part + 1]) part++;
+            write(view, thread, x, (int)part, tile - first[part], row0, count);
+        }
+    }
+
+    Rows own_rows(const View& view, int rows, ThreadState& thread, int stage) const {
+        Rows own = shared;
+        uint8_t* memory = thread.rows->data();
+        const size_t element = own.type == RowType::int8 ? 1 : own.type == RowType::bf16 ? 2 : 4;
+        own.values = memory;
+        memory += (kFewRows * own.stride * element + 63) / 64 * 64;
+        own.scales = (float*)memory;
+        own.sums = (int32_t*)(own.scales + (size_t)kFewRows * own.num_groups);
+        if (thread.prepared_stage != stage) {
+            for (int row = 0; row < rows; row++) view.executor.kernels().prepare_row(view.at(spec.x, row), spec.x.width, spec.norm, own, row);
+            thread.prepared_stage = stage;
+        }
+        return own;
+    }
+
+    void write(const View& view, ThreadState& thread, const Rows& x, int part, int tile, int row0, int count) const {
+        const KernelTable& k = view.executor.kernels();
+        const LinearPart& p = spec.parts[part];
+        k.tile_product(p.tiles, tile, x, row0, count, thread.acc.data(), thread.product->data());
+        if (spec.gated) k.tile_product(spec.parts[1].tiles, tile, x, row0, count, thread.up.data(), thread.product->data());
+        Epilogue e{};
+        e.bias = p.bias;
+        e.up_bias = spec.gated ? spec.parts[1].bias : nullptr;
+        e.activation = spec.activation;
+        e.gated = spec.gated;
+        e.clamp = spec.clamp, e.alpha = spec.alpha, e.up_offset = spec.up_offset;
+        if (spec.has_residual) e.residual = view.at(spec.residual, 0), e.residual_stride = spec.residual.stride;
+        e.out = view.at(p.out, 0);
+        e.out_stride = p.out.stride;
+        k.write_tile(e, thread.acc.data(), thread.up.data(), row0, count, tile * kTile, std::min(kTile, p.tiles.num_rows - tile * kTile));
+    }
+};
+
+// -- attention -----------------------------------------------------------------------------------------------------------
+
+struct AttentionStage : Stage {
+    AttentionSpec spec;
+    int plan_index;
+    bool merges;  // the second of the two stages
+
+    AttentionStage(const AttentionSpec& s, int plan, bool m) : spec(s), plan_index(plan), merges(m) {}
+    bool on_samples() const override { return false; }
+    int pieces(const View& view) const override {
+        const AttentionPlan& plan = view.executor.plan(plan_index);
+        if (merges && !plan.split) return 0;
+        return (int)plan.runs.size() * view.kv.group(spec.group).num_heads * (plan.split && !merges ? plan.max_splits : 1);
+    }
+
+    void run(const View& view, int piece, ThreadState& thread, int) const override {
+        const AttentionPlan& plan = view.executor.plan(plan_index);
+        const KvLayer kv = view.kv.layer(spec.group, spec.layer);
+        const int splits = plan.split && !merges ? plan.max_splits : 1;
+        const int split = piece % splits, head = piece / splits % kv.num_heads, index = piece / splits / kv.num_heads;
+        const QueryRun& run = plan.runs[index];
+        AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), spec.q.stride, spec.out.stride, kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
+        AttentionPiece work{};
+        const Batch& b = view.batch;
+        work.positions = b.positions;
+        work.block_table = b.block_tables + ((int64_t)spec.group * b.num_requests + run.request) * b.table_width;
+        work.context_len = b.context_lens[(int64_t)spec.group * b.num_requests + run.request];
+        work.row0 = run.row0, work.num_rows = run.num_rows, work.kv_head = head;
+        work.first_split = run.first_split, work.last_split = run.last_split;
+        if (plan.split) {
+            const int lanes = run.num_rows * (spec.num_heads / kv.num_heads);
+            const size_t lane_floats = 2 + kv.v_padded, each = (size_t)plan.max_splits * kMaxLanes * lane_floats;
+            work.partial = view.executor.partials() + ((size_t)index * kv.num_heads + head) * each;
+            if (merges) return view.executor.kernels().attention_merge(args, work);
+            if (split >= run.last_split - run.first_split) return;
+            work.partial += (size_t)split * lanes * lane_floats;
+            work.first_split += split;
+            work.last_split = work.first_split + 1;
+        }
+        view.executor.kernels().attention(args, work, thread.attention.data());
+    }
+};
+
+// -- draws ---------------------------------------------------------------------------------------------------------------
+
+struct SampleStage : Stage {
+    Place logits;
+    int vocab;
+    SampleStage(Place place, int v) : logits(place), vocab(v) {}
+    bool on_samples() const override { return true; }
+    int pieces(const View& view) const override { return view.batch.draws ? view.num_samples : 0; }
+    void run(const View& view, int piece, ThreadState& thread, int) const override {
+        SampleArgs args = view.batch.sampling;
+        args.logits = view.at(logits, 0);
+        args.stride = logits.stride;
+        args.vocab = vocab;
+        args.first = view.first_sample;
+        view.executor.kernels().sample_row(args, piece, thread.sampling->data());
+    }
+};
+
+}  // namespace
+
+// The stages of a step in one row: the body, then the head once for each chunk of sampled rows.
+struct Walk : ThreadPool::Work {
+    Executor& executor;
+    const Batch& batch;
+    const KvMemory& kv;
+    const int body, head, chunks;
+
+    Walk(Executor& e, const Batch& b, const KvMemory& k)
+        : executor(e), batch(b), kv(k), body((int)e.body_.size()), head((int)e.head_.size()), chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk) {}
+    int num_stages() const override { return body + head * chunks; }
+    const Stage& stage(int index) const { return index < body ? *executor.body_[index] : *executor.head_[(index - body) % head]; }
+    View view(int index) const {
+        if (index < body) return View{executor, batch, kv};
+        const int first = (index - body) / head * kSampleChunk;
+        return View{executor, batch, kv, first, std::min(kSampleChunk, batch.num_samples - first)};
+    }
+    int pieces(int index) const override { return stage(index).pieces(view(index)); }
+    void run(int index, int piece, int thread) override { stage(index).run(view(index), piece, executor.threads_[thread], index); }
+};
+
+void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads) {
+    runs.clear();
+    max_splits = 0;
+    const int rows_a_run = std::max(1, kMaxLanes / (num_heads / kv.num_heads));
+    for (int r = 0; r < batch.num_requests; r++) {
+        const int context = batch.context_lens[(int64_t)group * batch.num_requests + r];
+        for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row += rows_a_run) {
+            const int last_row = std::min(row + rows_a_run, batch.query_starts[r + 1]) - 1;
+            if (context <= 0 || batch.positions[last_row] < 0) continue;
+            const int last_key = window < 0 ? context : std::min(context, batch.positions[last_row] + 1);
+            const int first_key = window > 0 ? std::max(0, batch.positions[row] - window + 1) : 0;
+            const QueryRun run{r, row, last_row - row + 1, first_key / kSplitKeys, (last_key + kSplitKeys - 1) / kSplitKeys};
+            runs.push_back(run);
+            max_splits = std::max(max_splits, run.last_split - run.first_split);
+        }
+    }
+    split = max_splits > 1 && threads > 1 && (int)runs.size() * kv.num_heads < 4 * threads;
+}
+
+Executor::Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens, int vocab)
+    : pool_(pool), kernels_(kernels), max_tokens_(std::max(max_tokens, 1)), vocab_(vocab), threads_(pool.num_threads()) {}
+
+void Executor::add_row_op(bool samples, std::unique_ptr<RowOp> op) {
+    auto& list = samples ? head_ : body_;
+    auto* stage = list.empty() ? nullptr : dynamic_cast<RowStage*>(list.back().get());
+    if (!stage) {
+        list.push_back(std::make_unique<RowStage>(samples));
+        stage = static_cast<RowStage*>(list.back().get());
+    }
+    stage->ops.push_back(std::move(op));
+}
+
+void Executor::add_linear(LinearSpec spec) {
+    const Tiles& w = spec.parts.front().tiles;
+    // The rows' memory is sized by finish(); until then its pointers are null and PrepareOp and LinearStage are patched there.
+    Rows rows{kernels_.row_type(w.code), nullptr, (int64_t)w.num_groups * kGroup, nullptr, nullptr, w.num_groups};
+    const size_t element = rows.type == RowType::int8 ? 1 : rows.type == RowType::bf16 ? 2 : 4;
+    row_bytes_ = std::max(row_bytes_, rows.stride * element);
+    groups_ = std::max(groups_, (size_t)w.num_groups);
+    for (const auto& part : spec.parts) product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
+    add_row_op(spec.x.samples, std::make_unique<PrepareOp>(spec.x, spec.norm, rows));
+    auto& list = spec.x.samples ? head_ : body_;
+    list.push_back(std::make_unique<LinearStage>(std::move(spec), rows));
+}
+
+void Executor::add_attention(const AttentionSpec& spec) {
+    int index = 0;
+    for (; index < (int)plans_.size(); index++)
+        if (plans_[index].group == spec.group && plans_[index].window == spec.window && plans_[index].num_heads == spec.num_heads) break;
+    if (index == (int)plans_.size()) {
+        AttentionPlan plan;
+        plan.group = spec.group, plan.window = spec.window, plan.num_heads = spec.num_heads;
+        plans_.push_back(plan);
+    }
+    body_.push_back(std::make_unique<AttentionStage>(spec, index, false));
+    body_.push_back(std::make_unique<AttentionStage>(spec, index, true));
+}
+
+void Executor::add_sampling(const Place& logits) {
+    head_.push_back(std::make_unique<SampleStage>(logits, vocab_));
+    add_row_op(true, make_logits_out(logits));
+}
+
+RopeAngles* Executor::add_angles(std::vector<double> inv_freq, double mscale) {
+    angles_.push_back(std::make_unique<RopeAngles>(std::move(inv_freq), mscale));
+    return angles_.back().get();
+}
+
+const float* Executor::keep(std::vector<float> values) {
+    kept_.push_back(std::make_unique<std::vector<float>>(std::move(values)));
+    return kept_.back()->data();
+}
+
+void Executor::finish(int64_t token_floats, int64_t sample_floats) {
+    tokens_ = std::make_unique<Memory>((size_t)token_floats * max_tokens_ * sizeof(float));
+    samples_ = std::make_unique<Memory>((size_t)sample_floats * kSampleChunk * sizeof(float));
+    const size_t rows = std::max(max_tokens_, kSampleChunk);
+    prepared_values_ = std::make_unique<Memory>(rows * row_bytes_);
+    prepared_scales_ = std::make_unique<Memory>(rows * groups_ * sizeof(float));
+    prepared_sums_ = std::make_unique<Memory>(rows * groups_ * 2 * sizeof(int32_t));
+    const auto place = [&](Rows& r) {
+        r.values = prepared_values_->data();
+        r.scales = (float*)prepared_scales_->data();
+        r.sums = (int32_t*)prepared_sums_->data();
+    };
+    for (auto* list : {&body_, &head_})
+        for (auto& stage : *list) {
+            if (auto* linear = dynamic_cast<LinearStage*>(stage.get())) place(linear->shared);
+            if (auto* row_stage = dynamic_cast<RowStage*>(stage.get()))
+                for (auto& op : row_stage->ops)
+                    if (auto* prepare = dynamic_cast<PrepareOp*>(op.get())) place(prepare->rows);
+        }
+    size_thread_states();
+}
+
+void Executor::size_thread_states() {
+    for (auto& thread : threads_) {
+        thread.acc.resize((size_t)kRowBlock * kTile);
+        thread.up.resize((size_t)kRowBlock * kTile);
+        thread.product = std::make_unique<Memory>(product_scratch_);
+        thread.rows = std::make_unique<Memory>(kFewRows * (row_bytes_ + groups_ * 12) + 128);
+        thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));
+    }
+}
+
+void Executor::make_plans(const Batch& batch, const KvMemory& kv) {
+    size_t floats = 0;
+    for (auto& plan : plans_) {
+        const KvGroup& group = kv.group(plan.group);
+        plan.make(batch, group, pool_.num_threads());
+        if (plan.split) floats = std::max(floats, plan.runs.size() * group.num_heads * plan.max_splits * kMaxLanes * (2 + group.v_padded()));
+        attention_scratch_ = std::max(attention_scratch_, attention_scratch_floats(group.k_width, group.v_padded()));
+    }
+    if (!partials_ || partials_->size() < floats * sizeof(float)) partials_ = std::make_unique<Memory>(floats * sizeof(float));
+    for (auto& thread : threads_)
+        if (thread.attention.size() < attention_scratch_) thread.attention.resize(attention_scratch_);
+}
+
+void Executor::run(const Batch& batch, const KvMemory& kv) {
+    if (batch.num_tokens > max_tokens_) throw std::invalid_argument("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " + std::to_string(max_tokens_));
+    int last = 0;
+    for (int t = 0; t < batch.num_tokens; t++) last = std::max(last, batch.positions[t]);
+    for (auto& angles : angles_) angles->ensure(last + 1);
+    make_plans(batch, kv);
+    for (auto& thread : threads_) thread.prepared_stage = -1;
+    Walk walk(*this, batch, kv);
+    pool_.walk(walk);
+}
+
+}  // namespace octavo

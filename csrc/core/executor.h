@@ -1,0 +1,171 @@
+// The native executor: a Program as an array of stages that the thread pool walks, one call a step.
+//
+// Row-local ops that follow one another (norms, rope, KV writes, adds, a product's conversion of its rows) form one stage
+// that takes each row through all of them; a product, an attention, a draw is a stage of its own. A barrier stands between
+// stages and nowhere else. Stages over `samples` rows form the head, which runs in chunks of at most kSampleChunk rows, so that
+// logits never need more memory than that.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../kernels/table.h"
+#include "packing.h"
+#include "step.h"
+#include "thread_pool.h"
+
+namespace octavo {
+
+constexpr int kSampleChunk = 64;
+constexpr int kFewRows = 4;     // up to so many rows, each thread converts a product's rows for itself: cheaper than a barrier
+constexpr int kRowBlock = 128;  // rows that one piece of a product takes together
+
+// Where a Value lies: row r of `axis` at arena(axis) + offset * capacity + r * stride + column, in floats.
+struct Place {
+    bool samples = false;
+    int64_t offset = 0;
+    int stride = 0, column = 0, width = 0;
+};
+
+class Executor;
+
+// What a stage sees of the step that is running.
+struct View {
+    const Executor& executor;
+    const Batch& batch;
+    const KvMemory& kv;
+    int first_sample = 0, num_samples = 0;  // of this chunk
+
+    int rows(bool samples) const { return samples ? num_samples : batch.num_tokens; }
+    float* at(const Place& place, int64_t row) const;
+};
+
+// Memory of one compute thread.
+struct ThreadState {
+    std::vector<float> acc, up, attention;
+    std::unique_ptr<Memory> product, rows, sampling;  // scratch of products, rows converted for oneself, scratch of draws
+    int prepared_stage = -1;  // the stage whose rows lie in `rows`
+};
+
+struct Stage {
+    virtual ~Stage() = default;
+    virtual bool on_samples() const = 0;
+    virtual int pieces(const View& view) const = 0;
+    virtual void run(const View& view, int piece, ThreadState& thread, int stage) const = 0;
+};
+
+struct RowOp {
+    virtual ~RowOp() = default;
+    virtual void run(const View& view, int64_t row) const = 0;
+    // False where this step needs it not (rows that the product converts for itself).
+    virtual bool needed(int rows) const { return rows > 0; }
+};
+
+// A cosine and sine table that grows with the positions seen.
+class RopeAngles {
+  public:
+    RopeAngles(std::vector<double> inv_freq, double mscale) : inv_freq_(std::move(inv_freq)), mscale_(mscale) {}
+    void ensure(int positions);
+    const float* cos(int position) const { return table_.data() + (size_t)position * 2 * inv_freq_.size(); }
+    const float* sin(int position) const { return cos(position) + inv_freq_.size(); }
+
+  private:
+    std::vector<double> inv_freq_;
+    double mscale_;
+    std::vector<float> table_;  // [positions][2][n]
+};
+
+// A stretch of one request's rows that one piece of attention takes.
+struct QueryRun {
+    int request, row0, num_rows, first_split, last_split;
+};
+
+// How a step's attention over one group (and window) is cut into pieces; the same for all its layers.
+struct AttentionPlan {
+    int group, window, num_heads;
+    std::vector<QueryRun> runs;
+    int max_splits = 0;
+    bool split = false;  // pieces are single splits whose partials a second stage merges
+    void make(const Batch& batch, const KvGroup& kv, int threads);
+};
+
+struct LinearPart {
+    Tiles tiles;
+    std::shared_ptr<void> owner;  // keeps the tiles' memory
+    Place out;
+    const float* bias = nullptr;
+};
+
+struct LinearSpec {
+    Place x;
+    Norm norm{};
+    std::vector<LinearPart> parts;  // gated: gate, then up, into parts[0].out
+    bool gated = false;
+    int activation = -1;
+    float clamp = 0, alpha = 1, up_offset = 0;
+    bool has_residual = false;
+    Place residual;
+};
+
+struct AttentionSpec {
+    Place q, out;
+    int group, layer, num_heads, window;
+    float scale, softcap;
+    const float* sinks;
+};
+
+class Executor {
+  public:
+    Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens, int vocab);
+    Executor(const Executor&) = delete;
+    Executor& operator=(const Executor&) = delete;
+
+    // -- building, in the Program's order ---------------------------------------------------------------------------------
+    void add_row_op(bool samples, std::unique_ptr<RowOp> op);
+    void add_linear(LinearSpec spec);
+    void add_attention(const AttentionSpec& spec);
+    void add_sampling(const Place& logits);
+    RopeAngles* add_angles(std::vector<double> inv_freq, double mscale);
+    const float* keep(std::vector<float> values);  // parameters that live as long as the executor
+    void finish(int64_t token_floats, int64_t sample_floats);  // floats a row of the two arenas
+
+    // -- running ------------------------------------------------------------------------------------------------------------
+    void run(const Batch& batch, const KvMemory& kv);
+
+    ThreadPool& pool() const { return pool_; }
+    const KernelTable& kernels() const { return kernels_; }
+    const Rows& prepared() const { return prepared_; }
+    float* arena(bool samples) const { return (float*)(samples ? samples_ : tokens_)->data(); }
+    int capacity(bool samples) const { return samples ? kSampleChunk : max_tokens_; }
+    const AttentionPlan& plan(int index) const { return plans_[index]; }
+    float* partials() const { return (float*)partials_->data(); }
+
+  private:
+    friend struct Walk;
+    void size_thread_states();
+    void make_plans(const Batch& batch, const KvMemory& kv);
+
+    ThreadPool& pool_;
+    const KernelTable& kernels_;
+    const int max_tokens_, vocab_;
+    std::vector<std::unique_ptr<Stage>> body_, head_;
+    std::vector<std::unique_ptr<RopeAngles>> angles_;
+    std::vector<std::unique_ptr<std::vector<float>>> kept_;
+    std::vector<AttentionPlan> plans_;
+    std::unique_ptr<Memory> tokens_, samples_, prepared_values_, prepared_scales_, prepared_sums_, partials_;
+    Rows prepared_{};
+    std::vector<ThreadState> threads_;
+    size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0, attention_scratch_ = 0;  // largest over the stages
+};
+
+// Row ops, made by the bindings' builder.
+std::unique_ptr<RowOp> make_embedding(const Tiles& table, std::shared_ptr<void> owner, Place out, float scale, bool by_position, int offset);
+std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width);
+std::unique_ptr<RowOp> make_rope(Place x, Place out, int heads, int head_width, int rotary, int start, bool interleaved, const RopeAngles* angles);
+std::unique_ptr<RowOp> make_kv_write(Place k, Place v, int group, int layer);
+enum class Elementwise { add, mul, scale, activate, softcap, gate };
+std::unique_ptr<RowOp> make_elementwise(Elementwise kind, Place a, Place b, Place out, float factor, const Epilogue& gate);
+std::unique_ptr<RowOp> make_gather(Place x, Place out);
+std::unique_ptr<RowOp> make_logits_out(Place logits);
+
+}  // namespace octavo

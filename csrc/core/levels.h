@@ -1,0 +1,17 @@
+// Instruction sets: which of the kernels' shared objects this machine can run, and loading one of them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../kernels/table.h"
+
+namespace octavo {
+
+// Names of the levels this machine runs, best last: portable, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx.
+std::vector<std::string> supported_levels();
+
+// Loads `directory`/liboctavo_<name>.so. Throws std::runtime_error where it is missing or this machine cannot run it.
+const KernelTable& load_level(const std::string& directory, const std::string& name);
+
+}  // namespace octavo

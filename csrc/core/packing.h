@@ -1,0 +1,52 @@
+// Weights in the kernels' tiles: memory of our own, filled once from a PackedWeight's arrays (quant/packed.py).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "../kernels/table.h"
+#include "thread_pool.h"
+
+namespace octavo {
+
+// 64-byte aligned memory that costs nothing until it is touched, in huge pages where the system gives them.
+class Memory {
+  public:
+    explicit Memory(size_t bytes);
+    ~Memory();
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    uint8_t* data() const { return data_; }
+    size_t size() const { return size_; }
+
+  private:
+    uint8_t* data_;
+    size_t size_;
+};
+
+struct PackedTiles {
+    Tiles tiles;
+    std::shared_ptr<Memory> memory;
+    size_t num_bytes() const { return memory->size(); }
+};
+
+// An array [rows][columns] with strides in bytes; `kind` says what an element is.
+struct Matrix {
+    enum class Kind { u8, i8, fp16, bf16, fp32 } kind = Kind::u8;
+    const uint8_t* data = nullptr;
+    int64_t rows = 0, columns = 0;
+    int64_t row_stride = 0, column_stride = 0;
+};
+
+// Codes of up to 8 bits with their scales, as PackedWeight holds them.
+struct QuantisedSource {
+    int bits;  // 4: two codes a byte. Else one
+    bool halves;  // 4 bits: byte j of a group of `group` holds inputs j and j + group / 2; else inputs 2j and 2j + 1
+    int group, zero_point, num_inputs;
+    Matrix codes, scales, mins, super_scales, super_mins;  // `data` null where there is none
+};
+
+PackedTiles pack_quantised(const QuantisedSource& source, ThreadPool& pool);
+PackedTiles pack_floats(const Matrix& values, Code code, ThreadPool& pool);
+
+}  // namespace octavo

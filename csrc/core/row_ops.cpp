@@ -1,0 +1,161 @@
+// The row-local ops: each takes one row and touches no other.
+#include <cmath>
+#include <cstring>
+
+#include "executor.h"
+
+namespace octavo {
+
+namespace {
+
+struct EmbeddingOp : RowOp {
+    Tiles table;
+    std::shared_ptr<void> owner;
+    Place out;
+    float scale;
+    bool by_position;
+    int offset;
+    void run(const View& view, int64_t row) const override {
+        const int id = by_position ? view.batch.positions[row] + offset : view.batch.token_ids[row];
+        const int safe = id < 0 || id >= table.num_rows ? 0 : id;  // padded rows may hold anything
+        view.executor.kernels().read_row(table, safe, scale, view.at(out, row));
+    }
+};
+
+struct NormOp : RowOp {
+    Place x, out;
+    Norm norm;
+    int group_width;
+    void run(const View& view, int64_t row) const override {
+        for (int start = 0; start < x.width; start += group_width)
+            view.executor.kernels().norm_row(view.at(x, row) + start, group_width, norm, view.at(out, row) + start);
+    }
+};
+
+struct RopeOp : RowOp {
+    Place x, out;
+    int heads, head_width, rotary, start;
+    bool interleaved;
+    const RopeAngles* angles;
+    void run(const View& view, int64_t row) const override {
+        float* to = view.at(out, row);
+        const float* from = view.at(x, row);
+        if (to != from) std::memcpy(to, from, sizeof(float) * heads * head_width);
+        const int position = view.batch.positions[row] < 0 ? 0 : view.batch.positions[row];
+        for (int h = 0; h < heads; h++)
+            view.executor.kernels().rope_head(to + h * head_width + start, angles->cos(position), angles->sin(position), rotary, interleaved);
+    }
+};
+
+struct KvWriteOp : RowOp {
+    Place k, v;
+    int group, layer;
+    void run(const View& view, int64_t row) const override {
+        const int32_t slot = view.batch.slots[(int64_t)group * view.batch.num_tokens + row];
+        if (slot >= 0) view.executor.kernels().kv_store(view.kv.layer(group, layer), slot, view.at(k, row), view.at(v, row));
+    }
+};
+
+struct ElementwiseOp : RowOp {
+    Elementwise kind;
+    Place a, b, out;
+    float factor;
+    Epilogue gate;
+    void run(const View& view, int64_t row) const override {
+        const float *x = view.at(a, row), *y = view.at(b, row);
+        float* to = view.at(out, row);
+        const int width = out.width;
+        switch (kind) {
+            case Elementwise::add:
+                for (int i = 0; i < width; i++) to[i] = x[i] + y[i];
+                return;
+            case Elementwise::mul:
+                for (int i = 0; i < width; i++) to[i] = x[i] * y[b.width == 1 ? 0 : i];
+                return;
+            case Elementwise::scale:
+                for (int i = 0; i < width; i++) to[i] = x[i] * factor;
+                return;
+            case Elementwise::activate:
+                if (to != x) std::memmove(to, x, sizeof(float) * width);
+                return view.executor.kernels().activate(gate.activation, to, width);
+            case Elementwise::softcap:
+                for (int i = 0; i < width; i++) to[i] = factor * std::tanh(x[i] / factor);
+                return;
+            case Elementwise::gate: return open_gate(view, x, y, to);
+        }
+    }
+    // Through the products' epilogue, 16 columns at a time, so that a gate means the same there and here.
+    void open_gate(const View& view, const float* x, const float* y, float* to) const {
+        Epilogue e = gate;
+        e.out = to;
+        for (int i = 0; i < out.width; i += kTile) {
+            const int n = out.width - i < kTile ? out.width - i : kTile;
+            float g[kTile] = {}, up[kTile] = {};
+            std::memcpy(g, x + i, sizeof(float) * n);
+            std::memcpy(up, y + i, sizeof(float) * n);
+            view.executor.kernels().write_tile(e, g, up, 0, 1, i, n);
+        }
+    }
+};
+
+struct GatherOp : RowOp {
+    Place x, out;
+    void run(const View& view, int64_t row) const override {
+        std::memcpy(view.at(out, row), view.at(x, view.batch.sample_rows[view.first_sample + row]), sizeof(float) * x.width);
+    }
+};
+
+struct LogitsOutOp : RowOp {
+    Place logits;
+    void run(const View& view, int64_t row) const override {
+        if (view.batch.draws) return;
+        std::memcpy(view.batch.out_logits + (view.first_sample + row) * (int64_t)logits.width, view.at(logits, row), sizeof(float) * logits.width);
+    }
+};
+
+}  // namespace
+
+std::unique_ptr<RowOp> make_embedding(const Tiles& table, std::shared_ptr<void> owner, Place out, float scale, bool by_position, int offset) {
+    auto op = std::make_unique<EmbeddingOp>();
+    op->table = table, op->owner = std::move(owner), op->out = out, op->scale = scale, op->by_position = by_position, op->offset = offset;
+    return op;
+}
+
+std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width) {
+    auto op = std::make_unique<NormOp>();
+    op->x = x, op->out = out, op->norm = norm, op->group_width = group_width ? group_width : x.width;
+    return op;
+}
+
+std::unique_ptr<RowOp> make_rope(Place x, Place out, int heads, int head_width, int rotary, int start, bool interleaved, const RopeAngles* angles) {
+    auto op = std::make_unique<RopeOp>();
+    op->x = x, op->out = out, op->heads = heads, op->head_width = head_width, op->rotary = rotary, op->start = start;
+    op->interleaved = interleaved, op->angles = angles;
+    return op;
+}
+
+std::unique_ptr<RowOp> make_kv_write(Place k, Place v, int group, int layer) {
+    auto op = std::make_unique<KvWriteOp>();
+    op->k = k, op->v = v, op->group = group, op->layer = layer;
+    return op;
+}
+
+std::unique_ptr<RowOp> make_elementwise(Elementwise kind, Place a, Place b, Place out, float factor, const Epilogue& gate) {
+    auto op = std::make_unique<ElementwiseOp>();
+    op->kind = kind, op->a = a, op->b = b, op->out = out, op->factor = factor, op->gate = gate;
+    return op;
+}
+
+std::unique_ptr<RowOp> make_gather(Place x, Place out) {
+    auto op = std::make_unique<GatherOp>();
+    op->x = x, op->out = out;
+    return op;
+}
+
+std::unique_ptr<RowOp> make_logits_out(Place logits) {
+    auto op = std::make_unique<LogitsOutOp>();
+    op->logits = logits;
+    return op;
+}
+
+}  // namespace octavo

@@ -1,0 +1,49 @@
+// One step as the executor sees it: the batch's arrays, and the KV blocks. Shapes are those of backends/base.py StepBatch.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../kernels/table.h"
+#include "packing.h"
+
+namespace octavo {
+
+struct KvGroup {
+    int num_layers, num_heads, k_width, v_width;
+    bool is_bf16;
+
+    int v_padded() const { return (v_width + 15) / 16 * 16; }
+    size_t element() const { return is_bf16 ? 2 : 4; }
+    size_t v_offset() const { return (size_t)num_heads * ((k_width + 1) / 2 * 2) * kTile * element(); }
+    // Of one layer.
+    size_t block_bytes() const { return v_offset() + (size_t)num_heads * v_padded() * kTile * element(); }
+};
+
+// Blocks 0 .. num_blocks - 1 of every group; memory is [layer][block] and costs nothing until it is written.
+class KvMemory {
+  public:
+    KvMemory(std::vector<KvGroup> groups, int num_blocks);
+    KvMemory(const KvMemory&) = delete;
+    KvMemory& operator=(const KvMemory&) = delete;
+    KvLayer layer(int group, int layer) const;
+    const KvGroup& group(int index) const { return groups_[index]; }
+    int num_groups() const { return (int)groups_.size(); }
+    int num_blocks() const { return num_blocks_; }
+    void copy_block(int group, int source, int target);
+
+  private:
+    std::vector<KvGroup> groups_;
+    std::vector<std::unique_ptr<Memory>> memory_;
+    int num_blocks_;
+};
+
+struct Batch {
+    int num_tokens, num_requests, num_samples, table_width;
+    const int32_t *token_ids, *positions, *query_starts, *context_lens, *slots, *block_tables, *sample_rows;
+    bool draws;           // `sampling` is set; else logits go to out_logits [S][V]
+    SampleArgs sampling;  // without logits, stride and first
+    float* out_logits;
+};
+
+}  // namespace octavo

@@ -1,0 +1,128 @@
+#include "thread_pool.h"
+
+#include <sched.h>
+
+#include <chrono>
+
+namespace octavo {
+
+namespace {
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Spins at most this long before it sleeps: longer than any wait between the stages of a decode step on idle cores (about
+// 1 to 10 us), and the bound that the design gives for spinning after a step.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+// Returns when ready() holds; false where the time for spinning is over.
+template <typename Ready>
+bool spin_until(const Ready& ready) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 1;; i++) {
+        if (ready()) return true;
+        relax();
+        if (i % 64 == 0 && std::chrono::steady_clock::now() - start > kSpin) return false;
+    }
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
+    for (int t = 1; t < num_threads_; t++) threads_.emplace_back([this, t] { serve(t); });
+}
+
+ThreadPool::~ThreadPool() {
+    stopping_ = true;
+    epoch_.value.fetch_add(1, std::memory_order_release);
+    epoch_.value.notify_all();
+    for (auto& thread : threads_) thread.join();
+}
+
+void ThreadPool::serve(int thread) {
+    int seen = 0;
+    while (true) {
+        if (!spin_until([&] { return epoch_.value.load(std::memory_order_acquire) != seen; })) epoch_.value.wait(seen, std::memory_order_acquire);
+        seen = epoch_.value.load(std::memory_order_acquire);
+        if (stopping_) return;
+        walk_as(thread);
+        if (finished_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_ - 1) finished_.value.notify_one();
+    }
+}
+
+void ThreadPool::walk(Work& work) {
+    work_ = &work;
+    num_stages_ = work.num_stages();
+    if (num_threads_ == 1) {
+        for (int stage = 0; stage < num_stages_; stage++)
+            for (int piece = 0, pieces = work.pieces(stage); piece < pieces; piece++) work.run(stage, piece, 0);
+        return;
+    }
+    if (num_stages_ > capacity_) {
+        capacity_ = num_stages_;
+        ranges_ = std::make_unique<Range[]>((size_t)capacity_ * num_threads_);
+        done_ = std::make_unique<Counter[]>(capacity_);
+    }
+    for (int i = 0; i < num_stages_ * num_threads_; i++) ranges_[i].next.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < num_stages_; i++) done_[i].value.store(0, std::memory_order_relaxed);
+    finished_.value.store(0, std::memory_order_relaxed);
+    epoch_.value.fetch_add(1, std::memory_order_release);
+    epoch_.value.notify_all();
+    walk_as(0);
+    wait_for(finished_.value, num_threads_ - 1);
+}
+
+void ThreadPool::walk_as(int thread) {
+    for (int stage = 0; stage < num_stages_; stage++) {
+        const int pieces = work_->pieces(stage);
+        if (pieces == 0) continue;
+        const int mine = take_all(stage, pieces, thread);
+        auto& done = done_[stage].value;
+        if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == pieces) {
+            done.notify_all();
+            continue;
+        }
+        wait_for(done, pieces);
+    }
+}
+
+// Runs pieces of the stage until none is left to take; returns how many. Thread t's own range is pieces t/n .. (t+1)/n.
+int ThreadPool::take_all(int stage, int pieces, int thread) {
+    int taken = 0;
+    for (int i = 0; i < num_threads_; i++) {
+        const int owner = (thread + i) % num_threads_;
+        const int first = (int)((int64_t)pieces * owner / num_threads_), last = (int)((int64_t)pieces * (owner + 1) / num_threads_);
+        auto& next = ranges_[(size_t)stage * num_threads_ + owner].next;
+        while (next.load(std::memory_order_relaxed) < last - first) {
+            const int piece = first + next.fetch_add(1, std::memory_order_relaxed);
+            if (piece >= last) break;
+            work_->run(stage, piece, thread);
+            taken++;
+        }
+    }
+    return taken;
+}
+
+void ThreadPool::wait_for(std::atomic<int>& counter, int goal) {
+    if (spin_until([&] { return counter.load(std::memory_order_acquire) == goal; })) return;
+    for (int seen; (seen = counter.load(std::memory_order_acquire)) != goal;) counter.wait(seen, std::memory_order_acquire);
+}
+
+void ThreadPool::parallel_for(int pieces, const std::function<void(int, int)>& fn) {
+    struct One : Work {
+        int count;
+        const std::function<void(int, int)>& fn;
+        One(int n, const std::function<void(int, int)>& f) : count(n), fn(f) {}
+        int num_stages() const override { return 1; }
+        int pieces(int) const override { return count; }
+        void run(int, int piece, int thread) override { fn(piece, thread); }
+    } one(pieces, fn);
+    walk(one);
+}
+
+}  // namespace octavo

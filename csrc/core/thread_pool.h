@@ -1,0 +1,66 @@
+// Compute threads that live as long as their engine, and the walk over stages that they do together.
+//
+// A stage is a number of independent pieces; the next stage starts when all are done. Each thread takes pieces from a range of
+// its own and then from the others', so a thread that the kernel has put aside holds back at most the piece it is in. Waiting
+// spins for a moment, then sleeps in the kernel: beside a busy neighbour on the same core, a spinning thread would burn the
+// very time its partner needs.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace octavo {
+
+class ThreadPool {
+  public:
+    // What is walked: stage s has pieces(s) pieces; run(s, piece, thread) computes one. Both are called from every thread.
+    struct Work {
+        virtual ~Work() = default;
+        virtual int num_stages() const = 0;
+        virtual int pieces(int stage) const = 0;
+        virtual void run(int stage, int piece, int thread) = 0;
+    };
+
+    explicit ThreadPool(int num_threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int num_threads() const { return num_threads_; }
+
+    // Runs all stages in order; returns when the last is done. One caller at a time. `run` must not throw.
+    void walk(Work& work);
+
+    // fn(piece, thread) for each piece, in one stage.
+    void parallel_for(int pieces, const std::function<void(int, int)>& fn);
+
+  private:
+    struct alignas(64) Range {
+        std::atomic<int> next{0};
+    };
+    struct alignas(64) Counter {
+        std::atomic<int> value{0};
+    };
+
+    void serve(int thread);
+    void walk_as(int thread);
+    int take_all(int stage, int pieces, int thread);
+    void wait_for(std::atomic<int>& counter, int goal);
+
+    const int num_threads_;
+    std::vector<std::thread> threads_;
+    Work* work_ = nullptr;
+    int num_stages_ = 0;
+    std::unique_ptr<Range[]> ranges_;     // [stages][threads]
+    std::unique_ptr<Counter[]> done_;     // [stages]: pieces finished
+    int capacity_ = 0;                    // stages that the two arrays hold
+    Counter epoch_;                       // counts walks; a change wakes the threads
+    Counter finished_;                    // threads that have left the current walk
+    std::atomic<bool> stopping_{false};
+};
+
+}  // namespace octavo

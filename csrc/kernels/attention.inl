@@ -1,0 +1,287 @@
+// Rotary positions, the KV blocks, and attention over splits of 256 keys.
+//
+// A lane is one query row of one head; the lanes of a piece share a kv head, so that each key and value is loaded once for up
+// to 16 of them. Per lane and split: scores of all its keys, m = max, p = exp(score - m), l = sum p, acc = sum p V, all fp32 and
+// in a fixed order; then (m, l, acc) of the splits are merged left to right. What a lane computes depends on its own
+// row alone: neither on the other lanes nor on how the splits were shared out.
+#pragma once
+#include "simd.h"
+#include "table.h"
+
+namespace octavo {
+namespace {
+
+void rope_head(float* x, const float* cos, const float* sin, int rotary, bool interleaved) {
+    const int half = rotary / 2;
+    const int step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
+    for (int i = 0; i < half; i++) {
+        const float a = x[i * step], b = x[i * step + other];
+        x[i * step] = a * cos[i] - b * sin[i];
+        x[i * step + other] = b * cos[i] + a * sin[i];
+    }
+}
+
+// -- blocks --------------------------------------------------------------------------------------------------------------
+
+OCTAVO_INLINE uint8_t* k_of(const KvLayer& kv, int block, int head) {
+    const size_t element = kv.is_bf16 ? 2 : 4, width = (size_t)((kv.k_width + 1) / 2 * 2);
+    return kv.base + (size_t)block * kv.block_bytes + head * width * kTile * element;
+}
+OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) {
+    const size_t element = kv.is_bf16 ? 2 : 4;
+    return kv.base + (size_t)block * kv.block_bytes + kv.v_offset + (size_t)head * kv.v_padded * kTile * element;
+}
+
+// k [heads * k_width], v [heads * v_width] of one token into its slot.
+void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
+    const int block = slot / kTile, token = slot % kTile;
+    for (int head = 0; head < kv.num_heads; head++, k += kv.k_width, v += kv.v_width) {
+        uint8_t *k_to = k_of(kv, block, head), *v_to = v_of(kv, block, head);
+        if (kv.is_bf16) {
+            for (int d = 0; d < kv.k_width; d++) ((uint16_t*)k_to)[(d / 2) * 32 + 2 * token + d % 2] = float_to_bf16(k[d]);
+            for (int d = 0; d < kv.v_width; d++) ((uint16_t*)v_to)[token * kv.v_padded + d] = float_to_bf16(v[d]);
+        } else {
+            for (int d = 0; d < kv.k_width; d++) ((float*)k_to)[d * kTile + token] = k[d];
+            std::memcpy((float*)v_to + token * kv.v_padded, v, sizeof(float) * kv.v_width);
+        }
+    }
+}
+
+// -- scores --------------------------------------------------------------------------------------------------------------
+
+// scores [N][stride] of 16 keys: two chains, over even and odd d.
+template <int N, bool kBf16>
+OCTAVO_INLINE void block_scores(const uint8_t* k, const float* q, int width, float* scores, int stride) {
+    vf even[N] = {}, odd[N] = {};
+    for (int d = 0; d < width; d += 2) {
+        vf low, high;
+        if (kBf16) {
+            const vi both = load_i(k + 64 * (size_t)(d / 2));
+            low = (vf)(both << 16);
+            high = (vf)(both & (int32_t)0xffff0000);
+        } else {
+            low = load((const float*)k + d * kTile);
+            high = load((const float*)k + (d + 1) * kTile);
+        }
+        for (int n = 0; n < N; n++) {
+            even[n] = fma(low, splat(q[n * width + d]), even[n]);
+            odd[n] = fma(high, splat(q[n * width + d + 1]), odd[n]);
+        }
+    }
+    for (int n = 0; n < N; n++) store(scores + n * stride, even[n] + odd[n]);
+}
+
+// acc [N][C] += p [N] V over `tokens` tokens of a block, C vectors of V from column `column` on.
+template <int N, int C, bool kBf16>
+OCTAVO_INLINE void block_values(const uint8_t* v, const float* p, int tokens, int padded, int column, vf (&acc)[N][C]) {
+    for (int j = 0; j < tokens; j++) {
+        vf values[C];
+        for (int c = 0; c < C; c++) {
+            const int at = j * padded + column + 16 * c;
+            values[c] = kBf16 ? load_bf16((const uint16_t*)v + at) : load((const float*)v + at);
+        }
+        for (int n = 0; n < N; n++)
+            for (int c = 0; c < C; c++) acc[n][c] = fma(values[c], splat(p[n * kSplitKeys + j]), acc[n][c]);
+    }
+}
+
+struct Lane {
+    int row, head, first_key, last_key;  // keys first_key .. last_key - 1 are seen
+};
+
+// What a piece knows about its lanes, and its scratch memory.
+struct LaneSet {
+    const AttentionArgs& args;
+    const AttentionPiece& piece;
+    int count = 0, width;
+    Lane lanes[kMaxLanes];
+    float *q, *scores, *split_state, *state;  // [lanes][width], [lanes][256], twice [lanes][2 + v_padded]
+
+    LaneSet(const AttentionArgs& a, const AttentionPiece& p, float* scratch) : args(a), piece(p) {
+        const int group = a.num_heads / a.kv.num_heads;
+        width = (a.kv.k_width + 1) / 2 * 2;
+        q = scratch;
+        scores = q + kMaxLanes * width;
+        split_state = scores + kMaxLanes * kSplitKeys;
+        state = split_state + kMaxLanes * (2 + a.kv.v_padded);
+        for (int i = 0; i < p.num_rows; i++)
+            for (int h = 0; h < group; h++) add(p.row0 + i, p.kv_head * group + h);
+    }
+    void add(int row, int head) {
+        const int position = piece.positions[row];
+        const int last = args.window < 0 || position >= piece.context_len ? piece.context_len : position + 1;
+        const int first = args.window > 0 && position - args.window + 1 > 0 ? position - args.window + 1 : 0;
+        float* to = q + count * width;
+        const float* from = args.q + row * args.q_stride + (int64_t)head * args.kv.k_width;
+        for (int d = 0; d < args.kv.k_width; d++) to[d] = from[d] * args.scale;
+        if (width > args.kv.k_width) to[width - 1] = 0;
+        lanes[count++] = Lane{row, head, first, last};
+    }
+    int first_key() const {
+        int key = lanes[0].first_key;
+        for (int i = 1; i < count; i++) key = lanes[i].first_key < key ? lanes[i].first_key : key;
+        return key;
+    }
+    int last_key() const {
+        int key = lanes[0].last_key;
+        for (int i = 1; i < count; i++) key = lanes[i].last_key > key ? lanes[i].last_key : key;
+        return key;
+    }
+};
+
+template <int N, bool kBf16>
+void score_lanes(const LaneSet& set, int lane0, int block0, int block1, int split0) {
+    for (int b = block0; b < block1; b++)
+        block_scores<N, kBf16>(k_of(set.args.kv, set.piece.block_table[b], set.piece.kv_head), set.q + lane0 * set.width, set.width,
+                               set.scores + lane0 * kSplitKeys + b * kTile - split0, kSplitKeys);
+}
+
+// Scores to weights: masks, caps, exponentials. Returns (m, l) in the lane's split state; m = -inf where it sees no key here.
+void soften_lane(const LaneSet& set, int lane, int key0, int key1, int split0) {
+    float* scores = set.scores + lane * kSplitKeys - split0;
+    float* state = set.split_state + lane * (2 + set.args.kv.v_padded);
+    const Lane& l = set.lanes[lane];
+    const vf cap = splat(set.args.softcap);
+    const vf none = splat(-INFINITY);
+    vf largest = none;
+    for (int key = key0; key < key1; key += kTile) {
+        vf s = load(scores + key);
+        if (set.args.softcap > 0) s = cap * (splat(2.0f) * sigmoid(splat(2.0f) * s / cap) - splat(1.0f));
+        const vi at = iota() + key;
+        s = select((vi)(at >= l.first_key) & (vi)(at < l.last_key), s, none);
+        store(scores + key, s);
+        largest = select((vi)(s != s), s, max(largest, s));  // a NaN stays
+    }
+    const float m = max_lanes(largest);
+    vf total = {};
+    const bool seen = m != -INFINITY;
+    for (int key = key0; key < key1; key += kTile) {
+        const vf p = seen ? exp(load(scores + key) - m) : vf{};
+        store(scores + key, p);
+        total += p;
+    }
+    state[0] = m;
+    state[1] = sum_lanes(total);
+}
+
+template <int N, int C, bool kBf16>
+void weigh_columns(const LaneSet& set, int lane0, int column, int key0, int key1, int split0) {
+    vf acc[N][C] = {};
+    for (int key = key0; key < key1; key += kTile) {
+        const int tokens = key1 - key < kTile ? key1 - key : kTile;
+        const uint8_t* v = v_of(set.args.kv, set.piece.block_table[key / kTile], set.piece.kv_head);
+        block_values<N, C, kBf16>(v, set.scores + lane0 * kSplitKeys + key - split0, tokens, set.args.kv.v_padded, column, acc);
+    }
+    for (int n = 0; n < N; n++)
+        for (int c = 0; c < C; c++) store(set.split_state + (lane0 + n) * (2 + set.args.kv.v_padded) + 2 + column + 16 * c, acc[n][c]);
+}
+
+template <int N, bool kBf16>
+void weigh_lanes(const LaneSet& set, int lane0, int key0, int key1, int split0) {
+    int column = 0;
+    for (; column + 64 <= set.args.kv.v_padded; column += 64) weigh_columns<N, 4, kBf16>(set, lane0, column, key0, key1, split0);
+    for (; column < set.args.kv.v_padded; column += 16) weigh_columns<N, 1, kBf16>(set, lane0, column, key0, key1, split0);
+}
+
+template <bool kBf16>
+void score_all(const LaneSet& set, int block0, int block1, int split0) {
+    int lane = 0;
+    for (; lane + 8 <= set.count; lane += 8) score_lanes<8, kBf16>(set, lane, block0, block1, split0);
+    switch (set.count - lane) {
+        case 7: return score_lanes<7, kBf16>(set, lane, block0, block1, split0);
+        case 6: return score_lanes<6, kBf16>(set, lane, block0, block1, split0);
+        case 5: return score_lanes<5, kBf16>(set, lane, block0, block1, split0);
+        case 4: return score_lanes<4, kBf16>(set, lane, block0, block1, split0);
+        case 3: return score_lanes<3, kBf16>(set, lane, block0, block1, split0);
+        case 2: return score_lanes<2, kBf16>(set, lane, block0, block1, split0);
+        case 1: return score_lanes<1, kBf16>(set, lane, block0, block1, split0);
+    }
+}
+
+template <bool kBf16>
+void weigh_all(const LaneSet& set, int key0, int key1, int split0) {
+    int lane = 0;
+    for (; lane + 4 <= set.count; lane += 4) weigh_lanes<4, kBf16>(set, lane, key0, key1, split0);
+    switch (set.count - lane) {
+        case 3: return weigh_lanes<3, kBf16>(set, lane, key0, key1, split0);
+        case 2: return weigh_lanes<2, kBf16>(set, lane, key0, key1, split0);
+        case 1: return weigh_lanes<1, kBf16>(set, lane, key0, key1, split0);
+    }
+}
+
+// -- merging -------------------------------------------------------------------------------------------------------------
+
+// into (m, l, acc) += part, both relative to their own maxima. A part that saw no key (m = -inf) changes nothing.
+void merge_state(float* into, const float* part, int v_padded) {
+    if (part[0] == -INFINITY) return;
+    if (into[0] == -INFINITY) {
+        std::memcpy(into, part, sizeof(float) * (2 + v_padded));
+        return;
+    }
+    const float m = into[0] > part[0] || into[0] != into[0] ? into[0] : part[0];
+    const float keep = exp(splat(into[0] - m))[0], add = exp(splat(part[0] - m))[0];
+    into[0] = m;
+    into[1] = into[1] * keep + part[1] * add;
+    for (int d = 2; d < 2 + v_padded; d += kLanes) store(into + d, load(into + d) * keep + load(part + d) * add);
+}
+
+void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
+    if (args.sinks) {
+        const float sink = args.sinks[lane.head], m = state[0] > sink ? state[0] : sink;
+        const float keep = state[0] == -INFINITY ? 0 : exp(splat(state[0] - m))[0];
+        state[1] = state[1] * keep + exp(splat(sink - m))[0];
+        for (int d = 2; d < 2 + args.kv.v_padded; d++) state[d] *= keep;
+    }
+    float* out = args.out + lane.row * args.out_stride + (int64_t)lane.head * args.kv.v_width;
+    for (int d = 0; d < args.kv.v_width; d++) out[d] = state[2 + d] / state[1];
+}
+
+// One split of every lane into split_state.
+void attend_split(const LaneSet& set, int split) {
+    const int split0 = split * kSplitKeys;
+    int key0 = set.first_key(), key1 = set.last_key();
+    key0 = key0 > split0 ? key0 / kTile * kTile : split0;
+    key1 = key1 < split0 + kSplitKeys ? key1 : split0 + kSplitKeys;
+    if (key0 >= key1) {
+        for (int lane = 0; lane < set.count; lane++) set.split_state[lane * (2 + set.args.kv.v_padded)] = -INFINITY;
+        return;
+    }
+    const int block0 = key0 / kTile, block1 = (key1 + kTile - 1) / kTile;
+    set.args.kv.is_bf16 ? score_all<true>(set, block0, block1, split0) : score_all<false>(set, block0, block1, split0);
+    for (int lane = 0; lane < set.count; lane++) soften_lane(set, lane, key0, key1, split0);
+    set.args.kv.is_bf16 ? weigh_all<true>(set, key0, key1, split0) : weigh_all<false>(set, key0, key1, split0);
+}
+
+void attention(const AttentionArgs& args, const AttentionPiece& piece, float* scratch) {
+    const LaneSet set(args, piece, scratch);
+    const int size = 2 + args.kv.v_padded;
+    if (!piece.partial)
+        for (int lane = 0; lane < set.count; lane++) {
+            std::memset(set.state + lane * size, 0, sizeof(float) * size);
+            set.state[lane * size] = -INFINITY;
+        }
+    for (int split = piece.first_split; split < piece.last_split; split++) {
+        attend_split(set, split);
+        if (piece.partial) {
+            std::memcpy(piece.partial + (int64_t)(split - piece.first_split) * set.count * size, set.split_state, sizeof(float) * set.count * size);
+            continue;
+        }
+        for (int lane = 0; lane < set.count; lane++) merge_state(set.state + lane * size, set.split_state + lane * size, args.kv.v_padded);
+    }
+    if (!piece.partial)
+        for (int lane = 0; lane < set.count; lane++) finish_lane(args, set.lanes[lane], set.state + lane * size);
+}
+
+// The partials [splits][lanes][2 + v_padded] of a piece, merged left to right and written out.
+void attention_merge(const AttentionArgs& args, const AttentionPiece& piece) {
+    const int group = args.num_heads / args.kv.num_heads, lanes = piece.num_rows * group, size = 2 + args.kv.v_padded;
+    for (int lane = 0; lane < lanes; lane++) {
+        float* state = piece.partial + lane * size;
+        for (int split = 1; split < piece.last_split - piece.first_split; split++)
+            merge_state(state, piece.partial + (int64_t)(split * lanes + lane) * size, args.kv.v_padded);
+        finish_lane(args, Lane{piece.row0 + lane / group, piece.kv_head * group + lane % group, 0, 0}, state);
+    }
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,58 @@
+// Activations, and the way of a product's sums to memory: bias, activation or gate, residual.
+#pragma once
+#include "simd.h"
+#include "table.h"
+
+namespace octavo {
+namespace {
+
+OCTAVO_INLINE vf activated(int kind, vf v) {
+    switch (kind) {
+        case 0: return v * sigmoid(v);  // silu
+        case 1:                         // gelu
+            for (int i = 0; i < kLanes; i++) v[i] = 0.5f * v[i] * (1.0f + std::erf(v[i] * 0.70710678f));
+            return v;
+        case 2: return v * sigmoid(splat(1.59576912f) * fma(splat(0.044715f) * v * v, v, v));  // gelu_tanh: 2 sqrt(2 / pi)
+        case 3: return max(v, vf{});                                                           // relu
+        case 4: return max(v, vf{}) * max(v, vf{});                                            // relu2
+        case 5: return sigmoid(v);
+        default: return splat(2.0f) * sigmoid(splat(2.0f) * v) - splat(1.0f);  // tanh
+    }
+}
+
+void activate(int kind, float* x, int n) {
+    for (int i = 0; i < n; i += kLanes) {
+        const int lanes = n - i < kLanes ? n - i : kLanes;
+        store_first(x + i, activated(kind, load_first(x + i, lanes)), lanes);
+    }
+}
+
+OCTAVO_INLINE vf gate(const Epilogue& e, vf g, vf up) {
+    if (e.clamp > 0) {
+        g = min(g, splat(e.clamp));
+        up = max(min(up, splat(e.clamp)), splat(-e.clamp));
+    }
+    const vf opened = e.alpha == 1.0f ? activated(e.activation, g) : g * sigmoid(splat(e.alpha) * g);
+    return opened * (up + e.up_offset);
+}
+
+void write_tile(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width) {
+    const vf bias = e.bias ? load_first(e.bias + column, width) : vf{};
+    const vf up_bias = e.up_bias ? load_first(e.up_bias + column, width) : vf{};
+    for (int m = 0; m < num_rows; m++) {
+        vf v = load(acc + 16 * m) + bias;
+        if (e.gated)
+            v = gate(e, v, load(up + 16 * m) + up_bias);
+        else if (e.activation >= 0)
+            v = activated(e.activation, v);
+        if (e.residual) v += load_first(e.residual + (row0 + m) * e.residual_stride + column, width);
+        float* out = e.out + (row0 + m) * e.out_stride + column;
+        if (width == kLanes)
+            store(out, v);
+        else
+            store_first(out, v, width);
+    }
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,51 @@
+// One instruction set's kernels: compiled once a level, with that level's flags, into a shared object of its own whose
+// symbols are hidden but for octavo_kernel_table. No wide instruction can so leak into code that a smaller machine runs.
+#include "attention.inl"
+#include "epilogue.inl"
+#include "linear.inl"
+#include "rows.inl"
+#include "sample.inl"
+#include "simd.h"
+#include "table.h"
+#ifdef __AMX_INT8__
+#include "linear_amx.inl"
+#endif
+
+namespace octavo {
+namespace {
+
+
+#ifdef __AMX_INT8__
+constexpr auto kProduct = amx_product;
+constexpr auto kScratch = amx_scratch_bytes;
+#else
+void plain_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t*) {
+    vector_product(w, tile, x, row0, num_rows, acc);
+}
+size_t no_scratch(const Tiles&) { return 0; }
+constexpr auto kProduct = plain_product;
+constexpr auto kScratch = no_scratch;
+#endif
+
+const KernelTable kTable = {
+    .name = OCTAVO_LEVEL,
+    .prepare_row = prepare_row,
+    .tile_product = kProduct,
+    .scratch_bytes = kScratch,
+    .write_tile = write_tile,
+    .row_type = row_type,
+    .read_row = read_row,
+    .norm_row = norm_row,
+    .activate = activate,
+    .rope_head = rope_head,
+    .kv_store = kv_store,
+    .attention = attention,
+    .attention_merge = attention_merge,
+    .sample_row = sample_row,
+    .sample_scratch_bytes = sample_scratch_bytes,
+};
+
+}  // namespace
+}  // namespace octavo
+
+extern "C" __attribute__((visibility("default"))) const octavo::KernelTable* octavo_kernel_table() { return &octavo::kTable; }

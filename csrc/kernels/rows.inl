@@ -1,0 +1,125 @@
+// Rows before a product: RMS norm, layer norm, and conversion to int8 groups, bf16 or fp32. One row never sees another.
+#pragma once
+#include "simd.h"
+#include "table.h"
+
+namespace octavo {
+namespace {
+
+// y = (x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * (w + offset), 16 lanes and a tail at a time.
+struct Normalizer {
+    const Norm& norm;
+    float mean = 0, inverse = 1;
+
+    Normalizer(const float* x, int k, const Norm& n) : norm(n) {
+        if (!n.weight) return;
+        if (n.is_layer_norm) mean = sum(x, k) / (float)k;
+        inverse = 1.0f / std::sqrt(sum_of_squares(x, k) / (float)k + n.eps);
+    }
+    static float sum(const float* x, int k) {
+        vf total = {};
+        int i = 0;
+        for (; i + kLanes <= k; i += kLanes) total += load(x + i);
+        if (i < k) total += load_first(x + i, k - i);
+        return sum_lanes(total);
+    }
+    float sum_of_squares(const float* x, int k) const {
+        vf total = {};
+        int i = 0;
+        for (; i + kLanes <= k; i += kLanes) {
+            const vf v = load(x + i) - mean;
+            total = fma(v, v, total);
+        }
+        if (i < k) {
+            vf v = load_first(x + i, k - i) - mean;
+            v = select((vi)(iota() < k - i), v, vf{});
+            total = fma(v, v, total);
+        }
+        return sum_lanes(total);
+    }
+    // Lanes i .. i + n - 1 of the result, n <= 16; zero beyond.
+    OCTAVO_INLINE vf at(const float* x, int i, int n) const {
+        const vf v = n == kLanes ? load(x + i) : load_first(x + i, n);
+        if (!norm.weight) return v;
+        const vf w = (n == kLanes ? load(norm.weight + i) : load_first(norm.weight + i, n)) + norm.weight_offset;
+        vf y = (v - mean) * inverse * w;
+        if (norm.bias) y += n == kLanes ? load(norm.bias + i) : load_first(norm.bias + i, n);
+        return n == kLanes ? y : select((vi)(iota() < n), y, vf{});
+    }
+};
+
+void norm_row(const float* x, int k, const Norm& norm, float* out) {
+    const Normalizer normal(x, k, norm);
+    for (int i = 0; i < k; i += kLanes) {
+        const int n = k - i < kLanes ? k - i : kLanes;
+        store_first(out + i, normal.at(x, i, n), n);
+    }
+}
+
+// Sixteen values as int8, to nearest even.
+OCTAVO_INLINE void store_int8(int8_t* q, vf v) {
+    const vi n = round_to_int(v);
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)n);
+    std::memcpy(q, &bytes, 16);
+#else
+    for (int i = 0; i < kLanes; i++) q[i] = (int8_t)n[i];
+#endif
+}
+
+OCTAVO_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
+
+// Groups of 32 share d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d NaN, so that it shows downstream.
+void prepare_int8(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
+    const Normalizer normal(x, k, norm);
+    int8_t* q = (int8_t*)rows.values + index * rows.stride;
+    float* scales = rows.scales + index * rows.num_groups;
+    int32_t* sums = rows.sums + index * rows.num_groups * 2;
+    for (int g = 0; g < rows.num_groups; g++) {
+        vf half[2];
+        for (int h = 0; h < 2; h++) {
+            const int i = g * kGroup + h * kLanes, n = k - i < kLanes ? k - i : kLanes;
+            half[h] = n <= 0 ? vf{} : normal.at(x, i, n);
+        }
+        const float largest = max_lanes(max(absolute(half[0]), absolute(half[1])));
+        const float check = sum_lanes((half[0] + half[1]) * 0.0f);  // 0, or NaN where a value is not finite
+        const float d = largest / 127.0f;
+        const float inverse = largest > 0 && check == 0 ? 127.0f / largest : 0.0f;
+        scales[g] = d + check;
+        for (int h = 0; h < 2; h++) {
+            const vf scaled = half[h] * inverse;
+            const vf safe = check == 0 ? scaled : vf{};
+            store_int8(q + g * kGroup + h * kLanes, safe);
+            sums[2 * g + h] = sum_lanes_i(round_to_int(safe));
+        }
+    }
+}
+
+void prepare_bf16(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
+    const Normalizer normal(x, k, norm);
+    uint16_t* out = (uint16_t*)rows.values + index * rows.stride;
+    for (int i = 0; i < rows.stride; i += kLanes) {
+        const int n = k - i < kLanes ? k - i : kLanes;
+        store_bf16(out + i, n <= 0 ? vf{} : normal.at(x, i, n));
+    }
+}
+
+void prepare_fp32(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
+    const Normalizer normal(x, k, norm);
+    float* out = (float*)rows.values + index * rows.stride;
+    for (int i = 0; i < rows.stride; i += kLanes) {
+        const int n = k - i < kLanes ? k - i : kLanes;
+        store(out + i, n <= 0 ? vf{} : normal.at(x, i, n));
+    }
+}
+
+void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
+    switch (rows.type) {
+        case RowType::int8: return prepare_int8(x, k, norm, rows, index);
+        case RowType::bf16: return prepare_bf16(x, k, norm, rows, index);
+        case RowType::fp32: return prepare_fp32(x, k, norm, rows, index);
+    }
+}
+
+}  // namespace
+}  // namespace octavo

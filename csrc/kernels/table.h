@@ -1,0 +1,165 @@
+// What the executor asks of the kernels: plain structs of pointers, and one table of functions an instruction set.
+//
+// Each level (portable ... amx) compiles the same sources into a shared object of its own, which exports one symbol,
+// octavo_kernel_table. Shapes: T rows, N outputs, K inputs; a tile is 16 outputs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace octavo {
+
+constexpr int kTile = 16;        // outputs in a weight tile, tokens in a KV block
+constexpr int kGroup = 32;       // inputs that share an activation scale
+constexpr int kSplitKeys = 256;  // keys in a split of the attention's definition
+
+// -- weights -------------------------------------------------------------------------------------------------------------
+
+// How a tile of 16 outputs lies in memory (k runs over inputs, o over the 16 outputs). Inputs are padded to a multiple of 32
+// with codes whose activations are zero, outputs to a multiple of 16 with zero scales.
+//   u4   per group of 32 inputs: 4 vectors of [16 o][4 bytes], byte b of vector v = code(k = 8v + b) | code(k = 8v + 4 + b) << 4;
+//        then scales [16 o], then mins [16 o] where there are any
+//   u8   per group of 32 inputs: 8 vectors of [16 o][4 bytes], byte b of vector v = code(k = 4v + b); then scales (one
+//        row [16 o] a group of 32, or two where they change every 16 inputs), then mins likewise
+//   bf16 [K/2][16 o][2]      fp16, fp32 [K][16 o]
+// value = (code - zero_point) * scale + min.
+enum class Code : int32_t { u4, u8, bf16, fp16, fp32 };
+enum class ScaleType : int32_t { fp16, fp32 };
+
+struct Tiles {
+    Code code;
+    ScaleType scale_type;
+    bool has_min;
+    bool half_groups;  // scales every 16 inputs instead of every 32
+    int32_t zero_point;
+    int32_t num_rows;     // N, outputs
+    int32_t num_inputs;   // K as the model has it
+    int32_t num_groups;   // ceil(K / 32)
+    size_t tile_bytes;
+    const uint8_t* data;  // [ceil(N / 16)][tile_bytes], 64-byte aligned
+};
+
+// -- rows on their way into a product ------------------------------------------------------------------------------------
+
+enum class RowType : int32_t { int8, bf16, fp32 };
+
+// Rows as a product reads them. int8: q [rows][stride] with d = absmax / 127 per group of 32 in scales [rows][groups], and
+// the sums of each half group in sums [rows][groups][2]. bf16, fp32: values [rows][stride]. Strides count elements.
+struct Rows {
+    RowType type;
+    void* values;
+    int64_t stride;
+    float* scales;
+    int32_t* sums;
+    int32_t num_groups;
+};
+
+struct Norm {
+    const float* weight;  // null: no norm
+    const float* bias;
+    float eps;
+    float weight_offset;
+    bool is_layer_norm;
+};
+
+// What happens to a tile of sums on its way to memory, in this order: bias, activation (or gate), residual.
+// With `gated`: out = f(gate) * (up + up_offset), f the activation, or g * sigmoid(alpha * g) where alpha is not 1.
+struct Epilogue {
+    const float* bias;     // [N] or null
+    const float* up_bias;  // [N] or null, of the second product where gated
+    int32_t activation;    // -1: none; else as `activate`
+    bool gated;
+    float clamp, alpha, up_offset;  // clamp 0: none
+    const float* residual;          // row t at residual + t * residual_stride, or null
+    int64_t residual_stride;
+    float* out;
+    int64_t out_stride;
+};
+
+// -- attention -----------------------------------------------------------------------------------------------------------
+
+// One layer of a cache group. A block of 16 tokens holds, per kv head, K then (all heads' K first) V:
+//   K fp32 [D][16 tokens]          bf16 [D/2][16 tokens][2]       (D padded to even)
+//   V fp32 [16 tokens][Dv]         bf16 [16 tokens][Dv]           (Dv padded to 16)
+struct KvLayer {
+    uint8_t* base;  // block b starts at base + b * block_bytes
+    size_t block_bytes;
+    size_t v_offset;  // of V inside the block
+    bool is_bf16;
+    int32_t num_heads, k_width, v_width, v_padded;
+};
+
+struct AttentionArgs {
+    const float* q;  // row t, head h at q + t * q_stride + h * k_width
+    float* out;
+    int64_t q_stride, out_stride;
+    KvLayer kv;
+    int32_t num_heads;
+    float scale, softcap;  // softcap 0: none
+    int32_t window;        // 0: causal without a window; -1: full (every key below context_len)
+    const float* sinks;    // [H] or null
+};
+
+// Rows row0 .. row0 + num_rows of one request, one kv head, splits first_split .. last_split - 1.
+struct AttentionPiece {
+    const int32_t* positions;    // [T]
+    const int32_t* block_table;  // of the request
+    int32_t context_len;
+    int32_t row0, num_rows, kv_head;
+    int32_t first_split, last_split;
+    float* partial;  // null: finish and write out. Else [last - first splits][lanes][2 + v_padded]: m, l, acc, to be merged later
+};
+
+struct SampleArgs;
+
+struct KernelTable {
+    const char* name;
+    // Makes `rows` ready in place `index` out of x [K]: norm where one is set, then conversion.
+    void (*prepare_row)(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index);
+    // acc [num_rows][16] = rows row0.. of x times tile `tile` of w. `scratch`: scratch_bytes(w).
+    void (*tile_product)(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t* scratch);
+    size_t (*scratch_bytes)(const Tiles& w);
+    // Rows row0 .. of `acc` (and `up` where gated) through the epilogue to columns column .. column + width - 1, width <= 16.
+    void (*write_tile)(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width);
+    RowType (*row_type)(Code code);
+    // out [K] = row `row` of w, times scale.
+    void (*read_row)(const Tiles& w, int row, float scale, float* out);
+    void (*norm_row)(const float* x, int k, const Norm& norm, float* out);
+    // In place over n values: 0 silu, 1 gelu, 2 gelu_tanh, 3 relu, 4 relu2, 5 sigmoid, 6 tanh.
+    void (*activate)(int kind, float* x, int n);
+    // Rotates one head in place. cos, sin [rotary / 2].
+    void (*rope_head)(float* x, const float* cos, const float* sin, int rotary, bool interleaved);
+    void (*kv_store)(const KvLayer& kv, int32_t slot, const float* k, const float* v);
+    void (*attention)(const AttentionArgs& args, const AttentionPiece& piece, float* scratch);
+    void (*attention_merge)(const AttentionArgs& args, const AttentionPiece& piece);
+    // Draws one row; see sample.inl.
+    void (*sample_row)(const SampleArgs& args, int row, void* scratch);
+    size_t (*sample_scratch_bytes)(int vocab);
+};
+
+// Lanes (rows times query heads of the kv head) that one attention piece may have, and the scratch it needs, in floats.
+constexpr int kMaxLanes = 16;
+inline size_t attention_scratch_floats(int k_width, int v_padded) {
+    return (size_t)kMaxLanes * (k_width + 1 + kSplitKeys + 2 * (v_padded + 2)) + 256;
+}
+
+// -- sampling ------------------------------------------------------------------------------------------------------------
+
+// As backends/base.py SamplingBatch and SampleResult, and backends/sampling.py, which says the rules.
+struct SampleArgs {
+    const float* logits;  // [rows of this chunk][V]
+    int64_t stride;
+    int32_t vocab;
+    int32_t first;  // the chunk's first row within the arrays below
+    const float *temperatures, *top_ps, *min_ps, *repetition, *presence, *frequency, *bias_values;
+    const int32_t *top_ks, *targets, *num_logprobs, *history_starts, *history_ids, *history_counts, *bias_starts, *bias_ids, *allowed;
+    const uint64_t* seeds;
+    const uint32_t *sample_indices, *positions;
+    const uint8_t* allowed_masks;  // [A][V]
+    int32_t *out_ids, *out_ranks, *out_top_ids;
+    uint8_t* out_failed;
+    float *out_logprobs, *out_top_logprobs;
+    int32_t max_top;  // columns of out_top_*
+};
+
+}  // namespace octavo

@@ -1,0 +1,16 @@
+# The instruction-set levels, each the flags of the one before and its own. What a level needs of a machine is in core/levels.cpp.
+set(OCTAVO_LEVELS portable)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(OCTAVO_FLAGS_portable -march=x86-64)
+  set(OCTAVO_FLAGS_avx2 -mavx2 -mfma -mf16c)
+  set(OCTAVO_FLAGS_avx2_vnni ${OCTAVO_FLAGS_avx2} -mavxvnni)
+  set(OCTAVO_FLAGS_avx512 ${OCTAVO_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
+  set(OCTAVO_FLAGS_avx512_vnni ${OCTAVO_FLAGS_avx512} -mavx512vnni)
+  set(OCTAVO_FLAGS_avx512_bf16 ${OCTAVO_FLAGS_avx512_vnni} -mavx512bf16)
+  set(OCTAVO_FLAGS_amx ${OCTAVO_FLAGS_avx512_bf16} -mamx-tile -mamx-int8 -mamx-bf16)
+  set(OCTAVO_LEVELS portable avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 amx)
+  foreach(level IN LISTS OCTAVO_LEVELS)
+    # GCC 12 takes the intrinsics' undefined values, in its own headers, for mistakes of ours.
+    list(APPEND OCTAVO_FLAGS_${level} -Wno-maybe-uninitialized -Wno-uninitialized)
+  endforeach()
+endif()

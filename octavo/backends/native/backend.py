@@ -1,0 +1,198 @@
+"""The native backend: C++ kernels chosen for this machine, one native call a step, no PyTorch.
+
+Owns the compute threads, the packed weights and the KV memory's layout. Source of the design: csrc/core/executor.h.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import BackendOptions, KvCache, KvLayout, LoadWeight, SampleResult, SamplingBatch, StepBatch, StepOutput
+from octavo.backends.native.lower import Lowering, check
+from octavo.errors import BackendUnavailable, ConfigError
+from octavo.program.ops import Linear
+from octavo.program.passes.fuse import fuse
+from octavo.program.program import CacheGroup, Program, Weight
+from octavo.quant.packed import Levels, PackedWeight
+
+KERNELS = Path(__file__).parent
+
+
+def native_module() -> Any:
+    """The compiled extension, or BackendUnavailable with the command that builds it."""
+    try:
+        return importlib.import_module("octavo.backends.native._native")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the native backend is not built: {error}", hint="run `pip install .` in the source tree, or use --backend reference"
+        ) from error
+
+
+def supported_levels() -> list[str]:
+    """Instruction-set levels this machine runs, best last."""
+    levels: list[str] = native_module().supported_levels()
+    return levels
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTiles:
+    """A weight in the kernels' tiles; `row_type` is how its products read their rows."""
+
+    handle: Any
+    row_type: str
+    num_bytes: int
+
+
+class NativeBackend:
+    """`level` names an instruction set for tests; the best one otherwise."""
+
+    name = "native"
+
+    def __init__(self, options: BackendOptions, *, level: str | None = None) -> None:
+        self.options = options
+        native = native_module()
+        supported = supported_levels()
+        if level is not None and level not in supported:
+            raise BackendUnavailable(f"instruction set level {level!r}: this machine runs {', '.join(supported)}")
+        self._device = native.Device(options.num_threads or 1, str(KERNELS), level or supported[-1])
+        self._computes_fp32 = options.dtype == "float32"
+
+    @property
+    def level(self) -> str:
+        return str(self._device.level)
+
+    def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
+        fused = fuse(program)
+        check(fused)
+        weights = _Weights(self._device, load, self.options.dtype)
+        executor = native_module().Executor(self._device, self.options.max_tokens, program.vocab_size)
+        Lowering(fused, executor, weights.tiles, weights.floats).run()
+        products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
+        self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
+        return NativeProgram(executor, program.vocab_size, weights.num_bytes)
+
+    def kv_layout(self, group: CacheGroup) -> KvLayout:
+        bf16 = self._kv_is_bf16()
+        layer_bytes = native_module().kv_layer_bytes(group.num_kv_heads, group.k_width, group.v_width, bf16)
+        return KvLayout(layer_bytes, group.num_layers, "bf16" if bf16 else "fp32")
+
+    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: int) -> KvCache:
+        bf16 = self._kv_is_bf16()
+        shapes = [(group.num_layers, group.num_kv_heads, group.k_width, group.v_width, bf16) for group in groups]
+        try:
+            memory: KvCache = native_module().KvMemory(shapes, num_blocks)
+        except MemoryError:
+            needed = sum(self.kv_layout(group).block_bytes for group in groups) * num_blocks
+            raise ConfigError(f"the KV cache of {num_blocks} blocks needs {needed} bytes, which the system does not give") from None
+        return memory
+
+    def close(self) -> None:
+        """Threads end with the last prepared program."""
+
+    def _kv_is_bf16(self) -> bool:
+        """Known once a Program is prepared: auto follows the precision of its products."""
+        return self.options.kv_cache_dtype == "bf16" or (self.options.kv_cache_dtype == "auto" and not self._computes_fp32)
+
+
+class NativeProgram:
+    """A prepared Program."""
+
+    def __init__(self, executor: Any, vocab_size: int, weight_bytes: int) -> None:
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._weight_bytes = weight_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
+
+    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        draws = batch.sampling is not None
+        result = _empty_result(batch.sampling, len(batch.sample_rows)) if batch.sampling is not None else None
+        logits = None if draws else np.empty((len(batch.sample_rows), self._vocab_size), np.float32)
+        self._executor.run(
+            batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.slots, batch.block_tables, batch.sample_rows,
+            batch.sampling, result, logits, kv,
+        )  # fmt: skip
+        return StepOutput(result) if logits is None else StepOutput(arrays={"logits": logits})
+
+
+def _empty_result(sampling: SamplingBatch, count: int) -> SampleResult:
+    result = SampleResult(np.zeros(count, np.int32), np.zeros(count, np.bool_))
+    most = int(sampling.num_logprobs.max(initial=-1))
+    if most >= 0:
+        result.logprobs = np.zeros(count, np.float32)
+        result.ranks = np.zeros(count, np.int32)
+        result.top_ids = np.zeros((count, most), np.int32)
+        result.top_logprobs = np.zeros((count, most), np.float32)
+    return result
+
+
+class _Weights:
+    """Loads each weight once and packs it as its readers want: tiles for products and tables, floats for norms and biases."""
+
+    def __init__(self, device: Any, load: LoadWeight, dtype: str) -> None:
+        self._device = device
+        self._load = load
+        self._dtype = dtype
+        self._tiles: dict[Weight, NativeTiles] = {}
+        self._floats: dict[Weight, NDArray[np.float32]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tiles.num_bytes for tiles in self._tiles.values()) + sum(array.nbytes for array in self._floats.values())
+
+    def tiles(self, weight: Weight) -> NativeTiles:
+        if weight not in self._tiles:
+            self._tiles[weight] = self._pack(weight, self._load(weight))
+        return self._tiles[weight]
+
+    def floats(self, weight: Weight) -> NDArray[np.float32]:
+        if weight not in self._floats:
+            self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
+        return self._floats[weight]
+
+    def _pack(self, weight: Weight, packed: PackedWeight) -> NativeTiles:
+        if packed.is_float:
+            code = {"float32": "fp32", "bfloat16": "bf16"}.get(self._dtype, packed.code)
+            handle = self._device.pack_values(_typed(packed.codes), code)
+            return NativeTiles(handle, "bf16" if code == "bf16" else "fp32", handle.num_bytes)
+        if packed.lookup is not None or packed.input_permutation is not None:
+            raise BackendUnavailable(f"the native backend cannot pack {weight.name}: codes through a table or permuted inputs")
+        assert packed.scales is not None
+        try:
+            handle = self._device.pack_codes(
+                codes=_typed(packed.codes),
+                scales=_typed(packed.scales.values),
+                mins=_values(packed.mins),
+                super_scales=_supers(packed.scales),
+                super_mins=_supers(packed.mins),
+                bits=packed.bits,
+                halves=packed.nibbles == "halves",
+                group=packed.group,
+                zero_point=packed.zero_point,
+                num_inputs=packed.shape[-1],
+            )
+        except ValueError as error:
+            raise BackendUnavailable(f"the native backend cannot pack {weight.name}: {error}") from None
+        return NativeTiles(handle, "int8", handle.num_bytes)
+
+
+def _typed(array: NDArray) -> tuple[NDArray, str]:
+    """The array with its type's name; bfloat16, which DLPack-style exchange does not know here, travels as uint16."""
+    name = array.dtype.name
+    return (array.view(np.uint16) if name == "bfloat16" else array, name)
+
+
+def _values(levels: Levels | None) -> tuple[NDArray, str] | None:
+    return None if levels is None else _typed(levels.values)
+
+
+def _supers(levels: Levels | None) -> tuple[NDArray, str] | None:
+    return None if levels is None or levels.super_scale is None else _typed(levels.super_scale)

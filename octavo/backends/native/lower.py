@@ -1,0 +1,191 @@
+"""Lowering: a fused and planned Program becomes calls on the native executor's builder, one method an op kind.
+
+Knows how ops are cut into stages (as csrc/core/executor.h does) and which weights want which tiles. What the native kernels
+cannot do is refused here, by name, before anything is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import BackendUnavailable
+from octavo.program import ops
+from octavo.program.passes.plan import Plan, plan
+from octavo.program.program import Op, Program, Value, Weight
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
+"""In the order of the kernels' numbers (csrc/kernels/epilogue.inl)."""
+
+ROW_LOCAL = (
+    *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
+    *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Act, ops.ActMul),
+)
+
+MAX_LANES = 16
+"""Query heads of one kv head that the attention kernel takes together (csrc/kernels/table.h)."""
+
+Span = tuple[bool, int, int, int, int]
+"""(samples axis?, offset, stride, column, width): a Place as the bindings take it."""
+
+GetTiles = Callable[[Weight], Any]
+GetFloats = Callable[[Weight], NDArray[np.float32]]
+
+
+def check(program: Program) -> None:
+    """BackendUnavailable names the first thing that the native kernels cannot do."""
+    for op in program.ops:
+        if not isinstance(op, (*ROW_LOCAL, ops.Linear, ops.Attention)):
+            raise _refusal(program, f"the op {op.kind}")
+        if isinstance(op, ops.Attention):
+            _check_attention(program, op)
+    for group in program.groups:
+        if group.kind not in ("full", "window"):
+            raise _refusal(program, f"a cache group of kind {group.kind}")
+    if set(program.outputs) != {"logits"}:
+        raise _refusal(program, f"the outputs {sorted(program.outputs)}")
+
+
+def _check_attention(program: Program, op: ops.Attention) -> None:
+    if op.bias is not None:
+        raise _refusal(program, f"attention with {type(op.bias).__name__}")
+    if op.mask not in ("causal", "window", "full"):
+        raise _refusal(program, f"attention with the mask {op.mask}")
+    if op.num_heads // program.group(op.group).num_kv_heads > MAX_LANES:
+        raise _refusal(program, f"more than {MAX_LANES} query heads for one kv head")
+
+
+def _refusal(program: Program, what: str) -> BackendUnavailable:
+    return BackendUnavailable(f"the native backend cannot run {what} (in {program.name})", hint="try --backend reference")
+
+
+def stages_of(program: Program) -> list[int]:
+    """The stage of each op: row-local ops that follow one another on one axis share one."""
+    stages: list[int] = []
+    previous: Op | None = None
+    for op in program.ops:
+        joins = previous is not None and isinstance(op, ROW_LOCAL) and isinstance(previous, ROW_LOCAL) and _axis(op) == _axis(previous)
+        stages.append((stages[-1] if stages else 0) + (0 if joins else 1))
+        previous = op
+    return stages
+
+
+def _axis(op: Op) -> str:
+    return op.outputs[0].axis if op.outputs else op.inputs[0].axis
+
+
+class Lowering:
+    """Walks a Program once and tells the builder of each op."""
+
+    def __init__(self, program: Program, builder: Any, tiles: GetTiles, floats: GetFloats) -> None:
+        self._program = program
+        self._builder = builder
+        self._tiles = tiles
+        self._floats = floats
+        self._plan: Plan = plan(program, stages_of(program))
+        self._angles: dict[ops.RopeTable, int] = {}
+
+    def run(self) -> None:
+        for op in self._program.ops:
+            getattr(self, f"_lower_{op.kind}")(op)
+        self._builder.sampling(self._span(self._program.outputs["logits"]))
+        floats = self._plan.row_floats
+        self._builder.finish(floats.get("tokens", 0), floats.get("samples", 0))
+
+    def _span(self, value: Value) -> Span:
+        place = self._plan.places[value.name]
+        return (place.axis == "samples", place.offset, place.stride, place.column, place.width)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------------
+
+    def _lower_Embedding(self, op: ops.Embedding) -> None:
+        self._builder.embedding(self._tiles(op.table).handle, self._span(op.out), op.scale, op.by_position, op.offset)
+
+    def _lower_RmsNorm(self, op: ops.RmsNorm) -> None:
+        norm = (self._floats(op.weight), None, op.eps, op.weight_offset, False)
+        self._builder.norm(self._span(op.x), self._span(op.out), norm, op.group_width)
+
+    def _lower_LayerNorm(self, op: ops.LayerNorm) -> None:
+        norm = (self._floats(op.weight), self._optional(op.bias), op.eps, 0.0, True)
+        self._builder.norm(self._span(op.x), self._span(op.out), norm, 0)
+
+    def _lower_Rope(self, op: ops.Rope) -> None:
+        if op.table not in self._angles:
+            self._angles[op.table] = self._builder.angles(list(op.table.inv_freq), op.table.mscale)
+        interleaved = op.style == "interleaved"
+        table = self._angles[op.table]
+        spans = (self._span(op.x), self._span(op.out))
+        self._builder.rope(*spans, op.num_heads, op.head_width, op.rotary_dim, op.rotary_start, interleaved, table)
+
+    def _lower_KvWrite(self, op: ops.KvWrite) -> None:
+        if len(op.k_parts) != 1 or op.v is None:
+            raise _refusal(self._program, "a KV write of several parts")
+        self._builder.kv_write(self._span(op.k_parts[0]), self._span(op.v), self._program.group_index(op.group), op.layer)
+
+    def _lower_Add(self, op: ops.Add) -> None:
+        self._elementwise("add", op.a, op.b, op.out)
+
+    def _lower_Mul(self, op: ops.Mul) -> None:
+        self._elementwise("mul", op.a, op.b, op.out)
+
+    def _lower_Scale(self, op: ops.Scale) -> None:
+        self._elementwise("scale", op.x, op.x, op.out, factor=op.factor)
+
+    def _lower_SoftCap(self, op: ops.SoftCap) -> None:
+        self._elementwise("softcap", op.x, op.x, op.out, factor=op.cap)
+
+    def _lower_Act(self, op: ops.Act) -> None:
+        self._elementwise("activate", op.x, op.x, op.out, gate=ops.Gate(op.activation))
+
+    def _lower_ActMul(self, op: ops.ActMul) -> None:
+        self._elementwise("gate", op.gate, op.up, op.out, gate=ops.Gate(op.activation, op.clamp, op.alpha, op.up_offset))
+
+    def _elementwise(self, kind: str, a: Value, b: Value, out: Value, *, factor: float = 1.0, gate: ops.Gate | None = None) -> None:
+        self._builder.elementwise(kind, self._span(a), self._span(b), self._span(out), factor, *_gate_numbers(gate))
+
+    def _lower_GatherRows(self, op: ops.GatherRows) -> None:
+        self._builder.gather(self._span(op.x), self._span(op.out))
+
+    # -- products and attention ---------------------------------------------------------------------------------------------
+
+    def _lower_Linear(self, op: ops.Linear) -> None:
+        norm = None
+        if op.norm is not None:
+            norm = (self._floats(op.norm.weight), self._optional(op.norm.bias), op.norm.eps, op.norm.weight_offset, op.norm.centered)
+        gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
+        residual = None if op.residual is None else self._span(op.residual)
+        for parts in self._parts_by_rows(op):
+            self._builder.linear(self._span(op.x), norm, parts, op.gate is not None, *_gate_numbers(gate), residual)
+
+    def _parts_by_rows(self, op: ops.Linear) -> list[list[tuple[Any, Span, NDArray[np.float32] | None]]]:
+        """(tiles, columns, bias) of each weight, together where they read their rows in the same type."""
+        samples, offset, stride, column, _ = self._span(op.outs[0])
+        biases = op.biases or (None,) * len(op.weights_)
+        found: dict[str, list[tuple[Any, Span, NDArray[np.float32] | None]]] = {}
+        for weight, bias in zip(op.weights_, biases, strict=True):
+            tiles, width = self._tiles(weight), weight.shape[0]
+            found.setdefault(tiles.row_type, []).append((tiles.handle, (samples, offset, stride, column, width), self._optional(bias)))
+            column += 0 if op.gate is not None else width
+        if op.gate is not None and len(found) > 1:
+            raise _refusal(self._program, f"a gate and its up projection in formats as different as {' and '.join(found)}")
+        return list(found.values())
+
+    def _lower_Attention(self, op: ops.Attention) -> None:
+        window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
+        self._builder.attention(
+            self._span(op.q), self._span(op.out), self._program.group_index(op.group), op.layer, op.num_heads, window,
+            op.scale, op.softcap or 0.0, self._optional(op.sinks),
+        )  # fmt: skip
+
+    def _optional(self, weight: Weight | None) -> NDArray[np.float32] | None:
+        return None if weight is None else self._floats(weight)
+
+
+def _gate_numbers(gate: ops.Gate | None) -> tuple[int, float, float, float]:
+    """(activation or -1, clamp or 0, alpha, up_offset)."""
+    if gate is None:
+        return (-1, 0.0, 1.0, 0.0)
+    return (ACTIVATIONS.index(gate.activation), gate.clamp or 0.0, gate.alpha, gate.up_offset)

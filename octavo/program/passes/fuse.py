@@ -1,0 +1,127 @@
+"""The fuse pass: fewer, larger ops with the same meaning.
+
+Merges Linears that read the same rows (q + k + v, gate + up), and folds into a Linear the norm before it, the gate after it and
+the residual sum behind it. Each rewrite asks only who makes and who reads a Value; none knows a family. What it cannot fold it
+leaves as it stands, which is correct by itself; the result equals the input op for op within rounding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from octavo.program.ops import ActMul, Add, Gate, LayerNorm, Linear, PreNorm, RmsNorm
+from octavo.program.program import Op, Program, Value
+
+
+def fuse(program: Program) -> Program:
+    """The Program with everything folded that can be."""
+    ops: list[Op] = list(program.ops)
+    for rewrite in (_merge_linears, _fold_gates, _fold_norms, _fold_residuals):
+        ops = rewrite(ops, _Uses(ops, program))
+    fused = replace(program, ops=tuple(ops))
+    fused.check()
+    return fused
+
+
+class _Uses:
+    """Who makes and who reads each Value, by position in the list of ops."""
+
+    def __init__(self, ops: list[Op], program: Program) -> None:
+        self.maker = {value: at for at, op in enumerate(ops) for value in op.outputs}
+        self.reads = Counter(value for op in ops for value in op.inputs)
+        self.reads.update(program.outputs.values())
+        self.reader = {value: at for at, op in enumerate(ops) for value in op.inputs}
+
+    def read_once_by(self, value: Value) -> int | None:
+        """Position of the only op that reads it, or None."""
+        return self.reader.get(value) if self.reads[value] == 1 else None
+
+
+def _is_plain(op: Op) -> bool:
+    return isinstance(op, Linear) and op.activation is None and op.residual is None and op.gate is None and op.norm is None
+
+
+def _merge_linears(ops: list[Op], uses: _Uses) -> list[Op]:
+    """Plain Linears of the same x become one, where the first of them stands."""
+    merged: dict[Value, Linear] = {}
+    for op in ops:
+        if isinstance(op, Linear) and _is_plain(op):
+            first = merged.get(op.x)
+            merged[op.x] = op if first is None else _concatenated(first, op)
+    result, placed = [], set()
+    for op in ops:
+        if not isinstance(op, Linear) or not _is_plain(op):
+            result.append(op)
+        elif op.x not in placed:
+            placed.add(op.x)
+            result.append(merged[op.x])
+    return result
+
+
+def _concatenated(a: Linear, b: Linear) -> Linear:
+    biases = (a.biases or (None,) * len(a.weights_)) + (b.biases or (None,) * len(b.weights_))
+    return replace(a, outs=a.outs + b.outs, weights_=a.weights_ + b.weights_, biases=biases if any(biases) else ())
+
+
+def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
+    """ActMul over the two outs of one Linear becomes the Linear's gate."""
+    result = list(ops)
+    gone: set[int] = set()
+    for at, op in enumerate(ops):
+        if not isinstance(op, ActMul):
+            continue
+        source = uses.maker.get(op.gate)
+        linear = ops[source] if source is not None else None
+        if (
+            source is None
+            or not isinstance(linear, Linear)
+            or linear.outs != (op.gate, op.up)
+            or len(linear.weights_) != 2
+            or any(uses.read_once_by(value) != at for value in linear.outs)
+        ):
+            continue
+        gate = Gate(op.activation, op.clamp, op.alpha, op.up_offset)
+        result[source] = replace(linear, outs=(op.out,), gate=gate)
+        gone.add(at)
+    return [op for at, op in enumerate(result) if at not in gone]
+
+
+def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
+    """A norm of whole rows that one Linear alone reads becomes the Linear's."""
+    result = list(ops)
+    gone: set[int] = set()
+    for at, op in enumerate(ops):
+        if not isinstance(op, RmsNorm | LayerNorm) or (isinstance(op, RmsNorm) and op.group_width not in (0, op.x.width)):
+            continue
+        reader = uses.read_once_by(op.out)
+        linear = result[reader] if reader is not None else None
+        if reader is None or not isinstance(linear, Linear) or linear.x != op.out:
+            continue
+        if isinstance(op, RmsNorm):
+            norm = PreNorm(op.weight, op.eps, weight_offset=op.weight_offset)
+        else:
+            norm = PreNorm(op.weight, op.eps, bias=op.bias, centered=True)
+        result[reader] = replace(linear, x=op.x, norm=norm)
+        gone.add(at)
+    return [op for at, op in enumerate(result) if at not in gone]
+
+
+def _fold_residuals(ops: list[Op], uses: _Uses) -> list[Op]:
+    """A sum whose one side is a Linear's only out becomes the Linear's residual, where the other side is made before it."""
+    result = list(ops)
+    gone: set[int] = set()
+    for at, op in enumerate(ops):
+        if not isinstance(op, Add):
+            continue
+        for mine, other in ((op.a, op.b), (op.b, op.a)):
+            source = uses.maker.get(mine)
+            linear = result[source] if source is not None else None
+            foldable = isinstance(linear, Linear) and linear.outs == (mine,) and linear.residual is None
+            if source is None or not foldable or uses.read_once_by(mine) != at or uses.maker.get(other, -1) >= source:
+                continue
+            assert isinstance(linear, Linear)
+            result[source] = replace(linear, outs=(op.out,), residual=other)
+            gone.add(at)
+            break
+    return [op for at, op in enumerate(result) if at not in gone]

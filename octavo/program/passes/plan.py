@@ -1,0 +1,134 @@
+"""The plan pass: where each Value lies, in one arena a row axis, buffers reused once nobody reads them any more.
+
+Knows ops and Values; the executor says which ops run together (a stage), for within a stage rows are at different ops at the
+same time and no memory may change its owner. A Place is in floats: row r of a Value starts at
+`offset * capacity + r * stride + column`, with `capacity` the most rows of its axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.program.ops import Act, Linear, RmsNorm, Rope, Scale, SoftCap
+from octavo.program.program import Op, Program, Value
+
+ALIGN_FLOATS = 16
+"""Rows start on cache lines."""
+
+IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap)
+"""Row-local ops that may write over the row they read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    axis: str
+    offset: int
+    stride: int
+    column: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`places` of all Values but int inputs, and the floats that a row of each axis needs in all."""
+
+    places: dict[str, Place]
+    row_floats: dict[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    axis: str
+    stride: int
+    first: int
+    last: int
+    offset: int = 0
+    columns: dict[Value, int] = field(default_factory=dict)
+
+
+def plan(program: Program, stages: list[int]) -> Plan:
+    """`stages[i]` is the stage of op i, not decreasing. The Program's outputs live to the end."""
+    buffers = _make_buffers(program, stages)
+    row_floats: dict[str, int] = {}
+    for axis in {buffer.axis for buffer in buffers}:
+        row_floats[axis] = _place_all([buffer for buffer in buffers if buffer.axis == axis])
+    places = {
+        value.name: Place(buffer.axis, buffer.offset, buffer.stride, column, value.width)
+        for buffer in buffers
+        for value, column in buffer.columns.items()
+    }
+    return Plan(places, row_floats)
+
+
+class _Readers:
+    """When each Value is read for the last time: by which op, and up to which stage its memory must last."""
+
+    def __init__(self, program: Program, stages: list[int]) -> None:
+        self.op: dict[Value, int] = {}
+        self.stage: dict[Value, int] = {}
+        for at, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
+            crosses = any(value.axis != out.axis for value in op.inputs for out in op.outputs)
+            for value in op.inputs:
+                self.op[value] = at
+                # What another axis reads is read again for each chunk of that axis: it lives to the end.
+                self.stage[value] = stages[-1] if crosses else max(stage, self.stage.get(value, 0))
+        for value in program.outputs.values():
+            self.op[value], self.stage[value] = len(stages), stages[-1]
+
+
+def _make_buffers(program: Program, stages: list[int]) -> list[_Buffer]:
+    readers = _Readers(program, stages)
+    buffers: list[_Buffer] = []
+    home: dict[Value, _Buffer] = {}
+    for at, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
+        outs = [value for value in op.outputs if value.dtype == "float"]
+        if not outs:
+            continue
+        over = _overwritable(op)
+        if over is not None and over in home and over.axis == outs[0].axis and over.width == outs[0].width and readers.op[over] == at:
+            buffer = home[over]
+            buffer.columns[outs[0]] = buffer.columns[over]
+        else:
+            buffer = _new_buffer(outs, stage)
+            buffers.append(buffer)
+        for value in outs:
+            home[value] = buffer
+            buffer.last = max(buffer.last, readers.stage.get(value, stage))
+    return buffers
+
+
+def _new_buffer(outs: list[Value], stage: int) -> _Buffer:
+    """Outs of one op lie side by side in one buffer."""
+    width = sum(value.width for value in outs)
+    buffer = _Buffer(outs[0].axis, -(-width // ALIGN_FLOATS) * ALIGN_FLOATS, stage, stage)
+    column = 0
+    for value in outs:
+        buffer.columns[value] = column
+        column += value.width
+    return buffer
+
+
+def _overwritable(op: Op) -> Value | None:
+    """The input whose place the op's single out may take, where nobody reads it later: elementwise with the out."""
+    if isinstance(op, IN_PLACE):
+        return op.x
+    if isinstance(op, Linear) and len(op.outs) == 1 and op.residual != op.x:
+        return op.residual
+    return None
+
+
+def _place_all(buffers: list[_Buffer]) -> int:
+    """Lowest free offset for each, in order of birth; returns the floats a row needs."""
+    placed: list[_Buffer] = []
+    end = 0
+    for buffer in sorted(buffers, key=lambda b: b.first):
+        placed = [other for other in placed if other.last >= buffer.first]
+        offset = 0
+        for other in sorted(placed, key=lambda b: b.offset):
+            if offset + buffer.stride <= other.offset:
+                break
+            offset = max(offset, other.offset + other.stride)
+        buffer.offset = offset
+        placed.append(buffer)
+        end = max(end, offset + buffer.stride)
+    return end
