@@ -94,7 +94,7 @@ class StepBatch:
     block_tables: NDArray[np.int32]
     """[G, R, B], padded with -1."""
     sample_rows: NDArray[np.int32]
-    """[S]: rows whose logits are wanted; a row may stand more than once."""
+    """[S]: rows whose logits are wanted; a row may stand more than once. S is 0 in a step that is all prefill."""
     sampling: SamplingBatch | None = None
     """None: the outputs come back as arrays and nothing is drawn."""
     hidden: NDArray[np.float32] | None = None

@@ -69,7 +69,8 @@ def embedding(op: ops.Embedding, step: Step) -> Made:
 
 def rms_norm(op: ops.RmsNorm, step: Step) -> Made:
     x = step.get(op.x)
-    groups = x.reshape(len(x), -1, op.group_width or x.shape[1])
+    width = op.group_width or x.shape[1]
+    groups = x.reshape(len(x), x.shape[1] // width, width)
     return (_rms(groups, step.weights[op.weight] + op.weight_offset, op.eps).reshape(x.shape),)
 
 
