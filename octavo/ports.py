@@ -24,6 +24,8 @@ class Tokenizer(Protocol):
     """Text to ids and back. `text/tokenizer.py` is one."""
 
     eos_token_ids: tuple[int, ...]
+    special_token_ids: frozenset[int]
+    """What `skip_special_tokens` leaves out of texts."""
     vocab_size: int
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False) -> list[int]:
@@ -34,6 +36,10 @@ class Tokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str:
         """One token for a person to read (logprobs)."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A text is its tokens' bytes end to end, in UTF-8. Empty for ids without a token."""
         ...
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:

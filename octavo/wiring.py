@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from octavo.backends.base import BLOCK_SIZE, Backend, BackendOptions
 from octavo.checkpoint.catalogue import resolve
-from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.hf_tokenizer import tokenizer_source
+from octavo.checkpoint.open import open_checkpoint, open_tokenizer, tokenizer_of
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
@@ -21,10 +23,10 @@ from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, ModelLimits
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.scheduler import Scheduler
-from octavo.errors import UnsupportedModel
+from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
-from octavo.ports import Checkpoint, Tokenizer
+from octavo.ports import Checkpoint, Tokenizer, TokenizerSource
 from octavo.program.program import Program
 from octavo.worker.machine import Machine
 from octavo.worker.memory import KvBudget, plan_kv
@@ -134,11 +136,27 @@ def build_backend(config: EngineConfig) -> Backend:
 
 
 def build_tokenizer(model: Model) -> Tokenizer | None:
-    if model.config.model.skip_tokenizer_init:
+    """None with skip_tokenizer_init."""
+    options = model.config.model
+    if options.skip_tokenizer_init:
         return None
     from octavo.text.tokenizer import load_tokenizer
 
-    return load_tokenizer(model.checkpoint, model.config.model)
+    return load_tokenizer(_tokenizer_source(model), chat_template=options.chat_template)
+
+
+def _tokenizer_source(model: Model) -> TokenizerSource:
+    """The model's own, or what the option `tokenizer` names: a directory, or a model with a tokenizer in it."""
+    checkpoint, name = model.checkpoint, model.config.model.tokenizer
+    if name is None:
+        source, where = checkpoint.tokenizer_source(), str(checkpoint.path)
+    elif (path := Path(name)).is_dir():
+        source, where = tokenizer_source(path, checkpoint.config, checkpoint.generation_config), name
+    else:
+        source, where = open_checkpoint(path).tokenizer_source(), name
+    if source is None:
+        raise ConfigError(f"{where}: holds no tokenizer", hint="name one by `tokenizer`, or pass token ids with skip_tokenizer_init")
+    return source
 
 
 def flat_options(config: EngineConfig) -> dict[str, Any]:

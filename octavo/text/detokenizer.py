@@ -1,0 +1,108 @@
+"""Token ids to text as they come, and the search for stop strings in it.
+
+Owns one answer's text so far. Never shows half a character: bytes wait until UTF-8 is whole. Constant work per token.
+The text continues the prompt, so the space that SentencePiece tokenizers drop at the front of a text stays.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from octavo.ports import Tokenizer
+from octavo.sampling_params import SamplingParams
+
+
+class Detokenizer:
+    """Ids in by `push`, text out by `text` (all of it) or `delta` (what is new)."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stops = params.stop_strings
+        self._keeps_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._reach = max(map(len, self._stops), default=1) - 1
+        """Characters before a new piece that a stop string ending in it may begin in."""
+        self._parts: list[str] = []
+        self._length = 0
+        self._num_tokens = 0
+        self._recent = ""
+        self._given = 0
+        self.stop: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, token_ids: Iterable[int]) -> str | None:
+        """Takes in ids; returns the stop string that ends the text, if one now does. Ids after it are dropped.
+
+        The first `min_tokens` tokens cannot complete a stop string.
+        """
+        for token_id in token_ids:
+            if self.stop is not None:
+                break
+            self._num_tokens += 1
+            if token_id not in self._skipped:
+                self._add(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return self.stop
+
+    def text(self, *, finished: bool = True) -> str:
+        """All so far. While unfinished, what may yet become a stop string is held back: its longest length less one."""
+        whole = self._whole()
+        if finished:
+            return whole + self._broken_bytes()
+        return whole[: self._shown()]
+
+    def delta(self, *, finished: bool = False) -> str:
+        """What `text` has gained since the last call; the work is proportional to that."""
+        end = self._length if finished else self._shown()
+        new = self._tail(self._given)[: max(0, end - self._given)]
+        self._given = max(self._given, end)
+        return new + self._broken_bytes() if finished else new
+
+    def _add(self, piece: str) -> None:
+        """One token's characters, searched for a stop string that ends in them."""
+        if not piece:
+            return
+        self._parts.append(piece)
+        self._length += len(piece)
+        if not self._stops:
+            return
+        window = self._recent + piece
+        if self._num_tokens > self._min_tokens:
+            starts = {stop: window.find(stop, max(0, len(self._recent) + 1 - len(stop))) for stop in self._stops}
+            found = [stop for stop in self._stops if starts[stop] >= 0]
+            if found:
+                self.stop = min(found, key=starts.__getitem__)
+                place = starts[self.stop]
+                self._cut(len(window) - place - (len(self.stop) if self._keeps_stop else 0))
+        self._recent = window[-self._reach :] if self._reach else ""
+
+    def _cut(self, length: int) -> None:
+        """Drops the last characters."""
+        whole = self._whole()
+        self._parts = [whole[: len(whole) - length]]
+        self._length = len(self._parts[0])
+
+    def _shown(self) -> int:
+        """How many characters may be shown before the end is known."""
+        holding = bool(self._stops) and not self._keeps_stop and self.stop is None
+        return max(0, self._length - (self._reach if holding else 0))
+
+    def _broken_bytes(self) -> str:
+        """What is left of a character that was never finished; nothing after a stop string."""
+        return "" if self.stop is not None else self._decoder.getstate()[0].decode(errors="replace")
+
+    def _whole(self) -> str:
+        self._parts = ["".join(self._parts)]
+        return self._parts[0]
+
+    def _tail(self, start: int) -> str:
+        """Characters from `start` on, gathered from the last parts only."""
+        pieces, missing = [], self._length - start
+        for part in reversed(self._parts):
+            if missing <= 0:
+                break
+            pieces.append(part[-missing:])
+            missing -= len(part)
+        return "".join(reversed(pieces))
