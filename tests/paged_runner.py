@@ -49,10 +49,12 @@ class PagedRunner:
         blocks = np.array([[free.pop() for _ in range(count)] for free in self._free], np.int32)
         return Request(token_ids, blocks)
 
-    def step(self, spans: Iterable[tuple[Request, int, int]], program: str = "decoder") -> dict[str, NDArray[Any]]:
-        """Computes tokens start .. stop - 1 of each request; every row's outputs, in order."""
+    def step(self, spans: Iterable[tuple[Request, int, int]], program: str = "decoder", *, sample: bool = True) -> dict[str, NDArray[Any]]:
+        """Computes tokens start .. stop - 1 of each request; every row's outputs, in order (of no row without `sample`)."""
         spans = list(spans)
         batch = self._batch(spans, self.programs[program])
+        if not sample:
+            batch.sample_rows = batch.sample_rows[:0]
         return self.runnables[program].run(batch, self.kv).arrays
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> NDArray[Any]:

@@ -195,7 +195,7 @@ def rope(op: ops.Rope, step: Step) -> Made:
     turned = out[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
     turned[:, :, first] = turning[:, :, first] * cos - turning[:, :, second] * sin
     turned[:, :, second] = turning[:, :, second] * cos + turning[:, :, first] * sin
-    return (out.reshape(len(x), -1),)
+    return (out.reshape(len(x), op.x.width),)
 
 
 def kv_write(op: ops.KvWrite, step: Step) -> Made:
@@ -203,12 +203,12 @@ def kv_write(op: ops.KvWrite, step: Step) -> Made:
     arrays, slots = step.kv[group], step.batch.slots[group]
     stored = slots >= 0
     num_heads = step.program.groups[group].num_kv_heads
-    parts = [step.get(part).reshape(len(slots), num_heads, -1) for part in op.k_parts]
+    parts = [step.get(part).reshape(len(slots), num_heads, part.width // num_heads) for part in op.k_parts]
     k = arrays.k[op.layer].reshape(-1, num_heads, arrays.k.shape[-1])
     k[slots[stored]] = np.concatenate(parts, axis=-1)[stored]
     if op.v is not None:
         v = arrays.v[op.layer].reshape(-1, num_heads, arrays.v.shape[-1])
-        v[slots[stored]] = step.get(op.v).reshape(len(slots), num_heads, -1)[stored]
+        v[slots[stored]] = step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored]
     return ()
 
 
@@ -232,7 +232,7 @@ def route(op: ops.Route, step: Step) -> Made:
 
 def _best_groups(choice: Floats, num_groups: int, top_groups: int) -> Floats:
     """-inf for the experts outside the best groups; a group's rank is the sum of its two best."""
-    groups = choice.reshape(len(choice), num_groups, -1)
+    groups = choice.reshape(len(choice), num_groups, choice.shape[1] // num_groups)
     rank = np.sort(groups, axis=-1)[:, :, -2:].sum(axis=-1)
     keep = np.zeros(rank.shape, np.bool_)
     np.put_along_axis(keep, largest(rank, top_groups), True, axis=1)
@@ -260,7 +260,7 @@ def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
 
 def combine(op: ops.Combine, step: Step) -> Made:
     weights = step.get(op.weights_value)
-    x = step.get(op.x).reshape(*weights.shape, -1)
+    x = step.get(op.x).reshape(*weights.shape, op.out.width)
     total = weights[:, 0, None] * x[:, 0]
     for j in range(1, weights.shape[1]):
         total = total + weights[:, j, None] * x[:, j]

@@ -60,6 +60,12 @@ class Builder:
         self._inputs["token_ids"] = value
         return value
 
+    def hidden(self, width: int, axis: Axis = "tokens") -> Value:
+        """The input "hidden"."""
+        value = self._value("hidden", axis, width)
+        self._inputs["hidden"] = value
+        return value
+
     # -- rows in, rows out ------------------------------------------------------------------------------------------------
 
     def embedding(self, ids: Value, name: str, num_rows: int, width: int, *, scale: float = 1.0) -> Value:

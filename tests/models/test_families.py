@@ -66,7 +66,7 @@ CASES = {
 def test_logits_equal_transformers(case):
     family, overrides = CASES[case]
     tiny = tiny_model(family, **overrides)
-    ids = np.random.default_rng(1).integers(0, tiny.config["vocab_size"], 70)
+    ids = np.random.default_rng(1).integers(0, tiny.config["vocab_size"], 270)
     with double_precision():
         wanted = in_float64(tiny.model)(torch.tensor(ids)[None]).logits[0].numpy()
     assert wanted.dtype == np.float64

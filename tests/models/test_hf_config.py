@@ -1,0 +1,122 @@
+"""config.json in old and new spelling, and what is refused by name."""
+
+import pytest
+
+from octavo.errors import UnsupportedModel
+from octavo.models.hf_config import HfConfig, model_info
+from octavo.models.registry import FAMILIES, build_programs
+from octavo.program.ops import Attention, GroupedLinear, Rope
+from tests.tiny_models import tiny_model
+
+YARN = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 0.7}
+
+
+def old_spelling(config):
+    """The same model as transformers 4 wrote it."""
+    old = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype", "layer_types")}
+    old["torch_dtype"] = config["dtype"]
+    rope = dict(config["rope_parameters"])
+    old["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    old["rope_scaling"] = None if rope["type"] == "default" else rope
+    return old
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("rope", [None, {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0}, {"rope_type": "yarn"} | YARN])
+def test_old_and_new_keys_build_the_same_program(family, rope):
+    config = tiny_model(family, **({"rope_parameters": rope} if rope else {})).config
+    assert build_programs(old_spelling(config)) == build_programs(config)
+
+
+def test_old_gemma3_scales_the_full_layers_only():
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    new = tiny_model("gemma3_text", rope_parameters=rope, layer_types=layer_types).config
+    old = {name: value for name, value in new.items() if name not in ("rope_parameters", "layer_types", "_sliding_window_pattern")}
+    old |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert build_programs(old | {"sliding_window_pattern": 3}) == build_programs(new)
+
+
+def test_windows_have_a_cache_group_of_their_own():
+    program = build_programs(tiny_model("gemma3_text").config)["decoder"]
+    assert [(group.kind, group.num_layers, group.window) for group in program.groups] == [("full", 1, None), ("window", 3, 24)]
+    layers = [(op.group, op.layer, op.mask, op.window) for op in program.ops if isinstance(op, Attention)]
+    assert layers == [("window", 0, "window", 24), ("window", 1, "window", 24), ("full", 0, "causal", None), ("window", 2, "window", 24)]
+
+
+def test_experts_are_read_one_tensor_each():
+    program = build_programs(tiny_model("qwen2_moe").config)["decoder"]
+    weight = next(op.weight for op in program.ops if isinstance(op, GroupedLinear))
+    assert weight.shape == (6, 36, 56)
+    assert weight.tensor_names[5] == "model.layers.0.mlp.experts.5.gate_proj.weight"
+
+
+def test_tied_heads_are_the_embedding():
+    tied = build_programs(tiny_model("llama", tie_word_embeddings=True).config)["decoder"]
+    assert tied.ops[-1].weights == (tied.ops[0].table,)
+    own = build_programs(tiny_model("llama").config)["decoder"]
+    assert own.ops[-1].weights[0].name == "lm_head.weight"
+
+
+REFUSED = [
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported, known are default, lin"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope type linear needs the number factor, got None"),
+    ("llama", {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"hidden_act": "mish"}, "hidden_act is 'mish', supported are silu"),
+    ("llama", {"hidden_size": None}, "hidden_size is missing, llama needs it"),
+    ("llama", {"hidden_size": "64"}, "hidden_size is '64', allowed is a whole number"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is 'linear_attention'"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is '1 layers', allowed is 2"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4096}, "sliding_window is 4096"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, supported is null for gemma3_text"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True, supported is False"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', supported is 'sigmoid'"),
+    ("t5", {"feed_forward_proj": "gated-gelu-x"}, "feed_forward_proj"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
+def test_refused_by_name(family, changes, message):
+    with pytest.raises(UnsupportedModel) as error:
+        build_programs({**tiny_model(family).config, **changes})
+    assert message in str(error.value)
+
+
+def test_unknown_family_lists_the_known():
+    with pytest.raises(UnsupportedModel) as error:
+        build_programs({"model_type": "mamba"})
+    assert str(error.value).startswith("model type 'mamba' is not supported\nhint: known are ")
+    assert all(family in str(error.value) for family in FAMILIES)
+    with pytest.raises(UnsupportedModel, match="model_type is missing"):
+        build_programs({})
+
+
+def test_model_info():
+    config = {"model_type": "gpt2", "n_positions": 1024, "vocab_size": 9, "eos_token_id": 3, "torch_dtype": "bfloat16"}
+    info = model_info(config, {"eos_token_id": [4, 5], "bos_token_id": None})
+    assert (info.max_context_tokens, info.eos_token_ids, info.dtype, info.bos_token_id) == (1024, (4, 5), "bfloat16", None)
+    assert model_info(config).eos_token_ids == (3,)
+    with pytest.raises(UnsupportedModel, match="dtype is 'float8'"):
+        model_info(config | {"torch_dtype": "float8"})
+    t5 = model_info(tiny_model("t5").config)
+    assert t5.is_encoder_decoder and t5.max_context_tokens == 512
+
+
+def test_null_counts_as_missing():
+    assert HfConfig({"x": None}).integer("x", 4) == 4
+    assert HfConfig({"x": None}).optional_number("x") is None
+
+
+def test_rope_covers_the_rotary_columns_only():
+    program = build_programs(tiny_model("deepseek_v3").config)["decoder"]
+    ropes = [op for op in program.ops if isinstance(op, Rope)]
+    assert {(op.num_heads, op.rotary_dim, op.style) for op in ropes} == {(4, 8, "interleaved"), (1, 8, "interleaved")}

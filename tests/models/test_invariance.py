@@ -1,0 +1,77 @@
+"""On the reference backend a request's logits are bitwise the same whole or chunked, alone or in a batch, whatever blocks it has."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.backends.base import BackendOptions
+from octavo.backends.reference import ReferenceBackend
+from tests.paged_runner import PagedRunner
+from tests.tiny_models import FAMILIES, tiny_model
+
+torch.set_num_threads(1)
+
+DECODERS = [family for family in FAMILIES if family != "t5"]
+LENGTH = 300
+
+
+def tokens(family, length=LENGTH, seed=4):
+    return np.random.default_rng(seed).integers(0, tiny_model(family).config["vocab_size"], length)
+
+
+@cache
+def whole(family):
+    return PagedRunner(tiny_model(family).path).logits(tokens(family))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("chunk", [1, 7, 16, 255, 257])
+def test_chunked_is_whole(family, chunk):
+    runner = PagedRunner(tiny_model(family).path, seed=chunk, padding=chunk % 3)
+    np.testing.assert_array_equal(runner.logits(tokens(family), chunk), whole(family))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_batched_is_alone(family):
+    """Three requests, in steps that mix a chunk of one with single tokens of others."""
+    runner = PagedRunner(tiny_model(family).path, seed=9, padding=2)
+    prompts = [tokens(family), tokens(family, 40, seed=5), tokens(family, 41, seed=6)]
+    a, b, c = (runner.add(prompt) for prompt in prompts)
+    steps = [[(a, 0, 100), (b, 0, 40)], [(a, 100, 101), (c, 0, 39)], [(c, 39, 40), (a, 101, 299)], [(c, 40, 41), (a, 299, 300)]]
+    found = {id(request): [] for request in (a, b, c)}
+    for spans in steps:
+        rows = iter(runner.step(spans)["logits"])
+        for request, start, stop in spans:
+            found[id(request)] += [next(rows) for _ in range(start, stop)]
+    for request, prompt in zip((a, b, c), prompts, strict=True):
+        alone = whole(family) if request is a else PagedRunner(tiny_model(family).path).logits(prompt)
+        np.testing.assert_array_equal(np.stack(found[id(request)]), alone)
+
+
+def test_a_step_may_sample_no_row():
+    runner = PagedRunner(tiny_model("deepseek_v3").path)
+    request = runner.add(tokens("deepseek_v3", 9))
+    assert runner.step([(request, 0, 9)], sample=False)["logits"].shape == (0, 270)
+
+
+def test_a_prefix_computed_by_another_request_is_as_good_as_ones_own():
+    path, ids = tiny_model("gemma3_text").path, tokens("gemma3_text", 100)
+    runner = PagedRunner(path)
+    first = runner.add(ids)
+    runner.step([(first, 0, 64)])
+    second = runner.add(ids)
+    second.blocks[:, :4] = first.blocks[:, :4]
+    np.testing.assert_array_equal(runner.step([(second, 64, 100)])["logits"], PagedRunner(path).logits(ids)[64:])
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.3)])
+def test_kv_is_read_as_stored(kv_cache_dtype, tolerance):
+    """Rounded in prefill too, so chunks still equal the whole; the tolerance is of the logits (std 1.2) against float64 K and V."""
+    path, ids = tiny_model("llama").path, tokens("llama")
+    backend = ReferenceBackend(BackendOptions(kv_cache_dtype=kv_cache_dtype))
+    rounded = PagedRunner(path, backend).logits(ids)
+    np.testing.assert_array_equal(PagedRunner(path, backend).logits(ids, 7), rounded)
+    error = abs(rounded - whole("llama")).max()
+    assert 0 < error < tolerance
