@@ -13,7 +13,7 @@ from typing import Any
 from octavo.backends.base import BLOCK_SIZE, Backend, BackendOptions
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
-from octavo.checkpoint.open import open_checkpoint, open_tokenizer, tokenizer_of
+from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
