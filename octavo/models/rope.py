@@ -1,8 +1,8 @@
-"""Rotary tables out of a config: the rope types default, linear, llama3 and yarn.
+"""Rotary tables out of a config: the rope types default, linear, llama3, yarn, and longrope where its two lists agree.
 
 Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters` with `rope_type`) are read alike.
 Sources: Su et al. 2021; linear: position interpolation, Chen et al. 2023; llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023,
-with the attention factor as transformers computes it.
+with the attention factor as transformers computes it; longrope: Ding et al. 2024.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class RopeParameters:
         self._given = given
         self.kind = str(given.get("rope_type") or given.get("type") or "default")
         self.theta = self.number("rope_theta", theta)
+        self.max_positions = max_positions
         self.original_positions = self.number("original_max_position_embeddings", max_positions)
         if self.number("partial_rotary_factor", 1.0) != 1.0 or given.get("mrope_section") is not None:
             raise UnsupportedModel("config.json: partial_rotary_factor and mrope_section are not supported for this family")
@@ -41,6 +42,12 @@ class RopeParameters:
 
     def optional(self, name: str) -> float | None:
         return None if self._given.get(name) is None else self.number(name)
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        value = self._given.get(name)
+        if not isinstance(value, list) or len(value) != count:
+            raise UnsupportedModel(f"config.json: rope type {self.kind} needs {name}, a list of {count} numbers")
+        return [float(item) for item in value]
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._given.get(name)
@@ -126,4 +133,20 @@ def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
     return yarn_mscale(factor)
 
 
-_MAKERS: dict[str, Callable[[RopeParameters, int], RopeTable]] = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _longrope(p: RopeParameters, dim: int) -> RopeTable:
+    """A factor for each frequency. Lists that differ would need a table for each request's length."""
+    short, long = p.numbers("short_factor", dim // 2), p.numbers("long_factor", dim // 2)
+    if short != long:
+        raise UnsupportedModel("config.json: rope type longrope is supported only where short_factor and long_factor are the same")
+    given, factor = p.optional("attention_factor"), p.number("factor", p.max_positions / p.original_positions)
+    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(p.original_positions))
+    return RopeTable(tuple(f / s for f, s in zip(_plain(p, dim), short, strict=True)), attention if given is None else given)
+
+
+_MAKERS: dict[str, Callable[[RopeParameters, int], RopeTable]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

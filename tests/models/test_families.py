@@ -11,6 +11,15 @@ from tests.tiny_models import FAMILIES, double_precision, in_float64, tiny_model
 torch.set_num_threads(1)
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+FACTORS = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 8.0]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": FACTORS,
+    "long_factor": FACTORS,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 CASES = {
     **{family: (family, {}) for family in FAMILIES if family != "t5"},
     "llama-bias-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu"}),
@@ -30,6 +39,7 @@ CASES = {
     ),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-yarn-factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 20.0, "truncate": False}}),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
     "llama-old-keys": ("llama", {"rope_theta": 20000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
     "mistral-window": (
         "mistral",
