@@ -101,6 +101,7 @@ struct LinearStage : Stage {
         memory += (kFewRows * own.stride * element + 63) / 64 * 64;
         own.scales = (float*)memory;
         own.sums = (int32_t*)(own.scales + (size_t)kFewRows * own.num_groups);
+        own.scaled_sums = (float*)(own.sums + (size_t)kFewRows * own.num_groups * 2);
         if (thread.prepared_stage != stage) {
             for (int row = 0; row < rows; row++) view.executor.kernels().prepare_row(view.at(spec.x, row), spec.x.width, spec.norm, own, row);
             thread.prepared_stage = stage;
@@ -244,7 +245,7 @@ void Executor::add_row_op(bool samples, std::unique_ptr<RowOp> op) {
 void Executor::add_linear(LinearSpec spec) {
     const Tiles& w = spec.parts.front().tiles;
     // The rows' memory is sized by finish(); until then its pointers are null and PrepareOp and LinearStage are patched there.
-    Rows rows{kernels_.row_type(w.code), nullptr, (int64_t)w.num_groups * kGroup, nullptr, nullptr, w.num_groups};
+    Rows rows{kernels_.row_type(w.code), nullptr, (int64_t)w.num_groups * kGroup, nullptr, nullptr, nullptr, w.num_groups};
     const size_t element = rows.type == RowType::int8 ? 1 : rows.type == RowType::bf16 ? 2 : 4;
     row_bytes_ = std::max(row_bytes_, rows.stride * element);
     groups_ = std::max(groups_, (size_t)w.num_groups);
@@ -289,10 +290,12 @@ void Executor::finish(int64_t token_floats, int64_t sample_floats) {
     prepared_values_ = std::make_unique<Memory>(rows * row_bytes_);
     prepared_scales_ = std::make_unique<Memory>(rows * groups_ * sizeof(float));
     prepared_sums_ = std::make_unique<Memory>(rows * groups_ * 2 * sizeof(int32_t));
+    prepared_scaled_sums_ = std::make_unique<Memory>(rows * groups_ * sizeof(float));
     const auto place = [&](Rows& r) {
         r.values = prepared_values_->data();
         r.scales = (float*)prepared_scales_->data();
         r.sums = (int32_t*)prepared_sums_->data();
+        r.scaled_sums = (float*)prepared_scaled_sums_->data();
     };
     for (auto* list : {&body_, &head_})
         for (auto& stage : *list) {
@@ -309,7 +312,7 @@ void Executor::size_thread_states() {
         thread.acc.resize((size_t)kRowBlock * kTile);
         thread.up.resize((size_t)kRowBlock * kTile);
         thread.product = std::make_unique<Memory>(product_scratch_);
-        thread.rows = std::make_unique<Memory>(kFewRows * (row_bytes_ + groups_ * 12) + 128);
+        thread.rows = std::make_unique<Memory>(kFewRows * (row_bytes_ + groups_ * 16) + 128);
         thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));
     }
 }

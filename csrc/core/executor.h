@@ -152,7 +152,7 @@ class Executor {
     std::vector<std::unique_ptr<RopeAngles>> angles_;
     std::vector<std::unique_ptr<std::vector<float>>> kept_;
     std::vector<AttentionPlan> plans_;
-    std::unique_ptr<Memory> tokens_, samples_, prepared_values_, prepared_scales_, prepared_sums_, partials_;
+    std::unique_ptr<Memory> tokens_, samples_, prepared_values_, prepared_scales_, prepared_sums_, prepared_scaled_sums_, partials_;
     Rows prepared_{};
     std::vector<ThreadState> threads_;
     size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0, attention_scratch_ = 0;  // largest over the stages

@@ -142,6 +142,7 @@ PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool) {
     const bool half_groups = s.group == 16;
     if (!half_groups && s.group % kGroup != 0) throw std::invalid_argument("weights are packed in groups of 16 or a multiple of 32, got " + std::to_string(s.group));
     if (half_groups && s.bits == 4) throw std::invalid_argument("4-bit weights are packed in groups of a multiple of 32, got 16");
+    if (half_groups && s.mins.data) throw std::invalid_argument("weights in groups of 16 are packed without mins");
     const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data && (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
     Tiles t{};
     t.code = s.bits == 4 ? Code::u4 : Code::u8;

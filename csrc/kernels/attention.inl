@@ -49,11 +49,17 @@ void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
 
 // -- scores --------------------------------------------------------------------------------------------------------------
 
-// scores [N][stride] of 16 keys: two chains, over even and odd d.
+// scores [N][stride] of 16 keys: two chains, over even and odd d. Blocks lie scattered, so the memory needed next (`next_k`,
+// and this block's own values) is asked for along the way.
 template <int N, bool kBf16>
-OCTAVO_INLINE void block_scores(const uint8_t* k, const float* q, int width, float* scores, int stride) {
+OCTAVO_INLINE void block_scores(const uint8_t* k, const uint8_t* next_k, const uint8_t* v, const float* q, int width, float* scores, int stride) {
+    constexpr int kLine = kBf16 ? 64 : 128;  // bytes that one pair of d takes
     vf even[N] = {}, odd[N] = {};
     for (int d = 0; d < width; d += 2) {
+        for (int line = 0; line < kLine; line += 64) {
+            __builtin_prefetch(next_k + (size_t)kLine * (d / 2) + line, 0, 3);
+            __builtin_prefetch(v + (size_t)kLine * (d / 2) + line, 0, 3);
+        }
         vf low, high;
         if (kBf16) {
             const vi both = load_i(k + 64 * (size_t)(d / 2));
@@ -131,9 +137,12 @@ struct LaneSet {
 
 template <int N, bool kBf16>
 void score_lanes(const LaneSet& set, int lane0, int block0, int block1, int split0) {
-    for (int b = block0; b < block1; b++)
-        block_scores<N, kBf16>(k_of(set.args.kv, set.piece.block_table[b], set.piece.kv_head), set.q + lane0 * set.width, set.width,
-                               set.scores + lane0 * kSplitKeys + b * kTile - split0, kSplitKeys);
+    const KvLayer& kv = set.args.kv;
+    for (int b = block0; b < block1; b++) {
+        const int block = set.piece.block_table[b], next = set.piece.block_table[b + 1 < block1 ? b + 1 : b];
+        block_scores<N, kBf16>(k_of(kv, block, set.piece.kv_head), k_of(kv, next, set.piece.kv_head), v_of(kv, block, set.piece.kv_head),
+                               set.q + lane0 * set.width, set.width, set.scores + lane0 * kSplitKeys + b * kTile - split0, kSplitKeys);
+    }
 }
 
 // Scores to weights: masks, caps, exponentials. Returns (m, l) in the lane's split state; m = -inf where it sees no key here.

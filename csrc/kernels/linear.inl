@@ -2,7 +2,7 @@
 //
 // One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g of 32 inputs,
 // in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where isum is the exact int32 sum of
-// (code - zero_point) * q. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
+// (code - zero_point) * q and sum that of q. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
 // `M` rows share each weight that is loaded.
 #pragma once
 #include "simd.h"
@@ -61,7 +61,7 @@ void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
                 b = dot4_nibbles(b, high[v], broadcast4(q[m] + 32 * g + 8 * v + 4));
             }
             acc[m] = fma(to_float(a + high_sum(b)), scale * dm, acc[m]);
-            if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(dm * (float)sum), acc[m]);
+            if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(x.scaled_sums[(row + m) * groups + g]), acc[m]);
         }
     }
     for (int m = 0; m < M; m++) store(acc_out + 16 * m, acc[m]);
@@ -69,7 +69,7 @@ void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
 
 // -- 8-bit ---------------------------------------------------------------------------------------------------------------
 
-// kHalves: scales and mins change every 16 inputs (Q6_K); the two halves are two steps of the same rule.
+// kHalves: scales change every 16 inputs (Q6_K); the two halves are two steps of the same rule, without mins.
 template <int M, ScaleType S, bool kMin, bool kHalves>
 void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
     constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts;
@@ -97,7 +97,7 @@ void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
                     b = dot4(b, codes[v + 1], broadcast4(at + 4 * v + 4));
                 }
                 acc[m] = fma(to_float(a + b), scale * dm, acc[m]);
-                if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + kScales + part * scale_bytes<S>()), splat(dm * (float)sum), acc[m]);
+                if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + kScales), splat(x.scaled_sums[(row + m) * groups + g]), acc[m]);
             }
         }
     }
@@ -147,7 +147,7 @@ using Product = void (*)(const Tiles&, const uint8_t*, const Rows&, int64_t, flo
 template <int M, ScaleType S>
 Product choose_scaled(const Tiles& w) {
     if (w.code == Code::u4) return w.has_min ? product_u4<M, S, true> : product_u4<M, S, false>;
-    if (w.half_groups) return w.has_min ? product_u8<M, S, true, true> : product_u8<M, S, false, true>;
+    if (w.half_groups) return product_u8<M, S, false, true>;
     return w.has_min ? product_u8<M, S, true, false> : product_u8<M, S, false, false>;
 }
 

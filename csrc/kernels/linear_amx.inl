@@ -11,7 +11,6 @@ namespace octavo {
 namespace {
 
 constexpr int kAmxMinRows = 6;     // fewer rows are faster on dpbusd (measured: crossover at 5 to 7)
-constexpr int kGroupsAtOnce = 4;   // group sums kept in tile registers before they are scaled
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -40,6 +39,7 @@ OCTAVO_INLINE void configure(int rows, int depth) {
 void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) {
     const __m512i zero = _mm512_set1_epi8((char)w.zero_point), nibble = _mm512_set1_epi8(15);
     for (int g = 0; g < w.num_groups; g++, tile += step, out += 512) {
+        prefetch_ahead<320>(tile);
         if (w.code == Code::u4) {
             for (int v = 0; v < 4; v++) {
                 const __m512i both = _mm512_loadu_si512(tile + 64 * v);
@@ -55,74 +55,87 @@ void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) 
 // Unsigned codes of 8 bits with a zero point of 0 and more than 127 do not fit signed bytes; such weights stay on dpbusd.
 OCTAVO_INLINE bool fits_signed(const Tiles& w) { return w.code == Code::u4 || w.zero_point != 0; }
 
-template <ScaleType S, bool kMin>
-void scale_groups(const uint8_t* scales, size_t step, const Rows& x, int64_t row, int rows, int g0, int count, const int32_t* sums, vf* acc) {
-    for (int g = 0; g < count; g++, scales += step) {
-        const vf scale = load_scale<S>(scales);
-        const vf least = kMin ? load_scale<S>(scales + scale_bytes<S>()) : vf{};
-        const float* d = x.scales + row * x.num_groups + g0 + g;
-        const int32_t* pair = x.sums + (row * x.num_groups + g0 + g) * 2;
-        for (int m = 0; m < rows; m++, d += x.num_groups, pair += 2 * x.num_groups) {
-            acc[m] = fma(to_float(load_i(sums + (g * 16 + m) * 16)), scale * *d, acc[m]);
-            if (kMin) acc[m] = fma(least, splat(*d * (float)(pair[0] + pair[1])), acc[m]);
-        }
+// Adds the sums of one group, scaled, to the rows' accumulators. `sums [R][16 o]`; R rows, all in registers.
+template <int R, ScaleType S, bool kMin>
+OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row, int g, const int32_t* sums, vf (&acc)[R]) {
+    const vf scale = load_scale<S>(scales);
+    const vf least = kMin ? load_scale<S>(scales + scale_bytes<S>()) : vf{};
+    const float* d = x.scales + row * x.num_groups + g;
+    const float* sum = x.scaled_sums + row * x.num_groups + g;
+#pragma GCC unroll 16
+    for (int m = 0; m < R; m++) {
+        acc[m] = fma(to_float(load_i(sums + m * 16)), scale * d[(int64_t)m * x.num_groups], acc[m]);
+        if (kMin) acc[m] = fma(least, splat(sum[(int64_t)m * x.num_groups]), acc[m]);
     }
 }
 
-template <ScaleType S, bool kMin>
-void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* codes, const Rows& x, int64_t row, int rows, float* out) {
-    alignas(64) int32_t sums[kGroupsAtOnce * 16 * 16];
+// Exact sums of two groups (or the last one alone) into `sums [2][R][16 o]`. The intrinsics take register numbers as literals
+// only, hence a macro: `multiply_even` and `multiply_odd` take turns on registers of their own.
+#define OCTAVO_MULTIPLY_PAIR(NAME, FIRST, SECOND)                                                                      \
+    template <int R>                                                                                                   \
+    OCTAVO_INLINE void NAME(const int8_t* q, int64_t stride, const int8_t* codes, bool both, int32_t* sums) {          \
+        _tile_zero(FIRST);                                                                                             \
+        _tile_loadd(4, q, stride);                                                                                     \
+        _tile_loadd(6, codes, 64);                                                                                     \
+        _tile_dpbssd(FIRST, 4, 6);                                                                                     \
+        if (both) {                                                                                                    \
+            _tile_zero(SECOND);                                                                                        \
+            _tile_loadd(5, q + kGroup, stride);                                                                        \
+            _tile_loadd(7, codes + 512, 64);                                                                           \
+            _tile_dpbssd(SECOND, 5, 7);                                                                                \
+            _tile_stored(SECOND, sums + R * 16, 64);                                                                   \
+        }                                                                                                              \
+        _tile_stored(FIRST, sums, 64);                                                                                 \
+    }
+OCTAVO_MULTIPLY_PAIR(multiply_even, 0, 1)
+OCTAVO_MULTIPLY_PAIR(multiply_odd, 2, 3)
+#undef OCTAVO_MULTIPLY_PAIR
+
+// One tile's product with R rows, for R of 16, 8, 4, 2 or 1. While the tile unit multiplies a pair of groups, the vector unit
+// scales the pair before it.
+template <int R, ScaleType S, bool kMin>
+void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* codes, const Rows& x, int64_t row, float* out) {
+    alignas(64) int32_t sums[2][2 * R * 16];
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     const uint8_t* scales = tile + (w.code == Code::u4 ? 256 : 512);
-    configure(rows, kGroup);
-    vf acc[16] = {};
-    int g = 0;
-    for (; g + kGroupsAtOnce <= w.num_groups; g += kGroupsAtOnce, q += kGroupsAtOnce * kGroup, codes += kGroupsAtOnce * 512, scales += kGroupsAtOnce * step) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        _tile_loadd(4, q, x.stride);
-        _tile_loadd(6, codes, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_loadd(5, q + 32, x.stride);
-        _tile_loadd(7, codes + 512, 64);
-        _tile_dpbssd(1, 5, 7);
-        _tile_loadd(4, q + 64, x.stride);
-        _tile_loadd(6, codes + 1024, 64);
-        _tile_dpbssd(2, 4, 6);
-        _tile_loadd(5, q + 96, x.stride);
-        _tile_loadd(7, codes + 1536, 64);
-        _tile_dpbssd(3, 5, 7);
-        _tile_stored(0, sums, 64);
-        _tile_stored(1, sums + 256, 64);
-        _tile_stored(2, sums + 512, 64);
-        _tile_stored(3, sums + 768, 64);
-        if (rows == 16)
-            scale_groups<S, kMin>(scales, step, x, row, 16, g, kGroupsAtOnce, sums, acc);
-        else
-            scale_groups<S, kMin>(scales, step, x, row, rows, g, kGroupsAtOnce, sums, acc);
+    const int groups = w.num_groups;
+    configure(R, kGroup);
+    vf acc[R] = {};
+    const auto scale = [&](int g, const int32_t* from) {
+        if (g < groups) scale_group<R, S, kMin>(scales + g * step, x, row, g, from, acc);
+        if (g + 1 < groups) scale_group<R, S, kMin>(scales + (g + 1) * step, x, row, g + 1, from + R * 16, acc);
+    };
+    multiply_even<R>(q, x.stride, codes, groups > 1, sums[0]);
+    for (int g = 0; g < groups; g += 4, q += 4 * kGroup, codes += 4 * 512) {
+        if (g + 2 < groups) multiply_odd<R>(q + 2 * kGroup, x.stride, codes + 2 * 512, g + 3 < groups, sums[1]);
+        scale(g, sums[0]);
+        if (g + 4 < groups) multiply_even<R>(q + 4 * kGroup, x.stride, codes + 4 * 512, g + 5 < groups, sums[0]);
+        scale(g + 2, sums[1]);
     }
-    for (; g < w.num_groups; g++, q += kGroup, codes += 512, scales += step) {
-        _tile_zero(0);
-        _tile_loadd(4, q, x.stride);
-        _tile_loadd(6, codes, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_stored(0, sums, 64);
-        scale_groups<S, kMin>(scales, step, x, row, rows, g, 1, sums, acc);
-    }
-    for (int m = 0; m < rows; m++) store(out + 16 * m, acc[m]);
+    for (int m = 0; m < R; m++) store(out + 16 * m, acc[m]);
+}
+
+template <ScaleType S, bool kMin>
+void int8_all_rows(const Tiles& w, const uint8_t* data, const int8_t* codes, const Rows& x, int64_t row0, int num_rows, float* acc) {
+    const size_t step = w.tile_bytes / w.num_groups;
+    int done = 0;
+    const auto run = [&](auto rows_of, int rows) {
+        for (; num_rows - done >= rows; done += rows) rows_of(w, data, step, codes, x, row0 + done, acc + 16 * done);
+    };
+    run(int8_rows<16, S, kMin>, 16);
+    run(int8_rows<8, S, kMin>, 8);
+    run(int8_rows<4, S, kMin>, 4);
+    run(int8_rows<2, S, kMin>, 2);
+    run(int8_rows<1, S, kMin>, 1);
 }
 
 void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t* scratch) {
     const uint8_t* data = w.data + (size_t)tile * w.tile_bytes;
-    const size_t step = w.tile_bytes / w.num_groups;
-    unpack_tile(w, data, step, (int8_t*)scratch);
-    const bool half = w.scale_type == ScaleType::fp16;
-    const auto rows_of = half ? (w.has_min ? int8_rows<ScaleType::fp16, true> : int8_rows<ScaleType::fp16, false>)
-                              : (w.has_min ? int8_rows<ScaleType::fp32, true> : int8_rows<ScaleType::fp32, false>);
-    for (int done = 0; done < num_rows; done += 16)
-        rows_of(w, data, step, (const int8_t*)scratch, x, row0 + done, num_rows - done < 16 ? num_rows - done : 16, acc + 16 * done);
+    int8_t* codes = (int8_t*)scratch;
+    unpack_tile(w, data, w.tile_bytes / w.num_groups, codes);
+    if (w.scale_type == ScaleType::fp16)
+        return (w.has_min ? int8_all_rows<ScaleType::fp16, true> : int8_all_rows<ScaleType::fp16, false>)(w, data, codes, x, row0, num_rows, acc);
+    return (w.has_min ? int8_all_rows<ScaleType::fp32, true> : int8_all_rows<ScaleType::fp32, false>)(w, data, codes, x, row0, num_rows, acc);
 }
 
 // -- bf16 ----------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ void prepare_int8(const float* x, int k, const Norm& norm, const Rows& rows, int
     int8_t* q = (int8_t*)rows.values + index * rows.stride;
     float* scales = rows.scales + index * rows.num_groups;
     int32_t* sums = rows.sums + index * rows.num_groups * 2;
+    float* scaled_sums = rows.scaled_sums + index * rows.num_groups;
     for (int g = 0; g < rows.num_groups; g++) {
         vf half[2];
         for (int h = 0; h < 2; h++) {
@@ -92,6 +93,7 @@ void prepare_int8(const float* x, int k, const Norm& norm, const Rows& rows, int
             store_int8(q + g * kGroup + h * kLanes, safe);
             sums[2 * g + h] = sum_lanes_i(round_to_int(safe));
         }
+        scaled_sums[g] = d * (float)(sums[2 * g] + sums[2 * g + 1]);
     }
 }
 

@@ -13,14 +13,14 @@ namespace octavo {
 namespace {
 
 struct Candidate {
-    float p;
+    float logit, p;
     int32_t id;
 };
-inline bool better(const Candidate& a, const Candidate& b) { return a.p > b.p || (a.p == b.p && a.id < b.id); }
+inline bool better(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 
-// Scratch: adjusted logits (later probabilities) [V padded], then candidates [V].
+// Scratch: adjusted logits [V padded], probabilities [V padded], then candidates [V].
 inline size_t padded_vocab(int vocab) { return ((size_t)vocab + 15) / 16 * 16; }
-size_t sample_scratch_bytes(int vocab) { return padded_vocab(vocab) * (sizeof(float) + sizeof(Candidate)); }
+size_t sample_scratch_bytes(int vocab) { return padded_vocab(vocab) * (2 * sizeof(float) + sizeof(Candidate)); }
 
 // Uniform in [0, 1), 53 bits.
 double philox_uniform(uint64_t seed, uint32_t position, uint32_t sample_index, uint32_t draw) {
@@ -78,11 +78,11 @@ void write_logprobs(const SampleArgs& a, int at, const float* x, int token, int 
     a.out_ranks[at] = rank;
     const int top = std::min(wanted, a.vocab);
     if (top <= 0) return;
-    for (int id = 0; id < a.vocab; id++) space[id] = Candidate{x[id], id};
+    for (int id = 0; id < a.vocab; id++) space[id] = Candidate{x[id], 0, id};
     std::partial_sort(space, space + top, space + a.vocab, better);
     for (int j = 0; j < top; j++) {
         a.out_top_ids[(int64_t)at * a.max_top + j] = space[j].id;
-        a.out_top_logprobs[(int64_t)at * a.max_top + j] = (float)(space[j].p - normal);
+        a.out_top_logprobs[(int64_t)at * a.max_top + j] = (float)(space[j].logit - normal);
     }
 }
 
@@ -166,15 +166,15 @@ int keep_top_p(Candidate* kept, int count, float top_p) {
     return count;
 }
 
-int draw(const SampleArgs& a, int at, float* z, Candidate* kept) {
+int draw(const SampleArgs& a, int at, const float* z, float* p, Candidate* kept) {
     const float largest = z[best_id(z, a.vocab)], inverse = 1.0f / a.temperatures[at];
-    for (size_t i = 0; i < padded_vocab(a.vocab); i += kLanes) store(z + i, exp((load(z + i) - largest) * inverse));
+    for (size_t i = 0; i < padded_vocab(a.vocab); i += kLanes) store(p + i, exp((load(z + i) - largest) * inverse));
     const double point = philox_uniform(a.seeds[at], a.positions[at], a.sample_indices[at], 0);
     const int top_k = a.top_ks[at];
-    if (top_k <= 0 && a.top_ps[at] >= 1 && a.min_ps[at] <= 0) return draw_dense(z, a.vocab, point);
+    if (top_k <= 0 && a.top_ps[at] >= 1 && a.min_ps[at] <= 0) return draw_dense(p, a.vocab, point);
     int count = 0;
     for (int id = 0; id < a.vocab; id++)
-        if (z[id] > 0 && z[id] >= a.min_ps[at]) kept[count++] = Candidate{z[id], id};
+        if (p[id] > 0 && p[id] >= a.min_ps[at]) kept[count++] = Candidate{z[id], p[id], id};
     if (top_k > 0 && top_k < count) {
         std::nth_element(kept, kept + top_k, kept + count, better);
         count = top_k;
@@ -186,8 +186,8 @@ int draw(const SampleArgs& a, int at, float* z, Candidate* kept) {
 void sample_row(const SampleArgs& a, int row, void* scratch) {
     const float* x = a.logits + row * a.stride;
     const int at = a.first + row;
-    float* z = (float*)scratch;
-    Candidate* space = (Candidate*)(z + padded_vocab(a.vocab));
+    float *z = (float*)scratch, *p = z + padded_vocab(a.vocab);
+    Candidate* space = (Candidate*)(p + padded_vocab(a.vocab));
     int token = a.targets[at];
     bool failed = holds_nan(x, a.vocab);
     if (token < 0 && !failed) {
@@ -199,11 +199,11 @@ void sample_row(const SampleArgs& a, int row, void* scratch) {
         if (changed) change_logits(a, at, z);
         const float* final_logits = changed ? z : x;
         token = best_id(final_logits, a.vocab);
-        failed = final_logits[token] == -INFINITY;
-        if (!failed && !greedy) token = draw(a, at, z, space);
+        failed = !std::isfinite(final_logits[token]) || (changed && holds_nan(z, a.vocab));
+        if (!failed && !greedy) token = draw(a, at, z, p, space);
     }
     a.out_failed[at] = failed;
-    a.out_ids[at] = failed && token < 0 ? 0 : token;
+    a.out_ids[at] = failed ? 0 : token;
     if (a.num_logprobs[at] >= 0 && !failed) write_logprobs(a, at, x, token, a.num_logprobs[at], space);
 }
 

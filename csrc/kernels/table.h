@@ -20,7 +20,7 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //   u4   per group of 32 inputs: 4 vectors of [16 o][4 bytes], byte b of vector v = code(k = 8v + b) | code(k = 8v + 4 + b) << 4;
 //        then scales [16 o], then mins [16 o] where there are any
 //   u8   per group of 32 inputs: 8 vectors of [16 o][4 bytes], byte b of vector v = code(k = 4v + b); then scales (one
-//        row [16 o] a group of 32, or two where they change every 16 inputs), then mins likewise
+//        row [16 o] a group of 32, or two where they change every 16 inputs, which then has no mins), then mins
 //   bf16 [K/2][16 o][2]      fp16, fp32 [K][16 o]
 // value = (code - zero_point) * scale + min.
 enum class Code : int32_t { u4, u8, bf16, fp16, fp32 };
@@ -43,14 +43,16 @@ struct Tiles {
 
 enum class RowType : int32_t { int8, bf16, fp32 };
 
-// Rows as a product reads them. int8: q [rows][stride] with d = absmax / 127 per group of 32 in scales [rows][groups], and
-// the sums of each half group in sums [rows][groups][2]. bf16, fp32: values [rows][stride]. Strides count elements.
+// Rows as a product reads them. int8: q [rows][stride] with d = absmax / 127 per group of 32 in scales [rows][groups], the sums of
+// each half group in sums [rows][groups][2], and d times the whole group's in scaled_sums [rows][groups]. bf16, fp32: values [rows][stride].
+// Strides count elements.
 struct Rows {
     RowType type;
     void* values;
     int64_t stride;
     float* scales;
     int32_t* sums;
+    float* scaled_sums;
     int32_t num_groups;
 };
 
