@@ -1,0 +1,115 @@
+"""Streaming equals decoding at once, stop strings are found wherever tokens cut them, and nothing of them is shown early. All exact."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.sampling_params import SamplingParams
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.tokenizer import TextTokenizer, load_tokenizer
+from tests.text.tiny_vocabularies import bpe_source, sentencepiece_source
+
+
+@cache
+def tokenizer(kind: str) -> TextTokenizer:
+    return load_tokenizer(bpe_source("smollm") if kind == "bpe" else sentencepiece_source(False))
+
+
+def params(**options) -> SamplingParams:
+    return SamplingParams(max_tokens=1000, **options)
+
+
+def deltas(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    """What a stream shows, token by token, and the rest at the end."""
+    shown = []
+    for i in ids:
+        detokenizer.push([i])
+        shown.append(detokenizer.delta())
+    return [*shown, detokenizer.delta(finished=True)]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_deltas_add_up_to_decode(kind: str, skip: bool) -> None:
+    ours = tokenizer(kind)
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(st.integers(0, ours.vocab_size + 3) | st.integers(3, 258), max_size=40))
+    def check(ids: list[int]) -> None:
+        detokenizer = Detokenizer(ours, params(skip_special_tokens=skip))
+        parts = deltas(detokenizer, ids)
+        whole = ours.decode(ids, skip_special_tokens=skip)
+        assert "".join(parts) == whole == detokenizer.text(finished=True)
+
+    check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=40))
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_never_half_a_character(kind: str, text: str) -> None:
+    text = text.replace("\ufffd", "")
+    ours = tokenizer(kind)
+    ids = ours.encode(text, add_special_tokens=False)
+    assert all("\ufffd" not in part for part in deltas(Detokenizer(ours, params()), ids))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="abcd é漢", max_size=40), st.lists(st.text(alphabet="abcd é漢", min_size=1, max_size=5), min_size=1, max_size=3))
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings(include: bool, text: str, stops: list[str]) -> None:
+    """The text ends where the first token that completes a stop string says; no stream shows what is taken back."""
+    ours = tokenizer("bpe")
+    ids = ours.encode(text)
+    detokenizer = Detokenizer(ours, params(stop=stops, include_stop_str_in_output=include))
+    parts = deltas(detokenizer, ids)
+    expected, stop = reference(ours, ids, stops, include)
+    assert (detokenizer.text(finished=True), detokenizer.stop) == (expected, stop)
+    assert "".join(parts) == expected
+
+
+def reference(ours: TextTokenizer, ids: list[int], stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Decodes every prefix anew; bytes of a character that is not whole are left out."""
+    for end in range(len(ids) + 1):
+        text = b"".join(map(ours.token_bytes, ids[:end])).decode(errors="ignore")
+        found = [(text.find(stop), order, stop) for order, stop in enumerate(stops) if stop in text]
+        if found:
+            place, _, stop = min(found)
+            return text[: place + len(stop) * include], stop
+    return ours.decode(ids), None
+
+
+def test_holds_back_the_longest_stop_less_one() -> None:
+    ours = tokenizer("bpe")
+    detokenizer = Detokenizer(ours, params(stop=["a", "wxyz"]))
+    detokenizer.push(ours.encode("ooooowxy"))
+    assert detokenizer.text(finished=False) == "ooooo" and detokenizer.text(finished=True) == "ooooowxy"
+    assert detokenizer.push(ours.encode("z!")) == "wxyz"
+    assert detokenizer.text(finished=False) == detokenizer.text(finished=True) == "ooooo"
+
+
+def test_tokens_after_a_stop_are_dropped() -> None:
+    ours = tokenizer("bpe")
+    detokenizer = Detokenizer(ours, params(stop="7"))
+    assert detokenizer.push(ours.encode("56789")) == "7"
+    assert detokenizer.text() == "56"
+
+
+def test_min_tokens_come_before_any_stop() -> None:
+    ours = tokenizer("bpe")
+    detokenizer = Detokenizer(ours, params(stop=["3"], min_tokens=4))
+    assert detokenizer.push(ours.encode("3333")) is None
+    assert detokenizer.push(ours.encode("43")) == "3"
+    assert detokenizer.text() == "33334"
+
+
+def test_the_space_before_a_continuation_stays() -> None:
+    ours = load_tokenizer(sentencepiece_source(True))
+    ids = ours.encode("light", add_special_tokens=False)
+    detokenizer = Detokenizer(ours, params())
+    detokenizer.push(ids)
+    assert detokenizer.text() == " light" and ours.decode(ids) == "light"
