@@ -141,14 +141,21 @@ struct Builder {
   private:
     std::vector<RopeAngles*> tables;
 
+    // The array itself, never a converted copy, which would not outlive the call.
+    template <typename A>
+    static A checked(const nb::object& value, const char* name) {
+        A array;
+        if (!nb::try_cast<A>(value, array, false)) throw nb::type_error((std::string(name) + ": not a C-contiguous array of the type that SamplingBatch names").c_str());
+        return array;
+    }
     template <typename T>
     static const T* field(const nb::object& o, const char* name) {
-        return nb::cast<Array<T>>(o.attr(name)).data();
+        return checked<Array<T>>(o.attr(name), name).data();
     }
     template <typename T>
     static T* out_field(const nb::object& o, const char* name) {
         const nb::object value = o.attr(name);
-        return value.is_none() ? nullptr : nb::cast<Out<T>>(value).data();
+        return value.is_none() ? nullptr : checked<Out<T>>(value, name).data();
     }
     static void read_sampling(SampleArgs& a, const nb::object& s, const nb::object& r) {
         a.temperatures = field<float>(s, "temperatures");
@@ -170,7 +177,7 @@ struct Builder {
         a.bias_ids = field<int32_t>(s, "bias_ids");
         a.bias_values = field<float>(s, "bias_values");
         a.allowed = field<int32_t>(s, "allowed");
-        a.allowed_masks = (const uint8_t*)nb::cast<Array<bool>>(s.attr("allowed_masks")).data();
+        a.allowed_masks = (const uint8_t*)field<bool>(s, "allowed_masks");
         a.out_ids = out_field<int32_t>(r, "token_ids");
         a.out_failed = (uint8_t*)out_field<bool>(r, "failed");
         a.out_logprobs = out_field<float>(r, "logprobs");

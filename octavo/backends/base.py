@@ -26,7 +26,7 @@ LoadWeight = Callable[[Weight], PackedWeight]
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """How to draw from each sampled row; arrays of length S (the step's sampled rows) unless said otherwise.
+    """How to draw from each sampled row; C-contiguous arrays of length S (the step's sampled rows) unless said otherwise.
 
     `target_ids[s] >= 0` asks for that token's logprob instead of a draw (prompt logprobs). Sparse additions to the logits come as
     CSR: `bias_starts [S+1]`, `bias_ids`, `bias_values` (logit_bias; -inf bans). Penalties need the history: `history_starts [S+1]`,
@@ -76,7 +76,7 @@ class SampleResult:
 
 @dataclass(slots=True)
 class StepBatch:
-    """One Program's inputs of one step. `T` rows of `R` requests, laid end to end; `G` cache groups; `S` sampled rows.
+    """One Program's inputs of one step, C-contiguous arrays all. `T` rows of `R` requests, laid end to end; `G` cache groups; `S` sampled rows.
 
     A row whose slot is -1 in every group is padding: nobody reads what it computes, and it may hold NaN.
     """

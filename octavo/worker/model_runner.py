@@ -64,8 +64,8 @@ class ModelRunner:
             positions=positions[None],
             query_starts=query_starts,
             context_lens=np.broadcast_to(ends, (len(tables), len(rows))).copy(),
-            slots=slots,
-            block_tables=tables[:, rows, : -(-int(ends.max()) // BLOCK_SIZE)],
+            slots=np.ascontiguousarray(slots),
+            block_tables=np.ascontiguousarray(tables[:, rows, : -(-int(ends.max()) // BLOCK_SIZE)]),
             sample_rows=sample_rows,
             sampling=sampling,
         )

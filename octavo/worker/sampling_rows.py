@@ -149,7 +149,7 @@ class SamplingRows:
     def gather(self, rows: NDArray[np.intp], token_ids: NDArray[np.int32], ends: NDArray[np.int32]) -> SamplingBatch:
         """For draws from `rows [S]`, each after the first `ends [S]` of its `token_ids [N, context]`."""
         num = len(rows)
-        floats, ints = self._floats[:, rows], self._ints[:, rows]
+        floats, ints = self._floats.take(rows, axis=1), self._ints.take(rows, axis=1)
         zeros = np.zeros(num + 1, np.int32)
         batch = SamplingBatch(
             temperatures=floats[0],

@@ -49,6 +49,7 @@ class Worker:
             return self._runner.run(rows)
         except Exception as error:
             if len(rows) > 1:
+                logger.exception("a step of %d requests failed; running them one by one", len(rows))
                 return [result for row in rows for result in self._run([row])]
             logger.exception("request %s failed in a step", rows[0].request_id)
             return [RowResult(rows[0].request_id, failure=_describe(error))]
