@@ -28,6 +28,7 @@ from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
 from octavo.ports import Checkpoint, Tokenizer, TokenizerSource
 from octavo.program.program import Program
+from octavo.worker.load_bar import LoadBar
 from octavo.worker.machine import Machine
 from octavo.worker.memory import KvBudget, plan_kv
 from octavo.worker.request_rows import RequestRows
@@ -60,7 +61,7 @@ class Model:
 
 def build_in_process(config: EngineConfig, report: Report) -> Front:
     """The core in this process: `LLM`, tests."""
-    model = open_model(config, report)
+    model = open_model(config)
     tokenizer = build_tokenizer(model)
     core, info = build_core(model, report)
     return _front(model, InProcessClient(core, info), info, tokenizer)
@@ -70,8 +71,9 @@ def build_with_process(config: EngineConfig, report: Report) -> Front:
     """The core in a process of its own, which loads while this one reads the tokenizer: `serve`."""
     from octavo.engine.process_client import ProcessClient
 
-    model = open_model(config, report)
-    client = ProcessClient("octavo.wiring:build_core_of_options", flat_options(model.config))
+    model = open_model(config)
+    options = flat_options(model.config) | {"model": str(model.checkpoint.path)}
+    client = ProcessClient("octavo.wiring:build_core_of_options", options)
     try:
         tokenizer = build_tokenizer(model)
         info = client.wait_until_ready(report)
@@ -83,12 +85,12 @@ def build_with_process(config: EngineConfig, report: Report) -> Front:
 
 def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[EngineCore, EngineInfo]:
     """What the core's own process calls."""
-    return build_core(open_model(EngineConfig.from_options(**options), report), report)
+    return build_core(open_model(EngineConfig.from_options(**options)), report)
 
 
-def open_model(config: EngineConfig, report: Report) -> Model:
+def open_model(config: EngineConfig) -> Model:
     """Finds the model (fetching it where it has to be), reads its headers, derives the config."""
-    checkpoint = open_checkpoint(resolve(config.model.model))
+    checkpoint = open_checkpoint(resolve(config.model.model, progress=True))
     info = model_info(checkpoint.config, checkpoint.generation_config)
     derived = derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads())
     return Model(derived, checkpoint, info)
@@ -101,7 +103,8 @@ def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
     backend = build_backend(config)
     report(f"loading {config.model.served_model_name}")
     reader = WeightReader(model.checkpoint, config.model.dtype, config.model.quantization, program)
-    runnable = backend.prepare(program, reader.load)
+    with LoadBar(reader.load, len(program.weights)) as bar:
+        runnable = backend.prepare(program, bar.load)
     budget = _kv_budget(config, backend, program)
     report(budget.describe())
     max_model_len = budget.max_model_len

@@ -127,5 +127,6 @@ class CoreLoop:
 
 def _end_with_parent() -> None:
     """Standard input is a pipe that nobody writes to; it ends when the front's process does."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):
+        pass
     os._exit(0)

@@ -40,7 +40,8 @@ class ProcessClient:
 
     def __init__(self, build: str, options: dict[str, Any]) -> None:
         """`build` names the function ("module:function") that builds the core in the child."""
-        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-")
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH)
@@ -77,6 +78,8 @@ class ProcessClient:
                 elif isinstance(reply, Ready):
                     self.info = reply.info
                     return reply.info
+                elif reply is None:
+                    raise EngineDead("the engine was closed while it started")
         except BaseException:
             self.close()
             raise
@@ -105,11 +108,12 @@ class ProcessClient:
         return self._resets.get(timeout=60)
 
     def close(self) -> None:
-        """Ends the process; a `receive` that waits returns None. The sockets go with the client."""
+        """Ends the process; a `receive` that waits returns None, and so does every later one."""
         if self._closing:
             return
         self._closing = True
-        self._send(Close())
+        with self._sending:
+            self._commands.send(self._encoder.encode(Close()))
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -118,6 +122,9 @@ class ProcessClient:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
+        with self._sending, self._receiving:
+            self._context.destroy(linger=0)
+            self._life.close()
         self._folder.cleanup()
 
     def _socket(self, kind: int) -> zmq.Socket:
@@ -140,18 +147,22 @@ class ProcessClient:
         )
 
     def _send(self, message: Setup | Command) -> None:
-        with self._lock:
-            self._commands.send(self._encoder.encode(message))
+        with self._sending:
+            if not self._closing:
+                self._commands.send(self._encoder.encode(message))
 
     def _next(self, timeout_s: float | None) -> Reply | None:
         """The next reply; None when the time is up or the client is closed."""
-        ready = dict(self._poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
-        ended = self._life.fileno() in ready
-        if self._replies in ready or (ended and self._replies.poll(LAST_WORDS_MS)):
-            reply: Reply = self._decoder.decode(self._replies.recv())
-            if isinstance(reply, Failed):
-                raise _error_of(reply)
-            return reply
+        with self._receiving:
+            if self._closing:
+                return None
+            ready = dict(self._poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
+            ended = self._life.fileno() in ready
+            if self._replies in ready or (ended and self._replies.poll(LAST_WORDS_MS)):
+                reply: Reply = self._decoder.decode(self._replies.recv())
+                if isinstance(reply, Failed):
+                    raise _error_of(reply)
+                return reply
         if ended and not self._closing:
             raise EngineDead(f"the engine process has ended ({_describe_exit(self._process.wait())})")
         return None

@@ -1,0 +1,99 @@
+"""Who may import whom, downwards only (the rules of DESIGN, section 5), and what importing costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+ROOT = Path(octavo.__file__).parent
+LEAVES = {"step", "ports", "config", "sampling_params", "outputs", "errors"}
+BELOW = {
+    "cli": {"server"},
+    "server": {"llm"},
+    "llm": {"wiring"},
+    "wiring": {"engine", "worker"},
+    "engine": {"text"},
+    "worker": {"backends", "models", "checkpoint"},
+    "backends": {"program", "quant"},
+    "models": {"program"},
+    "checkpoint": {"program", "quant"},
+    "quant": {"program"},
+    "program": set(),
+    "text": set(),
+}
+OPTIONAL = {"torch", "triton", "ray", "transformers", "gguf"}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def allowed(part: str) -> set[str]:
+    """A part itself, the leaves, and whatever stands below it."""
+    return {part} | LEAVES | {name for below in BELOW.get(part, set()) for name in allowed(below)}
+
+
+def imported(file: Path, *, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(file.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" if node.module == "octavo" else node.module for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.parent != ROOT or file.stem != "__init__"], ids=lambda f: str(f.relative_to(ROOT))
+)
+def test_imports_go_downwards(file):
+    part = file.relative_to(ROOT).with_suffix("").parts[0]
+    assert part in BELOW or part in LEAVES, f"{file} belongs to no part of the house"
+    others = {name.split(".")[1] for name in imported(file) if name.startswith("octavo.")} - {"__version__"}
+    assert others <= allowed(part), f"{part} may not import {sorted(others - allowed(part))}"
+
+
+def test_the_engine_and_the_text_know_no_arrays():
+    for file in FILES:
+        if file.relative_to(ROOT).parts[0] == "engine":
+            assert "numpy" not in {name.split(".")[0] for name in imported(file)}, file
+
+
+def test_optional_packages_are_imported_inside_functions():
+    for file in FILES:
+        assert not OPTIONAL & {name.split(".")[0] for name in imported(file, top_level_only=True)}, file
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_octavo_is_quick_and_pulls_in_nothing():
+    code = "import time; t = time.perf_counter(); import octavo; import sys; print(time.perf_counter() - t, 'numpy' in sys.modules)"
+    runs = [python(code).split() for _ in range(3)]
+    assert min(float(seconds) for seconds, _ in runs) < 0.1
+    assert all(numpy == "False" for _, numpy in runs)
+
+
+def test_the_engine_loads_without_numpy():
+    modules = "octavo.engine.core, octavo.engine.client, octavo.engine.input_processor, octavo.engine.output_processor"
+    assert python(f"import {modules}, sys; print('numpy' in sys.modules)") == "False"
+
+
+def test_exported_names():
+    assert set(octavo.__all__) == {
+        "LLM",
+        "AsyncLLM",
+        "CompletionOutput",
+        "Logprob",
+        "RequestOutput",
+        "SamplingParams",
+        "__version__",
+    }
+    for name in octavo.__all__:
+        assert getattr(octavo, name) is not None
+    with pytest.raises(AttributeError, match="'octavo' has no attribute 'Llm'"):
+        octavo.Llm  # noqa: B018
