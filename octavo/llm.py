@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from octavo.config.engine_config import EngineConfig
+from octavo.engine.client import EngineInfo
 from octavo.engine.core import CoreOutputs
 from octavo.engine.input_processor import FrontRequest, Prompt, default_sampling_params
 from octavo.engine.stats import EngineStats
@@ -54,6 +55,16 @@ class LLM:
         """Every option, derived ones included."""
         return self._front.config
 
+    @property
+    def info(self) -> EngineInfo:
+        """Vocabulary, context and what the KV cache holds."""
+        return self._front.client.info
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """What the model's makers recommend; {} where they say nothing."""
+        return self._front.generation_config
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -87,10 +98,14 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         variables = dict(chat_template_kwargs or {})
         prompts = [
-            self._front.inputs.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, **variables)  # type: ignore[arg-type]
+            self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, **variables)  # type: ignore[arg-type]
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
+        """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
+        return self._front.inputs.chat_prompt(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """One request's outputs as they grow, each with all of it so far; leaving the loop aborts it."""
@@ -185,6 +200,18 @@ class RequestStream:
         self._finished = output.finished
         return output
 
+    async def final(self) -> RequestOutput:
+        """The final output; those before it are not even made."""
+        try:
+            while not (self._error or self._llm._is_finished(self.request_id)):
+                self._changed.clear()
+                await self._changed.wait()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        self._changed.set()
+        return await anext(self)
+
     async def aclose(self) -> None:
         """Aborts the request if it still runs."""
         if not self._finished:
@@ -223,9 +250,14 @@ class AsyncLLM:
         return self._front.config
 
     @property
+    def info(self) -> EngineInfo:
+        """Vocabulary, context and what the KV cache holds."""
+        return self._front.client.info
+
+    @property
     def description(self) -> str:
         """What fits, for people: "KV cache 2.0 GiB: ..."."""
-        return self._front.client.info.description
+        return self.info.description
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None) -> RequestStream:
         """Starts a request; a user's fault is raised here, before anything runs."""
@@ -332,6 +364,9 @@ class AsyncLLM:
         if output.finished:
             del self._streams[request_id]
         return output
+
+    def _is_finished(self, request_id: str) -> bool:
+        return self._front.outputs.is_finished(request_id)
 
     def _drop(self, request_id: str) -> None:
         """Nobody reads this request any more."""

@@ -39,10 +39,18 @@ class RequestMetrics:
 
     arrival_time: float = 0.0
     scheduled_ts: float | None = None
-    first_token_ts: float | None = None
-    last_token_ts: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    """One for each step that yielded tokens, whichever of the n samples they belong to."""
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+
+    @property
+    def first_token_ts(self) -> float | None:
+        return self.token_times[0] if self.token_times else None
+
+    @property
+    def last_token_ts(self) -> float | None:
+        return self.token_times[-1] if self.token_times else None
 
     @property
     def first_token_latency(self) -> float | None:

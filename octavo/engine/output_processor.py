@@ -160,9 +160,8 @@ class OutputProcessor:
         sample.token_ids += output.token_ids
         metrics = state.metrics
         metrics.num_generation_tokens += len(output.token_ids)
-        metrics.last_token_ts = now
-        if metrics.first_token_ts is None:
-            metrics.first_token_ts = now
+        if metrics.last_token_ts != now:
+            metrics.token_times.append(now)
         if output.scheduled_ts is not None and metrics.scheduled_ts is None:
             metrics.scheduled_ts = output.scheduled_ts
             state.num_cached_tokens = output.num_cached_tokens
