@@ -13,7 +13,7 @@ from octavo.engine.request import Request
 
 class Policy(Protocol):
     def admission_order(self, waiting: Mapping[str, Request]) -> Iterable[Request]:
-        """The waiting requests, those to start first in front."""
+        """The waiting requests, those to start first in front; read only as far as requests can start."""
         ...
 
     def victim(self, running: Sequence[Request]) -> Request:
@@ -25,7 +25,7 @@ class FirstComeFirstServed:
     """Waiting requests in their order (a preempted one stands in front); the youngest of the running gives way."""
 
     def admission_order(self, waiting: Mapping[str, Request]) -> Iterable[Request]:
-        return list(waiting.values())
+        return waiting.values()
 
     def victim(self, running: Sequence[Request]) -> Request:
         return running[-1]

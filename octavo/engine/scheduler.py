@@ -127,16 +127,19 @@ class Scheduler:
         draft.preempted = True
 
     def _start_waiting(self, draft: Draft) -> None:
+        admitted = []
         for request in self._policy.admission_order(self.waiting):
             if draft.budget == 0 or len(self.running) == self._max_num_seqs:
-                return
+                break
             parent = self._parent_of(request)
             if parent is not None and not self._can_fork(parent):
                 continue
-            admitted = self._start(request) if parent is None else self._fork(request, parent, draft)
-            if not admitted:
-                return
+            if not (self._start(request) if parent is None else self._fork(request, parent, draft)):
+                break
             self._admit(request, draft)
+            admitted.append(request.request_id)
+        for request_id in admitted:
+            del self.waiting[request_id]
 
     def _parent_of(self, request: Request) -> Request | None:
         """Whose blocks the request is to share; None where it has none, or that one ended or lost its blocks."""
@@ -177,8 +180,7 @@ class Scheduler:
         return True
 
     def _admit(self, request: Request, draft: Draft) -> None:
-        """From waiting to running, with a new row on the worker."""
-        del self.waiting[request.request_id]
+        """To the running, with a new row on the worker."""
         request.fork_of = None
         request.status = RequestStatus.RUNNING
         if request.scheduled_ts is None:

@@ -1,0 +1,61 @@
+"""Options: units, messages, and what is derived."""
+
+import pytest
+
+from octavo.config.derive import derive
+from octavo.config.engine_config import EngineConfig, option_fields
+from octavo.config.sizes import format_bytes, parse_bytes, parse_count
+from octavo.errors import ConfigError
+from octavo.wiring import flat_options
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("2147483648", 2**31), ("2GiB", 2**31), ("2G", 2**31), ("2GB", 2 * 10**9), ("1.5 MiB", 3 * 2**19), ("500kb", None), ("-1", None)],
+)
+def test_bytes(text, count):
+    if count is None:
+        with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes: got .* allowed is a number of bytes such as"):
+            parse_bytes(text, name="kv_cache_memory_bytes")
+    else:
+        assert parse_bytes(text, name="x") == count
+
+
+def test_counts():
+    assert [parse_count(text, name="x") for text in ("8192", "8k", "8K", "1m")] == [8192, 8000, 8192, 1_000_000]
+    assert [format_bytes(count) for count in (5, 2048, 3 * 2**20, 2**31)] == ["5 B", "2.0 KiB", "3.0 MiB", "2.0 GiB"]
+
+
+def test_flat_options_find_their_sections():
+    config = EngineConfig.from_options(model="m", max_num_seqs=3, kv_cache_memory_bytes="1MiB", threads=2, max_model_len="4k")
+    assert (config.model.model, config.scheduler.max_num_seqs, config.cache.kv_cache_memory_bytes) == ("m", 3, 2**20)
+    assert (config.backend.threads, config.model.max_model_len) == (2, 4000)
+    assert EngineConfig.from_options(**flat_options(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seqs": 3}, "unknown option 'max_seqs'"),
+        ({"dtype": "fp8"}, "dtype: got 'fp8', allowed is 'auto' or 'float32' or 'bfloat16'"),
+        ({"threads": 0}, "threads: got 0, allowed is a whole number of at least 1"),
+        ({"threads": "two"}, "threads: got 'two', allowed is a whole number of at least 1"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching: got 1, allowed is True or False"),
+        ({"model": None}, "model: got None, allowed is a text"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.from_options(**options)
+    assert message in str(error.value)
+
+
+def test_every_option_has_a_help_text():
+    assert all(entry.help for entry in option_fields().values())
+
+
+def test_derived_values_fill_gaps_only():
+    bare = derive(EngineConfig.from_options(model="m"), model_context_tokens=512, num_threads=3)
+    assert (bare.model.max_model_len, bare.backend.threads, bare.model.served_model_name) == (512, 3, "m")
+    given = EngineConfig.from_options(model="m", max_model_len=100, threads=1, served_model_name="name")
+    assert derive(given, model_context_tokens=512, num_threads=3) == given
