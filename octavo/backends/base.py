@@ -76,7 +76,9 @@ class SampleResult:
 
 @dataclass(slots=True)
 class StepBatch:
-    """One Program's inputs of one step, C-contiguous arrays all. `T` rows of `R` requests, laid end to end; `G` cache groups; `S` sampled rows.
+    """One Program's inputs of one step. `T` rows of `R` requests, laid end to end; `G` cache groups; `S` sampled rows.
+
+    All arrays are C-contiguous.
 
     A row whose slot is -1 in every group is padding: nobody reads what it computes, and it may hold NaN.
     """

@@ -21,8 +21,6 @@ from octavo.program.passes.fuse import fuse
 from octavo.program.program import CacheGroup, Program, Weight
 from octavo.quant.packed import Levels, PackedWeight
 
-KERNELS = Path(__file__).parent
-
 
 def native_module() -> Any:
     """The compiled extension, or BackendUnavailable with the command that builds it."""
@@ -60,7 +58,8 @@ class NativeBackend:
         supported = supported_levels()
         if level is not None and level not in supported:
             raise BackendUnavailable(f"instruction set level {level!r}: this machine runs {', '.join(supported)}")
-        self._device = native.Device(options.num_threads or 1, str(KERNELS), level or supported[-1])
+        kernels = Path(native.__file__).parent
+        self._device = native.Device(options.num_threads or 1, str(kernels), level or supported[-1])
         self._computes_fp32 = options.dtype == "float32"
 
     @property
