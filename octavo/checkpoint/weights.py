@@ -28,8 +28,8 @@ WIDE_TYPES: dict[str, np.dtype] = {"float32": np.dtype(np.float32), "bfloat16": 
 def packing_plan(program: Program, quantization: Quantization) -> dict[str, Quantization]:
     """Which weights are packed at load, and how: matrices of linears, experts and token embeddings.
 
-    Embeddings (and output layers tied to them) keep 8 bits: at 4 the whole model pays for them. Routers stay floats: a token that goes
-    to other experts is no rounding error. Norms, biases and position tables stay floats.
+    Embeddings (and output layers tied to them) keep 8 bits: at 4 they alone raise SmolLM2's perplexity by 6% (four windows of
+    Opticks). Routers stay floats: a token that goes to other experts is no rounding error. Norms, biases and position tables stay floats.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
     plan: dict[str, Quantization] = {}

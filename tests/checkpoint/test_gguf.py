@@ -5,15 +5,18 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.gguf import read_gguf
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.errors import SetupError, UnsupportedModel, WeightMismatch
+from octavo.models.registry import build_programs
 from octavo.program.program import Weight
 from tests.checkpoint.tiny_gguf import ARCHITECTURES, SHAPE, interleave, tiny_model, write_tiny_gguf
 
@@ -38,6 +41,16 @@ def test_tensors_are_the_models(tmp_path: Path, architecture: str) -> None:
         expected = expected.T if transposed else expected
         got = reader.load(Weight(name, expected.shape, transposed=transposed)).dequantize()
         np.testing.assert_allclose(got, expected, atol=1.2e-7 if architecture == "gemma3" and "norm" in name else 0, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_programs_find_every_weight(tmp_path: Path, architecture: str) -> None:
+    """The config of a GGUF header builds the family's Program, and each of its weights loads in its shape."""
+    checkpoint = open_checkpoint(write_tiny_gguf(tmp_path / "m.gguf", architecture, tiny_model(architecture), kind="Q8_0"))
+    program = build_programs(checkpoint.config)["decoder"]
+    for quantization in (None, "int8", "int4"):
+        reader = WeightReader(checkpoint, quantization=quantization, program=program)
+        assert all(reader.load(weight).shape == weight.shape for weight in program.weights)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
@@ -155,3 +168,23 @@ def test_directories(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightMismatch, match=r"neither config\.json"):
         open_checkpoint(tmp_path / "empty")
+
+
+@pytest.mark.model
+def test_the_default_models_tensors_bitwise() -> None:
+    """Against gguf-py, tensor by tensor, of every kind and of both row orders."""
+    path = resolve("smollm2")
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config["rope_theta"] == 100000.0 and checkpoint.config["tie_word_embeddings"] is True
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    cases = {
+        "model.embed_tokens.weight": ("token_embd.weight", 0),
+        "model.norm.weight": ("output_norm.weight", 0),
+        "model.layers.7.mlp.down_proj.weight": ("blk.7.ffn_down.weight", 0),
+        "model.layers.7.self_attn.q_proj.weight": ("blk.7.attn_q.weight", 9),
+        "model.layers.29.self_attn.k_proj.weight": ("blk.29.attn_k.weight", 3),
+    }
+    for name, (source, heads) in cases.items():
+        got = checkpoint.tensor(name).dequantize()
+        got = interleave(got, heads) if heads else got
+        assert got.tobytes() == gguf.quants.dequantize(stored[source].data, stored[source].tensor_type).tobytes()
