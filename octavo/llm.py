@@ -190,7 +190,7 @@ class RequestStream:
         try:
             await self._changed.wait()
         except asyncio.CancelledError:
-            await self.aclose()
+            self.abandon()
             raise
         self._changed.clear()
         if self._error is not None:
@@ -207,16 +207,22 @@ class RequestStream:
                 self._changed.clear()
                 await self._changed.wait()
         except asyncio.CancelledError:
-            await self.aclose()
+            self.abandon()
             raise
         self._changed.set()
         return await anext(self)
 
+    def abandon(self) -> bool:
+        """Aborts the request if it still runs, and says whether it did."""
+        if self._finished:
+            return False
+        self._finished = True
+        self._llm._drop(self.request_id)
+        return True
+
     async def aclose(self) -> None:
-        """Aborts the request if it still runs."""
-        if not self._finished:
-            self._finished = True
-            self._llm._drop(self.request_id)
+        """`abandon`, as async generators have it."""
+        self.abandon()
 
     def wake(self, error: OctavoError | None = None) -> None:
         """There is something new."""

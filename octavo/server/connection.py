@@ -1,0 +1,35 @@
+"""What happens when a client goes away while its answer is being made: the work for it is cancelled.
+
+Reads the ASGI connection only; knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+ResultT = TypeVar("ResultT")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The work's result, or ClientDisconnect with the work cancelled. The request's body must have been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.wait({task, gone})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

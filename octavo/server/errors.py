@@ -1,0 +1,70 @@
+"""One table: which error becomes which HTTP status and which OpenAI error type. Every route answers errors in this one form.
+
+Body: {"error": {"message", "type", "param", "code"}}, where code is the HTTP status. Source of the names: vLLM's.
+"""
+
+from __future__ import annotations
+
+import http
+import math
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from octavo import errors
+
+TABLE: tuple[tuple[type[Exception], int, str], ...] = (
+    (errors.Unauthorized, 401, "AuthenticationError"),
+    (errors.ModelNotFound, 404, "NotFoundError"),
+    (errors.Overloaded, 429, "RateLimitError"),
+    (errors.ClientError, 400, "BadRequestError"),
+    (errors.Unavailable, 503, "ServiceUnavailableError"),
+    (errors.ServerError, 500, "InternalServerError"),
+    (RequestValidationError, 422, "UnprocessableEntityError"),
+)
+"""The first row that fits counts."""
+
+TYPES_BY_STATUS = {404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestTooLargeError"}
+"""For what the HTTP framework itself refuses."""
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """What a client reads; an error that is none of ours says nothing of its inside."""
+    if isinstance(error, HTTPException):
+        kind = TYPES_BY_STATUS.get(error.status_code, http.HTTPStatus(error.status_code).phrase.replace(" ", "") + "Error")
+        return _body(error.detail, kind, error.status_code)
+    for known, status, kind in TABLE:
+        if isinstance(error, known):
+            return _body(_message(error), kind, status, getattr(error, "param", None))
+    return _body("Internal server error", "InternalServerError", 500)
+
+
+def error_response(error: Exception) -> Response:
+    body = error_body(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if isinstance(error, errors.Overloaded):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, errors.Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(msgspec.json.encode(body), body["error"]["code"], headers, "application/json")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def answer(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    for kind in (errors.OctavoError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, errors.OctavoError):
+        return f"{error.message} (hint: {error.hint})" if error.hint else error.message
+    return str(error)
+
+
+def _body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -1,0 +1,116 @@
+"""The engine's work behind one HTTP request: a stream for each prompt, together waited for, read or given up.
+
+Owns the streams and reports each finished one to the metrics. Knows no wire format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from octavo.errors import InvalidRequest, WorkerFailed
+from octavo.llm import AsyncLLM, RequestStream
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.server.metrics import ServerMetrics
+
+LONG_TEXT_CHARACTERS = 20_000
+"""Longer texts are tokenized in a thread: at 1 to 2 MB/s this many would hold up everyone's streams for some 10 ms."""
+
+Prompt = str | list[int]
+
+
+class Generation:
+    """Started when made: a client's fault is raised then, and nothing runs."""
+
+    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics, prompts: Sequence[dict[str, Any]], params: SamplingParams, name: str) -> None:
+        self._params = params
+        self._metrics = metrics
+        self._streams: list[RequestStream] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                self._streams.append(llm.submit(prompt, params, f"{name}-{index}"))
+        except BaseException:
+            self._give_up()
+            raise
+
+    async def results(self) -> list[RequestOutput]:
+        """The final outputs, in the order of the prompts. Cancelling it aborts them."""
+        try:
+            return [self._checked(await stream.final()) for stream in self._streams]
+        finally:
+            self._give_up()
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(prompt, all of its answer so far) whenever there is more. Closing it aborts what still runs."""
+        try:
+            if len(self._streams) == 1:
+                async for output in self._streams[0]:
+                    yield 0, self._checked(output)
+                return
+            async for index, output in _merged(self._streams):
+                yield index, self._checked(output)
+        finally:
+            self._give_up()
+
+    def _checked(self, output: RequestOutput) -> RequestOutput:
+        if output.finished:
+            self._metrics.observe(output, self._params)
+            if output.error is not None:
+                raise WorkerFailed(output.error)
+        return output
+
+    def _give_up(self) -> None:
+        """Aborts what has not finished; the others take no notice."""
+        for stream in self._streams:
+            if stream.abandon():
+                self._metrics.count_abort()
+
+
+async def prompt_of(llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True, cache_salt: str | None = None) -> dict[str, Any]:
+    """A text or token ids as the engine takes them; long texts are tokenized where they hold up nobody."""
+    if not isinstance(prompt, str):
+        return {"prompt_token_ids": prompt, "cache_salt": cache_salt}
+    if add_special_tokens and len(prompt) <= LONG_TEXT_CHARACTERS:
+        return {"prompt": prompt, "cache_salt": cache_salt}
+    tokenizer = llm.get_tokenizer()
+    token_ids = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special_tokens, allow_special_text=True)
+    return {"prompt_token_ids": token_ids, "cache_salt": cache_salt}
+
+
+async def chat_prompt_of(llm: AsyncLLM, messages: list[dict[str, Any]], *, cache_salt: str | None, **variables: Any) -> dict[str, Any]:
+    """A conversation, through the model's template."""
+    if sum(len(message["content"] or "") for message in messages) > LONG_TEXT_CHARACTERS:
+        prompt = await asyncio.to_thread(llm.chat_prompt, messages, **variables)
+    else:
+        prompt = llm.chat_prompt(messages, **variables)
+    return prompt | {"cache_salt": cache_salt}
+
+
+def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    """One prompt or several, as the completions API mixes them in one field."""
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise InvalidRequest("prompt: got an empty list, needed is at least one prompt", param="prompt")
+    if all(isinstance(item, int) for item in value):
+        return [value]  # type: ignore[list-item]
+    return list(value)  # type: ignore[arg-type]
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several streams as they come; each is asked for its next one only after the last was taken."""
+    pending = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = pending.pop(task)
+                output = task.result()
+                if not output.finished:
+                    pending[asyncio.ensure_future(anext(streams[index]))] = index
+                yield index, output
+    finally:
+        for task in pending:
+            task.cancel()

@@ -1,0 +1,94 @@
+"""What completions and chat have in common: an answer's name, its stream of chunks, its usage.
+
+A subclass says how a choice looks in its route.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.ports import Tokenizer
+from octavo.sampling_params import SamplingParams
+from octavo.server.generation import Generation
+from octavo.server.openai.deltas import Cursor, Delta
+from octavo.server.openai.logprobs import TokenNames
+from octavo.server.openai.protocol import PromptTokensDetails, SamplingBody, StreamOptions, Usage
+
+
+class Answer(ABC):
+    """One response, whole or as a stream."""
+
+    prefix: str
+
+    def __init__(self, body: SamplingBody, params: SamplingParams, model: str, tokenizer: Tokenizer | None) -> None:
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.model = model
+        self.params = params
+        self.options = body.stream_options or StreamOptions()
+        self.returns_token_ids = body.return_token_ids
+        self.names = TokenNames(tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._every_token = body.return_token_ids or params.logprobs is not None
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> Any:
+        """The response that is no stream."""
+
+    @abstractmethod
+    def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[Any]:
+        """A delta as the choice `index` of a chunk, or of several."""
+
+    @abstractmethod
+    def chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> Any:
+        """One event of a stream."""
+
+    def choice_index(self, prompt_index: int, sample_index: int) -> int:
+        return prompt_index * self.params.n + sample_index
+
+    async def events(self, generation: Generation) -> AsyncGenerator[list[Any], None]:
+        """Chunks as the answer grows."""
+        cursors: dict[int, Cursor] = {}
+        latest: dict[int, RequestOutput] = {}
+        async with aclosing(generation.outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                latest[prompt_index] = output
+                choices = self._new_choices(prompt_index, output, cursors)
+                if choices:
+                    usage = self._running_usage(latest.values())
+                    yield [self.chunk([choice], usage) for choice in choices]
+        if self.options.include_usage:
+            yield [self.chunk([], usage_of(latest.values()))]
+
+    def _new_choices(self, prompt_index: int, output: RequestOutput, cursors: dict[int, Cursor]) -> list[Any]:
+        choices = []
+        for sample in output.outputs:
+            index = self.choice_index(prompt_index, sample.index)
+            delta = cursors.setdefault(index, Cursor()).advance(sample, every_token=self._every_token)
+            if delta is not None:
+                choices += self.additions(index, delta, output)
+        return choices
+
+    def _running_usage(self, outputs: Collection[RequestOutput]) -> Usage | msgspec.UnsetType | None:
+        if not self.options.include_usage:
+            return msgspec.UNSET
+        return usage_of(outputs) if self.options.continuous_usage_stats else None
+
+
+def whole_of(sample: CompletionOutput) -> Delta:
+    """All of a sample at once."""
+    return Delta(sample.text, 0, sample.token_ids, sample.logprobs, sample.finish_reason, sample.stop_reason)
+
+
+def usage_of(outputs: Collection[RequestOutput]) -> Usage:
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_new = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return Usage(num_prompt, num_new, num_prompt + num_new, PromptTokensDetails(num_cached))

@@ -1,0 +1,93 @@
+"""The engine's logprobs in the two forms that OpenAI gives them: completions' parallel lists, chat's list of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.outputs import Logprob
+from octavo.ports import Tokenizer
+from octavo.server.openai.protocol import ChatLogprob, ChatLogprobs, CompletionLogprobs, TokenLogprob
+
+Steps = Sequence[dict[int, Logprob] | None]
+"""Per token: its own logprob first, then the alternatives'."""
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON has not."""
+
+
+class TokenNames:
+    """How tokens are called in answers. `as_ids`: "token_id:17", which is unambiguous."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
+
+    def text(self, token_id: int) -> str:
+        if self._as_ids or self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
+
+    def unique_text(self, token_id: int) -> str:
+        """Never the same for two tokens that are parts of characters: "bytes:\\xe2\\x82"."""
+        text = self.text(token_id)
+        if "\ufffd" not in text or self._tokenizer is None:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._tokenizer.token_bytes(token_id))
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
+
+
+def completion_logprobs(token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames, offset: int) -> CompletionLogprobs:
+    """`offset`: where in the text the first token begins. A step is None where nothing precedes the token."""
+    made = CompletionLogprobs([], [], [], [])
+    for token_id, step in zip(token_ids, steps, strict=True):
+        text = names.unique_text(token_id)
+        made.text_offset.append(offset)
+        made.tokens.append(text)
+        made.token_logprobs.append(None if step is None else _finite(step[token_id].logprob))
+        made.top_logprobs.append(
+            None if step is None else {names.unique_text(other): _finite(entry.logprob) for other, entry in _top(step, token_id, num_top)}
+        )
+        offset += len(names.text(token_id))
+    return made
+
+
+def chat_logprobs(token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames) -> ChatLogprobs:
+    content = []
+    for token_id, step in zip(token_ids, steps, strict=True):
+        assert step is not None, "generated tokens always have one"
+        top = [_token(other, entry, names) for other, entry in _ranked(step)[:num_top]]
+        own = _token(token_id, step[token_id], names)
+        content.append(ChatLogprob(own.token, own.logprob, own.bytes, top))
+    return ChatLogprobs(content)
+
+
+def plain_logprobs(steps: Steps | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's form of prompt_logprobs."""
+    if steps is None:
+        return None
+    return [None if step is None else {str(token_id): _plain(entry) for token_id, entry in step.items()} for step in steps]
+
+
+def _plain(entry: Logprob) -> dict[str, Any]:
+    return {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+
+
+def _top(step: dict[int, Logprob], token_id: int, num_top: int) -> list[tuple[int, Logprob]]:
+    """The best ones, and the token itself where it is not among them."""
+    best = _ranked(step)[:num_top]
+    return best if any(other == token_id for other, _ in best) else [*best, (token_id, step[token_id])]
+
+
+def _ranked(step: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+    return sorted(step.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
+
+
+def _token(token_id: int, entry: Logprob, names: TokenNames) -> TokenLogprob:
+    return TokenLogprob(names.text(token_id), _finite(entry.logprob), names.bytes(token_id))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, FLOOR)

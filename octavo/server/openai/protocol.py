@@ -1,0 +1,200 @@
+"""What the OpenAI routes take (pydantic) and give (msgspec structs, for they are made for every token).
+
+Names are OpenAI's, and vLLM's where OpenAI has none. Knows nothing of the engine but SamplingParams' names.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from octavo.server.body import Body
+
+Text = Annotated[str | list[str] | None, Field(description="a text or a list of texts")]
+TokenIds = Annotated[list[int] | None, Field(description="a list of token ids")]
+Number = Annotated[float | None, Field(description="a number")]
+Whole = Annotated[int | None, Field(description="a whole number")]
+Flag = Annotated[bool, Field(description="true or false")]
+
+SAMPLING_FIELDS = (
+    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+    *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words"),
+)
+"""Those that go to SamplingParams as they are."""
+
+
+class StreamOptions(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(Body):
+    """What all ways of asking for text have in common. None: not given."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset(
+        {"audio", "echo", "function_call", "functions", "length_penalty", "modalities", "parallel_tool_calls", "prediction", "priority"}
+        | {"reasoning_effort", "store", "structured_outputs", "truncate_prompt_tokens", "use_beam_search", "web_search_options"}
+    )
+
+    model: Annotated[str | None, Field(description="the name of a model")] = None
+    n: Whole = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    repetition_penalty: Number = None
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Whole = None
+    min_p: Number = None
+    seed: Whole = None
+    stop: Text = None
+    stop_token_ids: TokenIds = None
+    ignore_eos: bool | None = None
+    max_tokens: Whole = None
+    min_tokens: Whole = None
+    prompt_logprobs: Whole = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Annotated[dict[str, float] | None, Field(description="an object of token ids and numbers")] = None
+    allowed_token_ids: TokenIds = None
+    bad_words: Annotated[list[str] | None, Field(description="a list of texts")] = None
+    cache_salt: Annotated[str | None, Field(description="a text")] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: Flag = False
+    return_tokens_as_token_ids: Flag = False
+    user: Annotated[str | None, Field(description="a text; it has no effect")] = None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions"""
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], Field(description="a text, token ids, or a list of either")]
+    echo: Flag = False
+    logprobs: Annotated[int | None, Field(description="a whole number: how many alternatives for each token")] = None
+    best_of: Whole = None
+    suffix: Annotated[str | None, Field(description="null; this server does not insert text")] = None
+    add_special_tokens: Flag = True
+
+
+class TextPart(BaseModel):
+    model_config = Body.model_config
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One of a conversation; what a model's template may know besides is refused by name."""
+
+    model_config = Body.model_config
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions"""
+
+    messages: list[Message]
+    max_completion_tokens: Whole = None
+    logprobs: bool | None = None
+    top_logprobs: Whole = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: Flag = True
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object of the template's variables")] = None
+
+
+# -- what goes out ----------------------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    """Whole, or what a stream adds."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: str = "text_completion"
+
+
+class ChatMessage(msgspec.Struct):
+    """The answer, or as a stream's delta what is new of it."""
+
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+    refusal: msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    message: ChatMessage | msgspec.UnsetType = msgspec.UNSET
+    delta: ChatMessage | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    object: str
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET

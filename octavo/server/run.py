@@ -1,0 +1,150 @@
+"""`octavo serve`: takes the port, loads the model behind it, serves until told to stop.
+
+The port is taken first, so that a full one is known before a model is loaded. While the model loads, and while the server drains,
+requests are answered with 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from octavo.errors import ConfigError
+from octavo.llm import AsyncLLM
+from octavo.server.app import create_app
+from octavo.server.service import EngineSlot
+from octavo.server.settings import ServerSettings
+
+BACKLOG = 2048
+
+
+def serve(options: dict[str, Any], settings: ServerSettings) -> None:
+    """Returns when told to stop (SIGTERM, SIGINT). `options` are the engine's; what keeps it from starting is raised."""
+    listener = take_port(settings.host, settings.port)
+    if settings.is_open_to_all:
+        _say(f"warning: {settings.host} can be reached from other machines and no --api-key is set: anyone may use this server")
+    slot = EngineSlot()
+    loader = Loader(slot, options, when_ready=lambda llm: _say(_greeting(llm, settings, listener.getsockname()[1])))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        loader.start(asyncio.get_running_loop(), when_failed=server.stop)
+        yield
+        await asyncio.to_thread(slot.close)
+
+    app = create_app(slot, settings, lifespan=lifespan)
+    server = Server(uvicorn.Config(app, log_level="warning", access_log=settings.access_log, lifespan="on"), slot, settings)
+    server.run(sockets=[listener])
+    if loader.failure is not None:
+        raise loader.failure
+
+
+class Loader:
+    """Builds the engine in a thread of its own, which does not outlive the process."""
+
+    def __init__(self, slot: EngineSlot, options: dict[str, Any], *, when_ready: Callable[[AsyncLLM], None]) -> None:
+        self.failure: Exception | None = None
+        self._slot = slot
+        self._options = options
+        self._when_ready = when_ready
+
+    def start(self, loop: asyncio.AbstractEventLoop, *, when_failed: Callable[[], None]) -> None:
+        threading.Thread(target=self._load, args=(loop, when_failed), name="octavo-loader", daemon=True).start()
+
+    def _load(self, loop: asyncio.AbstractEventLoop, when_failed: Callable[[], None]) -> None:
+        try:
+            llm = AsyncLLM.from_options(report=self._report, **self._options)
+        except Exception as error:
+            self.failure = error
+            _call(loop, when_failed)
+        else:
+            _call(loop, lambda: self._put(llm))
+
+    def _put(self, llm: AsyncLLM) -> None:
+        self._slot.fill(llm)
+        self._when_ready(llm)
+
+    def _report(self, text: str) -> None:
+        _say(text)
+        self._slot.report(text)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which drains on a signal and then ends without one, so that the exit code is 0."""
+
+    def __init__(self, config: uvicorn.Config, slot: EngineSlot, settings: ServerSettings) -> None:
+        super().__init__(config)
+        self._slot = slot
+        self._timeout_s = settings.shutdown_timeout_s
+
+    def stop(self) -> None:
+        self._slot.drain()
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second Ctrl-C waits for nothing."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.stop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What still runs when the time is up gets an error as its end."""
+        closing = asyncio.create_task(self._close_late())
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    async def _close_late(self) -> None:
+        await asyncio.sleep(self._timeout_s)
+        await asyncio.to_thread(self._slot.close)
+
+
+def take_port(host: str, port: int) -> socket.socket:
+    """A bound socket; ConfigError where the port is taken or the address is not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}", hint="choose another with --port or --host"
+        ) from error
+    return listener
+
+
+def _greeting(llm: AsyncLLM, settings: ServerSettings, port: int) -> str:
+    """A line to try, for a shell."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
+    url = f"http://{host}:{port}"
+    model = llm.config.model.served_model_name or llm.config.model.model
+    path, body = (
+        "/v1/chat/completions",
+        f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}',
+    )
+    if llm.config.model.skip_tokenizer_init:
+        path, body = "/v1/completions", f'{{"model": "{model}", "prompt": [1, 2, 3]}}'
+    key = " -H 'Authorization: Bearer '$OCTAVO_API_KEY" if settings.api_key else ""
+    return f"serving {model} on {url}\ntry: curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """In the loop's thread, unless it has ended."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
