@@ -100,8 +100,8 @@ struct LinearStage : Stage {
         own.values = memory;
         memory += (kFewRows * own.stride * element + 63) / 64 * 64;
         own.scales = (float*)memory;
-        own.sums = (int32_t*)(own.scales + (size_t)kFewRows * own.num_groups);
-        own.scaled_sums = (float*)(own.sums + (size_t)kFewRows * own.num_groups * 2);
+        own.sums = (int32_t*)(own.scales + (size_t)kTile * own.num_groups);
+        own.scaled_sums = (float*)(own.sums + (size_t)kTile * own.num_groups * 2);
         if (thread.prepared_stage != stage) {
             for (int row = 0; row < rows; row++) view.executor.kernels().prepare_row(view.at(spec.x, row), spec.x.width, spec.norm, own, row);
             thread.prepared_stage = stage;
@@ -286,7 +286,7 @@ const float* Executor::keep(std::vector<float> values) {
 void Executor::finish(int64_t token_floats, int64_t sample_floats) {
     tokens_ = std::make_unique<Memory>((size_t)token_floats * max_tokens_ * sizeof(float));
     samples_ = std::make_unique<Memory>((size_t)sample_floats * kSampleChunk * sizeof(float));
-    const size_t rows = std::max(max_tokens_, kSampleChunk);
+    const size_t rows = (size_t)(std::max(max_tokens_, kSampleChunk) + kTile - 1) / kTile * kTile;
     prepared_values_ = std::make_unique<Memory>(rows * row_bytes_);
     prepared_scales_ = std::make_unique<Memory>(rows * groups_ * sizeof(float));
     prepared_sums_ = std::make_unique<Memory>(rows * groups_ * 2 * sizeof(int32_t));
@@ -312,7 +312,7 @@ void Executor::size_thread_states() {
         thread.acc.resize((size_t)kRowBlock * kTile);
         thread.up.resize((size_t)kRowBlock * kTile);
         thread.product = std::make_unique<Memory>(product_scratch_);
-        thread.rows = std::make_unique<Memory>(kFewRows * (row_bytes_ + groups_ * 16) + 128);
+        thread.rows = std::make_unique<Memory>(kFewRows * row_bytes_ + kTile * groups_ * 16 + 128);
         thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));
     }
 }

@@ -3,7 +3,7 @@
 // One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g of 32 inputs,
 // in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where isum is the exact int32 sum of
 // (code - zero_point) * q and sum that of q. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
-// `M` rows share each weight that is loaded.
+// `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
 #pragma once
 #include "simd.h"
 #include "table.h"
@@ -40,11 +40,11 @@ void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
     const int groups = w.num_groups;
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
-    const float* d = x.scales + row * groups;
-    const int32_t* sums = x.sums + row * groups * 2;
     vf acc[M] = {};
     for (int g = 0; g < groups; g++, tile += kStep) {
         if (M <= 2) prefetch_ahead<kStep>(tile);
+        const float* d = x.scales + x.at(row, g);
+        const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         vi low[4], high[4];
         for (int v = 0; v < 4; v++) {
             const vi both = load_i(tile + 64 * v);
@@ -53,15 +53,13 @@ void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
         }
         const vf scale = load_scale<S>(tile + kCodes);
         for (int m = 0; m < M; m++) {
-            const int32_t sum = sums[(m * groups + g) * 2] + sums[(m * groups + g) * 2 + 1];
-            const float dm = d[m * groups + g];
-            vi a = splat_i(-w.zero_point * sum), b = {};
+            vi a = splat_i(-w.zero_point * (first[m] + second[m])), b = {};
             for (int v = 0; v < 4; v++) {
                 a = dot4_nibbles(a, low[v], broadcast4(q[m] + 32 * g + 8 * v));
                 b = dot4_nibbles(b, high[v], broadcast4(q[m] + 32 * g + 8 * v + 4));
             }
-            acc[m] = fma(to_float(a + high_sum(b)), scale * dm, acc[m]);
-            if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(x.scaled_sums[(row + m) * groups + g]), acc[m]);
+            acc[m] = fma(to_float(a + high_sum(b)), scale * d[m], acc[m]);
+            if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
         }
     }
     for (int m = 0; m < M; m++) store(acc_out + 16 * m, acc[m]);
@@ -77,27 +75,25 @@ void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
     const int groups = w.num_groups;
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
-    const float* d = x.scales + row * groups;
-    const int32_t* sums = x.sums + row * groups * 2;
     vf acc[M] = {};
     for (int g = 0; g < groups; g++, tile += kStep) {
         if (M <= 2) prefetch_ahead<kStep>(tile);
+        const float* d = x.scales + x.at(row, g);
+        const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         for (int part = 0; part < kParts; part++) {
             vi codes[kVectors];
             for (int v = 0; v < kVectors; v++) codes[v] = load_i(tile + 64 * (part * kVectors + v));
             const vf scale = load_scale<S>(tile + kCodes + part * scale_bytes<S>());
             for (int m = 0; m < M; m++) {
-                const int32_t* pair = sums + (m * groups + g) * 2;
-                const int32_t sum = kHalves ? pair[part] : pair[0] + pair[1];
-                const float dm = d[m * groups + g];
+                const int32_t sum = kHalves ? (part ? second : first)[m] : first[m] + second[m];
                 const int8_t* at = q[m] + 32 * g + 16 * part;
                 vi a = splat_i(-w.zero_point * sum), b = {};
                 for (int v = 0; v < kVectors; v += 2) {
                     a = dot4(a, codes[v], broadcast4(at + 4 * v));
                     b = dot4(b, codes[v + 1], broadcast4(at + 4 * v + 4));
                 }
-                acc[m] = fma(to_float(a + b), scale * dm, acc[m]);
-                if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + kScales), splat(x.scaled_sums[(row + m) * groups + g]), acc[m]);
+                acc[m] = fma(to_float(a + b), scale * d[m], acc[m]);
+                if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + kScales), splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
             }
         }
     }

@@ -60,12 +60,12 @@ template <int R, ScaleType S, bool kMin>
 OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row, int g, const int32_t* sums, vf (&acc)[R]) {
     const vf scale = load_scale<S>(scales);
     const vf least = kMin ? load_scale<S>(scales + scale_bytes<S>()) : vf{};
-    const float* d = x.scales + row * x.num_groups + g;
-    const float* sum = x.scaled_sums + row * x.num_groups + g;
+    const float* d = x.scales + x.at(row, g);
+    const float* sum = x.scaled_sums + x.at(row, g);
 #pragma GCC unroll 16
     for (int m = 0; m < R; m++) {
-        acc[m] = fma(to_float(load_i(sums + m * 16)), scale * d[(int64_t)m * x.num_groups], acc[m]);
-        if (kMin) acc[m] = fma(least, splat(sum[(int64_t)m * x.num_groups]), acc[m]);
+        acc[m] = fma(to_float(load_i(sums + m * 16)), scale * d[m], acc[m]);
+        if (kMin) acc[m] = fma(least, splat(sum[m]), acc[m]);
     }
 }
 

@@ -73,9 +73,6 @@ OCTAVO_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 void prepare_int8(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
     const Normalizer normal(x, k, norm);
     int8_t* q = (int8_t*)rows.values + index * rows.stride;
-    float* scales = rows.scales + index * rows.num_groups;
-    int32_t* sums = rows.sums + index * rows.num_groups * 2;
-    float* scaled_sums = rows.scaled_sums + index * rows.num_groups;
     for (int g = 0; g < rows.num_groups; g++) {
         vf half[2];
         for (int h = 0; h < 2; h++) {
@@ -86,14 +83,17 @@ void prepare_int8(const float* x, int k, const Norm& norm, const Rows& rows, int
         const float check = sum_lanes((half[0] + half[1]) * 0.0f);  // 0, or NaN where a value is not finite
         const float d = largest / 127.0f;
         const float inverse = largest > 0 && check == 0 ? 127.0f / largest : 0.0f;
-        scales[g] = d + check;
+        int32_t sum = 0;
         for (int h = 0; h < 2; h++) {
             const vf scaled = half[h] * inverse;
             const vf safe = check == 0 ? scaled : vf{};
             store_int8(q + g * kGroup + h * kLanes, safe);
-            sums[2 * g + h] = sum_lanes_i(round_to_int(safe));
+            const int32_t half_sum = sum_lanes_i(round_to_int(safe));
+            rows.sums[rows.half_at(index, g, h)] = half_sum;
+            sum += half_sum;
         }
-        scaled_sums[g] = d * (float)(sums[2 * g] + sums[2 * g + 1]);
+        rows.scales[rows.at(index, g)] = d + check;
+        rows.scaled_sums[rows.at(index, g)] = d * (float)sum;
     }
 }
 

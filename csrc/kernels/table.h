@@ -43,9 +43,10 @@ struct Tiles {
 
 enum class RowType : int32_t { int8, bf16, fp32 };
 
-// Rows as a product reads them. int8: q [rows][stride] with d = absmax / 127 per group of 32 in scales [rows][groups], the sums of
-// each half group in sums [rows][groups][2], and d times the whole group's in scaled_sums [rows][groups]. bf16, fp32: values [rows][stride].
-// Strides count elements.
+// Rows as a product reads them. int8: q [rows][stride], and per group of 32 inputs d = absmax / 127 (`scales`), the sums of the
+// group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`). These three lie in blocks of 16 rows, so that a
+// kernel finds the numbers of its rows side by side: [rows / 16][groups][16] (sums: [rows / 16][groups][2][16]).
+// bf16, fp32: values [rows][stride]. Strides count elements.
 struct Rows {
     RowType type;
     void* values;
@@ -54,6 +55,9 @@ struct Rows {
     int32_t* sums;
     float* scaled_sums;
     int32_t num_groups;
+
+    size_t at(int64_t row, int g) const { return ((size_t)(row / kTile) * num_groups + g) * kTile + row % kTile; }
+    size_t half_at(int64_t row, int g, int half) const { return (((size_t)(row / kTile) * num_groups + g) * 2 + half) * kTile + row % kTile; }
 };
 
 struct Norm {
