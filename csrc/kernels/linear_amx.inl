@@ -164,6 +164,7 @@ void bf16_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num
         }
         _tile_zero(0);
         for (int g = 0; g < w.num_groups; g++) {
+            prefetch_ahead<1024>(data + (size_t)g * 1024);
             _tile_loadd(6, data + (size_t)g * 1024, 64);
             _tile_loadd(4, values + g * kGroup, x.stride * 2);
             _tile_dpbf16ps(0, 4, 6);
