@@ -78,7 +78,7 @@ class EngineConfig:
                 raise _unknown(name, list(known))
         parts = {}
         for section in fields(EngineConfig):
-            given = {name: _convert(known[name].entry, options[name]) for name in options if known[name].section == section.name}
+            given = {name: convert(known[name], options[name]) for name in options if known[name].section == section.name}
             parts[section.name] = replace(_default(section), **given)
         return EngineConfig(**parts)
 
@@ -101,15 +101,27 @@ class OptionField:
         inner = [part for part in get_args(self.type) if part is not type(None)] if get_origin(self.type) is not Literal else [self.type]
         return next((get_args(part) for part in inner if get_origin(part) is Literal), ())
 
+    @property
+    def is_list(self) -> bool:
+        """Any number of texts."""
+        return get_origin(self.type) is tuple
+
+    @property
+    def is_number(self) -> bool:
+        return int in (get_args(self.type) or (self.type,))
+
+
+def options_of(kind: type, section: str = "") -> dict[str, OptionField]:
+    """The options that are a dataclass's fields, by name."""
+    hints = get_type_hints(kind)
+    return {entry.name: OptionField(section, entry, hints[entry.name]) for entry in fields(kind)}
+
 
 def option_fields() -> dict[str, OptionField]:
     """Every option by its flat name, in order."""
-    found = {}
+    found: dict[str, OptionField] = {}
     for section in fields(EngineConfig):
-        kind = type(_default(section))
-        hints = get_type_hints(kind)
-        for entry in fields(kind):
-            found[entry.name] = OptionField(section.name, entry, hints[entry.name])
+        found |= options_of(type(_default(section)), section.name)
     return found
 
 
@@ -124,23 +136,29 @@ def _unknown(name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"unknown option {name!r}", hint=hint)
 
 
-def _convert(entry: Field[Any], value: Any) -> Any:
-    """The value in the field's own type, or ConfigError."""
-    spec = option_fields()[entry.name]
+def convert(spec: OptionField, value: Any) -> Any:
+    """The value in the option's own type, or ConfigError. Texts stand for numbers, as a shell has them."""
+    name, unit = spec.entry.name, spec.entry.metadata["unit"]
     if value is None:
-        if entry.default is None:
+        if spec.entry.default is None:
             return None
-        raise ConfigError(f"{entry.name}: got None, allowed is {_allowed(spec)}")
-    if isinstance(value, str) and entry.metadata["unit"]:
-        value = (parse_bytes if entry.metadata["unit"] == "bytes" else parse_count)(value, name=entry.name)
+        raise ConfigError(f"{name}: got None, allowed is {_allowed(spec)}")
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(value, str) and unit:
+        value = (parse_bytes if unit == "bytes" else parse_count)(value, name=name)
+    elif isinstance(value, str) and spec.is_number and value.strip().isdecimal():
+        value = int(value)
     if not _fits(spec, value):
-        raise ConfigError(f"{entry.name}: got {value!r}, allowed is {_allowed(spec)}")
+        raise ConfigError(f"{name}: got {value!r}, allowed is {_allowed(spec)}")
     return value
 
 
 def _fits(spec: OptionField, value: Any) -> bool:
     if spec.choices:
         return value in spec.choices
+    if spec.is_list:
+        return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
     kinds = get_args(spec.type) or (spec.type,)
     low = spec.entry.metadata["low"]
     return any(type(value) is kind for kind in kinds) and (low is None or value >= low)

@@ -78,21 +78,23 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
     """The first fault, by field. A field with a description says there what is allowed."""
-    first = error.errors(include_url=False)[0]
+    faults = error.errors(include_url=False)
+    first = faults[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
     if not first["loc"]:
         return InvalidRequest("the body is not a JSON object")
-    field = kind.model_fields.get(str(first["loc"][0]))
-    allowed = field.description if field is not None else None
-    if allowed is not None:
-        param, got = str(first["loc"][0]), first["input"] if len(first["loc"]) == 1 else None
-    else:
-        param, got, allowed = _path(first["loc"]), first["input"], _lower(first["msg"])
+    param = _path(first["loc"])
     if first["type"] == "missing":
         return InvalidRequest(f"{param}: needed, and not given", param=param)
-    said = f"{param}: " if got is None else f"{param}: got {_short(got)}, "
-    return InvalidRequest(f"{said}allowed is {allowed}" if allowed != _lower(first["msg"]) else f"{said}{allowed}", param=param)
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"{param}: no such field", param=param)
+    field = kind.model_fields.get(str(first["loc"][0]))
+    if field is None or field.description is None:
+        return InvalidRequest(f"{param}: got {_short(first['input'])}, {first['msg'][:1].lower()}{first['msg'][1:]}", param=param)
+    nearest = min((fault for fault in faults if fault["loc"][0] == first["loc"][0]), key=lambda fault: len(fault["loc"]))
+    param = str(first["loc"][0])
+    return InvalidRequest(f"{param}: got {_short(nearest['input'])}, allowed is {field.description}", param=param)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -106,7 +108,3 @@ def _path(location: tuple[int | str, ...]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]

@@ -108,7 +108,7 @@ async def generate(
     params = _params(body, llm)
     service.jobs.make_room()
     prompt = await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
-    request_id = f"job-{secrets.token_hex(12)}"
+    request_id = body.request_id or f"job-{secrets.token_hex(12)}"
     job = service.jobs.start(Generation(llm, service.metrics, [prompt], params, request_id), request_id)
     return {"request_id": job.request_id, "state": job.state}
 

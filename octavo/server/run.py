@@ -29,9 +29,12 @@ from octavo.server.settings import ServerSettings
 
 BACKLOG = 2048
 
+Options = Callable[[], dict[str, Any]]
+"""Gives the engine's options; may take its time to fetch a model."""
 
-def serve(options: dict[str, Any], settings: ServerSettings) -> None:
-    """Returns when told to stop (SIGTERM, SIGINT). `options` are the engine's; what keeps it from starting is raised."""
+
+def serve(options: Options, settings: ServerSettings) -> None:
+    """Returns when told to stop (SIGTERM, SIGINT). What keeps the engine from starting is raised."""
     listener = take_port(settings.host, settings.port)
     if settings.is_open_to_all:
         _say(f"warning: {settings.host} can be reached from other machines and no --api-key is set: anyone may use this server")
@@ -54,7 +57,7 @@ def serve(options: dict[str, Any], settings: ServerSettings) -> None:
 class Loader:
     """Builds the engine in a thread of its own, which does not outlive the process."""
 
-    def __init__(self, slot: EngineSlot, options: dict[str, Any], *, when_ready: Callable[[AsyncLLM], None]) -> None:
+    def __init__(self, slot: EngineSlot, options: Options, *, when_ready: Callable[[AsyncLLM], None]) -> None:
         self.failure: Exception | None = None
         self._slot = slot
         self._options = options
@@ -65,7 +68,7 @@ class Loader:
 
     def _load(self, loop: asyncio.AbstractEventLoop, when_failed: Callable[[], None]) -> None:
         try:
-            llm = AsyncLLM.from_options(report=self._report, **self._options)
+            llm = AsyncLLM.from_options(report=self._report, **self._options())
         except Exception as error:
             self.failure = error
             _call(loop, when_failed)
@@ -127,17 +130,17 @@ def take_port(host: str, port: int) -> socket.socket:
 
 def _greeting(llm: AsyncLLM, settings: ServerSettings, port: int) -> str:
     """A line to try, for a shell."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
-    url = f"http://{host}:{port}"
-    model = llm.config.model.served_model_name or llm.config.model.model
-    path, body = (
-        "/v1/chat/completions",
-        f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}',
-    )
-    if llm.config.model.skip_tokenizer_init:
-        path, body = "/v1/completions", f'{{"model": "{model}", "prompt": [1, 2, 3]}}'
-    key = " -H 'Authorization: Bearer '$OCTAVO_API_KEY" if settings.api_key else ""
-    return f"serving {model} on {url}\ntry: curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    options = llm.config.model
+    model = options.served_model_name or options.model
+    body: dict[str, Any] = {"prompt": [1, 2, 3]}
+    path = "/v1/completions"
+    if not options.skip_tokenizer_init:
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.api_key else ""
+    curl = f"curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps({'model': model, **body}))}"
+    return f"serving {model} on {url}\ntry: {curl}"
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

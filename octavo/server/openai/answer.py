@@ -29,7 +29,7 @@ class Answer(ABC):
     prefix: str
 
     def __init__(self, body: SamplingBody, params: SamplingParams, model: str, tokenizer: Tokenizer | None) -> None:
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.id = f"{self.prefix}-{body.request_id or secrets.token_hex(12)}"
         self.created = int(time.time())
         self.model = model
         self.params = params

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
+from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
@@ -52,31 +53,30 @@ class ChatAnswer(Answer):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
-        made = ChatCompletion(self.id, self.created, self.model, [], "chat.completion", usage_of(outputs))
+        made = ChatCompletion(self.id, "chat.completion", self.created, self.model, [], usage_of(outputs))
         for sample in output.outputs:
-            choice = self._choice(sample.index, whole_of(sample))
-            choice.message = ChatMessage(ROLE, sample.text, None)
-            made.choices.append(choice)
+            made.choices.append(self._choice(sample.index, whole_of(sample), message=ChatMessage(ROLE, sample.text, None)))
         if self.returns_token_ids:
             made.prompt_token_ids = output.prompt_token_ids
         if self.params.prompt_logprobs is not None:
             made.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
         return made
 
-    def chunk(self, choices: list[ChatChoice], usage: Usage | msgspec.UnsetType | None) -> ChatCompletion:
-        return ChatCompletion(self.id, self.created, self.model, choices, "chat.completion.chunk", usage)
+    def chunk(self, choices: list[ChatChoice], usage: Usage | UnsetType | None) -> ChatCompletion:
+        return ChatCompletion(self.id, "chat.completion.chunk", self.created, self.model, choices, usage)
 
     def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[ChatChoice]:
         """The role comes first, in a chunk of its own."""
-        opening = [ChatChoice(index, None, None, None, delta=ChatMessage(ROLE, ""))] if delta.is_first else []
-        choice = self._choice(index, delta)
-        choice.delta = ChatMessage(content=delta.text) if delta.text or not delta.finish_reason else ChatMessage()
-        return [*opening, choice]
+        opening = [ChatChoice(index, UNSET, ChatMessage(ROLE, ""), None, None, None)] if delta.is_first else []
+        content = delta.text if delta.text or not delta.finish_reason else UNSET
+        return [*opening, self._choice(index, delta, delta=ChatMessage(content=content))]
 
-    def _choice(self, index: int, delta: Delta) -> ChatChoice:
-        choice = ChatChoice(index, self._logprobs(delta), delta.finish_reason, delta.stop_reason)
+    def _choice(
+        self, index: int, new: Delta, *, message: ChatMessage | UnsetType = UNSET, delta: ChatMessage | UnsetType = UNSET
+    ) -> ChatChoice:
+        choice = ChatChoice(index, message, delta, self._logprobs(new), new.finish_reason, new.stop_reason)
         if self.returns_token_ids:
-            choice.token_ids = delta.token_ids
+            choice.token_ids = new.token_ids
         return choice
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:

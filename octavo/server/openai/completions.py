@@ -70,7 +70,7 @@ class CompletionAnswer(Answer):
         return self.chunk(choices, self._usage(outputs))
 
     def chunk(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> Completion:
-        return Completion(self.id, self.created, self.model, choices, usage)
+        return Completion(self.id, "text_completion", self.created, self.model, choices, usage)
 
     def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[CompletionChoice]:
         return [self._choice(index, delta, output)]

@@ -64,6 +64,7 @@ class SamplingBody(Body):
     allowed_token_ids: TokenIds = None
     bad_words: Annotated[list[str] | None, Field(description="a list of texts")] = None
     cache_salt: Annotated[str | None, Field(description="a text")] = None
+    request_id: Annotated[str | None, Field(min_length=1, max_length=200, description="a text of 1 to 200 characters")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
@@ -164,11 +165,11 @@ class CompletionChoice(msgspec.Struct):
 
 class Completion(msgspec.Struct):
     id: str
+    object: str
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    object: str = "text_completion"
 
 
 class ChatMessage(msgspec.Struct):
@@ -181,20 +182,20 @@ class ChatMessage(msgspec.Struct):
 
 class ChatChoice(msgspec.Struct):
     index: int
+    message: ChatMessage | msgspec.UnsetType
+    delta: ChatMessage | msgspec.UnsetType
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    message: ChatMessage | msgspec.UnsetType = msgspec.UNSET
-    delta: ChatMessage | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
     id: str
+    object: str
     created: int
     model: str
     choices: list[ChatChoice]
-    object: str
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET

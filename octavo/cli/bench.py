@@ -1,0 +1,194 @@
+"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids drawn after the start.
+
+Ends of sequence are ignored and the tokens counted, so that every run does the work that was asked for. Figures are this machine's, for
+these options; each round draws new prompts, so that nothing is found in the prefix cache. One short request before the first round
+warms up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.flags import with_engine_flags
+from octavo.cli.model import fetched
+from octavo.errors import ConfigError, WorkerFailed
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.outputs import RequestOutput
+
+PERCENTS = (50, 90, 99)
+
+NumPrompts = Annotated[int, typer.Option(help="Requests in a round.", min=1)]
+InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)]
+OutputLen = Annotated[int, typer.Option(help="Tokens of each answer.", min=1)]
+Rounds = Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)]
+Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+Prompts = list[list[int]]
+
+
+def build_app() -> typer.Typer:
+    app = typer.Typer(help="Measure how fast a model generates here.", rich_markup_mode=None)
+    app.command("throughput")(throughput)
+    app.command("latency")(latency)
+    return app
+
+
+@with_engine_flags(without=("seed",))
+def throughput(
+    *,
+    num_prompts: NumPrompts = 32,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    rounds: Rounds = 1,
+    seed: Seed = 0,
+    json: Json = False,
+    options: dict[str, Any],
+) -> None:
+    """All requests at once."""
+    _bench(Workload("throughput", num_prompts, input_len, output_len, rounds, seed), options, json=json)
+
+
+@with_engine_flags(without=("seed",))
+def latency(
+    *,
+    num_prompts: NumPrompts = 8,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    rounds: Rounds = 1,
+    seed: Seed = 0,
+    json: Json = False,
+    options: dict[str, Any],
+) -> None:
+    """One request after another."""
+    _bench(Workload("latency", num_prompts, input_len, output_len, rounds, seed), options, json=json)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    bench: str
+    num_prompts: int
+    input_len: int
+    output_len: int
+    rounds: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Tokens per second over the whole round; moments in milliseconds, by percentile ("p50")."""
+
+    elapsed_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    request_latency_ms: dict[str, float]
+    time_to_first_token_ms: dict[str, float]
+    inter_token_ms: dict[str, float]
+
+
+def _bench(work: Workload, options: dict[str, Any], *, json: bool) -> None:
+    from octavo.llm import LLM
+
+    started = time.monotonic()
+    with LLM(**fetched(options)) as llm:
+        load_s = time.monotonic() - started
+        _check_fits(work, llm)
+        draw = random.Random(work.seed)
+        _run(llm, work, [_prompt(draw, llm, 8)], num_tokens=min(8, work.output_len))
+        rounds = [_round(llm, work, draw, number) for number in range(1, work.rounds + 1)]
+        settings = {"model": llm.config.model.served_model_name, "load_s": load_s, **asdict(work), "engine": asdict(llm.config)}
+    _print(settings, rounds, json=json)
+
+
+def _check_fits(work: Workload, llm: LLM) -> None:
+    needed, allowed = work.input_len + work.output_len, llm.info.max_model_len
+    if needed > allowed:
+        raise ConfigError(f"input_len + output_len: got {needed}, allowed is at most the context, {allowed}")
+
+
+def _round(llm: LLM, work: Workload, draw: random.Random, number: int) -> Round:
+    prompts = [_prompt(draw, llm, work.input_len) for _ in range(work.num_prompts)]
+    print(f"round {number} of {work.rounds}: {work.num_prompts} prompts", file=sys.stderr)
+    started = time.monotonic()
+    outputs = _run(llm, work, prompts, num_tokens=work.output_len)
+    return _measure(outputs, time.monotonic() - started)
+
+
+def _prompt(draw: random.Random, llm: LLM, num_tokens: int) -> list[int]:
+    return [draw.randrange(llm.info.vocab_size) for _ in range(num_tokens)]
+
+
+def _run(llm: LLM, work: Workload, prompts: Prompts, *, num_tokens: int) -> list[RequestOutput]:
+    """The outputs, each of exactly `num_tokens` tokens."""
+    from octavo.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    batches = [prompts] if work.bench == "throughput" else [[prompt] for prompt in prompts]
+    outputs = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False)]
+    for output in outputs:
+        got = len(output.outputs[0].token_ids)
+        if output.error is not None or got != num_tokens:
+            raise WorkerFailed(output.error or f"a request ended after {got} tokens, expected were {num_tokens}")
+    return outputs
+
+
+def _measure(outputs: Sequence[RequestOutput], elapsed_s: float) -> Round:
+    moments = [output.metrics for output in outputs if output.metrics is not None]
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return Round(
+        elapsed_s=elapsed_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        prompt_tokens_per_s=prompt_tokens / elapsed_s,
+        output_tokens_per_s=output_tokens / elapsed_s,
+        total_tokens_per_s=(prompt_tokens + output_tokens) / elapsed_s,
+        request_latency_ms=_percentiles(one.token_times[-1] - one.arrival_time for one in moments),
+        time_to_first_token_ms=_percentiles(one.token_times[0] - one.arrival_time for one in moments),
+        inter_token_ms=_percentiles(later - earlier for one in moments for earlier, later in itertools.pairwise(one.token_times)),
+    )
+
+
+def _percentiles(seconds: Iterator[float]) -> dict[str, float]:
+    """The smallest value that at least so many percent do not exceed, in milliseconds; {} where there are none."""
+    ranked = sorted(seconds)
+    if not ranked:
+        return {}
+    return {f"p{percent}": 1000 * ranked[math.ceil(len(ranked) * percent / 100) - 1] for percent in PERCENTS}
+
+
+def _print(settings: dict[str, Any], rounds: Sequence[Round], *, json: bool) -> None:
+    result = {**settings, **_median([asdict(one) for one in rounds])}
+    if json:
+        import json as json_format
+
+        print(json_format.dumps({**result, "each_round": [asdict(one) for one in rounds]}))
+        return
+    print(f"{result['model']}: {result['num_prompts']} prompts of {result['input_len']} tokens, {result['output_len']} new tokens each")
+    for name in ("prompt", "output", "total"):
+        print(f"{name + ' tokens/s':24}{result[name + '_tokens_per_s']:10.1f}")
+    for name in ("time_to_first_token_ms", "inter_token_ms", "request_latency_ms"):
+        print(f"{name.replace('_', ' '):24}" + "  ".join(f"{key} {value:8.2f}" for key, value in result[name].items()))
+
+
+def _median(rounds: Sequence[dict[str, Any]], pick: Callable[[list[float]], float] = statistics.median) -> dict[str, Any]:
+    """Field by field, also within the percentiles."""
+    return {
+        name: _median([one[name] for one in rounds]) if isinstance(value, dict) else pick([one[name] for one in rounds])
+        for name, value in rounds[0].items()
+    }

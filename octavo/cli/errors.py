@@ -1,0 +1,48 @@
+"""The one place where a command's error becomes a message on stderr and an exit code.
+
+2: the caller's fault (an option, a file, a request). 1: the engine's. 130: Ctrl-C. 141: nobody reads the output any more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import typer
+
+from octavo.errors import ClientError, OctavoError, SetupError
+
+CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+
+
+def exit_code_of(command: Callable[[], int | None]) -> int:
+    """Runs it. Anything that is no known kind of error is a bug and keeps its traceback."""
+    try:
+        return command() or 0
+    except typer.TyperException as error:
+        _say(*_describe(error))
+        return CALLERS_FAULT
+    except OctavoError as error:
+        _say(error.message, error.hint)
+        return CALLERS_FAULT if isinstance(error, ClientError | SetupError) else ENGINES_FAULT
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere, in silence
+        return BROKEN_PIPE
+
+
+def _describe(error: typer.TyperException) -> tuple[str, str | None]:
+    """What the flag parser found wrong: message and hint."""
+    possible = getattr(error, "possibilities", None)
+    if possible:
+        return error.message, f"did you mean {' or '.join(possible)}?"
+    context = getattr(error, "ctx", None)
+    return error.format_message(), f"{context.command_path} --help says what there is" if context is not None else None
+
+
+def _say(message: str, hint: str | None) -> None:
+    print(f"octavo: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)

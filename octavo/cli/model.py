@@ -1,0 +1,15 @@
+"""Finds the model that a command works with, with progress bars where it has to be fetched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.config.engine_config import DEFAULT_MODEL
+
+
+def fetched(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with `model` as a local path, served under the name that was given."""
+    from octavo.checkpoint.catalogue import resolve
+
+    name = options.get("model", DEFAULT_MODEL)
+    return {"served_model_name": name, **options, "model": str(resolve(name, progress=True))}

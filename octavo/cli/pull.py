@@ -1,0 +1,18 @@
+"""`octavo pull NAME`: fetches a model and prints where it is, last on stdout."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from octavo.config.engine_config import DEFAULT_MODEL
+
+
+def pull(
+    name: Annotated[str, typer.Argument(help="Short name, Hugging Face repository or local path.")] = DEFAULT_MODEL,
+) -> None:
+    """Fetch a model into the cache, check it, and print its path."""
+    from octavo.checkpoint.catalogue import resolve
+
+    print(resolve(name, progress=True, verify=True))

@@ -1,0 +1,127 @@
+"""`octavo run PROMPT`: one answer, streamed to stdout; statistics go to stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.flags import with_engine_flags
+from octavo.cli.model import fetched
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.outputs import RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+
+@with_engine_flags(without=("seed",))
+def run(
+    *,
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.", show_default=False)],
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer; default until it ends or the context does.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    options: dict[str, Any],
+) -> None:
+    """Ask a model and print its answer as it comes."""
+    from octavo.errors import InvalidRequest
+    from octavo.llm import LLM
+
+    if raw and system is not None:
+        raise InvalidRequest("--system: a raw prompt has no system message", hint="leave out --raw or --system")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    check_sampling(sampling)
+    with LLM(**fetched(options)) as llm:
+        messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": text}]
+        output = _stream(llm, text if raw else llm.chat_prompt(messages), sampling_for(llm, sampling), quiet=json)
+        statistics = Statistics.of(output, llm.config.model.served_model_name or "")
+    _report(output, statistics, json=json)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """`tokens_per_second` is that of the tokens after the first."""
+
+    model: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    time_to_first_token_s: float | None
+    tokens_per_second: float | None
+    total_s: float
+
+    @staticmethod
+    def of(output: RequestOutput, model: str) -> Statistics:
+        (sample,), metrics = output.outputs, output.metrics
+        assert metrics is not None, "the front always measures"
+        times = metrics.token_times
+        num_more, spent_s = len(times) - 1, times[-1] - times[0] if times else 0.0
+        return Statistics(
+            model=model,
+            finish_reason=sample.finish_reason,
+            prompt_tokens=len(output.prompt_token_ids),
+            completion_tokens=len(sample.token_ids),
+            time_to_first_token_s=metrics.first_token_latency,
+            tokens_per_second=num_more / spent_s if spent_s > 0 else None,
+            total_s=time.monotonic() - metrics.arrival_time,
+        )
+
+    def describe(self) -> str:
+        text = f"{self.prompt_tokens} prompt tokens, {self.completion_tokens} new tokens in {self.total_s:.2f} s"
+        if self.time_to_first_token_s is not None:
+            text += f"; first token after {self.time_to_first_token_s:.3f} s"
+        if self.tokens_per_second is not None:
+            text += f", then {self.tokens_per_second:.1f} tokens/s"
+        return text + (" (cut off: the limit of tokens was reached)" if self.finish_reason == "length" else "")
+
+
+def check_sampling(given: dict[str, Any]) -> None:
+    """Refuses bad values before a model is loaded."""
+    from octavo.sampling_params import SamplingParams
+
+    SamplingParams(**{"max_tokens": None, **{name: value for name, value in given.items() if value is not None}})
+
+
+def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+    """What was given, else what the model's makers recommend, else greedy and to the end."""
+    import msgspec
+
+    params = llm.get_default_sampling_params()
+    chosen = {"temperature": llm.generation_config.get("temperature") or 0.0, "max_tokens": None}
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(params, **chosen)
+
+
+def _stream(llm: LLM, prompt: Any, params: SamplingParams, *, quiet: bool) -> RequestOutput:
+    """The final output; unless `quiet`, its text goes to stdout as it grows."""
+    num_shown, output = 0, None
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        if not quiet:
+            sys.stdout.write(text[num_shown:])
+            sys.stdout.flush()
+        num_shown = len(text)
+    assert output is not None, "every request ends in an output"
+    return output
+
+
+def _report(output: RequestOutput, statistics: Statistics, *, json: bool) -> None:
+    from octavo.errors import WorkerFailed
+
+    if output.error is not None:
+        raise WorkerFailed(output.error)
+    if json:
+        import json as json_format
+
+        print(json_format.dumps({"text": output.outputs[0].text, **asdict(statistics)}, ensure_ascii=False))
+    else:
+        print(flush=True)
+    print(statistics.describe(), file=sys.stderr)
