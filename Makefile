@@ -1,0 +1,67 @@
+# What a newcomer, a contributor and CI type. Every set-up leaves a stamp, so that a second run starts at once.
+#
+#   make demo      install, fetch the default model, ask it a question
+#   make serve     the same, up to a server on port 8000
+#   make test      install with all that tests need, run every test but the slow ones
+#   make test-all  the slow ones too
+#   make check     lint, formatting, types, who may import whom
+#   make sanitize  the native tests under the thread and address sanitizers
+#
+# .venv holds what users need and no more; .venv-dev the tests' tools as well (PyTorch among them), with the package installed
+# editable: its Python is this tree's, its compiled part is built anew when csrc/ changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEV_VENV ?= .venv-dev
+MODEL ?= smollm2
+PORT ?= 8000
+
+BUILT_FROM := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
+INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
+
+.PHONY: demo serve test test-all check sanitize clean
+
+demo: $(VENV)/.stamp
+	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
+	@echo "> What is the capital of France?" >&2
+	@$(VENV)/bin/octavo run --model $(MODEL) "What is the capital of France?"
+
+serve: $(VENV)/.stamp
+	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
+	@$(VENV)/bin/octavo serve $(MODEL) --port $(PORT)
+
+test: $(DEV_VENV)/.stamp
+	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
+	$(DEV_VENV)/bin/python -m pytest -m "not slow"
+
+test-all: $(DEV_VENV)/.stamp
+	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
+	$(DEV_VENV)/bin/python -m pytest
+
+check: $(DEV_VENV)/.stamp
+	$(DEV_VENV)/bin/ruff check .
+	$(DEV_VENV)/bin/ruff format --check .
+	$(DEV_VENV)/bin/mypy
+	$(DEV_VENV)/bin/python -m pytest -q tests/arch
+
+sanitize:
+	bash csrc/tests/sanitize.sh
+
+clean:
+	rm -rf build $(VENV) $(DEV_VENV)
+
+$(VENV)/.stamp: $(INSTALLED_FROM) | $(VENV)/bin/pip
+	$(VENV)/bin/pip install --quiet .
+	@touch $@
+
+$(DEV_VENV)/.stamp: $(BUILT_FROM) | $(DEV_VENV)/bin/pip
+	$(DEV_VENV)/bin/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+%/bin/pip:
+	@command -v $(PYTHON) > /dev/null || { echo "Octavo needs Python 3.11 or newer, found no $(PYTHON); name one: make PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(v if sys.version_info < (3, 11) else 0)' 2> /dev/null \
+	  || { echo "Octavo needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make PYTHON=..." >&2; exit 2; }
+	@command -v c++ > /dev/null || command -v g++ > /dev/null || command -v clang++ > /dev/null \
+	  || { echo "Octavo needs a C++20 compiler (GCC 11 or newer, or Clang), found none: install g++ or clang" >&2; exit 2; }
+	$(PYTHON) -m venv $*
