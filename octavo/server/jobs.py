@@ -65,6 +65,7 @@ class Jobs:
 
     def start(self, generation: Generation, request_id: str) -> Job:
         job = self._jobs[request_id] = Job(request_id)
+        self._jobs.move_to_end(request_id)  # it may be the name of one that has finished
         job.task = asyncio.create_task(_follow(job, generation))
         return job
 

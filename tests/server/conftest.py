@@ -1,0 +1,25 @@
+"""One live server with a tiny model, for all tests that leave it as it was."""
+
+import pytest
+
+from tests.server.live import LiveServer
+from tests.tiny_tokenizer import tiny_model_with_text
+
+
+@pytest.fixture(scope="session")
+def server():
+    server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def http(server):
+    with server.http() as client:
+        yield client
+
+
+@pytest.fixture
+def client(server):
+    with server.openai() as client:
+        yield client

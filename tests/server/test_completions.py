@@ -1,0 +1,169 @@
+"""POST /v1/completions, through OpenAI's own client where it knows the field."""
+
+import pytest
+
+from tests.server.live import LETTERS, READABLE, events_of, ids_of
+
+
+def complete(client, prompt="Hello", **options):
+    return client.completions.create(model="tiny", prompt=prompt, **READABLE | options)
+
+
+def streamed(client, **options):
+    """Texts by choice, finish reasons by choice, the chunks."""
+    chunks = list(complete(client, stream=True, **options))
+    texts, reasons = {}, {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            reasons[choice.index] = choice.finish_reason
+    return texts, reasons, chunks
+
+
+def test_a_text(client):
+    answer = complete(client)
+    assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == "tiny"
+    (choice,) = answer.choices
+    assert len(choice.text) == 24 and set(choice.text) <= set("abcdefgh")
+    assert choice.finish_reason == "length" and choice.logprobs is None
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 24, 29)
+
+
+def test_the_model_may_be_left_out_and_max_tokens_is_16(http):
+    answer = http.post("/v1/completions", json={"prompt": "Hello", "ignore_eos": True}).json()
+    assert answer["model"] == "tiny" and answer["usage"]["completion_tokens"] == 16
+
+
+def test_token_ids_are_the_same_prompt(client):
+    assert complete(client, ids_of("Hello")).choices[0].text == complete(client).choices[0].text
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_several_prompts_are_answered_in_order(client, as_ids):
+    prompts = ["Hello", "A longer one", "x"]
+    given = [ids_of(prompt) for prompt in prompts] if as_ids else prompts
+    answer = complete(client, given, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3, 4, 5]
+    for index, prompt in enumerate(prompts):
+        alone = complete(client, prompt, n=2)
+        assert [choice.text for choice in answer.choices[2 * index : 2 * index + 2]] == [choice.text for choice in alone.choices]
+    assert answer.usage.prompt_tokens == 18 and answer.usage.completion_tokens == 6 * 24
+
+
+def test_a_stream_says_what_the_whole_answer_says(client):
+    prompts = ["Hello", "A longer one", "x"]
+    whole = complete(client, prompts, n=2, logprobs=2)
+    texts, reasons, chunks = streamed(client, prompt=prompts, n=2, logprobs=2)
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert set(reasons.values()) == {"length"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    for choice in whole.choices:
+        parts = [part.logprobs for chunk in chunks for part in chunk.choices if part.index == choice.index and part.logprobs]
+        assert [value for part in parts for value in part.token_logprobs] == choice.logprobs.token_logprobs
+        assert [value for part in parts for value in part.text_offset] == choice.logprobs.text_offset == list(range(24))
+        assert [value for part in parts for value in part.top_logprobs] == choice.logprobs.top_logprobs
+
+
+def test_usage_at_the_end_of_a_stream(client):
+    *chunks, last = streamed(client, stream_options={"include_usage": True})[2]
+    assert last.choices == [] and last.usage.completion_tokens == 24
+    assert all(chunk.usage is None for chunk in chunks)
+    *chunks, last = streamed(client, stream_options={"include_usage": True, "continuous_usage_stats": True})[2]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens == 24
+
+
+def test_cached_prompt_tokens_are_counted(client):
+    prompt = "This prompt fills more than one block of sixteen tokens."
+    complete(client, prompt)
+    assert complete(client, prompt).usage.prompt_tokens_details.cached_tokens == 48
+    other = {**READABLE["extra_body"], "cache_salt": "another user's"}
+    assert complete(client, prompt, extra_body=other).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_echo(client):
+    plain = complete(client).choices[0].text
+    assert complete(client, echo=True).choices[0].text == "Hello" + plain
+    assert complete(client, ids_of("Hello"), echo=True).choices[0].text == "Hello" + plain
+    assert streamed(client, echo=True)[0] == {0: "Hello" + plain}
+
+
+def test_echo_with_logprobs_scores_the_prompt(client):
+    scored = complete(client, echo=True, logprobs=1).choices[0].logprobs
+    assert scored.tokens[:5] == list("Hello") and len(scored.tokens) == 29 and scored.text_offset == list(range(29))
+    assert scored.token_logprobs[0] is None and all(value <= 0 for value in scored.token_logprobs[1:])
+    only = complete(client, echo=True, logprobs=1, max_tokens=0)
+    assert only.choices[0].text == "Hello" and only.usage.completion_tokens == 0
+    assert only.choices[0].logprobs.token_logprobs == scored.token_logprobs[:5]
+
+
+def test_logprobs_hold_the_token_and_the_best(client):
+    scored = complete(client, logprobs=3).choices[0].logprobs
+    for token, value, top in zip(scored.tokens, scored.token_logprobs, scored.top_logprobs, strict=True):
+        assert top[token] == value and len(top) in (3, 4)
+
+
+def test_prompt_logprobs_and_token_ids(http):
+    body = {"prompt": "Hello", "prompt_logprobs": 0, "return_token_ids": True, "max_tokens": 3, "allowed_token_ids": LETTERS}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["prompt_token_ids"] == ids_of("Hello") and choice["token_ids"] == ids_of(choice["text"])
+    assert choice["prompt_logprobs"][0] is None and choice["prompt_logprobs"][1].keys() == {str(ids_of("e")[0])}
+    body = {"prompt": "Hello", "logprobs": 1, "return_tokens_as_token_ids": True, "max_tokens": 3}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert all(token.startswith("token_id:") for token in choice["logprobs"]["tokens"])
+
+
+def test_stop_texts_that_span_tokens(client):
+    whole = complete(client).choices[0].text
+    stop = whole[9:12]
+    before = whole[: whole.index(stop)]
+    answer = complete(client, stop=["never", stop]).choices[0]
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (before, "stop", stop)
+    assert streamed(client, stop=stop)[:2] == ({0: before}, {0: "stop"})
+    kept = {**READABLE["extra_body"], "include_stop_str_in_output": True}
+    assert streamed(client, stop=stop, extra_body=kept)[0] == {0: before + stop}
+
+
+def test_a_stop_token(client):
+    whole = complete(client).choices[0].text
+    extra = {**READABLE["extra_body"], "stop_token_ids": ids_of(whole[5])}
+    answer = complete(client, extra_body=extra).choices[0]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", ids_of(whole[5])[0])
+    assert answer.text == whole[: whole.index(whole[5])]
+
+
+def test_characters_of_several_tokens_are_streamed_whole(client):
+    extra = {"allowed_token_ids": sorted(set(ids_of("é"))), "ignore_eos": True}
+    whole = complete(client, extra_body=extra, seed=1, max_tokens=64).choices[0].text
+    texts, _, chunks = streamed(client, extra_body=extra, seed=1, max_tokens=64)
+    assert texts == {0: whole} and "é" in whole and "\ufffd" in whole
+    assert len(chunks) > 1
+
+
+def test_seeds_and_extras(client):
+    assert complete(client).choices[0].text == complete(client).choices[0].text
+    assert complete(client, seed=4).choices[0].text != complete(client).choices[0].text
+    only = {**READABLE["extra_body"], "top_k": 1}
+    assert complete(client, extra_body=only).choices[0].text == complete(client, temperature=0).choices[0].text
+    (a,) = ids_of("a")
+    assert complete(client, logit_bias={str(a): 100}).choices[0].text == "a" * 24
+    bad = {**READABLE["extra_body"], "bad_words": list("abcdefg"), "repetition_penalty": 1.2, "min_p": 0.1}
+    assert complete(client, extra_body=bad).choices[0].text == "h" * 24
+
+
+def test_a_request_may_bring_its_id(http):
+    body = {"prompt": "Hello", "request_id": "mine", "max_tokens": 1}
+    assert http.post("/v1/completions", json=body).json()["id"] == "cmpl-mine"
+
+
+def test_the_form_of_a_stream(http):
+    response = http.post("/v1/completions", json={"prompt": "Hello", "stream": True, "max_tokens": 4, "allowed_token_ids": LETTERS})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert events_of(response.text)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_long_prompts_are_tokenized_all_the_same(http):
+    answer = http.post("/v1/completions", json={"prompt": "x" * 30_000})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens, the prompt has 30000")
