@@ -112,3 +112,6 @@ LETTERS = sorted(ids_of("abcdefgh"))
 
 READABLE: dict[str, Any] = {"max_tokens": 24, "temperature": 1, "seed": 3, "extra_body": {"allowed_token_ids": LETTERS, "ignore_eos": True}}
 """What a random model writes is one of eight letters, 24 times."""
+
+LONG: dict[str, Any] = {"prompt": "Hello", "n": 32, "max_tokens": 500, "temperature": 1, "ignore_eos": True}
+"""Takes a second or two, even with a tiny model."""
