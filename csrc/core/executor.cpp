@@ -330,8 +330,26 @@ void Executor::make_plans(const Batch& batch, const KvMemory& kv) {
         if (thread.attention.size() < attention_scratch_) thread.attention.resize(attention_scratch_);
 }
 
+// A slot or a block outside the KV memory would corrupt another request's keys: better an exception here.
+void Executor::check(const Batch& batch, const KvMemory& kv) const {
+    const auto fail = [](const std::string& what) { throw std::invalid_argument(what); };
+    if (batch.num_tokens > max_tokens_) fail("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " + std::to_string(max_tokens_));
+    for (int i = 0; i < kv.num_groups() * batch.num_tokens; i++)
+        if (batch.slots[i] < -1 || batch.slots[i] >= kv.num_blocks() * kTile) fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
+    for (int i = 0; i < kv.num_groups() * batch.num_requests; i++) {
+        const int needed = (batch.context_lens[i] + kTile - 1) / kTile;
+        if (needed > batch.table_width) fail("a context of " + std::to_string(batch.context_lens[i]) + " keys with " + std::to_string(batch.table_width) + " blocks");
+        for (int b = 0; b < needed; b++) {
+            const int block = batch.block_tables[(int64_t)i * batch.table_width + b];
+            if (block < 0 || block >= kv.num_blocks()) fail("block " + std::to_string(block) + " is outside the KV memory");
+        }
+    }
+    for (int s = 0; s < batch.num_samples; s++)
+        if (batch.sample_rows[s] < 0 || batch.sample_rows[s] >= batch.num_tokens) fail("sampled row " + std::to_string(batch.sample_rows[s]) + " of " + std::to_string(batch.num_tokens));
+}
+
 void Executor::run(const Batch& batch, const KvMemory& kv) {
-    if (batch.num_tokens > max_tokens_) throw std::invalid_argument("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " + std::to_string(max_tokens_));
+    check(batch, kv);
     int last = 0;
     for (int t = 0; t < batch.num_tokens; t++) last = std::max(last, batch.positions[t]);
     for (auto& angles : angles_) angles->ensure(last + 1);

@@ -143,6 +143,7 @@ class Executor {
   private:
     friend struct Walk;
     void size_thread_states();
+    void check(const Batch& batch, const KvMemory& kv) const;
     void make_plans(const Batch& batch, const KvMemory& kv);
 
     ThreadPool& pool_;
