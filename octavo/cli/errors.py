@@ -1,11 +1,10 @@
 """The one place where a command's error becomes a message on stderr and an exit code.
 
-2: the caller's fault (an option, a file, a request). 1: the engine's. 130: Ctrl-C. 141: nobody reads the output any more.
+2: the caller's fault (an option, a file, a request). 1: the engine's, or nobody reads the output any more. 130: Ctrl-C.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ import typer
 
 from octavo.errors import ClientError, OctavoError, SetupError
 
-CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED = 2, 1, 130
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
@@ -28,9 +27,6 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         return CALLERS_FAULT if isinstance(error, ClientError | SetupError) else ENGINES_FAULT
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere, in silence
-        return BROKEN_PIPE
 
 
 def _describe(error: typer.TyperException) -> tuple[str, str | None]:

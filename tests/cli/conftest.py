@@ -1,0 +1,59 @@
+"""The command in this process, and in one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from octavo.cli.main import main
+from tests.tiny_tokenizer import tiny_model_with_text
+
+SMALL = ("--threads=1", "--kv-cache-memory-bytes=64MiB", "--max-model-len=256", "--max-num-seqs=8")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> list[str]:
+        """What it said on stderr that is no report of loading."""
+        assert "Traceback" not in self.err, self.err
+        return [line for line in self.err.splitlines() if not line.startswith(("loading ", "KV cache "))]
+
+
+@pytest.fixture
+def octavo(monkeypatch, capsys) -> Callable[..., Ended]:
+    """`octavo("run", "hello")`, in this process."""
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["octavo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        out, err = capsys.readouterr()
+        return Ended(ending.value.code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def tiny() -> list[str]:
+    """The options of a small engine over a model that writes nonsense."""
+    return [f"--model={tiny_model_with_text()}", *SMALL]
+
+
+def process(*arguments: str, **options) -> subprocess.Popen[str]:
+    """The command in a process of its own, with pipes."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-m", "octavo.cli.main", *map(str, arguments)]
+    return subprocess.Popen(command, text=True, env=environment, **{**pipes, **options})

@@ -1,0 +1,112 @@
+"""What a person gets wrong: one clear message, exit code 2, no traceback."""
+
+import json
+import shutil
+import socket
+
+import pytest
+
+from tests.tiny_tokenizer import tiny_model_with_text
+
+
+@pytest.fixture
+def model_copy(tmp_path):
+    """The tiny model, to be spoiled."""
+    return shutil.copytree(tiny_model_with_text(), tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "hi", "--treads=3"], ["octavo: No such option: --treads", "hint: did you mean --threads or --raw?"]),
+        (["rum", "hi"], ["octavo: No such command 'rum'. Did you mean 'run'?", "hint: octavo --help says what there is"]),
+        (["run"], ["octavo: Missing argument 'prompt'.", "hint: octavo run --help says what there is"]),
+        (["run", "hi", "--threads=many"], ["octavo: threads: got 'many', allowed is a whole number of at least 1"]),
+        (["run", "hi", "--backend=gpu"], ["octavo: backend: got 'gpu', allowed is 'native' or 'reference'"]),
+        (["run", "hi", "--temperature=-1"], ["octavo: temperature: got -1.0, allowed is a number from 0 to 2", "hint: 0 is greedy"]),
+        (
+            ["run", "hi", "--raw", "--system=x"],
+            ["octavo: --system: a raw prompt has no system message", "hint: leave out --raw or --system"],
+        ),
+        (["serve", "--port=99999"], ["octavo: port: got 99999, allowed are 0 to 65535"]),
+        (["serve", "--api-key= "], ["octavo: api_key: got an empty one", "hint: leave the option out to serve without keys"]),
+        (["bench"], ["octavo: Missing command.", "hint: octavo bench --help says what there is"]),
+        (["pull", "./no/such.gguf"], ["octavo: model './no/such.gguf': no such file or directory"]),
+    ],
+)
+def test_bad_arguments(octavo, arguments, message):
+    ended = octavo(*arguments)
+    assert ended.code == 2
+    assert ended.out == ""
+    assert ended.message[: len(message)] == message
+
+
+def refusal(octavo, *arguments) -> str:
+    """The message of a command that must fail as the caller's fault."""
+    ended = octavo(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.message[0].startswith("octavo: ")
+    return "\n".join(ended.message)
+
+
+def test_a_prompt_longer_than_the_context(octavo, tiny):
+    said = refusal(octavo, "run", "--raw", "x" * 400, *tiny)
+    assert said == "octavo: This model's maximum context length is 256 tokens, the prompt has 400; allowed are at most 255"
+
+
+def test_too_little_memory(octavo, tiny):
+    assert "kv_cache_memory_bytes: got 10.0 KiB, needed are" in refusal(octavo, "run", "hi", *tiny, "--kv-cache-memory-bytes=10KiB")
+
+
+def test_a_truncated_model_file(octavo, model_copy):
+    weights = model_copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors" in refusal(octavo, "run", "hi", f"--model={model_copy}")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, b"no model at all"])
+def test_a_corrupt_gguf_file(octavo, tmp_path, content):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    assert "bad.gguf" in refusal(octavo, "run", "hi", f"--model={path}")
+
+
+def test_a_config_that_is_no_json(octavo, model_copy):
+    (model_copy / "config.json").write_text("{")
+    assert "config.json" in refusal(octavo, "run", "hi", f"--model={model_copy}")
+
+
+def test_a_family_that_is_not_known(octavo, model_copy):
+    config = json.loads((model_copy / "config.json").read_text())
+    (model_copy / "config.json").write_text(json.dumps({**config, "model_type": "martian"}))
+    said = refusal(octavo, "run", "hi", f"--model={model_copy}")
+    assert "martian" in said and "llama" in said
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{{ raise_exception('users must not shout') }}", "users must not shout"), ("{% for", "template"), ("{{ messages[7].content }}", "")],
+)
+def test_a_template_that_fails(octavo, tiny, template, reason):
+    said = refusal(octavo, "run", "hi", *tiny, f"--chat-template={template}")
+    assert "messages: the chat template failed: " in said and reason in said
+
+
+def test_special_token_text_in_a_message_stays_text(octavo, tiny):
+    def num_tokens(text: str) -> int:
+        return json.loads(octavo("run", text, *tiny, "--max-tokens=1", "--json").out)["prompt_tokens"]
+
+    assert num_tokens("<eos>") == num_tokens("12345")
+
+
+def test_a_full_port_is_known_before_a_model_is_loaded(octavo):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refusal(octavo, "serve", "no/such-model-is-even-looked-for", f"--port={port}")
+    assert said == f"octavo: cannot listen on 127.0.0.1:{port}: Address already in use\nhint: choose another with --port or --host"
+
+
+def test_an_address_that_is_not_ours(octavo):
+    assert "cannot listen on 203.0.113.1:" in refusal(octavo, "serve", "--host=203.0.113.1")

@@ -1,0 +1,44 @@
+"""octavo bench: the work asked for is the work done, and the figures add up."""
+
+import json
+
+import pytest
+
+from octavo.cli.bench import _percentiles
+
+SIZES = ("--num-prompts=3", "--input-len=10", "--output-len=7")
+
+
+@pytest.mark.parametrize("kind", ["throughput", "latency"])
+def test_counts_and_rates(octavo, tiny, kind):
+    ended = octavo("bench", kind, *tiny, *SIZES, "--rounds=3", "--json")
+    assert ended.code == 0, ended.err
+    result = json.loads(ended.out)
+    assert (result["prompt_tokens"], result["output_tokens"]) == (30, 21)
+    assert len(result["each_round"]) == 3
+    assert sorted(one["elapsed_s"] for one in result["each_round"])[1] == result["elapsed_s"]
+    for one in result["each_round"]:
+        assert one["total_tokens_per_s"] == pytest.approx(51 / one["elapsed_s"])
+        assert one["inter_token_ms"]["p50"] <= one["inter_token_ms"]["p90"] <= one["inter_token_ms"]["p99"]
+        assert 0 < one["time_to_first_token_ms"]["p50"] <= one["request_latency_ms"]["p50"]
+    assert result["engine"]["backend"] == {"backend": "native", "threads": 1}
+
+
+def test_a_table_for_people(octavo, tiny):
+    out = octavo("bench", "latency", *tiny, *SIZES).out
+    assert "output tokens/s" in out and "inter token ms" in out
+
+
+def test_one_token_has_no_gaps(octavo, tiny):
+    result = json.loads(octavo("bench", "latency", *tiny, "--num-prompts=1", "--output-len=1", "--input-len=4", "--json").out)
+    assert result["inter_token_ms"] == {}
+
+
+def test_what_does_not_fit_the_context_is_refused(octavo, tiny):
+    ended = octavo("bench", "throughput", *tiny, "--input-len=200", "--output-len=100")
+    assert (ended.code, ended.message) == (2, ["octavo: input_len + output_len: got 300, allowed is at most the context, 256"])
+
+
+def test_percentiles_by_nearest_rank():
+    assert _percentiles(value / 1000 for value in range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
+    assert _percentiles(iter([0.001])) == {"p50": 1, "p90": 1, "p99": 1}

@@ -1,0 +1,92 @@
+"""octavo run: one answer on stdout, statistics on stderr."""
+
+import io
+import json
+import sys
+import time
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.cli.run import sampling_for
+from tests.cli.conftest import SMALL, process
+from tests.tiny_tokenizer import tiny_model_with_text
+
+
+def answer_of(prompt, **params) -> str:
+    options = {flag[2:].split("=")[0].replace("-", "_"): flag.split("=")[1] for flag in SMALL}
+    with LLM(str(tiny_model_with_text()), report=lambda _: None, **options) as llm:
+        prompt = prompt if isinstance(prompt, str) else llm.chat_prompt(prompt)
+        return llm.generate(prompt, SamplingParams(temperature=0, **params), use_tqdm=False)[0].outputs[0].text
+
+
+def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(octavo, tiny):
+    ended = octavo("run", "hello", *tiny, "--max-tokens=12")
+    assert ended.code == 0
+    assert ended.out == answer_of([{"role": "user", "content": "hello"}], max_tokens=12) + "\n"
+    assert "12 new tokens" in ended.message[-1] and "tokens/s" in ended.message[-1] and "first token after" in ended.message[-1]
+
+
+def test_a_system_message_comes_first(octavo, tiny):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert octavo("run", "hello", *tiny, "--system=be brief", "--max-tokens=8").out == answer_of(messages, max_tokens=8) + "\n"
+
+
+def test_raw_leaves_the_template_out(octavo, tiny):
+    assert octavo("run", "--raw", "hello", *tiny, "--max-tokens=8").out == answer_of("hello", max_tokens=8) + "\n"
+
+
+def test_a_dash_reads_the_prompt_from_stdin(octavo, tiny, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    assert octavo("run", "--raw", "-", *tiny, "--max-tokens=8").out == answer_of("hello", max_tokens=8) + "\n"
+
+
+def test_json_is_one_object(octavo, tiny):
+    ended = octavo("run", "--raw", "hello", *tiny, "--max-tokens=8", "--json")
+    report = json.loads(ended.out)
+    assert report["text"] == answer_of("hello", max_tokens=8)
+    assert (report["prompt_tokens"], report["completion_tokens"], report["finish_reason"]) == (5, 8, "length")
+    assert 0 < report["time_to_first_token_s"] <= report["total_s"]
+    assert report["tokens_per_second"] > 0
+
+
+def test_without_max_tokens_the_context_is_the_end(octavo, tiny):
+    report = json.loads(octavo("run", "--raw", "hello", *tiny, "--json").out)
+    assert report["finish_reason"] == "stop" or report["completion_tokens"] == 256 - 5
+
+
+def test_a_seed_repeats_the_draws(octavo, tiny):
+    texts = [octavo("run", "hello", *tiny, "--max-tokens=12", "--temperature=1", f"--seed={seed}").out for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("recommended", "given", "expected"), [({}, None, 0), ({"temperature": 0.6}, None, 0.6), ({"temperature": 0.6}, 0, 0)]
+)
+def test_the_temperature_is_what_is_given_else_what_the_makers_say_else_0(recommended, given, expected):
+    class Model:
+        generation_config = recommended
+
+        def get_default_sampling_params(self):
+            return SamplingParams(**recommended)
+
+    params = sampling_for(Model(), {"temperature": given, "max_tokens": None, "seed": None})
+    assert (params.temperature, params.max_tokens) == (expected, None)
+
+
+@pytest.mark.model
+def test_the_default_model_knows_paris_and_begins_in_time():
+    """From process start to the first byte, with the model in the cache; the best of three, for the machine may be busy."""
+
+    def ask() -> tuple[float, str]:
+        start = time.perf_counter()
+        running = process("run", "What is the capital of France?")
+        first = running.stdout.read(1)
+        seconds = time.perf_counter() - start
+        out, err = running.communicate(timeout=60)
+        assert running.returncode == 0, err
+        return seconds, first + out
+
+    answers = [ask() for _ in range(3)]
+    assert all("Paris" in text for _, text in answers)
+    assert min(seconds for seconds, _ in answers) < 1.5
