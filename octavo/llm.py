@@ -233,7 +233,8 @@ class RequestStream:
 class AsyncLLM:
     """An engine for many concurrent requests, from one asyncio event loop.
 
-    `from_options` loads the model (call it in a thread where the loop must go on). Outputs begin to flow with the first request.
+    `from_options` loads the model (call it in a thread where the loop must go on). The core is listened to from the first request on,
+    or from `start`.
     """
 
     def __init__(self, front: Front) -> None:
@@ -265,6 +266,12 @@ class AsyncLLM:
         """What fits, for people: "KV cache 2.0 GiB: ..."."""
         return self.info.description
 
+    def start(self) -> None:
+        """Listens to the core from now on, in this event loop, so that its death is known though nobody asks for anything."""
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), name="octavo-reader", daemon=True)
+            self._reader.start()
+
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None) -> RequestStream:
         """Starts a request; a user's fault is raised here, before anything runs."""
         self.check_health()
@@ -272,7 +279,7 @@ class AsyncLLM:
         self._check_queue(params.n)
         request_id = request_id or f"request-{next(self._request_ids)}"
         request = self._front.inputs.process(request_id, prompt, params)
-        self._start_reader()
+        self.start()
         self._front.outputs.add(request)
         stream = self._streams[request_id] = RequestStream(self, request_id)
         self._front.client.add(request.samples)
@@ -318,7 +325,7 @@ class AsyncLLM:
         return self._front.outputs.num_unfinished
 
     async def reset_prefix_cache(self) -> bool:
-        self._start_reader()
+        self.start()
         return await asyncio.to_thread(self._front.client.reset_prefix_cache)
 
     def close(self) -> None:
@@ -330,11 +337,6 @@ class AsyncLLM:
         self._die(EngineDead("the engine was closed"))
 
     # -- from the core --------------------------------------------------------------------------------------------------
-
-    def _start_reader(self) -> None:
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), name="octavo-reader", daemon=True)
-            self._reader.start()
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread: hands each step's outputs to the event loop."""

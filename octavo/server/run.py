@@ -76,6 +76,7 @@ class Loader:
             _call(loop, lambda: self._put(llm))
 
     def _put(self, llm: AsyncLLM) -> None:
+        llm.start()
         self._slot.fill(llm)
         self._when_ready(llm)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,9 @@ class LiveServer:
         self._said_enough.set()
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
+def events_of(lines: Iterable[str]) -> list[dict[str, Any]]:
     """A stream's events; [DONE] must be the last."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    lines = [line.removeprefix("data: ") for line in lines if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

@@ -90,7 +90,7 @@ def test_stop(client):
 def test_an_answer_without_text(http):
     """The end of sequence at once: a role, an end, no text."""
     body = {"messages": HELLO, "allowed_token_ids": [2], "stream": True}
-    first, last = (event["choices"][0] for event in events_of(http.post("/v1/chat/completions", json=body).text))
+    first, last = (event["choices"][0] for event in events_of(http.post("/v1/chat/completions", json=body).iter_lines()))
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert last["delta"] == {} and last["finish_reason"] == "stop"
     del body["stream"]
@@ -99,7 +99,7 @@ def test_an_answer_without_text(http):
 
 def test_token_ids_come_along(http):
     body = {"messages": HELLO, "max_tokens": 4, "allowed_token_ids": LETTERS, "return_token_ids": True, "stream": True}
-    events = events_of(http.post("/v1/chat/completions", json=body).text)
+    events = events_of(http.post("/v1/chat/completions", json=body).iter_lines())
     ids = [token for event in events for token in event["choices"][0].get("token_ids", [])]
     assert ids == ids_of("".join(event["choices"][0]["delta"].get("content", "") for event in events))
 

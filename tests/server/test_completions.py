@@ -160,7 +160,7 @@ def test_a_request_may_bring_its_id(http):
 def test_the_form_of_a_stream(http):
     response = http.post("/v1/completions", json={"prompt": "Hello", "stream": True, "max_tokens": 4, "allowed_token_ids": LETTERS})
     assert response.headers["content-type"].startswith("text/event-stream")
-    assert events_of(response.text)[-1]["choices"][0]["finish_reason"] == "length"
+    assert events_of(response.iter_lines())[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_long_prompts_are_tokenized_all_the_same(http):

@@ -15,7 +15,7 @@ NUM_STREAMS = 200
 
 
 def text_of(response):
-    return "".join(event["choices"][0]["text"] for event in events_of(response.text))
+    return "".join(event["choices"][0]["text"] for event in events_of(response.iter_lines()))
 
 
 def test_many_streams_at_once_say_what_each_says_alone(server, http):
@@ -89,7 +89,7 @@ def test_many_prompts_stream_together(http):
     body = {"prompt": prompts, "max_tokens": 8, "seed": 2, "allowed_token_ids": LETTERS, "ignore_eos": True}
     whole = [choice["text"] for choice in http.post("/v1/completions", json=body).json()["choices"]]
     texts = [""] * 20
-    for event in events_of(http.post("/v1/completions", json=body | {"stream": True}).text):
+    for event in events_of(http.post("/v1/completions", json=body | {"stream": True}).iter_lines()):
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert texts == whole
 

@@ -1,0 +1,116 @@
+"""Our own faults: a request that cannot be computed fails alone, and nobody learns what the inside looks like."""
+
+import asyncio
+import shutil
+
+import httpx
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from octavo.server.app import create_app
+from octavo.server.service import EngineSlot
+from octavo.server.settings import ServerSettings
+from tests.server.live import LETTERS, LiveServer, events_of, ids_of
+from tests.tiny_tokenizer import tiny_model_with_text
+
+GOOD = {"prompt": "Hello", "max_tokens": 40, "seed": 1, "allowed_token_ids": LETTERS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def sick(tmp_path_factory):
+    """A server whose model yields NaN for every prompt with a Z."""
+    model = shutil.copytree(tiny_model_with_text(), tmp_path_factory.mktemp("sick") / "model")
+    weights = load_file(model / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"].copy()
+    embeddings[ids_of("Z")] = float("nan")
+    save_file(weights | {"model.embed_tokens.weight": embeddings}, model / "model.safetensors", {"format": "pt"})
+    server = LiveServer(str(model), "--served-model-name=tiny")
+    yield server
+    server.stop()
+
+
+def test_nan_logits_fail_their_own_request_only(sick):
+    async def ask_all():
+        async with sick.async_http() as client:
+            return await asyncio.gather(
+                *(client.post("/v1/completions", json=GOOD | {"prompt": prompt}) for prompt in ("Hello", "Zero") * 8)
+            )
+
+    async def ask():
+        async with sick.async_http() as client:
+            return await client.post("/v1/completions", json=GOOD)
+
+    *answers, _ = asyncio.run(ask_all())
+    expected = asyncio.run(ask()).json()["choices"][0]["text"]
+    for response in answers[0::2]:
+        assert response.json()["choices"][0]["text"] == expected
+    for response in answers[1::2]:
+        assert response.status_code == 500 and response.json()["error"]["type"] == "InternalServerError"
+        assert "NaN" in response.json()["error"]["message"]
+    assert sick.metric("kv_cache_usage_perc") == 0
+
+
+def test_a_stream_that_fails_ends_with_the_error(sick):
+    with sick.http() as http:
+        response = http.post("/v1/completions", json=GOOD | {"prompt": "Zero", "stream": True})
+    assert response.status_code == 200
+    assert events_of(response.iter_lines())[-1]["error"]["code"] == 500
+
+
+def test_a_job_that_fails_keeps_the_error(sick):
+    with sick.http() as http:
+        request_id = http.post("/generate", json=GOOD | {"prompt": "Zero"}).json()["request_id"]
+        while (report := http.get(f"/result/{request_id}").json())["state"] != "failed":
+            assert report["state"] in ("waiting", "running")
+    assert report["error"]["code"] == 500
+
+
+def ask_app(app, method, path, **options):
+    async def ask():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(ask())
+
+
+def test_a_bug_shows_nothing_of_the_inside():
+    app = create_app(EngineSlot())
+
+    @app.get("/bug")
+    async def bug():
+        raise RuntimeError("a path: /home/someone")
+
+    response = ask_app(app, "GET", "/bug")
+    assert response.status_code == 500
+    assert response.json()["error"] == {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/health", None),
+        ("GET", "/v1/models", None),
+        ("POST", "/v1/completions", {"prompt": "Hello"}),
+        ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("POST", "/generate", {"prompt": "Hello"}),
+    ],
+)
+def test_before_and_after_there_is_an_engine_the_answer_is_503(method, path, body):
+    slot = EngineSlot()
+    slot.report("loading tiny")
+    loading = ask_app(create_app(slot), method, path, json=body)
+    assert loading.status_code == 503 and "not ready yet: loading tiny" in loading.json()["error"]["message"]
+    slot.drain()
+    stopping = ask_app(create_app(slot), method, path, json=body)
+    assert stopping.status_code == 503 and stopping.json()["error"]["message"] == "the server is stopping"
+
+
+def test_metrics_are_there_before_the_engine():
+    assert ask_app(create_app(EngineSlot()), "GET", "/metrics").status_code == 200
+
+
+def test_keys_may_be_several():
+    app = create_app(EngineSlot(), ServerSettings(api_key=("one", "two")))
+    statuses = [ask_app(app, "GET", "/version", headers={"Authorization": f"Bearer {key}"}).status_code for key in ("one", "two", "three")]
+    assert statuses == [200, 200, 401]

@@ -1,0 +1,227 @@
+"""Start, keys, health, idleness, the engine's death and the end: servers of their own."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.server.live import LONG, LiveServer, events_of, until
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import tiny_model_with_text
+
+GOOD = {"prompt": "Hello", "max_tokens": 2}
+
+
+@pytest.fixture
+def start():
+    """Starts servers and ends those that a test has left."""
+    started = []
+
+    def start(*arguments, model=None, **options):
+        server = LiveServer(str(model or tiny_model_with_text()), "--served-model-name=tiny", *arguments, **options)
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+def cpu_s(pid):
+    """Seconds of processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_routes_that_only_tell(server, http, client):
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/version").json().keys() == {"version"}
+    (card,) = client.models.list().data
+    assert card.id == "tiny" and card.object == "model" and card.max_model_len == 512
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_it_says_what_it_does_and_a_line_to_try(server):
+    assert server.lines[0].startswith("loading ") and server.lines[1].startswith("KV cache 64.0 MiB: ")
+    assert server.lines[3].startswith(f"try: curl {server.url}/v1/chat/completions ")
+
+
+def test_an_idle_server_uses_no_processor(server, http):
+    http.post("/v1/completions", json=GOOD)
+    time.sleep(0.3)
+    pids = (server.process.pid, server.core_pid)
+    before = [cpu_s(pid) for pid in pids]
+    time.sleep(3)
+    assert max(cpu_s(pid) - earlier for pid, earlier in zip(pids, before, strict=True)) <= 0.03
+
+
+def test_keys_guard_everything_but_health(start):
+    server = start(key="secret")
+    with httpx.Client(base_url=server.url) as stranger:
+        for method, path in [
+            ("GET", "/metrics"),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/completions"),
+            ("POST", "/generate"),
+            ("GET", "/none"),
+        ]:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+                response = stranger.request(method, path, headers=headers)
+                assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+                assert response.json()["error"]["type"] == "AuthenticationError"
+        assert stranger.get("/health").status_code == 200
+    assert server.openai().completions.create(model="tiny", prompt="Hello", max_tokens=2).usage.prompt_tokens == 5
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
+    assert "secret" not in "\n".join(server.lines)
+
+
+def test_lenient_servers_name_what_they_ignore(start):
+    with start("--lenient").http() as http:
+        response = http.post("/v1/completions", json=GOOD | {"unheard": 1, "priority": 2})
+        assert response.status_code == 200 and response.headers["x-octavo-ignored-fields"] == "unheard, priority"
+        assert "x-octavo-ignored-fields" not in http.post("/v1/completions", json=GOOD).headers
+
+
+def test_a_full_queue_asks_for_patience(start):
+    server = start("--max-num-queued-reqs=64")
+    with server.http() as first, server.http() as second, server.http() as third:
+        long = LONG | {"n": 64, "stream": True}
+        with first.stream("POST", "/v1/completions", json=long), second.stream("POST", "/v1/completions", json=long):
+            refused = third.post("/v1/completions", json=GOOD)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "RateLimitError"
+        assert "allowed are 64 running and 64 waiting" in refused.json()["error"]["message"]
+        assert until(lambda: third.post("/v1/completions", json=GOOD).status_code == 200, seconds=2)
+
+
+def test_the_death_of_the_engine_is_told_to_all(start):
+    server = start()
+    with server.http() as http, server.http() as streaming:
+        with streaming.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(server.core_pid, signal.SIGKILL)
+            last = events_of(lines)[-1]
+        assert last["error"]["code"] == 500 and "killed by signal 9" in last["error"]["message"]
+        assert http.post("/v1/completions", json=GOOD).status_code == 500
+        health = http.get("/health")
+        assert health.status_code == 503 and "killed by signal 9" in health.json()["error"]["message"]
+        assert http.get("/metrics").status_code == 200
+    assert server.stop() == 0
+
+
+def test_the_death_of_an_idle_engine_is_seen(start):
+    server = start()
+    os.kill(server.core_pid, signal.SIGKILL)
+    with server.http() as http:
+        assert until(lambda: http.get("/health").status_code == 503, seconds=3)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it(start, sign):
+    server = start()
+    core = server.core_pid
+    assert server.stop(sign) == 0
+    assert until(lambda: not Path(f"/proc/{core}").exists(), seconds=2)
+
+
+def test_streams_that_outlast_the_grace_get_an_error_as_their_end(start):
+    server = start("--shutdown-timeout-s=0")
+    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        last = events_of(lines)[-1]
+    assert last["error"]["message"] == "the engine was closed"
+    assert server.process.wait(10) == 0
+
+
+def test_streams_may_end_in_the_grace(start):
+    server = start("--shutdown-timeout-s=20")
+    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"n": 4, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        last = events_of(lines)[-1]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(10) == 0
+
+
+def test_a_port_that_is_taken(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = start(f"--port={port}", wait=False)
+        assert server.process.wait(20) == 2
+    assert until(lambda: len(server.lines) == 2, seconds=2)
+    assert server.lines[0] == f"octavo: cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert server.lines[1].startswith("hint: ")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("family", "unheard_of"), ("truncated", "model.safetensors"), ("memory", "kv_cache_memory_bytes: got 10.0 KiB")]
+)
+def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, message):
+    model = shutil.copytree(tiny_model_with_text(), tmp_path / "model")
+    if fault == "family":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    if fault == "truncated":
+        os.truncate(model / "model.safetensors", 100_000)
+    server = start(*(["--kv-cache-memory-bytes=10KiB"] if fault == "memory" else []), model=model, wait=False)
+    assert server.process.wait(20) == 2
+    assert until(lambda: any(message in line for line in server.lines), seconds=2), server.lines
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_template_that_fails(start, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ raise_exception('roles must take turns') }}")
+    with start(f"--chat-template={template}").http() as http:
+        response = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "messages: the chat template failed: roles must take turns"
+        assert http.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids(start):
+    server = start("--skip-tokenizer-init", model=tiny_model("llama").path)
+    assert '"prompt": [1, 2, 3]' in server.lines[3]
+    with server.http() as http:
+        body = {"prompt": [5, 6], "max_tokens": 3, "return_token_ids": True, "logprobs": 1, "ignore_eos": True}
+        choice = http.post("/v1/completions", json=body).json()["choices"][0]
+        assert len(choice["token_ids"]) == 3 and choice["text"] == ""
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+        for path, refused in [("/v1/completions", GOOD), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})]:
+            response = http.post(path, json=refused)
+            assert response.status_code == 400 and "needs" in response.json()["error"]["message"]
+
+
+def test_while_the_model_loads_the_answer_is_503(start):
+    """Asked as soon as the port is open; a tiny model may be there before anyone can ask."""
+    seen = set()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = start(f"--port={port}", wait=False)
+
+    def ask():
+        while not server.url and server.process.poll() is None:
+            try:
+                seen.add(httpx.get(f"http://127.0.0.1:{port}/health").status_code)
+            except httpx.ConnectError:
+                time.sleep(0.005)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    server.wait()
+    asking.join()
+    assert seen <= {503, 200} and 503 in seen

@@ -1,0 +1,43 @@
+"""GET /metrics: names, labels and numbers."""
+
+import re
+
+import pytest
+
+from octavo.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
+
+BODY = {"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
+
+
+@pytest.fixture
+def text(http):
+    http.post("/v1/completions", json=BODY)
+    response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    return response.text
+
+
+@pytest.mark.parametrize("prefix", ["octavo", "vllm"])
+def test_every_name_is_there(text, prefix):
+    labels = r'\{engine="0",model_name="tiny"\}'
+    for name in [*GAUGES, *(f"{name}_total" for name in COUNTERS)]:
+        assert re.search(rf"^{prefix}:{name}{labels} \d", text, re.MULTILINE), name
+    for name in HISTOGRAMS:
+        assert re.search(rf"^{prefix}:{name}_count{labels} [1-9]", text, re.MULTILINE), name
+        assert re.search(rf'^{prefix}:{name}_bucket{{engine="0",le="\+Inf",model_name="tiny"}} [1-9]', text, re.MULTILINE), name
+    assert re.search(rf'^{prefix}:request_success_total{{engine="0",finished_reason="length",model_name="tiny"}} [1-9]', text, re.MULTILINE)
+
+
+def test_each_family_is_described_once(text):
+    described = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
+    assert len(described) == len(set(described)) and "_created" not in text
+
+
+def test_numbers_add_up(server, http):
+    def numbers():
+        names = ("prompt_tokens_total", "generation_tokens_total", "request_generation_tokens_sum", "inter_token_latency_seconds_count")
+        return [server.metric(name) for name in names]
+
+    before = numbers()
+    http.post("/v1/completions", json=BODY)
+    assert [after - earlier for after, earlier in zip(numbers(), before, strict=True)] == [5, 5, 5, 4]
