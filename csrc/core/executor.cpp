@@ -120,7 +120,7 @@ struct LinearStage : Stage {
         e.activation = spec.activation;
         e.gated = spec.gated;
         e.clamp = spec.clamp, e.alpha = spec.alpha, e.up_offset = spec.up_offset;
-        if (spec.has_residual) e.residual = view.at(spec.residual, 0), e.residual_stride = spec.residual.stride;
+        if (p.has_residual) e.residual = view.at(p.residual, 0), e.residual_stride = p.residual.stride;
         e.out = view.at(p.out, 0);
         e.out_stride = p.out.stride;
         k.write_tile(e, thread.acc.data(), thread.up.data(), row0, count, tile * kTile, std::min(kTile, p.tiles.num_rows - tile * kTile));

@@ -94,6 +94,8 @@ struct LinearPart {
     std::shared_ptr<void> owner;  // keeps the tiles' memory
     Place out;
     const float* bias = nullptr;
+    bool has_residual = false;
+    Place residual{};
 };
 
 struct LinearSpec {
@@ -103,8 +105,6 @@ struct LinearSpec {
     bool gated = false;
     int activation = -1;
     float clamp = 0, alpha = 1, up_offset = 0;
-    bool has_residual = false;
-    Place residual;
 };
 
 struct AttentionSpec {

@@ -31,6 +31,9 @@ MAX_LANES = 16
 Span = tuple[bool, int, int, int, int]
 """(samples axis?, offset, stride, column, width): a Place as the bindings take it."""
 
+LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None]
+"""(tiles, columns of the out, bias, columns of the residual) of one weight of a Linear."""
+
 GetTiles = Callable[[Weight], Any]
 GetFloats = Callable[[Weight], NDArray[np.float32]]
 
@@ -156,18 +159,19 @@ class Lowering:
         if op.norm is not None:
             norm = (self._floats(op.norm.weight), self._optional(op.norm.bias), op.norm.eps, op.norm.weight_offset, op.norm.centered)
         gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
-        residual = None if op.residual is None else self._span(op.residual)
         for parts in self._parts_by_rows(op):
-            self._builder.linear(self._span(op.x), norm, parts, op.gate is not None, *_gate_numbers(gate), residual)
+            self._builder.linear(self._span(op.x), norm, parts, op.gate is not None, *_gate_numbers(gate))
 
-    def _parts_by_rows(self, op: ops.Linear) -> list[list[tuple[Any, Span, NDArray[np.float32] | None]]]:
-        """(tiles, columns, bias) of each weight, together where they read their rows in the same type."""
-        samples, offset, stride, column, _ = self._span(op.outs[0])
+    def _parts_by_rows(self, op: ops.Linear) -> list[list[LinearPart]]:
+        """The parts of each weight, together where they read their rows in the same type."""
+        out, residual = self._span(op.outs[0]), None if op.residual is None else self._span(op.residual)
         biases = op.biases or (None,) * len(op.weights_)
-        found: dict[str, list[tuple[Any, Span, NDArray[np.float32] | None]]] = {}
+        found: dict[str, list[LinearPart]] = {}
+        column = 0
         for weight, bias in zip(op.weights_, biases, strict=True):
             tiles, width = self._tiles(weight), weight.shape[0]
-            found.setdefault(tiles.row_type, []).append((tiles.handle, (samples, offset, stride, column, width), self._optional(bias)))
+            part = (tiles.handle, _cut(out, column, width), self._optional(bias), residual and _cut(residual, column, width))
+            found.setdefault(tiles.row_type, []).append(part)
             column += 0 if op.gate is not None else width
         if op.gate is not None and len(found) > 1:
             raise _refusal(self._program, f"a gate and its up projection in formats as different as {' and '.join(found)}")
@@ -182,6 +186,12 @@ class Lowering:
 
     def _optional(self, weight: Weight | None) -> NDArray[np.float32] | None:
         return None if weight is None else self._floats(weight)
+
+
+def _cut(span: Span, column: int, width: int) -> Span:
+    """Some neighbouring columns of a span."""
+    samples, offset, stride, first, _ = span
+    return (samples, offset, stride, first + column, width)
 
 
 def _gate_numbers(gate: ops.Gate | None) -> tuple[int, float, float, float]:
