@@ -91,6 +91,17 @@ def test_abort_gives_the_stream_its_end(llm):
     asyncio.run(run())
 
 
+def test_a_name_can_be_used_again_at_once(llm):
+    async def run():
+        for _ in range(20):
+            await anext(left := llm.submit(prompts_of(5)[0], LONG, "mine"))
+            await left.aclose()
+            again = await llm.submit(prompts_of(5)[0], GREEDY, "mine").final()
+            assert again.outputs[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
 def test_faults_are_raised_before_anything_runs(llm):
     async def run():
         with pytest.raises(ContextTooLong):

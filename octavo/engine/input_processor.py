@@ -5,6 +5,7 @@ Owns the limits of the model (context, vocabulary, logprobs) and the seeds of un
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,12 +56,13 @@ class InputProcessor:
         self._eos_token_ids = [token for token in dict.fromkeys(eos_token_ids) if token < limits.vocab_size]
         self._seed = seed
         self._num_requests = 0
+        self._core_ids = itertools.count()
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> FrontRequest:
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         params = self._resolve_params(params)
-        return FrontRequest(request_id, text, token_ids, params, self._samples(request_id, token_ids, params, salt))
+        return FrontRequest(request_id, text, token_ids, params, self._samples(token_ids, params, salt))
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """A conversation as a prompt of token ids."""
@@ -156,10 +158,14 @@ class InputProcessor:
 
     # -- samples --------------------------------------------------------------------------------------------------------
 
-    def _samples(self, request_id: str, token_ids: list[int], params: SamplingParams, salt: str) -> list[EngineRequest]:
-        """The first computes the prompt (and its logprobs); the others wait to share it."""
+    def _samples(self, token_ids: list[int], params: SamplingParams, salt: str) -> list[EngineRequest]:
+        """The first computes the prompt (and its logprobs); the others wait to share it.
+
+        The core's ids are never used twice: the last words about a request that was aborted must not reach one that took its name.
+        """
+        core_id = str(next(self._core_ids))
         first = EngineRequest(
-            request_id,
+            core_id,
             token_ids,
             params,
             seed=self._draw_seed() if params.seed is None else params.seed,
@@ -171,7 +177,7 @@ class InputProcessor:
         others = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
         replace = msgspec.structs.replace
         return [first] + [
-            replace(first, request_id=f"{request_id}#{index}", params=others, sample_index=index, fork_of=request_id)
+            replace(first, request_id=f"{core_id}#{index}", params=others, sample_index=index, fork_of=core_id)
             for index in range(1, params.n)
         ]
 

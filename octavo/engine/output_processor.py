@@ -78,7 +78,7 @@ class OutputProcessor:
         return len(self._samples)
 
     def add(self, request: FrontRequest) -> None:
-        if request.request_id in self._states or any(sample.request_id in self._samples for sample in request.samples):
+        if request.request_id in self._states:
             raise InvalidRequest(f"request_id: {request.request_id!r} is in use by an unfinished request", param="request_id")
         samples = [self._make_sample(sample, request.params) for sample in request.samples]
         state = RequestState(request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time))

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from octavo import errors
 
@@ -29,6 +30,9 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
 
 TYPES_BY_STATUS = {404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestTooLargeError"}
 """For what the HTTP framework itself refuses."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""For the access log only; the name is nginx'."""
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -56,6 +60,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def answer(_: Request, error: Exception) -> Response:
         return error_response(error)
 
+    async def answer_nobody(_: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(ClientDisconnect, answer_nobody)
     for kind in (errors.OctavoError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)
 

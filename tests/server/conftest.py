@@ -11,6 +11,7 @@ def server():
     server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny")
     yield server
     assert server.stop() == 0
+    assert len(server.lines) == 4, "a server that does its work says nothing but how it started"
 
 
 @pytest.fixture

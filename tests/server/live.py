@@ -52,9 +52,15 @@ class LiveServer:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
     @property
+    def children(self) -> list[int]:
+        """Processes that any of its threads has started."""
+        return [int(pid) for path in Path(f"/proc/{self.process.pid}/task").glob("*/children") for pid in path.read_text().split()]
+
+    @property
     def core_pid(self) -> int:
         """The engine's process, the only child."""
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+        (pid,) = self.children
+        return pid
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=60)

@@ -135,6 +135,15 @@ def test_a_signal_ends_it(start, sign):
     assert until(lambda: not Path(f"/proc/{core}").exists(), seconds=2)
 
 
+def test_a_signal_while_the_model_loads_ends_it(start):
+    server = start(wait=False)
+    assert until(lambda: len(server.children) == 1)
+    core = server.core_pid
+    assert server.stop() == 0
+    assert until(lambda: not Path(f"/proc/{core}").exists(), seconds=2)
+    assert not any("Traceback" in line for line in server.lines)
+
+
 def test_streams_that_outlast_the_grace_get_an_error_as_their_end(start):
     server = start("--shutdown-timeout-s=0")
     with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
