@@ -138,9 +138,10 @@ class ProcessClient:
         return f"ipc://{Path(self._folder.name) / name}"
 
     def _start(self, child_end: int) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        """-P: the child finds modules where this process does, and not first in the current directory."""
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         return subprocess.Popen(
-            [sys.executable, "-c", START, self._endpoint("commands"), self._endpoint("replies")],
+            [sys.executable, "-P", "-c", START, self._endpoint("commands"), self._endpoint("replies")],
             stdin=subprocess.PIPE,
             pass_fds=[child_end],
             env=environment,
