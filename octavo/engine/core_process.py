@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -71,7 +72,8 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
     commands, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    commands.bind(sys.argv[1])
+    if not _bind(commands, sys.argv[1]):
+        return
     replies.connect(sys.argv[2])
     loop = CoreLoop(commands, replies)
     try:
@@ -123,6 +125,17 @@ class CoreLoop:
             else:
                 apply_command(core, command)
         return True
+
+
+def _bind(commands: zmq.Socket, endpoint: str) -> bool:
+    """False where the front has ended before this process got so far, and has taken the endpoint's folder along."""
+    try:
+        commands.bind(endpoint)
+    except zmq.ZMQError:
+        if Path(endpoint.removeprefix("ipc://")).parent.exists():
+            raise
+        return False
+    return True
 
 
 def _end_with_parent() -> None:

@@ -39,7 +39,8 @@ def serve(options: Options, settings: ServerSettings) -> None:
     if settings.is_open_to_all:
         _say(f"warning: {settings.host} can be reached from other machines and no --api-key is set: anyone may use this server")
     slot = EngineSlot()
-    loader = Loader(slot, options, when_ready=lambda llm: _say(_greeting(llm, settings, listener.getsockname()[1])))
+    port = listener.getsockname()[1]
+    loader = Loader(slot, options, when_ready=lambda llm: _say(_greeting(llm, settings, port)))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -76,9 +77,11 @@ class Loader:
             _call(loop, lambda: self._put(llm))
 
     def _put(self, llm: AsyncLLM) -> None:
-        llm.start()
+        """In the event loop. It may be too late: the server is already stopping."""
         self._slot.fill(llm)
-        self._when_ready(llm)
+        if not self._slot.is_draining:
+            llm.start()
+            self._when_ready(llm)
 
     def _report(self, text: str) -> None:
         _say(text)

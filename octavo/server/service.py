@@ -43,6 +43,10 @@ class EngineSlot:
         """The engine, for those who look at it only."""
         return self._llm
 
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
     def report(self, text: str) -> None:
         """What the load is doing."""
         self._progress = text
