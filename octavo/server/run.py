@@ -141,7 +141,7 @@ def _greeting(llm: AsyncLLM, settings: ServerSettings, port: int) -> str:
     body: dict[str, Any] = {"prompt": [1, 2, 3]}
     path = "/v1/completions"
     if not options.skip_tokenizer_init:
-        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.api_key else ""
     curl = f"curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps({'model': model, **body}))}"
     return f"serving {model} on {url}\ntry: {curl}"
