@@ -5,7 +5,10 @@
 #   make test      install with all that tests need, run every test but the slow ones
 #   make test-all  the slow ones too
 #   make check     lint, formatting, types, who may import whom
+#   make bench     tokens/s of the default model on this machine
+#   make wheel     a wheel, in dist/
 #   make sanitize  the native tests under the thread and address sanitizers
+#   make qemu      the kernels on processors that this machine is not
 #
 # .venv holds what users need and no more; .venv-dev the tests' tools as well (PyTorch among them), with the package installed
 # editable: its Python is this tree's, its compiled part is built anew when csrc/ changes.
@@ -19,7 +22,7 @@ PORT ?= 8000
 BUILT_FROM := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
 
-.PHONY: demo serve test test-all check sanitize clean
+.PHONY: demo serve test test-all check bench wheel sanitize qemu clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -44,18 +47,28 @@ check: $(DEV_VENV)/.stamp
 	$(DEV_VENV)/bin/mypy
 	$(DEV_VENV)/bin/python -m pytest -q tests/arch
 
+bench: $(VENV)/.stamp
+	@$(VENV)/bin/octavo bench latency --model $(MODEL)
+	@$(VENV)/bin/octavo bench throughput --model $(MODEL)
+
+wheel: | $(VENV)/bin/pip
+	$(VENV)/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+
 sanitize:
 	bash csrc/tests/sanitize.sh
 
+qemu:
+	bash csrc/tests/qemu.sh
+
 clean:
-	rm -rf build $(VENV) $(DEV_VENV)
+	rm -rf build dist $(VENV) $(DEV_VENV)
 
 $(VENV)/.stamp: $(INSTALLED_FROM) | $(VENV)/bin/pip
 	$(VENV)/bin/pip install --quiet .
 	@touch $@
 
-$(DEV_VENV)/.stamp: $(BUILT_FROM) | $(DEV_VENV)/bin/pip
-	$(DEV_VENV)/bin/pip install --quiet --editable '.[dev]'
+$(DEV_VENV)/.stamp: $(BUILT_FROM) constraints.txt | $(DEV_VENV)/bin/pip
+	$(DEV_VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 %/bin/pip:

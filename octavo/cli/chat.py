@@ -26,6 +26,7 @@ def chat(
     *,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens of this much probability together.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
     options: dict[str, Any],
@@ -33,7 +34,7 @@ def chat(
     """Talk with a model."""
     from octavo.llm import LLM
 
-    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     check_sampling(sampling)
     with LLM(**fetched(options)) as llm:
         print(HELP, file=sys.stderr)

@@ -25,6 +25,7 @@ def run(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens of this much probability together.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer; default until it ends or the context does.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
@@ -37,7 +38,7 @@ def run(
     if raw and system is not None:
         raise InvalidRequest("--system: a raw prompt has no system message", hint="leave out --raw or --system")
     text = sys.stdin.read() if prompt == "-" else prompt
-    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     check_sampling(sampling)
     with LLM(**fetched(options)) as llm:
         messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": text}]

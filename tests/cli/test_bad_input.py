@@ -24,6 +24,7 @@ def model_copy(tmp_path):
         (["run", "hi", "--threads=many"], ["octavo: threads: got 'many', allowed is a whole number of at least 1"]),
         (["run", "hi", "--backend=gpu"], ["octavo: backend: got 'gpu', allowed is 'native' or 'reference'"]),
         (["run", "hi", "--temperature=-1"], ["octavo: temperature: got -1.0, allowed is a number from 0 to 2", "hint: 0 is greedy"]),
+        (["run", "hi", "--top-p=1.5"], ["octavo: top_p: got 1.5, allowed is a number above 0 and at most 1"]),
         (
             ["run", "hi", "--raw", "--system=x"],
             ["octavo: --system: a raw prompt has no system message", "hint: leave out --raw or --system"],

@@ -60,6 +60,11 @@ def test_a_seed_repeats_the_draws(octavo, tiny):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_the_least_top_p_is_greedy(octavo, tiny):
+    greedy = octavo("run", "hello", *tiny, "--max-tokens=12").out
+    assert octavo("run", "hello", *tiny, "--max-tokens=12", "--temperature=1", "--top-p=0.000001").out == greedy
+
+
 @pytest.mark.parametrize(
     ("recommended", "given", "expected"), [({}, None, 0), ({"temperature": 0.6}, None, 0.6), ({"temperature": 0.6}, 0, 0)]
 )
