@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.backends.base import BackendOptions, Runnable, StepBatch
+from octavo.backends.base import BackendOptions, KvCache, Runnable, StepBatch
 from octavo.backends.native.backend import NativeBackend, supported_levels
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference import ReferenceBackend, ReferenceRunnable
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
@@ -111,9 +111,12 @@ class Case:
 
     def run(self, runnable: Runnable, rows: int, *, pad: int = 0) -> NDArray[Any]:
         """The first `rows` rows, with `pad` rows of NaN behind them."""
-        backend = ReferenceBackend() if not hasattr(runnable, "_executor") else NativeBackend(BackendOptions())
-        kv = backend.allocate(self.program.groups, 32)
-        return runnable.run(self.batch(rows, pad), kv).arrays["logits"]
+        return runnable.run(self.batch(rows, pad), self.memory(runnable)).arrays["logits"]
+
+    def memory(self, runnable: Runnable) -> KvCache:
+        """A KV cache as the runnable's backend has them."""
+        backend = ReferenceBackend() if isinstance(runnable, ReferenceRunnable) else NativeBackend(BackendOptions())
+        return backend.allocate(self.program.groups, 32)
 
     def batch(self, rows: int, pad: int) -> StepBatch:
         positions = np.arange(self.num_rows, dtype=np.int32) if self.positions is None else self.positions

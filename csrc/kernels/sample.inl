@@ -5,6 +5,7 @@
 // Logprobs are of the raw logits.
 #pragma once
 #include <algorithm>
+#include <cfloat>
 
 #include "simd.h"
 #include "table.h"
@@ -167,7 +168,7 @@ int keep_top_p(Candidate* kept, int count, float top_p) {
 }
 
 int draw(const SampleArgs& a, int at, const float* z, float* p, Candidate* kept) {
-    const float largest = z[best_id(z, a.vocab)], inverse = 1.0f / a.temperatures[at];
+    const float largest = z[best_id(z, a.vocab)], inverse = std::min(1.0f / a.temperatures[at], FLT_MAX);
     for (size_t i = 0; i < padded_vocab(a.vocab); i += kLanes) store(p + i, exp((load(z + i) - largest) * inverse));
     const double point = philox_uniform(a.seeds[at], a.positions[at], a.sample_indices[at], 0);
     const int top_k = a.top_ks[at];

@@ -113,7 +113,7 @@ class NativeProgram:
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         draws = batch.sampling is not None
-        result = _empty_result(batch.sampling, len(batch.sample_rows)) if batch.sampling is not None else None
+        result = _empty_result(batch.sampling, len(batch.sample_rows), self._vocab_size) if batch.sampling is not None else None
         logits = None if draws else np.empty((len(batch.sample_rows), self._vocab_size), np.float32)
         self._executor.run(
             batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.slots, batch.block_tables, batch.sample_rows,
@@ -122,9 +122,9 @@ class NativeProgram:
         return StepOutput(result) if logits is None else StepOutput(arrays={"logits": logits})
 
 
-def _empty_result(sampling: SamplingBatch, count: int) -> SampleResult:
+def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> SampleResult:
     result = SampleResult(np.zeros(count, np.int32), np.zeros(count, np.bool_))
-    most = int(sampling.num_logprobs.max(initial=-1))
+    most = min(int(sampling.num_logprobs.max(initial=-1)), vocab_size)
     if most >= 0:
         result.logprobs = np.zeros(count, np.float32)
         result.ranks = np.zeros(count, np.int32)
