@@ -1,0 +1,127 @@
+"""The real model's quality on the native backend: fp32 equals transformers, every format stays within its bound.
+
+Perplexity is over Newton's Opticks (tests/data); the expected fp32 value is transformers' on the dequantised weights.
+"""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.backends.base import BackendOptions, StepBatch
+from octavo.backends.native.backend import NativeBackend
+from octavo.checkpoint.catalogue import resolve
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader
+from octavo.models.registry import build_programs
+
+pytestmark = pytest.mark.model
+DATA = Path(__file__).parent.parent / "data"
+PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):\n", "Light is"]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> torch.nn.Module:
+    """transformers' Llama with the GGUF's weights, dequantised, in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    checkpoint = open_checkpoint(resolve("smollm2"))
+    keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: checkpoint.config[name] for name in keep}
+    config = LlamaConfig(**sizes, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100000.0, tie_word_embeddings=True)
+    network = LlamaForCausalLM(config).eval()
+    weights = {name: torch.from_numpy(checkpoint.tensor(name).dequantize().copy()) for name in checkpoint.names()}
+    missing, unexpected = network.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    network.tie_weights()
+    return network
+
+
+def test_greedy_tokens_equal_transformers(oracle: torch.nn.Module) -> None:
+    """48 tokens of each prompt, fp32 on both sides: each is the best of transformers' logits after those before it."""
+    with LLM("smollm2", dtype="float32", max_model_len=256, report=lambda text: None) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+    for output in outputs:
+        made = output.outputs[0].token_ids
+        assert len(made) == 48
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([output.prompt_token_ids + made])).logits[0]
+        first = len(output.prompt_token_ids) - 1
+        assert made == logits[first:-1].argmax(-1).tolist(), output.prompt
+
+
+def perplexity_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("perplexity", Path(__file__).parents[2] / "benchmarks" / "perplexity.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = [
+    pytest.param({"dtype": "float32"}, 0.01, id="fp32"),
+    pytest.param({}, 1.0, id="as packed"),
+    pytest.param({"quantization": "int8"}, 1.0, id="int8"),
+    pytest.param({"quantization": "int4"}, 6.0, id="int4"),
+    pytest.param({"dtype": "bfloat16"}, 1.0, id="bf16"),
+]
+
+
+@pytest.mark.parametrize(("options", "bound_percent"), CASES)
+def test_perplexity_of_two_windows(options: dict[str, str], bound_percent: float) -> None:
+    """The quick form of the one below: of two windows the bound is widened by a half percent, for they are a small sample."""
+    found = perplexity_script().measure(2, model="smollm2", **options)
+    slack = 0.0 if options.get("dtype") == "float32" else 0.5
+    assert abs(found["rise_percent"]) <= bound_percent + slack, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "bound_percent"), CASES)
+def test_perplexity(options: dict[str, str], bound_percent: float) -> None:
+    found = perplexity_script().measure(model="smollm2", **options)
+    assert found["rise_percent"] <= bound_percent, found
+    if options.get("dtype") == "float32":
+        assert found["rise_percent"] >= -bound_percent, found
+
+
+@pytest.mark.slow
+def test_logits_cosine_as_packed() -> None:
+    """The 5th percentile, over all 20,480 positions, of the cosine between the packed model's logits and fp32's is above 0.995."""
+    with LLM("smollm2", report=lambda text: None, max_model_len=256) as llm:
+        token_ids = llm.get_tokenizer().encode((DATA / "opticks.txt").read_text(encoding="utf-8"), add_special_tokens=False)
+    cosines = np.concatenate([_cosines(np.array(token_ids[start : start + 1024], np.int32)) for start in range(0, 20480, 1024)])
+    assert np.percentile(cosines, 5) > 0.995
+
+
+def _cosines(ids: np.ndarray) -> np.ndarray:
+    exact, packed = (_logits(ids, dtype) for dtype in ("float32", "auto"))
+    return (exact * packed).sum(1) / (np.linalg.norm(exact, axis=1) * np.linalg.norm(packed, axis=1))
+
+
+_RUNNABLES: dict[str, tuple] = {}
+
+
+def _logits(ids: np.ndarray, dtype: str) -> np.ndarray:
+    """[T, V] of one window, straight from the backend."""
+    if dtype not in _RUNNABLES:
+        checkpoint = open_checkpoint(resolve("smollm2"))
+        program = build_programs(checkpoint.config)["decoder"]
+        backend = NativeBackend(BackendOptions(dtype=dtype, num_threads=2, max_tokens=1024))
+        runnable = backend.prepare(program, WeightReader(checkpoint, dtype, None, program).load)
+        _RUNNABLES[dtype] = runnable, backend.allocate(program.groups, 64)
+    runnable, kv = _RUNNABLES[dtype]
+    rows = np.arange(len(ids), dtype=np.int32)
+    batch = StepBatch(
+        token_ids=ids,
+        positions=rows[None],
+        query_starts=np.array([0, len(ids)], np.int32),
+        context_lens=np.array([[len(ids)]], np.int32),
+        slots=rows[None],
+        block_tables=np.arange(64, dtype=np.int32)[None, None],
+        sample_rows=rows,
+    )
+    return runnable.run(batch, kv).arrays["logits"]
