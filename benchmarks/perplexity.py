@@ -2,8 +2,9 @@
 
     python benchmarks/perplexity.py --model smollm2 --quantization int8
 
-The text and the recipe are tests/data/opticks.txt and opticks.json (Newton's Opticks, 20 windows of 1024 tokens, no BOS). The json
-holds the value that transformers gives in fp32, against which the rise is printed. Takes minutes: the logits of every position are computed.
+The text is tests/data/opticks.txt (Newton's Opticks), the recipe opticks.json beside it: 20 windows of 1024 tokens, no BOS. The json
+holds the value that transformers gives in fp32, against which the rise is printed. Takes minutes: the logits of every position
+are computed.
 """
 
 import argparse
