@@ -7,6 +7,7 @@ cannot do is refused here, by name, before anything is packed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,11 @@ def _refusal(program: Program, what: str) -> BackendUnavailable:
     return BackendUnavailable(f"the native backend cannot run {what} (in {program.name})", hint="try --backend reference")
 
 
+def body_first(program: Program) -> Program:
+    """All ops on tokens, then all on samples, as the executor runs them (no op leads from samples back to tokens)."""
+    return replace(program, ops=tuple(sorted(program.ops, key=lambda op: _axis(op) == "samples")))
+
+
 def stages_of(program: Program) -> list[int]:
     """The stage of each op: row-local ops that follow one another on one axis share one."""
     stages: list[int] = []
@@ -84,7 +90,7 @@ class Lowering:
     """Walks a Program once and tells the builder of each op."""
 
     def __init__(self, program: Program, builder: Any, tiles: GetTiles, floats: GetFloats) -> None:
-        self._program = program
+        self._program = program = body_first(program)
         self._builder = builder
         self._tiles = tiles
         self._floats = floats

@@ -1,0 +1,91 @@
+"""The plan pass: no memory has two owners at a time, on random Programs; and buffers are reused."""
+
+from itertools import combinations
+
+import torch
+from hypothesis import given, settings
+
+from octavo.backends.native.lower import body_first, stages_of
+from octavo.checkpoint.open import open_checkpoint
+from octavo.models.registry import build_programs
+from octavo.program.ops import Linear
+from octavo.program.passes.fuse import fuse
+from octavo.program.passes.plan import IN_PLACE, plan
+from tests.program.random_programs import random_programs
+from tests.tiny_models import tiny_model
+
+torch.set_num_threads(1)
+
+
+def lifetimes(program, stages):
+    """Of each Value that has memory: the op that makes it, its first and last stage."""
+    found = {}
+    for at, op in enumerate(program.ops):
+        for value in op.outputs:
+            found[value] = (at, stages[at], stages[at])
+    for at, op in enumerate(program.ops):
+        crosses = any(out.axis != value.axis for value in op.inputs for out in op.outputs)
+        for value in op.inputs:
+            if value in found:
+                maker, first, last = found[value]
+                found[value] = (maker, first, max(last, stages[-1] if crosses else stages[at]))
+    for value in program.outputs.values():
+        found[value] = (*found[value][:2], stages[-1])
+    return found
+
+
+def share_memory(a, b):
+    """Some row of one place has a float in common with some row of the other, for some number of rows."""
+    if a.axis != b.axis or a.offset >= b.offset + b.stride or b.offset >= a.offset + a.stride:
+        return False
+    if (a.offset, a.stride) != (b.offset, b.stride):
+        return True
+    return a.column < b.column + b.width and b.column < a.column + a.width
+
+
+def takes_over(op, value, program):
+    """The op writes its out exactly where it reads `value`, element by element, and nobody reads that later."""
+    elementwise = (isinstance(op, IN_PLACE) and op.x == value) or (isinstance(op, Linear) and op.residual == value and op.x != value)
+    later = program.ops[program.ops.index(op) + 1 :]
+    outputs = program.outputs.values()
+    return elementwise and value not in outputs and not any(value in other.inputs for other in later)
+
+
+def check(program):
+    program = body_first(program)
+    stages = stages_of(program)
+    places = plan(program, stages).places
+    lives = lifetimes(program, stages)
+    assert set(places) == {value.name for value in lives}
+    for a, b in combinations(sorted(lives, key=lambda value: lives[value][0]), 2):
+        if not share_memory(places[a.name], places[b.name]) or lives[a][2] < lives[b][1]:
+            continue
+        assert places[a.name] == places[b.name], f"{a.name} and {b.name} lie across each other"
+        chain = a
+        while chain != b:  # every owner between them took the place over from the one before
+            chain = next(
+                (out for op in program.ops for out in op.outputs if takes_over(op, chain, program) and places[out.name] == places[a.name]),
+                None,
+            )
+            assert chain is not None, f"{b.name} overwrites {a.name}, which is still read"
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_programs())
+def test_no_two_live_values_share_memory(made):
+    check(made.program)
+    check(fuse(made.program))
+
+
+def test_families():
+    for family in ("llama", "gemma3_text", "gpt2", "qwen3"):
+        check(fuse(build_programs(open_checkpoint(tiny_model(family).path).config)["decoder"]))
+
+
+def test_memory_does_not_grow_with_layers():
+    sizes = []
+    for layers in (2, 9):
+        path = tiny_model("llama", num_hidden_layers=layers).path
+        program = fuse(build_programs(open_checkpoint(path).config)["decoder"])
+        sizes.append(plan(program, stages_of(program)).row_floats["tokens"])
+    assert sizes[0] == sizes[1]
