@@ -61,13 +61,15 @@ def check(program):
         if not share_memory(places[a.name], places[b.name]) or lives[a][2] < lives[b][1]:
             continue
         assert places[a.name] == places[b.name], f"{a.name} and {b.name} lie across each other"
-        chain = a
-        while chain != b:  # every owner between them took the place over from the one before
-            chain = next(
-                (out for op in program.ops for out in op.outputs if takes_over(op, chain, program) and places[out.name] == places[a.name]),
-                None,
-            )
-            assert chain is not None, f"{b.name} overwrites {a.name}, which is still read"
+        owner = a
+        while owner != b:  # every owner between them took the place over from the one before
+            owner = next_owner(owner, program, places)
+            assert owner is not None, f"{b.name} overwrites {a.name}, which is still read"
+
+
+def next_owner(owner, program, places):
+    outs = (out for op in program.ops for out in op.outputs if takes_over(op, owner, program))
+    return next((out for out in outs if places[out.name] == places[owner.name]), None)
 
 
 @settings(max_examples=300, deadline=None)
