@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE, Backend, StepBatch
+from octavo.backends.base import BLOCK_SIZE, Backend, LoadWeight, StepBatch
 from octavo.backends.reference import ReferenceBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
@@ -31,12 +31,22 @@ class Request:
 class PagedRunner:
     """One model's Programs with a KV cache of their own; `add` makes a request, `step` computes some of its tokens."""
 
-    def __init__(self, path: Path, backend: Backend | None = None, *, num_blocks: int = 256, seed: int = 0, padding: int = 0) -> None:
-        """`padding`: so many rows with slot -1 are put behind every step's rows."""
+    def __init__(
+        self,
+        path: Path,
+        backend: Backend | None = None,
+        *,
+        load: LoadWeight | None = None,
+        num_blocks: int = 256,
+        seed: int = 0,
+        padding: int = 0,
+    ) -> None:
+        """`load` gives weights in another precision than the file's. `padding`: so many rows with slot -1 are put behind every step's."""
         checkpoint = open_checkpoint(path)
         self.backend = backend or ReferenceBackend()
         self.programs = build_programs(checkpoint.config)
-        self.runnables = {name: self.backend.prepare(program, WeightReader(checkpoint).load) for name, program in self.programs.items()}
+        load = load or WeightReader(checkpoint).load
+        self.runnables = {name: self.backend.prepare(program, load) for name, program in self.programs.items()}
         self.groups = self.programs["decoder"].groups
         self.kv = self.backend.allocate(self.groups, num_blocks)
         generator = np.random.default_rng(seed)
