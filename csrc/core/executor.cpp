@@ -359,6 +359,7 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
     for (auto& angles : angles_) angles->ensure(last + 1);
     make_plans(batch, kv);
     for (auto& thread : threads_) thread.prepared_stage = -1;
+    kernels_.begin_step();
     Walk walk(*this, batch, kv);
     pool_.walk(walk);
 }

@@ -21,8 +21,10 @@ struct alignas(64) TileConfig {
 
 // Registers: 0..3 sums of 16 rows, 4..5 rows (A), 6..7 weights (B). `depth` bytes of each row are one multiplication.
 // Loading a configuration costs tens of cycles, so it is kept between calls on a thread while it fits.
+thread_local int configured = 0;
+void forget_configuration() { configured = 0; }
+
 OCTAVO_INLINE void configure(int rows, int depth) {
-    thread_local int configured = 0;
     const int wanted = rows * 1000 + depth;
     if (configured == wanted) return;
     TileConfig config;

@@ -120,6 +120,8 @@ struct SampleArgs;
 
 struct KernelTable {
     const char* name;
+    // Called before a step by the thread that asks for it: other code may have used the tile unit on that thread since.
+    void (*begin_step)();
     // Makes `rows` ready in place `index` out of x [K]: norm where one is set, then conversion.
     void (*prepare_row)(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index);
     // acc [num_rows][16] = rows row0.. of x times tile `tile` of w. `scratch`: scratch_bytes(w).

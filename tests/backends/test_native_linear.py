@@ -11,6 +11,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from octavo.program import ops
 from octavo.program.program import Value, Weight
@@ -364,6 +365,17 @@ def test_what_is_not_finite_shows_in_its_row_alone(level, kind, bad):
     found, wanted = case.run(case.native(level), NUM_ROWS), clean.run(clean.native(level), NUM_ROWS)
     assert not np.isfinite(found[7]).any()
     np.testing.assert_array_equal(np.delete(found, 7, 0), np.delete(wanted, 7, 0))
+
+
+def test_others_may_use_the_tile_unit_between_steps(level):
+    """PyTorch's products of bf16 configure it anew on the thread that calls."""
+    torch.set_num_threads(1)
+    case = plain_product("bf16", 50, 100)[0]
+    runnable = case.native(level)
+    wanted = case.run(runnable, 16)
+    for rows in (16, 100):
+        torch.ones(rows, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
+        np.testing.assert_array_equal(case.run(runnable, 16), wanted)
 
 
 # -- embeddings -------------------------------------------------------------------------------------------------------------------
