@@ -10,6 +10,11 @@
 
 namespace octavo {
 
+#ifdef __SANITIZE_ADDRESS__
+// The sanitizer sees who steps over the end of a heap block, not over that of mapped pages.
+Memory::Memory(size_t bytes) : data_((uint8_t*)::operator new(bytes, std::align_val_t(64))), size_(bytes) { std::memset(data_, 0, size_); }
+Memory::~Memory() { ::operator delete(data_, std::align_val_t(64)); }
+#else
 Memory::Memory(size_t bytes) : size_(bytes < 64 ? 64 : bytes) {
     void* p = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
@@ -19,6 +24,7 @@ Memory::Memory(size_t bytes) : size_(bytes < 64 ? 64 : bytes) {
 #endif
 }
 Memory::~Memory() { munmap(data_, size_); }
+#endif
 
 namespace {
 

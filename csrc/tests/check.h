@@ -1,0 +1,41 @@
+// What the native tests share: a check that says where it failed, and seeded numbers.
+#pragma once
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../core/levels.h"
+
+namespace octavo::test {
+
+#define CHECK(condition, ...)                                                        \
+    do {                                                                             \
+        if (!(condition)) {                                                          \
+            std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+            __VA_OPT__(std::fprintf(stderr, "  " __VA_ARGS__); std::fputc('\n', stderr);)      \
+            std::exit(1);                                                            \
+        }                                                                            \
+    } while (false)
+
+using Floats = std::vector<float>;
+
+inline Floats normal(size_t count, uint32_t seed, float scale = 1) {
+    std::mt19937 generator(seed);
+    std::normal_distribution<float> draw(0, scale);
+    Floats values(count);
+    for (float& value : values) value = draw(generator);
+    return values;
+}
+
+inline bool same_bits(const Floats& a, const Floats& b) { return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float)); }
+
+void test_thread_pool();
+void test_packing(const KernelTable& kernels);
+void test_executor(const KernelTable& kernels);
+
+}  // namespace octavo::test

@@ -1,0 +1,405 @@
+// A small llama, built by hand, on the executor: its logits are those of plain loops in double, and bitwise the same alone or in a
+// batch, in chunks or whole, on any number of threads, in copied blocks.
+#include "../core/executor.h"
+
+#include <algorithm>
+
+#include "check.h"
+
+namespace octavo::test {
+
+namespace {
+
+constexpr int kVocab = 50, kHidden = 48, kHeads = 4, kKvHeads = 2, kWidth = 10, kInner = 70, kLayers = 2, kBlocks = 64;
+constexpr int kQ = kHeads * kWidth, kKv = kKvHeads * kWidth;
+
+enum class Format { fp32, bf16, int8, int4 };
+const char* kFormatNames[] = {"fp32", "bf16", "int8", "int4"};
+
+// A matrix [rows][columns] in a format; `values` are what the format makes of the drawn ones.
+struct Matrix2 {
+    int rows, columns;
+    Floats values;
+    PackedTiles packed;
+
+    Matrix2(int n, int k, uint32_t seed, Format format, ThreadPool& pool) : rows(n), columns(k), values(normal((size_t)n * k, seed, 1 / std::sqrt((float)k))) {
+        if (format == Format::fp32 || format == Format::bf16) {
+            packed = pack_floats(Matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4}, format == Format::fp32 ? Code::fp32 : Code::bf16, pool);
+            return;
+        }
+        const int levels = format == Format::int8 ? 127 : 7, groups = (k + kGroup - 1) / kGroup;
+        Floats scales((size_t)n * groups);
+        std::vector<int8_t> codes((size_t)n * k);
+        for (int r = 0; r < n; r++)
+            for (int i = 0; i < k; i++) {
+                float& scale = scales[(size_t)r * groups + i / kGroup];
+                if (i % kGroup == 0)
+                    for (int j = i; j < std::min(k, i + kGroup); j++) scale = std::max(scale, std::fabs(values[(size_t)r * k + j]) / (float)levels);
+                const int code = (int)std::lround(values[(size_t)r * k + i] / scale);
+                codes[(size_t)r * k + i] = (int8_t)code;
+                values[(size_t)r * k + i] = (float)code * scale;
+            }
+        QuantisedSource source{};
+        source.num_inputs = k, source.group = kGroup;
+        source.scales = Matrix{Matrix::Kind::fp32, (const uint8_t*)scales.data(), n, groups, groups * 4, 4};
+        std::vector<uint8_t> nibbles((size_t)n * k / 2);
+        if (format == Format::int8) {
+            source.bits = 8;
+            source.codes = Matrix{Matrix::Kind::i8, (const uint8_t*)codes.data(), n, k, k, 1};
+        } else {
+            for (size_t i = 0; i < nibbles.size(); i++) nibbles[i] = (uint8_t)((codes[2 * i] + 8) | (codes[2 * i + 1] + 8) << 4);
+            source.bits = 4, source.zero_point = 8;
+            source.codes = Matrix{Matrix::Kind::u8, nibbles.data(), n, k / 2, k / 2, 1};
+        }
+        packed = pack_quantised(source, pool);
+    }
+    std::vector<double> times(const std::vector<double>& x) const {
+        std::vector<double> y(rows, 0);
+        for (int r = 0; r < rows; r++)
+            for (int k = 0; k < columns; k++) y[r] += (double)values[(size_t)r * columns + k] * x[k];
+        return y;
+    }
+};
+
+struct Layer {
+    Matrix2 q, k, v, o, gate, up, down;
+    Floats norm, inner_norm;
+};
+
+struct Model {
+    Matrix2 table, head;
+    Floats final_norm;
+    std::vector<double> inv_freq;
+    std::vector<Layer> layers;
+
+    Model(Format f, ThreadPool& pool) : table(kVocab, kHidden, 1, Format::fp32, pool), head(kVocab, kHidden, 2, f, pool), final_norm(gains(3)) {
+        for (int i = 0; i < kWidth / 2; i++) inv_freq.push_back(std::pow(100.0, -2.0 * i / kWidth));
+        for (uint32_t l = 0; l < kLayers; l++) {
+            const uint32_t s = 100 * (l + 1);
+            layers.push_back(Layer{{kQ, kHidden, s, f, pool}, {kKv, kHidden, s + 1, f, pool}, {kKv, kHidden, s + 2, f, pool}, {kHidden, kQ, s + 3, f, pool},
+                                   {kInner, kHidden, s + 4, f, pool}, {kInner, kHidden, s + 5, f, pool}, {kHidden, kInner, s + 6, f, pool}, gains(s + 7), gains(s + 8)});
+        }
+    }
+    static Floats gains(uint32_t seed) {
+        Floats values = normal(kHidden, seed, 0.2f);
+        for (float& value : values) value += 1;
+        return values;
+    }
+};
+
+// -- plain loops -----------------------------------------------------------------------------------------------------------
+
+using Row = std::vector<double>;
+
+Row normed(const Row& x, const Floats& weight) {
+    double squares = 0;
+    for (const double value : x) squares += value * value;
+    Row y(x.size());
+    for (size_t i = 0; i < x.size(); i++) y[i] = x[i] / std::sqrt(squares / (double)x.size() + 1e-5) * weight[i];
+    return y;
+}
+
+void rotate(Row& x, int heads, int position, const std::vector<double>& inv_freq) {
+    for (int h = 0; h < heads; h++)
+        for (int i = 0; i < kWidth / 2; i++) {
+            double &a = x[h * kWidth + i], &b = x[h * kWidth + kWidth / 2 + i];
+            const double c = std::cos(position * inv_freq[i]), s = std::sin(position * inv_freq[i]), first = a;
+            a = a * c - b * s, b = b * c + first * s;
+        }
+}
+
+Row attended(const Row& q, const std::vector<Row>& keys, const std::vector<Row>& values) {
+    Row out(kQ, 0);
+    for (int h = 0; h < kHeads; h++) {
+        const int kv = h / (kHeads / kKvHeads) * kWidth;
+        Row scores;
+        for (const Row& key : keys) {
+            double score = 0;
+            for (int d = 0; d < kWidth; d++) score += q[h * kWidth + d] * key[kv + d];
+            scores.push_back(std::exp(score * 0.3));
+        }
+        double total = 0;
+        for (const double score : scores) total += score;
+        for (size_t j = 0; j < keys.size(); j++)
+            for (int d = 0; d < kWidth; d++) out[h * kWidth + d] += scores[j] / total * values[j][kv + d];
+    }
+    return out;
+}
+
+void add(Row& x, const Row& y) {
+    for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
+}
+
+std::vector<Row> plain_logits(const Model& model, const std::vector<int>& tokens) {
+    std::vector<std::vector<Row>> keys(kLayers), values(kLayers);
+    std::vector<Row> logits;
+    for (size_t t = 0; t < tokens.size(); t++) {
+        const float* first = model.table.values.data() + (size_t)tokens[t] * kHidden;
+        Row x(first, first + kHidden);
+        for (int l = 0; l < kLayers; l++) {
+            const Layer& layer = model.layers[l];
+            const Row h = normed(x, layer.norm);
+            Row q = layer.q.times(h), k = layer.k.times(h);
+            rotate(q, kHeads, (int)t, model.inv_freq);
+            rotate(k, kKvHeads, (int)t, model.inv_freq);
+            keys[l].push_back(k);
+            values[l].push_back(layer.v.times(h));
+            add(x, layer.o.times(attended(q, keys[l], values[l])));
+            const Row m = normed(x, layer.inner_norm), up = layer.up.times(m);
+            Row inner = layer.gate.times(m);
+            for (int i = 0; i < kInner; i++) inner[i] = inner[i] / (1 + std::exp(-inner[i])) * up[i];
+            add(x, layer.down.times(inner));
+        }
+        logits.push_back(model.head.times(normed(x, model.final_norm)));
+    }
+    return logits;
+}
+
+// -- the executor ----------------------------------------------------------------------------------------------------------
+
+struct Arena {
+    bool samples;
+    int64_t used = 0;
+    Place place(int width) {
+        const int stride = (width + 15) / 16 * 16;
+        const Place p{samples, used, stride, 0, width};
+        used += stride;
+        return p;
+    }
+};
+
+Place columns(const Place& whole, int first, int width) { return Place{whole.samples, whole.offset, whole.stride, first, width}; }
+
+LinearPart part(const Matrix2& m, const Place& out, const Place* residual = nullptr) {
+    LinearPart p{m.packed.tiles, m.packed.memory, out};
+    p.has_residual = residual != nullptr;
+    if (residual) p.residual = *residual;
+    return p;
+}
+
+LinearSpec linear(const Place& x, std::vector<LinearPart> parts, const Floats* norm = nullptr) {
+    LinearSpec spec;
+    spec.x = x;
+    if (norm) spec.norm = Norm{norm->data(), nullptr, 1e-5f, 0, false};
+    spec.parts = std::move(parts);
+    return spec;
+}
+
+void build(Executor& e, const Model& model) {
+    Arena tokens{false}, samples{true};
+    const Place x = tokens.place(kHidden), qkv = tokens.place(kQ + 2 * kKv), attended = tokens.place(kQ), inner = tokens.place(kInner);
+    const Place q = columns(qkv, 0, kQ), k = columns(qkv, kQ, kKv), v = columns(qkv, kQ + kKv, kKv);
+    const Place sampled = samples.place(kHidden), logits = samples.place(kVocab);
+    const RopeAngles* angles = e.add_angles(model.inv_freq, 1);
+    e.add_row_op(false, make_embedding(model.table.packed.tiles, model.table.packed.memory, x, 1, false, 0));
+    for (int l = 0; l < kLayers; l++) {
+        const Layer& layer = model.layers[l];
+        e.add_linear(linear(x, {part(layer.q, q), part(layer.k, k), part(layer.v, v)}, &layer.norm));
+        e.add_row_op(false, make_rope(q, q, kHeads, kWidth, kWidth, 0, false, angles));
+        e.add_row_op(false, make_rope(k, k, kKvHeads, kWidth, kWidth, 0, false, angles));
+        e.add_row_op(false, make_kv_write(k, v, 0, l));
+        e.add_attention(AttentionSpec{q, attended, 0, l, kHeads, 0, 0.3f, 0, nullptr});
+        e.add_linear(linear(attended, {part(layer.o, x, &x)}));
+        LinearSpec mlp = linear(x, {part(layer.gate, inner), part(layer.up, inner)}, &layer.inner_norm);
+        mlp.gated = true, mlp.activation = 0;
+        e.add_linear(std::move(mlp));
+        e.add_linear(linear(inner, {part(layer.down, x, &x)}));
+    }
+    e.add_row_op(true, make_gather(x, sampled));
+    e.add_linear(linear(sampled, {part(model.head, logits)}, &model.final_norm));
+    e.add_sampling(logits);
+    e.finish(tokens.used, samples.used);
+}
+
+struct Request {
+    std::vector<int> tokens;
+    std::vector<int> blocks;
+};
+
+struct Span {
+    const Request* request;
+    int start, stop;
+};
+
+// A model on a pool of its own, with KV memory; `run` computes spans of requests and returns all their logits.
+struct Engine {
+    ThreadPool pool;
+    Executor executor;
+    KvMemory kv;
+
+    Engine(const KernelTable& kernels, const Model& model, int threads, bool bf16_cache)
+        : pool(threads), executor(pool, kernels, 600, kVocab), kv({KvGroup{kLayers, kKvHeads, kWidth, kWidth, bf16_cache}}, kBlocks) {
+        build(executor, model);
+    }
+
+    Floats run(const std::vector<Span>& spans, int padding = 0) {
+        std::vector<int32_t> ids, positions, slots, starts = {0}, contexts, rows;
+        size_t width = 0;
+        for (const Span& s : spans) width = std::max(width, s.request->blocks.size());
+        std::vector<int32_t> tables(spans.size() * width, -1);
+        for (size_t r = 0; r < spans.size(); r++) {
+            const Span& s = spans[r];
+            for (int t = s.start; t < s.stop; t++) {
+                rows.push_back((int)ids.size());
+                ids.push_back(s.request->tokens[t]);
+                positions.push_back(t);
+                slots.push_back(s.request->blocks[t / 16] * 16 + t % 16);
+            }
+            starts.push_back((int)ids.size());
+            contexts.push_back(s.stop);
+            std::copy(s.request->blocks.begin(), s.request->blocks.end(), tables.begin() + (int64_t)(r * width));
+        }
+        for (int i = 0; i < padding; i++) ids.push_back(1 << 30), positions.push_back(-7), slots.push_back(-1);
+        Floats logits(rows.size() * kVocab);
+        Batch b{};
+        b.num_tokens = (int)ids.size(), b.num_requests = (int)spans.size(), b.num_samples = (int)rows.size(), b.table_width = (int)width;
+        b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(), b.context_lens = contexts.data();
+        b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
+        b.out_logits = logits.data();
+        executor.run(b, kv);
+        return logits;
+    }
+};
+
+std::vector<Request> make_requests() {
+    std::vector<int> blocks(kBlocks);
+    for (int i = 0; i < kBlocks; i++) blocks[i] = i * 37 % kBlocks;
+    std::vector<Request> requests;
+    std::mt19937 generator(8);
+    size_t next = 0;
+    for (const int length : {300, 1, 16, 45}) {
+        Request r;
+        for (int t = 0; t < length; t++) r.tokens.push_back((int)(generator() % kVocab));
+        for (int b = 0; b < (length + 15) / 16; b++) r.blocks.push_back(blocks[next++]);
+        requests.push_back(r);
+    }
+    return requests;
+}
+
+Floats alone(Engine& engine, const Request& r, int chunk) {
+    Floats logits;
+    for (int start = 0, length = (int)r.tokens.size(); start < length; start += chunk) {
+        const Floats part = engine.run({{&r, start, std::min(length, start + chunk)}});
+        logits.insert(logits.end(), part.begin(), part.end());
+    }
+    return logits;
+}
+
+// -- tests -----------------------------------------------------------------------------------------------------------------
+
+void check_against_plain(const Floats& found, const Model& model, const Request& r, Format format) {
+    const auto wanted = plain_logits(model, r.tokens);
+    double error = 0, size = 0;
+    for (size_t t = 0; t < wanted.size(); t++)
+        for (int i = 0; i < kVocab; i++) error += std::pow(found[t * kVocab + i] - wanted[t][i], 2), size += std::pow(wanted[t][i], 2);
+    const double bounds[] = {1e-5, 0.02, 0.03, 0.04};
+    CHECK(std::sqrt(error / size) < bounds[(int)format], "%s: off by %g of the logits' size", kFormatNames[(int)format], std::sqrt(error / size));
+}
+
+void test_format(const KernelTable& kernels, Format format) {
+    ThreadPool packers(2);
+    const Model model(format, packers);
+    const auto requests = make_requests();
+    const bool bf16_cache = format != Format::fp32;
+    Engine reference(kernels, model, 1, bf16_cache);
+    std::vector<Floats> wanted;
+    for (const Request& r : requests) wanted.push_back(alone(reference, r, 600));
+    check_against_plain(wanted[0], model, requests[0], format);
+    for (int threads = 1; threads <= 8; threads++) {
+        Engine engine(kernels, model, threads, bf16_cache);
+        Floats together;
+        for (const Floats& logits : wanted) together.insert(together.end(), logits.begin(), logits.end());
+        std::vector<Span> all;
+        for (const Request& r : requests) all.push_back({&r, 0, (int)r.tokens.size()});
+        CHECK(same_bits(engine.run(all, threads % 3), together), "%s in a batch on %d threads", kFormatNames[(int)format], threads);
+        CHECK(same_bits(alone(engine, requests[3], threads), wanted[3]), "%s in chunks of %d", kFormatNames[(int)format], threads);
+    }
+    Engine engine(kernels, model, 3, bf16_cache);
+    CHECK(same_bits(alone(engine, requests[0], 1), wanted[0]), "%s token by token, split over the context", kFormatNames[(int)format]);
+}
+
+void test_copied_blocks(const KernelTable& kernels) {
+    ThreadPool packers(1);
+    const Model model(Format::fp32, packers);
+    Request r = make_requests()[3];
+    Engine engine(kernels, model, 2, true);
+    const Floats wanted = alone(engine, r, 600);
+    for (int& block : r.blocks) {
+        const int target = kBlocks - 1 - (int)(&block - r.blocks.data());
+        engine.kv.copy_block(0, block, target);
+        block = target;
+    }
+    const Floats last = engine.run({{&r, 44, 45}});
+    CHECK(same_bits(last, Floats(wanted.end() - kVocab, wanted.end())));
+}
+
+// Arrays of a draw for `count` rows, greedy or at random.
+struct Draws {
+    std::vector<float> temperatures, top_ps, min_ps, ones, zeros, logprobs, top_logprobs;
+    std::vector<int32_t> top_ks, targets, counts, starts, allowed, ids, ranks, top_ids;
+    std::vector<uint64_t> seeds;
+    std::vector<uint32_t> indices;
+    std::vector<uint8_t> failed;
+
+    explicit Draws(int n) : temperatures(n), top_ps(n, 1), min_ps(n), ones(n, 1), zeros(n), logprobs(n), top_logprobs(n * 3), top_ks(n), targets(n, -1), counts(n, 3),
+                            starts(n + 1), allowed(n, -1), ids(n), ranks(n), top_ids(n * 3), seeds(n), indices(n), failed(n) {
+        for (int i = 0; i < n; i++) {
+            seeds[i] = 1000 + i;
+            if (i % 2) temperatures[i] = 0.8f;
+            if (i % 4 == 1) top_ks[i] = 5;
+            if (i % 4 == 3) top_ps[i] = 0.7f, min_ps[i] = 0.01f;
+        }
+    }
+    SampleArgs args() {
+        SampleArgs a{};
+        a.temperatures = temperatures.data(), a.top_ps = top_ps.data(), a.min_ps = min_ps.data(), a.repetition = ones.data(), a.presence = zeros.data();
+        a.frequency = zeros.data(), a.top_ks = top_ks.data(), a.targets = targets.data(), a.num_logprobs = counts.data(), a.history_starts = starts.data();
+        a.bias_starts = starts.data(), a.allowed = allowed.data(), a.seeds = seeds.data(), a.sample_indices = indices.data(), a.positions = indices.data();
+        a.out_ids = ids.data(), a.out_ranks = ranks.data(), a.out_top_ids = top_ids.data(), a.out_failed = failed.data(), a.out_logprobs = logprobs.data();
+        a.out_top_logprobs = top_logprobs.data(), a.max_top = 3;
+        return a;
+    }
+};
+
+void test_draws(const KernelTable& kernels) {
+    constexpr int kRows = 150;  // over three chunks of sampled rows
+    ThreadPool pool(4);
+    Executor executor(pool, kernels, 200, kVocab);
+    const Matrix2 table(kRows, kVocab, 77, Format::fp32, pool);
+    Arena tokens{false}, samples{true};
+    const Place x = tokens.place(kVocab), logits = samples.place(kVocab);
+    executor.add_row_op(false, make_embedding(table.packed.tiles, table.packed.memory, x, 1, false, 0));
+    executor.add_row_op(true, make_gather(x, logits));
+    executor.add_sampling(logits);
+    executor.finish(tokens.used, samples.used);
+    std::vector<int32_t> ids(kRows), slots(kRows, -1), starts = {0, kRows}, context = {0}, block = {0};
+    for (int i = 0; i < kRows; i++) ids[i] = i;
+    KvMemory kv({KvGroup{1, 1, 2, 2, true}}, 1);
+    Draws draws(kRows);
+    Batch b{};
+    b.num_tokens = b.num_samples = kRows, b.num_requests = 1, b.table_width = 1;
+    b.token_ids = b.positions = b.sample_rows = ids.data(), b.query_starts = starts.data(), b.context_lens = context.data();
+    b.slots = slots.data(), b.block_tables = block.data();
+    b.draws = true;
+    b.sampling = draws.args();
+    executor.run(b, kv);
+    for (int i = 0; i < kRows; i++) {
+        const float* row = table.values.data() + (size_t)i * kVocab;
+        const int best = (int)(std::max_element(row, row + kVocab) - row);
+        CHECK(!draws.failed[i] && draws.ids[i] >= 0 && draws.ids[i] < kVocab);
+        CHECK(draws.top_ids[3 * i] == best && draws.top_logprobs[3 * i] <= 0);
+        if (i % 2 == 0) CHECK(draws.ids[i] == best && draws.ranks[i] == 1);
+        if (i % 4 == 1) CHECK(draws.ranks[i] <= 5);
+    }
+}
+
+}  // namespace
+
+void test_executor(const KernelTable& kernels) {
+    for (const Format format : {Format::fp32, Format::bf16, Format::int8}) test_format(kernels, format);
+    test_format(kernels, Format::int4);
+    test_copied_blocks(kernels);
+    test_draws(kernels);
+}
+
+}  // namespace octavo::test

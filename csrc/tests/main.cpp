@@ -1,0 +1,26 @@
+// The native tests: `native_tests KERNELS LEVEL...` runs all of them at each level, whose shared objects lie in the directory
+// KERNELS. `native_tests --levels` prints the levels that this machine runs, best last.
+#include "check.h"
+
+using namespace octavo;
+
+int main(int count, char** arguments) {
+    if (count == 2 && !std::strcmp(arguments[1], "--levels")) {
+        for (const auto& level : supported_levels()) std::printf("%s\n", level.c_str());
+        return 0;
+    }
+    if (count < 3) {
+        std::fprintf(stderr, "usage: native_tests KERNELS LEVEL... | --levels\n");
+        return 2;
+    }
+    test::test_thread_pool();
+    std::printf("thread pool: ok\n");
+    for (int i = 2; i < count; i++) {
+        const KernelTable& kernels = load_level(arguments[1], arguments[i]);
+        CHECK(std::string(kernels.name) == arguments[i]);
+        test::test_packing(kernels);
+        test::test_executor(kernels);
+        std::printf("%s: ok\n", arguments[i]);
+    }
+    return 0;
+}
