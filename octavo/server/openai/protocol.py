@@ -107,9 +107,9 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Whole = None
     logprobs: bool | None = None
     top_logprobs: Whole = None
-    response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any] | None, Field(description='{"type": "text"}; this server forces no form')] = None
+    tools: Annotated[list[dict[str, Any]] | None, Field(description="an empty list; this server does not support tools")] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, Field(description='"none" or "auto"; this server does not support tools')] = None
     add_generation_prompt: Flag = True
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object of the template's variables")] = None
 
