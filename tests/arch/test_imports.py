@@ -1,4 +1,4 @@
-"""Who may import whom, downwards only (the rules of DESIGN, section 5), and what importing costs."""
+"""Who may import whom, downwards only (ARCHITECTURE.md draws the rules), and what importing costs."""
 
 import ast
 import subprocess

@@ -1,0 +1,190 @@
+"""The documents match the code: names, paths, links, routes and commands exist, Python in them runs, generated pages are up to date."""
+
+import ast
+import importlib.util
+import re
+import shlex
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+
+from octavo.cli.main import build_app
+from octavo.server.app import create_app
+from octavo.server.service import EngineSlot
+from tests.tiny_tokenizer import tiny_model_with_text
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+PAGES += sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent != REFERENCE)
+SOURCES = [
+    path
+    for folder in ("octavo", "csrc", "benchmarks", "tests")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".h", ".cpp", ".inl", ".cmake") and path != Path(__file__)
+]
+SOURCES += [ROOT / name for name in ("Makefile", "CMakeLists.txt", "pyproject.toml")]
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def quoted(page: Path) -> set[str]:
+    """What stands in backticks within the text."""
+    return set(re.findall(r"`([^`\n]+)`", without_code(page.read_text())))
+
+
+def python_blocks(page: Path) -> list[tuple[str, str]]:
+    """(what follows "python", code) of each."""
+    return re.findall(r"^```python *(\w*)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+# -- what the code has ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def words() -> set[str]:
+    """Every word of the sources; dots, dashes and colons divide, underscores do not."""
+    return {word for path in SOURCES for word in re.findall(r"\w+", path.read_text())}
+
+
+@cache
+def members() -> dict[str, set[str]]:
+    """Names that a Python module (by its last name) or a class holds; of C++ classes, every word of their file."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in SOURCES:
+        if path.suffix == ".py":
+            tree = ast.parse(path.read_text())
+            found[path.stem] |= set(bound_names(tree.body))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    own = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)}
+                    found[node.name] |= set(bound_names(node.body)) | own
+        elif path.suffix == ".h":
+            text = path.read_text()
+            for name in re.findall(r"(?:struct|class) (\w+)", text):
+                found[name] |= set(re.findall(r"\w+", text))
+    return found
+
+
+def bound_names(body: list[ast.stmt]) -> list[str]:
+    names = []
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
+
+
+@cache
+def routes() -> set[str]:
+    return {re.sub(r"{.*?}", "{}", path) for path in create_app(EngineSlot()).openapi()["paths"]}
+
+
+@cache
+def flags_of() -> dict[str, set[str]]:
+    """Flags by command, and of all of them together under ""."""
+    found: dict[str, set[str]] = defaultdict(set)
+
+    def walk(command, path: str) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            walk(inner, f"{path} {name}".strip())
+        own = {flag for param in getattr(command, "params", ()) for flag in (*param.opts, *param.secondary_opts)}
+        found[path] |= own
+        found[""] |= own
+
+    walk(typer.main.get_command(build_app()), "")
+    return found
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------------------
+
+
+def is_known(text: str) -> bool:
+    """Whether the code has it. What looks like no name at all (formulas, commands with arguments, samples) is not judged."""
+    text = text.removesuffix("()")
+    if re.fullmatch(r"/[\w/{}]+", text):
+        return re.sub(r"{.*?}", "{}", text) in routes()
+    if re.fullmatch(r"[\w.-]+/[\w./-]*|[\w-]+\.(py|md|toml|txt|h|cpp|inl)|Makefile", text):
+        return (ROOT / text).exists()
+    if re.fullmatch(r"--[a-z][a-z-]*", text):
+        return text in flags_of()[""]
+    if match := re.fullmatch(r"make ([\w-]+)", text):
+        return match[1] in targets()
+    if match := re.fullmatch(r"([\w.]+)(?:\.|::)(\w+)", text):
+        owner = match[1].rpartition(".")[2]
+        return match[2] in members()[owner] or (owner == "octavo" and match[2] in members()["__init__"])
+    if re.fullmatch(r"[A-Za-z_]\w+", text):
+        return text in words()
+    return True
+
+
+@every_page
+def test_what_is_named_exists(page):
+    unknown = sorted(text for text in quoted(page) if not is_known(text))
+    assert not unknown, f"{page.name} names what the code does not have: {unknown}"
+
+
+def test_a_name_that_is_gone_is_seen():
+    gone = ("octavo/engine/beam.py", "Scheduler.swap", "scheduler.Swapper", "ThreadPool::steal_all", "/v1/embeddings", "--swap-space")
+    assert not [text for text in (*gone, "make coffee", "num_swapped_blocks_ever") if is_known(text)]
+    known = (
+        "octavo/engine/core.py",
+        "Scheduler.update",
+        "wiring.build_core",
+        "ThreadPool::walk",
+        "/result/{id}",
+        "--max-num-seqs",
+        "make test",
+    )
+    assert all(map(is_known, known))
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", without_code(page.read_text())):
+        assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@every_page
+def test_commands_exist(page):
+    """Lines of code blocks that call octavo or make."""
+    for line in re.findall(r"^(?: {4})?(?:\$ )?((?:octavo|make) .*)$", page.read_text(), flags=re.MULTILINE):
+        program, *rest = shlex.split(line, comments=True)
+        if program == "make":
+            assert {word for word in rest if "=" not in word} <= targets(), line
+            continue
+        command = " ".join(rest[: 2 if rest[0] == "bench" else 1])
+        assert command in flags_of(), line
+        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= flags_of()[command], line
+
+
+@every_page
+def test_python_blocks_run(page, monkeypatch):
+    """Those marked `python run` run, with a tiny model for the one they name; the others are parsed."""
+    for mark, code in python_blocks(page):
+        compiled = compile(code.replace('"smollm2"', repr(str(tiny_model_with_text()))), page.name, "exec")
+        if mark == "run":
+            exec(compiled, {"__name__": "__main__"})
+
+
+def test_the_reference_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    made = generate.pages()
+    assert {path.name for path in REFERENCE.iterdir()} == set(made)
+    stale = [name for name, text in made.items() if (REFERENCE / name).read_text() != text]
+    assert not stale, "run `python docs/generate.py`"
