@@ -118,7 +118,7 @@ def is_known(text: str) -> bool:
     if re.fullmatch(r"/[\w/{}]+", text):
         return re.sub(r"{.*?}", "{}", text) in routes()
     if re.fullmatch(r"[\w.-]+/[\w./-]*|[\w-]+\.(py|md|toml|txt|h|cpp|inl)|Makefile", text):
-        return (ROOT / text).exists()
+        return text.startswith(".venv") or (ROOT / text).exists()  # make makes the former
     if re.fullmatch(r"--[a-z][a-z-]*", text):
         return text in flags_of()[""]
     if match := re.fullmatch(r"make ([\w-]+)", text):
