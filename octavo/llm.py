@@ -49,6 +49,8 @@ class LLM:
         self._front = build_in_process(EngineConfig.from_options(**given), report)
         self._request_ids = itertools.count()
         self._stats = EngineStats()
+        self._changed: set[str] = set()
+        """Requests with something new that whoever waits for them has not seen: several streams may be read in turns."""
 
     @property
     def config(self) -> EngineConfig:
@@ -148,27 +150,32 @@ class LLM:
         unfinished = {request.request_id for request in requests}
         try:
             while unfinished:
-                step = front.client.receive()
-                if step is None:
-                    raise EngineDead("the engine was closed")
-                for output in self._take(step, streaming=streaming):
-                    if output.finished:
-                        unfinished.discard(output.request_id)
-                    yield output
+                changed = self._changed & unfinished
+                if not changed:
+                    self._step()
+                for request_id in changed:
+                    self._changed.discard(request_id)
+                    if streaming or front.outputs.is_finished(request_id):
+                        output = front.outputs.output(request_id)
+                        if output.finished:
+                            unfinished.discard(request_id)
+                        yield output
         finally:
             for request_id in unfinished:
                 front.client.abort(front.outputs.unfinished_ids(request_id))
                 front.outputs.forget(request_id)
+                self._changed.discard(request_id)
 
-    def _take(self, step: CoreOutputs, *, streaming: bool) -> Iterator[RequestOutput]:
+    def _step(self) -> None:
+        """One step of the core, for all that run."""
+        step = self._front.client.receive()
+        if step is None:
+            raise EngineDead("the engine was closed")
         self._stats = step.stats
-        outputs = self._front.outputs
-        changes = outputs.process(step.outputs, time.monotonic())
+        changes = self._front.outputs.process(step.outputs, time.monotonic())
         if changes.abort_ids:
             self._front.client.abort(changes.abort_ids)
-        for request_id in changes.request_ids:
-            if streaming or outputs.is_finished(request_id):
-                yield outputs.output(request_id)
+        self._changed.update(changes.request_ids)
 
 
 class RequestStream:

@@ -6,6 +6,6 @@ BACKENDS = ["reference", "native"]
 """Backends that the engine's own tests run on."""
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=BACKENDS, scope="session")
 def backend(request) -> str:
     return request.param

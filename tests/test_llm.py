@@ -1,5 +1,6 @@
 """LLM as a user meets it: forms of prompts, order, messages, and what happens to a request that fails."""
 
+import itertools
 import json
 import shutil
 
@@ -9,25 +10,25 @@ from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, OctavoError, UnsupportedModel
-from tests.llm_tools import GREEDY, fingerprint, make_llm, prompts_of
+from tests.llm_tools import GREEDY, alone, fingerprint, make_llm, prompts_of
 from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with make_llm() as llm:
+def llm(backend):
+    with make_llm(backend=backend) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def poisoned(tmp_path_factory):
+def poisoned(tmp_path_factory, backend):
     """A tiny llama whose token 239 is NaN."""
     path = tmp_path_factory.mktemp("poisoned")
     shutil.copytree(tiny_model("llama").path, path, dirs_exist_ok=True)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][239] = np.nan
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with make_llm(model_path=path) as llm:
+    with make_llm(model_path=path, backend=backend) as llm:
         yield llm
 
 
@@ -214,6 +215,20 @@ def test_leaving_a_stream_aborts_it(llm):
 def test_a_stream_ends_in_one_final_output(llm):
     outputs = list(llm.stream(prompts_of(5)[0], GREEDY))
     assert [output.finished for output in outputs] == [False] * 7 + [True]
+
+
+def test_streams_may_be_read_in_turns(llm):
+    """Each gives its own request's outputs, though any of them may be the one that steps the engine; so does `generate` meanwhile."""
+    prompts = prompts_of(5, 20, 33)
+    expected = [alone(llm, prompt, GREEDY) for prompt in prompts]
+    final = {}
+    for outputs in itertools.zip_longest(*(llm.stream(prompt, GREEDY) for prompt in prompts)):
+        final |= {index: output for index, output in enumerate(outputs) if output is not None}
+    assert [fingerprint(final[index]) for index in range(3)] == expected
+    stream = llm.stream(prompts[0], GREEDY)
+    next(stream)
+    assert fingerprint(llm.generate(prompts[1], GREEDY)[0]) == expected[1]
+    assert fingerprint(list(stream)[-1]) == expected[0]
 
 
 def test_samples_are_indexed_and_counted(llm):

@@ -11,8 +11,8 @@ LETTERS = [f"{letter}" for letter in "abcdefgh"]
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with make_llm(model_path=tiny_model_with_text(), skip_tokenizer_init=False) as llm:
+def llm(backend):
+    with make_llm(model_path=tiny_model_with_text(), skip_tokenizer_init=False, backend=backend) as llm:
         yield llm
 
 
