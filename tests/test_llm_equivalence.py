@@ -1,96 +1,217 @@
-"""A request's tokens and logprobs do not depend on its company, on chunks, the prefix cache, preemption or forks: bitwise, all of them."""
+"""A request's tokens and logprobs do not depend on its company, chunks, threads, the prefix cache, preemption or forks.
 
+All of it bitwise, through LLM, on tiny models of each family in each precision, on both backends, and on the real SmolLM2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 import pytest
+import torch
 
-from octavo import SamplingParams
+from octavo import LLM, SamplingParams
+from octavo.checkpoint.catalogue import resolve
 from tests.llm_tools import GREEDY, PENALISED, SAMPLED, alone, fingerprint, make_llm, prompts_of
+from tests.tiny_models import tiny_model
 
-LENGTHS = (1, 5, 16, 17, 47)
-PARAMS = [GREEDY, SAMPLED, PENALISED, GREEDY, SAMPLED]
-FAMILIES = ["llama", "gemma3_text"]
+torch.set_num_threads(1)
+
+CONTEXT = 384
+LENGTHS = (1, 5, 16, 17, 47, 2, 15, 31, 32, 33, 63, 64, 100, 130, 255, 270)
+"""Either side of blocks of 16 and of the attention's splits of 256."""
+
+SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=0)
+FORKED = SamplingParams(n=4, temperature=1.2, seed=7, max_tokens=20, ignore_eos=True, logprobs=2)
+PARAMS = [GREEDY, SAMPLED, PENALISED, GREEDY, SAMPLED, SCORED]
+
+PRECISIONS: dict[str, dict[str, str]] = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "as packed": {},
+}
+
+
+UNTIED = {"gemma3_text": {"tie_word_embeddings": False}}
+"""Tied, the tiny one says its last token again and again, however its samples are drawn."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model in a precision on a backend, and how many of the requests it is given."""
+
+    backend: str
+    model: str
+    precision: str
+    num_requests: int = len(LENGTHS)
+
+    def llm(self, **options: Any) -> LLM:
+        path = resolve("smollm2") if self.model == "smollm2" else tiny_model(self.model, **UNTIED.get(self.model, {})).path
+        options = {"max_model_len": CONTEXT, "max_num_seqs": 16, **PRECISIONS[self.precision], **options}
+        return make_llm(model_path=path, backend=self.backend, **options)
+
+    def llm_of_blocks(self, num_blocks: int, **options: Any) -> LLM:
+        """One whose KV cache has so many blocks."""
+        with self.llm(kv_cache_memory_bytes=1 << 26, **options) as llm:
+            block_bytes = (1 << 26) // (llm.info.kv_capacity_tokens // 16)
+        return self.llm(kv_cache_memory_bytes=block_bytes * num_blocks, **options)
+
+    @property
+    def requests(self) -> tuple[list[list[int]], list[SamplingParams]]:
+        return prompts_of(*LENGTHS[: self.num_requests]), list(itertools.islice(itertools.cycle(PARAMS), self.num_requests))
+
+    def param(self, *marks: pytest.MarkDecorator) -> Any:
+        return pytest.param(self, id=f"{self.backend}-{self.model}-{self.precision}", marks=marks)
+
+
+SETUPS = [
+    *(Setup("reference", family, "as packed", 5).param() for family in ("llama", "gemma3_text")),
+    *(
+        Setup("native", family, precision).param()
+        for family in ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
+        for precision in ("fp32", "bf16", "int8")
+    ),
+    *(Setup("native", "smollm2", precision).param(pytest.mark.model, pytest.mark.slow) for precision in PRECISIONS),
+]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "two at once": {"max_num_seqs": 2},
+    **{f"chunks of {size}": {"max_num_batched_tokens": size} for size in (1, 7, 16, 255, 257)},
+    **{f"{threads} threads": {"threads": threads} for threads in (2, 3, 7)},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "chunks, threads, few at once": {"max_num_batched_tokens": 23, "threads": 3, "max_num_seqs": 3},
+}
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def whole():
-    """Each family's outputs one by one, computed once: (family, backend) -> fingerprints."""
-    found = {}
-
-    def get(family, backend):
-        if (family, backend) not in found:
-            with make_llm(family, backend=backend) as llm:
-                prompts = prompts_of(*LENGTHS)
-                found[family, backend] = [alone(llm, prompt, params) for prompt, params in zip(prompts, PARAMS, strict=True)]
-        return found[family, backend]
-
-    return get
+def whole(setup: Setup) -> list[Any]:
+    """Each request by itself, on one thread, its prompt in one step, nothing shared."""
+    with setup.llm() as llm:
+        return [alone(llm, prompt, params) for prompt, params in zip(*setup.requests, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_batched_is_alone(family, backend, whole):
-    with make_llm(family, backend=backend) as llm:
-        outputs = llm.generate(prompts_of(*LENGTHS), PARAMS)
-    assert [fingerprint(output) for output in outputs] == whole(family, backend)
+def fingerprints(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
+    return [fingerprint(output) for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("budget", [1, 7, 16, 255])
-def test_chunked_is_whole(budget, backend, whole):
-    with make_llm("gemma3_text", backend=backend, max_num_batched_tokens=budget) as llm:
-        outputs = llm.generate(prompts_of(*LENGTHS), PARAMS)
-    assert [fingerprint(output) for output in outputs] == whole("gemma3_text", backend)
+@pytest.mark.parametrize("way", WAYS)
+def test_any_way_is_alone(setup: Setup, whole: list[Any], way: str) -> None:
+    with setup.llm(**WAYS[way]) as llm:
+        assert fingerprints(llm, *setup.requests) == whole
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prefix_cache_hit_is_computed(family, backend, whole):
-    with make_llm(family, backend=backend) as llm:
-        first = llm.generate(prompts_of(*LENGTHS), PARAMS)
-        second = llm.generate(prompts_of(*LENGTHS), PARAMS)
-    assert [output.num_cached_tokens for output in first] == [0] * 5
-    assert [output.num_cached_tokens for output in second] == [0, 0, 0, 16, 32]
-    assert [fingerprint(output) for output in second] == whole(family, backend)
+def test_a_prefix_that_is_found_is_as_good_as_computed(setup: Setup, whole: list[Any]) -> None:
+    prompts, params = setup.requests
+    with setup.llm() as llm:
+        first = llm.generate(prompts, params)
+        second = llm.generate(prompts, params)
+    assert [output.num_cached_tokens for output in first] == [0] * len(prompts)
+    hits = [0 if given is SCORED else (len(prompt) - 1) // 16 * 16 for prompt, given in zip(prompts, params, strict=True)]
+    assert [output.num_cached_tokens for output in second] == hits
+    assert [fingerprint(output) for output in second] == whole
+
+
+def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
+    """Tails of several lengths behind one long prefix, after its owner is done and while it runs."""
+    prefix, *tails = prompts_of(100, 1, 12, 13, 30, 170)
+    prompts = [prefix + tail for tail in tails]
+    with setup.llm(enable_prefix_caching=False) as llm:
+        expected = [alone(llm, prompt, SAMPLED) for prompt in prompts]
+    with setup.llm() as llm:
+        owner = llm.stream(prefix, msgspec.structs.replace(GREEDY, max_tokens=30))
+        next(owner)
+        assert fingerprints(llm, prompts, SAMPLED) == expected
+        assert llm.get_metrics().prefix_hit_tokens == 5 * 96
+        owner.close()
+        outputs = llm.generate(prompts, SAMPLED)
+    assert [fingerprint(output) for output in outputs] == expected
+    assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preempted_is_uninterrupted(caching, backend):
+@pytest.mark.parametrize("budget", [2048, 7])
+def test_preempted_is_uninterrupted(setup: Setup, caching: bool, budget: int) -> None:
+    prompts = prompts_of(20, 25, 30, 33)
     long = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
-    prompts = prompts_of(20, 25, 30)
-    options = {"backend": backend, "max_model_len": 80, "enable_prefix_caching": caching}
-    with make_llm(**options) as llm:
-        expected = [alone(llm, prompt, long) for prompt in prompts]
-    with make_llm(**options, kv_cache_memory_bytes=kv_bytes(backend, num_blocks=8)) as llm:
-        outputs = llm.generate(prompts, long)
-        assert llm.get_metrics().num_preemptions > 0
+    change = msgspec.structs.replace
+    params = [long, change(long, prompt_logprobs=1), change(PENALISED, max_tokens=40), change(long, n=2)]
+    options = {"max_model_len": 80, "enable_prefix_caching": caching}
+    with setup.llm(**options) as llm:
+        expected = [alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)]
+    with setup.llm_of_blocks(8, max_num_batched_tokens=budget, **options) as llm:
+        outputs = llm.generate(prompts, params)
+        stats = llm.get_metrics()
+    assert stats.num_preemptions > 0 and stats.num_used_blocks == 0
+    assert sum(output.metrics.num_preemptions for output in outputs) == stats.num_preemptions
     assert [fingerprint(output) for output in outputs] == expected
-
-
-def kv_bytes(backend, *, num_blocks):
-    """Bytes of so many blocks of the tiny llama."""
-    with make_llm(backend=backend, kv_cache_memory_bytes=1 << 24) as llm:
-        capacity = llm._front.client.info.kv_capacity_tokens // 16
-    return (1 << 24) // capacity * num_blocks
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
-def test_forks_are_separate_requests(length, backend):
+def test_forks_are_separate_requests(setup: Setup, length: int) -> None:
     """n samples share their prompt's blocks; each equals the sample that is computed with no block shared."""
-    params = SamplingParams(n=3, temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2)
     prompt = prompts_of(length)[0]
-    with make_llm(backend=backend) as llm:
-        together = fingerprint(llm.generate(prompt, params)[0])
-    with make_llm(backend=backend, max_num_seqs=1, enable_prefix_caching=False) as llm:
-        apart = fingerprint(llm.generate(prompt, params)[0])
+    with setup.llm() as llm:
+        together = alone(llm, prompt, FORKED)
+        beside = fingerprints(llm, [*prompts_of(40, 50), prompt], [GREEDY, SAMPLED, FORKED])[-1]
+    with setup.llm(max_num_seqs=1, enable_prefix_caching=False) as llm:
+        apart = alone(llm, prompt, FORKED)
         assert llm.get_metrics().prefix_hit_tokens == 0
-    assert together == apart
-    assert len({sample[1] for sample in together[:3]}) > 1
+    assert together == apart == beside
+    assert len({sample[1] for sample in together[:4]}) > 1
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(backend):
-    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=0)
-    prompts = prompts_of(1, 17, 40)
-    with make_llm(backend=backend) as llm:
+def test_neighbours_that_are_aborted_change_nothing(setup: Setup) -> None:
+    """Half of the requests leave at different moments, some while their prompt is still being computed."""
+    prompts = prompts_of(5, 90, 17, 120, 33, 250)
+    params = msgspec.structs.replace(SAMPLED, max_tokens=25)
+    with setup.llm() as llm:
         expected = [alone(llm, prompt, params) for prompt in prompts]
-    with make_llm(backend=backend, max_num_batched_tokens=7) as llm:
-        outputs = llm.generate(prompts, params)
-    assert [fingerprint(output) for output in outputs] == expected
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.prompt_logprobs[0] is None
-        assert [next(iter(step)) for step in output.prompt_logprobs[1:]] == prompt[1:]
+    with setup.llm(max_num_batched_tokens=32) as llm:
+        streams = {index: llm.stream(prompt, params) for index, prompt in enumerate(prompts)}
+        final, turns = {}, 0
+        while streams:
+            turns += 1
+            for index, stream in list(streams.items()):
+                output = next(stream, None)
+                if output is None or turns == {1: 2, 3: 1, 5: 4}.get(index):
+                    stream.close()
+                    del streams[index]
+                else:
+                    final[index] = output
+        assert [fingerprint(final[index]) for index in (0, 2, 4)] == [expected[index] for index in (0, 2, 4)]
+        assert llm.reset_prefix_cache(), "no block is held"
+
+
+@pytest.mark.model
+def test_the_real_model_in_short() -> None:
+    """The tests above on SmolLM2 take minutes (`-m slow`); these few requests meet most of what can happen to one."""
+    setup = Setup("native", "smollm2", "as packed")
+    prompts = prompts_of(5, 33, 47, 20)
+    params = [msgspec.structs.replace(given, max_tokens=12) for given in (SAMPLED, SCORED, PENALISED, FORKED)]
+    with setup.llm() as llm:
+        expected = [alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)]
+    with setup.llm_of_blocks(7, max_model_len=96, max_num_batched_tokens=23, threads=3) as llm:
+        for _ in range(2):
+            assert fingerprints(llm, prompts, params) == expected
+        stats = llm.get_metrics()
+    assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
+
+
+def test_prompt_logprobs_name_the_prompts_own_tokens(setup: Setup, whole: list[Any]) -> None:
+    prompts, params = setup.requests
+    for prompt, given, found in zip(prompts, params, whole, strict=True):
+        assert (found[-1] is None) == (given is not SCORED)
+        if given is SCORED:
+            assert found[-1][0] is None
+            assert [step[0][0] for step in found[-1][1:]] == prompt[1:]
