@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, OctavoError, UnsupportedModel
@@ -17,18 +16,6 @@ from tests.tiny_models import tiny_model
 @pytest.fixture(scope="module")
 def llm(backend):
     with make_llm(backend=backend) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def poisoned(tmp_path_factory, backend):
-    """A tiny llama whose token 239 is NaN."""
-    path = tmp_path_factory.mktemp("poisoned")
-    shutil.copytree(tiny_model("llama").path, path, dirs_exist_ok=True)
-    weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][239] = np.nan
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with make_llm(model_path=path, backend=backend) as llm:
         yield llm
 
 
@@ -187,18 +174,6 @@ def test_the_start_says_what_fits():
     with make_llm(report=lines.append):
         pass
     assert lines[-1].startswith("KV cache ") and " tokens, " in lines[-1] and lines[-1].endswith("requests of 256")
-
-
-def test_nan_fails_its_own_request(poisoned):
-    good, bad = prompts_of(5, 6)
-    alone = fingerprint(poisoned.generate(good, GREEDY)[0])
-    outputs = poisoned.generate([good, [*bad, 239], good], GREEDY)
-    assert "are not numbers (NaN)" in outputs[1].error
-    assert outputs[1].finished and outputs[1].outputs[0].finish_reason == "error"
-    assert fingerprint(outputs[0]) == fingerprint(outputs[2]) == alone
-    assert poisoned.get_metrics().num_used_blocks == 0
-    scored = poisoned.generate([239, *good], SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
-    assert "within the prompt are not numbers" in scored.error
 
 
 def test_leaving_a_stream_aborts_it(llm):

@@ -113,7 +113,7 @@ class ModelRunner:
         for entry, (index, token_id) in enumerate(zip(layout.draws, samples.token_ids[:num_draws].tolist(), strict=True)):
             results[index].token_ids = [token_id]
             if failed[entry]:
-                results[index].failure = f"the model's logits after {layout.ends[index]} tokens are not numbers (NaN)"
+                results[index].failure = _failure(sampling, entry, int(layout.ends[index]))
         if samples.logprobs is not None:
             reader = LogprobsReader(sampling.num_logprobs, samples)
             for entry, index in enumerate(layout.draws):
@@ -124,6 +124,14 @@ class ModelRunner:
                 if any(failed[entry] for entry in entries):
                     results[index].failure = "the model's logits within the prompt are not numbers (NaN)"
         return results
+
+
+def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:
+    """Why nothing could be drawn: a row fails by NaN, or where its own bans leave no token."""
+    if sampling.allowed[entry] >= 0 or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]:
+        bans = "allowed_token_ids, logit_bias, bad_words and min_tokens"
+        return f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's logits are not numbers (NaN)"
+    return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"
 
 
 def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:
