@@ -34,6 +34,7 @@ bool spin_until(const Ready& ready) {
 }  // namespace
 
 ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
+    gate_.value = kClosed;
     for (int t = 1; t < num_threads_; t++) threads_.emplace_back([this, t] { serve(t); });
 }
 
@@ -50,9 +51,17 @@ void ThreadPool::serve(int thread) {
         if (!spin_until([&] { return epoch_.value.load(std::memory_order_acquire) != seen; })) epoch_.value.wait(seen, std::memory_order_acquire);
         seen = epoch_.value.load(std::memory_order_acquire);
         if (stopping_) return;
+        if (!enter()) continue;
         walk_as(thread);
-        if (finished_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_ - 1) finished_.value.notify_one();
+        if (gate_.value.fetch_sub(1, std::memory_order_acq_rel) == kClosed + 1) gate_.value.notify_one();
     }
+}
+
+bool ThreadPool::enter() {
+    int inside = gate_.value.load(std::memory_order_acquire);
+    while (inside < kClosed)
+        if (gate_.value.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire)) return true;
+    return false;
 }
 
 void ThreadPool::walk(Work& work) {
@@ -70,11 +79,12 @@ void ThreadPool::walk(Work& work) {
     }
     for (int i = 0; i < num_stages_ * num_threads_; i++) ranges_[i].next.store(0, std::memory_order_relaxed);
     for (int i = 0; i < num_stages_; i++) done_[i].value.store(0, std::memory_order_relaxed);
-    finished_.value.store(0, std::memory_order_relaxed);
+    gate_.value.store(0, std::memory_order_release);
     epoch_.value.fetch_add(1, std::memory_order_release);
     epoch_.value.notify_all();
     walk_as(0);
-    wait_for(finished_.value, num_threads_ - 1);
+    gate_.value.fetch_add(kClosed, std::memory_order_acq_rel);
+    wait_for(gate_.value, kClosed);
 }
 
 void ThreadPool::walk_as(int thread) {

@@ -1,9 +1,9 @@
 // Compute threads that live as long as their engine, and the walk over stages that they do together.
 //
 // A stage is a number of independent pieces; the next stage starts when all are done. Each thread takes pieces from a range of
-// its own and then from the others', so a thread that the kernel has put aside holds back at most the piece it is in. Waiting
-// spins for a moment, then sleeps in the kernel: beside a busy neighbour on the same core, a spinning thread would burn the
-// very time its partner needs.
+// its own and then from the others', so a thread that the kernel has put aside holds back at most the piece it is in; one that
+// wakes only when all is done finds the walk closed, and nobody has waited for it. Waiting spins for a moment, then sleeps in
+// the kernel: beside a busy neighbour on the same core, a spinning thread would burn the very time its partner needs.
 #pragma once
 
 #include <atomic>
@@ -46,7 +46,10 @@ class ThreadPool {
         std::atomic<int> value{0};
     };
 
+    static constexpr int kClosed = 1 << 20;
+
     void serve(int thread);
+    bool enter();
     void walk_as(int thread);
     int take_all(int stage, int pieces, int thread);
     void wait_for(std::atomic<int>& counter, int goal);
@@ -59,7 +62,7 @@ class ThreadPool {
     std::unique_ptr<Counter[]> done_;     // [stages]: pieces finished
     int capacity_ = 0;                    // stages that the two arrays hold
     Counter epoch_;                       // counts walks; a change wakes the threads
-    Counter finished_;                    // threads that have left the current walk
+    Counter gate_;                        // threads inside the current walk, kClosed more once nobody may enter it
     std::atomic<bool> stopping_{false};
 };
 
