@@ -114,7 +114,7 @@ def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
         num_groups=len(program.groups),
         vocab_size=program.vocab_size,
     )
-    worker = Worker(runnable, backend.allocate(program.groups, budget.num_blocks), rows, close=backend.close)
+    worker = Worker(runnable, backend.allocate(program.groups, [budget.num_blocks] * len(program.groups)), rows, close=backend.close)
     info = EngineInfo(program.vocab_size, max_model_len, budget.num_tokens, budget.describe())
     return EngineCore(_scheduler(config, budget, len(program.groups)), worker), info
 

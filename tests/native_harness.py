@@ -116,7 +116,7 @@ class Case:
     def memory(self, runnable: Runnable) -> KvCache:
         """A KV cache as the runnable's backend has them."""
         backend = ReferenceBackend() if isinstance(runnable, ReferenceRunnable) else NativeBackend(BackendOptions())
-        return backend.allocate(self.program.groups, 32)
+        return backend.allocate(self.program.groups, [32] * len(self.program.groups))
 
     def batch(self, rows: int, pad: int) -> StepBatch:
         positions = np.arange(self.num_rows, dtype=np.int32) if self.positions is None else self.positions

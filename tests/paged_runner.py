@@ -48,7 +48,7 @@ class PagedRunner:
         load = load or WeightReader(checkpoint).load
         self.runnables = {name: self.backend.prepare(program, load) for name, program in self.programs.items()}
         self.groups = self.programs["decoder"].groups
-        self.kv = self.backend.allocate(self.groups, num_blocks)
+        self.kv = self.backend.allocate(self.groups, [num_blocks] * len(self.groups))
         generator = np.random.default_rng(seed)
         self._free = [list(generator.permutation(num_blocks)) for _ in self.groups]
         self._padding = padding

@@ -202,6 +202,12 @@ std::shared_ptr<PackedTiles> pack_values(Device& device, const nb::tuple& values
     return std::make_shared<PackedTiles>(pack_floats(matrix, code == "bf16" ? Code::bf16 : code == "fp16" ? Code::fp16 : Code::fp32, device.pool));
 }
 
+void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
+    if (!kv.has_block(group, block)) throw std::invalid_argument("block " + std::to_string(block) + " of group " + std::to_string(group) + " is outside the KV memory");
+    const size_t needed = kv.group(group).num_layers * kv.group(group).block_bytes();
+    if (num_bytes != needed) throw std::invalid_argument("a block has " + std::to_string(needed) + " bytes, got an array of " + std::to_string(num_bytes));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -218,14 +224,22 @@ NB_MODULE(_native, m) {
 
     nb::class_<KvMemory>(m, "KvMemory")
         .def("__init__",
-             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, bool>>& groups, int num_blocks) {
+             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, bool, int>>& groups) {
                  std::vector<KvGroup> list;
-                 for (const auto& [layers, heads, k_width, v_width, is_bf16] : groups) list.push_back(KvGroup{layers, heads, k_width, v_width, is_bf16});
-                 new (self) KvMemory(std::move(list), num_blocks);
+                 for (const auto& [layers, heads, k_width, v_width, is_bf16, num_blocks] : groups) list.push_back(KvGroup{layers, heads, k_width, v_width, is_bf16, num_blocks});
+                 new (self) KvMemory(std::move(list));
              })
-        .def("copy_block", &KvMemory::copy_block, "group"_a, "source"_a, "target"_a);
+        .def("copy_block", &KvMemory::copy_block, "group"_a, "source"_a, "target"_a)
+        .def("read_block", [](const KvMemory& kv, int group, int block, const Out<uint8_t>& bytes) {
+                 check_block(kv, group, block, bytes.size());
+                 kv.read_block(group, block, bytes.data());
+             }, "group"_a, "block_id"_a, "into"_a)
+        .def("write_block", [](KvMemory& kv, int group, int block, const Array<uint8_t>& bytes) {
+                 check_block(kv, group, block, bytes.size());
+                 kv.write_block(group, block, bytes.data());
+             }, "group"_a, "block_id"_a, "data"_a);
 
-    m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, bool is_bf16) { return KvGroup{1, heads, k_width, v_width, is_bf16}.block_bytes(); });
+    m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, bool is_bf16) { return KvGroup{1, heads, k_width, v_width, is_bf16, 0}.block_bytes(); });
 
     nb::class_<Builder>(m, "Executor")
         .def(nb::init<std::shared_ptr<Device>, int, int>(), "device"_a, "max_tokens"_a, "vocab"_a)

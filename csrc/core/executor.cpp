@@ -335,7 +335,7 @@ void Executor::check(const Batch& batch, const KvMemory& kv) const {
     const auto fail = [](const std::string& what) { throw std::invalid_argument(what); };
     if (batch.num_tokens > max_tokens_) fail("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " + std::to_string(max_tokens_));
     for (int i = 0; i < kv.num_groups() * batch.num_tokens; i++)
-        if (batch.slots[i] < -1 || batch.slots[i] >= kv.num_blocks() * kTile) fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
+        if (batch.slots[i] < -1 || batch.slots[i] >= kv.group(i / batch.num_tokens).num_blocks * kTile) fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
     for (const auto& plan : plans_)
         for (int r = 0; r < batch.num_requests; r++) {
             const int row = batch.query_starts[r], i = plan.group * batch.num_requests + r;
@@ -345,7 +345,7 @@ void Executor::check(const Batch& batch, const KvMemory& kv) const {
             // Blocks that a window has passed may be gone from the table.
             for (int b = plan.window > 0 ? std::max(0, batch.positions[row] - plan.window + 1) / kTile : 0; b < needed; b++) {
                 const int block = batch.block_tables[(int64_t)i * batch.table_width + b];
-                if (block < 0 || block >= kv.num_blocks()) fail("block " + std::to_string(block) + " is outside the KV memory");
+                if (!kv.has_block(plan.group, block)) fail("block " + std::to_string(block) + " is outside the KV memory");
             }
         }
     for (int s = 0; s < batch.num_samples; s++)

@@ -12,6 +12,7 @@ namespace octavo {
 struct KvGroup {
     int num_layers, num_heads, k_width, v_width;
     bool is_bf16;
+    int num_blocks;
 
     int v_padded() const { return (v_width + 15) / 16 * 16; }
     size_t element() const { return is_bf16 ? 2 : 4; }
@@ -20,22 +21,24 @@ struct KvGroup {
     size_t block_bytes() const { return v_offset() + (size_t)num_heads * v_padded() * kTile * element(); }
 };
 
-// Blocks 0 .. num_blocks - 1 of every group; memory is [layer][block] and costs nothing until it is written.
+// Each group's blocks, 0 .. num_blocks - 1; memory is [layer][block] and costs nothing until it is written.
 class KvMemory {
   public:
-    KvMemory(std::vector<KvGroup> groups, int num_blocks);
+    explicit KvMemory(std::vector<KvGroup> groups);
     KvMemory(const KvMemory&) = delete;
     KvMemory& operator=(const KvMemory&) = delete;
     KvLayer layer(int group, int layer) const;
     const KvGroup& group(int index) const { return groups_[index]; }
     int num_groups() const { return (int)groups_.size(); }
-    int num_blocks() const { return num_blocks_; }
     void copy_block(int group, int source, int target);
+    // A block's bytes in every layer, one layer after another: num_layers * block_bytes.
+    void read_block(int group, int block, uint8_t* bytes) const;
+    void write_block(int group, int block, const uint8_t* bytes);
+    bool has_block(int group, int block) const { return group >= 0 && group < num_groups() && block >= 0 && block < groups_[group].num_blocks; }
 
   private:
     std::vector<KvGroup> groups_;
     std::vector<std::unique_ptr<Memory>> memory_;
-    int num_blocks_;
 };
 
 struct Batch {

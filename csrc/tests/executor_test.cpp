@@ -228,7 +228,7 @@ struct Engine {
     KvMemory kv;
 
     Engine(const KernelTable& kernels, const Model& model, int threads, bool bf16_cache)
-        : pool(threads), executor(pool, kernels, 600, kVocab), kv({KvGroup{kLayers, kKvHeads, kWidth, kWidth, bf16_cache}}, kBlocks) {
+        : pool(threads), executor(pool, kernels, 600, kVocab), kv({KvGroup{kLayers, kKvHeads, kWidth, kWidth, bf16_cache, kBlocks}}) {
         build(executor, model);
     }
 
@@ -374,7 +374,7 @@ void test_draws(const KernelTable& kernels) {
     executor.finish(tokens.used, samples.used);
     std::vector<int32_t> ids(kRows), slots(kRows, -1), starts = {0, kRows}, context = {0}, block = {0};
     for (int i = 0; i < kRows; i++) ids[i] = i;
-    KvMemory kv({KvGroup{1, 1, 2, 2, true}}, 1);
+    KvMemory kv({KvGroup{1, 1, 2, 2, true, 1}});
     Draws draws(kRows);
     Batch b{};
     b.num_tokens = b.num_samples = kRows, b.num_requests = 1, b.table_width = 1;

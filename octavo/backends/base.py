@@ -5,7 +5,7 @@ Knows Programs, packed weights, arrays. Knows nothing of requests, files or mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -147,6 +147,14 @@ class KvCache(Protocol):
         """Copies one block of a group in every layer."""
         ...
 
+    def read_block(self, group: int, block_id: int, into: NDArray[np.uint8]) -> None:
+        """One block's bytes in every layer, `[KvLayout.block_bytes]`."""
+        ...
+
+    def write_block(self, group: int, block_id: int, data: NDArray[np.uint8]) -> None:
+        """What `read_block` gave, into any block of the same group."""
+        ...
+
 
 class Runnable(Protocol):
     """A prepared Program."""
@@ -171,8 +179,8 @@ class Backend(Protocol):
 
     def kv_layout(self, group: CacheGroup) -> KvLayout: ...
 
-    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: int) -> KvCache:
-        """Blocks 0 .. num_blocks - 1 of every group, zeroed lazily. ConfigError where memory does not suffice."""
+    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> KvCache:
+        """Blocks 0 .. num_blocks[g] - 1 of each group g, zeroed lazily. ConfigError where memory does not suffice."""
         ...
 
     def close(self) -> None: ...

@@ -7,10 +7,12 @@ float64 whatever `BackendOptions.dtype` says, from the weights as packed; K and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.backends.base import BLOCK_SIZE, BackendOptions, KvCache, KvLayout, LoadWeight, StepBatch, StepOutput
 from octavo.backends.reference_attention import ATTENTION_FORMULAS
@@ -32,12 +34,23 @@ MASKS = ("causal", "window", "full")
 class ReferenceKvCache:
     """KV bytes of all groups. Implements `base.KvCache`."""
 
-    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: int, dtype: np.dtype) -> None:
-        self.groups = [_group_arrays(group, num_blocks, dtype) for group in groups]
+    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], dtype: np.dtype) -> None:
+        self.groups = [_group_arrays(group, count, dtype) for group, count in zip(groups, num_blocks, strict=True)]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         for array in (self.groups[group].k, self.groups[group].v):
             array[:, target] = array[:, source]
+
+    def read_block(self, group: int, block_id: int, into: NDArray[np.uint8]) -> None:
+        k, v = self.groups[group].k[:, block_id], self.groups[group].v[:, block_id]
+        into[: k.nbytes] = np.ascontiguousarray(k).reshape(-1).view(np.uint8)
+        into[k.nbytes :] = np.ascontiguousarray(v).reshape(-1).view(np.uint8)
+
+    def write_block(self, group: int, block_id: int, data: NDArray[np.uint8]) -> None:
+        arrays = self.groups[group]
+        k, v = arrays.k[:, block_id], arrays.v[:, block_id]
+        k[...] = data[: k.nbytes].view(k.dtype).reshape(k.shape)
+        v[...] = data[k.nbytes :].view(v.dtype).reshape(v.shape)
 
 
 def _group_arrays(group: CacheGroup, num_blocks: int, dtype: np.dtype) -> GroupArrays:
@@ -91,11 +104,11 @@ class ReferenceBackend:
         numbers = BLOCK_SIZE * group.num_kv_heads * (group.k_width + group.v_width)
         return KvLayout(numbers * dtype.itemsize, group.num_layers, str(dtype))
 
-    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: int) -> ReferenceKvCache:
+    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> ReferenceKvCache:
         try:
             return ReferenceKvCache(groups, num_blocks, self._kv_dtype)
         except MemoryError:
-            raise ConfigError(f"no memory for {num_blocks} KV blocks", hint="lower --kv-cache-memory-bytes") from None
+            raise ConfigError(f"no memory for {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes") from None
 
     def close(self) -> None:
         """Nothing is held outside Python."""

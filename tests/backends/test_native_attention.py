@@ -85,7 +85,7 @@ class Run:
     def __init__(self, shape: Shape, backend: Any, *, seed: int = 0) -> None:
         self.shape = shape
         self.runnable = backend.prepare(shape.program, shape.load)
-        self.kv = backend.allocate(shape.program.groups, NUM_BLOCKS)
+        self.kv = backend.allocate(shape.program.groups, [NUM_BLOCKS] * len(shape.program.groups))
         self.first = np.cumsum([0, *shape.contexts])
         blocks = iter(rng(seed).permutation(NUM_BLOCKS))
         self.tables = [np.array([next(blocks) for _ in range(-(-n // 16))], np.int32) for n in shape.contexts]

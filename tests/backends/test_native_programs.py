@@ -31,7 +31,7 @@ def batch_of(rows, samples):
 
 def logits_of(backend, made, batch):
     runnable = backend.prepare(made.program, lambda weight: PackedWeight.plain(made.weights[weight.name]))
-    return runnable.run(batch, backend.allocate(made.program.groups, 8)).arrays["logits"]
+    return runnable.run(batch, backend.allocate(made.program.groups, [8] * len(made.program.groups))).arrays["logits"]
 
 
 @settings(max_examples=150, deadline=None)

@@ -96,7 +96,7 @@ def step_of(xs, starts, tables, *, pad=0):
 
 def poisoned(backend, groups, num_blocks=200):
     """A cache of NaN: whoever reads what nobody wrote shows it."""
-    kv = backend.allocate(groups, num_blocks)
+    kv = backend.allocate(groups, [num_blocks] * len(groups))
     for arrays in kv.groups:
         arrays.k[:], arrays.v[:] = np.nan, np.nan
     return kv
@@ -155,7 +155,7 @@ def test_t5_bias_is_looked_up_by_bucket():
         return s + np.array([[table[bucket(b - a)] for b in range(s.shape[1])] for a in range(s.shape[0])])
 
     x = rng(1).normal(size=(60, 9))
-    out = make.prepare().run(step_of([x], [0], [[0, 1, 2, 3]]), ReferenceBackend().allocate((make.group,), 4)).arrays["out"]
+    out = make.prepare().run(step_of([x], [0], [[0, 1, 2, 3]]), ReferenceBackend().allocate((make.group,), [4])).arrays["out"]
     np.testing.assert_allclose(out, make.expected(x, lambda i, j: j >= 0, score), rtol=1e-12, atol=1e-12)
 
 
@@ -197,7 +197,7 @@ def test_latent_attention(form):
 
 def test_copied_blocks_hold_the_same_keys_in_every_layer():
     backend = ReferenceBackend()
-    kv = backend.allocate((CacheGroup("a", "full", 2, 1, 4, 4), CacheGroup("b", "full", 1, 1, 2, 2)), 5)
+    kv = backend.allocate((CacheGroup("a", "full", 2, 1, 4, 4), CacheGroup("b", "full", 1, 1, 2, 2)), [5, 5])
     kv.groups[0].k[:, 1] = rng().normal(size=(2, 16, 1, 4))
     kv.copy_block(0, 1, 3)
     np.testing.assert_array_equal(kv.groups[0].k[:, 3], kv.groups[0].k[:, 1])

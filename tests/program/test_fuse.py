@@ -40,7 +40,7 @@ def batch_of(rows):
 def logits_of(program, weights):
     backend = ReferenceBackend()
     runnable = backend.prepare(program, lambda weight: PackedWeight.plain(weights[weight.name]))
-    return runnable.run(batch_of(NUM_ROWS), backend.allocate(program.groups, 8)).arrays["logits"]
+    return runnable.run(batch_of(NUM_ROWS), backend.allocate(program.groups, [8] * len(program.groups))).arrays["logits"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,6 +6,7 @@ Owns the compute threads, the packed weights and the KV memory's layout. Source 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,17 @@ class NativeBackend:
         layer_bytes = native_module().kv_layer_bytes(group.num_kv_heads, group.k_width, group.v_width, bf16)
         return KvLayout(layer_bytes, group.num_layers, "bf16" if bf16 else "fp32")
 
-    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: int) -> KvCache:
+    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> KvCache:
         bf16 = self._kv_is_bf16()
-        shapes = [(group.num_layers, group.num_kv_heads, group.k_width, group.v_width, bf16) for group in groups]
+        shapes = [
+            (group.num_layers, group.num_kv_heads, group.k_width, group.v_width, bf16, count)
+            for group, count in zip(groups, num_blocks, strict=True)
+        ]
         try:
-            memory: KvCache = native_module().KvMemory(shapes, num_blocks)
+            memory: KvCache = native_module().KvMemory(shapes)
         except MemoryError:
-            needed = sum(self.kv_layout(group).block_bytes for group in groups) * num_blocks
-            raise ConfigError(f"the KV cache of {num_blocks} blocks needs {needed} bytes, which the system does not give") from None
+            needed = sum(self.kv_layout(group).block_bytes * count for group, count in zip(groups, num_blocks, strict=True))
+            raise ConfigError(f"the KV cache needs {needed} bytes, which the system does not give") from None
         return memory
 
     def close(self) -> None:
