@@ -1,6 +1,7 @@
 #include "executor.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -33,6 +34,7 @@ struct RowStage : Stage {
     std::vector<std::unique_ptr<RowOp>> ops;
 
     explicit RowStage(bool s) : samples(s) {}
+    std::string name() const override { return samples ? "rows of samples" : "rows"; }
     bool on_samples() const override { return samples; }
     int pieces(const View& view) const override {
         const int rows = view.rows(samples);
@@ -73,9 +75,23 @@ struct LinearStage : Stage {
         }
     }
     bool on_samples() const override { return spec.x.samples; }
+    std::string name() const override {
+        const Tiles& w = spec.parts.front().tiles;
+        static constexpr const char* kCodes[] = {"u4", "u8", "bf16", "fp16", "fp32"};
+        return "linear " + std::to_string(w.num_inputs) + " to " + std::to_string(num_tiles * kTile * (spec.gated ? 2 : 1)) + " " + kCodes[(int)w.code];
+    }
+    Cost cost(const View& view) const override {
+        Cost sum;
+        for (const auto& part : spec.parts) {
+            const Tiles& w = part.tiles;
+            sum.bytes += (double)((w.num_rows + kTile - 1) / kTile) * w.tile_bytes;
+            sum.operations += 2.0 * w.num_rows * w.num_inputs * view.rows(on_samples());
+        }
+        return sum;
+    }
 
     int row_blocks(int rows) const { return (rows + kRowBlock - 1) / kRowBlock; }
-    int tiles_a_piece(int threads) const { return std::clamp(num_tiles / (threads * 4), 1, 16); }
+    int tiles_a_piece(int threads) const { return std::clamp(num_tiles / (threads * 4) / 2 * 2, 1, 16); }
     int pieces(const View& view) const override {
         const int chunk = tiles_a_piece(view.executor.pool().num_threads());
         return row_blocks(view.rows(on_samples())) * ((num_tiles + chunk - 1) / chunk);
@@ -83,13 +99,16 @@ struct LinearStage : Stage {
 
     void run(const View& view, int piece, ThreadState& thread, int stage) const override {
         const int rows = view.rows(on_samples()), blocks = row_blocks(rows), chunk = tiles_a_piece(view.executor.pool().num_threads());
-        const int row0 = piece % blocks * kRowBlock, count = std::min(kRowBlock, rows - row0);
+        const int row0 = piece % blocks * kRowBlock, rows_here = std::min(kRowBlock, rows - row0);
         const int tile0 = piece / blocks * chunk, tile1 = std::min(num_tiles, tile0 + chunk);
         const Rows x = rows <= kFewRows ? own_rows(view, rows, thread, stage) : shared;
         size_t part = 0;
-        for (int tile = tile0; tile < tile1; tile++) {
+        for (int tile = tile0; tile < tile1;) {
             while (part + 1 < first.size() && tile >= first[part + 1]) part++;
-            write(view, thread, x, (int)part, tile - first[part], row0, count);
+            const int end = part + 1 < first.size() ? std::min(tile1, first[part + 1]) : tile1;
+            const int count = spec.gated || tile + 1 == end ? 1 : 2;
+            write(view, thread, x, spec.parts[part], tile - first[part], count, row0, rows_here);
+            tile += count;
         }
     }
 
@@ -109,21 +128,30 @@ struct LinearStage : Stage {
         return own;
     }
 
-    void write(const View& view, ThreadState& thread, const Rows& x, int part, int tile, int row0, int count) const {
+    // One tile of the part, or it and the next; where gated, one and its up projection's.
+    void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part, int tile, int count, int row0, int rows) const {
         const KernelTable& k = view.executor.kernels();
-        const LinearPart& p = spec.parts[part];
-        k.tile_product(p.tiles, tile, x, row0, count, thread.acc.data(), thread.product->data());
-        if (spec.gated) k.tile_product(spec.parts[1].tiles, tile, x, row0, count, thread.up.data(), thread.product->data());
+        const TileRef refs[2] = {{&part.tiles, tile, thread.acc[0].data()},
+                                 spec.gated ? TileRef{&spec.parts[1].tiles, tile, thread.acc[1].data()} : TileRef{&part.tiles, tile + 1, thread.acc[1].data()}};
+        k.tile_products(refs, spec.gated ? 2 : count, x, row0, rows, thread.product->data());
+        const Epilogue e = epilogue(view, part);
+        for (int i = 0; i < count; i++) {
+            const int column = (tile + i) * kTile;
+            k.write_tile(e, refs[i].acc, refs[1].acc, row0, rows, column, std::min(kTile, part.tiles.num_rows - column));
+        }
+    }
+
+    Epilogue epilogue(const View& view, const LinearPart& part) const {
         Epilogue e{};
-        e.bias = p.bias;
+        e.bias = part.bias;
         e.up_bias = spec.gated ? spec.parts[1].bias : nullptr;
         e.activation = spec.activation;
         e.gated = spec.gated;
         e.clamp = spec.clamp, e.alpha = spec.alpha, e.up_offset = spec.up_offset;
-        if (p.has_residual) e.residual = view.at(p.residual, 0), e.residual_stride = p.residual.stride;
-        e.out = view.at(p.out, 0);
-        e.out_stride = p.out.stride;
-        k.write_tile(e, thread.acc.data(), thread.up.data(), row0, count, tile * kTile, std::min(kTile, p.tiles.num_rows - tile * kTile));
+        if (part.has_residual) e.residual = view.at(part.residual, 0), e.residual_stride = part.residual.stride;
+        e.out = view.at(part.out, 0);
+        e.out_stride = part.out.stride;
+        return e;
     }
 };
 
@@ -136,6 +164,25 @@ struct AttentionStage : Stage {
 
     AttentionStage(const AttentionSpec& s, int plan, bool m) : spec(s), plan_index(plan), merges(m) {}
     bool on_samples() const override { return false; }
+    std::string name() const override { return merges ? "attention merge" : "attention"; }
+    Cost cost(const View& view) const override {
+        if (merges) return {};
+        const KvGroup& kv = view.kv.group(spec.group);
+        const Batch& b = view.batch;
+        Cost sum;
+        for (int r = 0; r < b.num_requests; r++) {
+            const int context = b.context_lens[(int64_t)spec.group * b.num_requests + r];
+            int longest = 0;
+            for (int row = b.query_starts[r]; row < b.query_starts[r + 1]; row++) {
+                const int last = spec.window < 0 ? context : std::min(context, b.positions[row] + 1);
+                const int keys = spec.window > 0 ? std::min(last, spec.window) : last;
+                longest = std::max(longest, keys);
+                sum.operations += 2.0 * keys * spec.num_heads * (kv.k_width + kv.v_width);
+            }
+            sum.bytes += (double)longest * kv.num_heads * (kv.k_width + kv.v_width) * kv.element();
+        }
+        return sum;
+    }
     int pieces(const View& view) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
         if (merges && !plan.split) return 0;
@@ -176,6 +223,7 @@ struct SampleStage : Stage {
     Place logits;
     int vocab;
     SampleStage(Place place, int v) : logits(place), vocab(v) {}
+    std::string name() const override { return "sample"; }
     bool on_samples() const override { return true; }
     int pieces(const View& view) const override { return view.batch.draws ? view.num_samples : 0; }
     void run(const View& view, int piece, ThreadState& thread, int) const override {
@@ -208,6 +256,17 @@ struct Walk : ThreadPool::Work {
     }
     int pieces(int index) const override { return stage(index).pieces(view(index)); }
     void run(int index, int piece, int thread) override { stage(index).run(view(index), piece, executor.threads_[thread], index); }
+    void finished(int index) override {
+        if (!executor.profiling_) return;
+        const auto now = std::chrono::steady_clock::now();
+        StageTime& time = executor.profiled_[stage(index).name()];
+        const Cost cost = stage(index).cost(view(index));
+        time.calls++;
+        time.seconds += std::chrono::duration<double>(now - since).count();
+        time.cost.bytes += cost.bytes, time.cost.operations += cost.operations;
+        since = std::chrono::steady_clock::now();
+    }
+    std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
 };
 
 void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads) {
@@ -309,8 +368,7 @@ void Executor::finish(int64_t token_floats, int64_t sample_floats) {
 
 void Executor::size_thread_states() {
     for (auto& thread : threads_) {
-        thread.acc.resize((size_t)kRowBlock * kTile);
-        thread.up.resize((size_t)kRowBlock * kTile);
+        for (auto& acc : thread.acc) acc.resize((size_t)kRowBlock * kTile);
         thread.product = std::make_unique<Memory>(product_scratch_);
         thread.rows = std::make_unique<Memory>(kFewRows * row_bytes_ + kTile * groups_ * 16 + 128);
         thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));
@@ -350,6 +408,11 @@ void Executor::check(const Batch& batch, const KvMemory& kv) const {
         }
     for (int s = 0; s < batch.num_samples; s++)
         if (batch.sample_rows[s] < 0 || batch.sample_rows[s] >= batch.num_tokens) fail("sampled row " + std::to_string(batch.sample_rows[s]) + " of " + std::to_string(batch.num_tokens));
+}
+
+void Executor::profile(bool on) {
+    profiling_ = on;
+    profiled_.clear();
 }
 
 void Executor::run(const Batch& batch, const KvMemory& kv) {

@@ -6,7 +6,9 @@
 // logits never need more memory than that.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "../kernels/table.h"
@@ -42,13 +44,27 @@ struct View {
 
 // Memory of one compute thread.
 struct ThreadState {
-    std::vector<float> acc, up, attention;
+    std::vector<float> acc[2], attention;  // sums of two tiles
     std::unique_ptr<Memory> product, rows, sampling;  // scratch of products, rows converted for oneself, scratch of draws
     int prepared_stage = -1;  // the stage whose rows lie in `rows`
 };
 
+// What a stage moves and computes in one step: bytes of weights or of K and V, multiplications and additions.
+struct Cost {
+    double bytes = 0, operations = 0;
+};
+
+// Sums over steps, by what kind of stage it was.
+struct StageTime {
+    int64_t calls = 0;
+    double seconds = 0;
+    Cost cost;
+};
+
 struct Stage {
     virtual ~Stage() = default;
+    virtual std::string name() const = 0;
+    virtual Cost cost(const View&) const { return {}; }
     virtual bool on_samples() const = 0;
     virtual int pieces(const View& view) const = 0;
     virtual void run(const View& view, int piece, ThreadState& thread, int stage) const = 0;
@@ -132,6 +148,10 @@ class Executor {
     // -- running ------------------------------------------------------------------------------------------------------------
     void run(const Batch& batch, const KvMemory& kv);
 
+    // Times each stage of the steps from now on, from zero.
+    void profile(bool on);
+    const std::map<std::string, StageTime>& profiled() const { return profiled_; }
+
     ThreadPool& pool() const { return pool_; }
     const KernelTable& kernels() const { return kernels_; }
     const Rows& prepared() const { return prepared_; }
@@ -156,6 +176,8 @@ class Executor {
     std::unique_ptr<Memory> tokens_, samples_, prepared_values_, prepared_scales_, prepared_sums_, prepared_scaled_sums_, partials_;
     Rows prepared_{};
     std::vector<ThreadState> threads_;
+    bool profiling_ = false;
+    std::map<std::string, StageTime> profiled_;
     size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0, attention_scratch_ = 0;  // largest over the stages
 };
 

@@ -68,8 +68,10 @@ void ThreadPool::walk(Work& work) {
     work_ = &work;
     num_stages_ = work.num_stages();
     if (num_threads_ == 1) {
-        for (int stage = 0; stage < num_stages_; stage++)
+        for (int stage = 0; stage < num_stages_; stage++) {
             for (int piece = 0, pieces = work.pieces(stage); piece < pieces; piece++) work.run(stage, piece, 0);
+            work.finished(stage);
+        }
         return;
     }
     if (num_stages_ > capacity_) {
@@ -93,11 +95,11 @@ void ThreadPool::walk_as(int thread) {
         if (pieces == 0) continue;
         const int mine = take_all(stage, pieces, thread);
         auto& done = done_[stage].value;
-        if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == pieces) {
+        if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == pieces)
             done.notify_all();
-            continue;
-        }
-        wait_for(done, pieces);
+        else
+            wait_for(done, pieces);
+        if (thread == 0) work_->finished(stage);
     }
 }
 

@@ -23,6 +23,8 @@ class ThreadPool {
         virtual int num_stages() const = 0;
         virtual int pieces(int stage) const = 0;
         virtual void run(int stage, int piece, int thread) = 0;
+        // Told by the calling thread, once all of a stage's pieces are done.
+        virtual void finished(int stage) { (void)stage; }
     };
 
     explicit ThreadPool(int num_threads);

@@ -14,17 +14,13 @@
 namespace octavo {
 namespace {
 
-
 #ifdef __AMX_INT8__
-constexpr auto kProduct = amx_product;
+constexpr auto kProducts = amx_products;
 constexpr auto kScratch = amx_scratch_bytes;
 constexpr auto kBeginStep = forget_configuration;
 #else
-void plain_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t*) {
-    vector_product(w, tile, x, row0, num_rows, acc);
-}
 size_t no_scratch(const Tiles&) { return 0; }
-constexpr auto kProduct = plain_product;
+constexpr auto kProducts = vector_products;
 constexpr auto kScratch = no_scratch;
 constexpr auto kBeginStep = [] {};
 #endif
@@ -33,7 +29,7 @@ const KernelTable kTable = {
     .name = OCTAVO_LEVEL,
     .begin_step = kBeginStep,
     .prepare_row = prepare_row,
-    .tile_product = kProduct,
+    .tile_products = kProducts,
     .scratch_bytes = kScratch,
     .write_tile = write_tile,
     .row_type = row_type,

@@ -142,47 +142,87 @@ void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num
 
 // -- bf16 ----------------------------------------------------------------------------------------------------------------
 
-void bf16_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc) {
-    const uint8_t* data = w.data + (size_t)tile * w.tile_bytes;
+OCTAVO_INLINE const uint8_t* tile_data(const TileRef& ref) { return ref.weight->data + (size_t)ref.tile * ref.weight->tile_bytes; }
+
+// One tile with up to 16 rows.
+void bf16_one(const TileRef& ref, const uint16_t* values, int64_t stride, int done) {
+    const uint8_t* data = tile_data(ref);
+    _tile_zero(0);
+    for (int g = 0; g < ref.weight->num_groups; g++) {
+        prefetch_ahead<1024>(data + (size_t)g * 1024);
+        _tile_loadd(6, data + (size_t)g * 1024, 64);
+        _tile_loadd(4, values + g * kGroup, stride * 2);
+        _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, ref.acc + 16 * done, 64);
+}
+
+// Two tiles with up to 16 rows: two chains of sums side by side.
+void bf16_two(const TileRef* refs, const uint16_t* values, int64_t stride, int done) {
+    const uint8_t *first = tile_data(refs[0]), *second = tile_data(refs[1]);
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int g = 0; g < refs->weight->num_groups; g++) {
+        prefetch_ahead<1024>(first + (size_t)g * 1024);
+        prefetch_ahead<1024>(second + (size_t)g * 1024);
+        _tile_loadd(4, values + g * kGroup, stride * 2);
+        _tile_loadd(6, first + (size_t)g * 1024, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, second + (size_t)g * 1024, 64);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+    _tile_stored(0, refs[0].acc + 16 * done, 64);
+    _tile_stored(1, refs[1].acc + 16 * done, 64);
+}
+
+// Two tiles with 32 rows: four loads for four multiplications, which is what keeps the tile unit busy.
+void bf16_square(const TileRef* refs, const uint16_t* values, int64_t stride, int done) {
+    const uint8_t *first = tile_data(refs[0]), *second = tile_data(refs[1]);
+    const uint16_t* more = values + 16 * stride;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int g = 0; g < refs->weight->num_groups; g++) {
+        _tile_loadd(6, first + (size_t)g * 1024, 64);
+        _tile_loadd(4, values + g * kGroup, stride * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, second + (size_t)g * 1024, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, more + g * kGroup, stride * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, refs[0].acc + 16 * done, 64);
+    _tile_stored(1, refs[1].acc + 16 * done, 64);
+    _tile_stored(2, refs[0].acc + 16 * (done + 16), 64);
+    _tile_stored(3, refs[1].acc + 16 * (done + 16), 64);
+}
+
+void bf16_products(const TileRef* refs, int count, const Rows& x, int64_t row0, int num_rows) {
     for (int done = 0; done < num_rows;) {
-        const int rows = num_rows - done < 16 ? num_rows - done : 16;
+        const int left = num_rows - done, rows = left < 16 ? left : 16;
         const uint16_t* values = (const uint16_t*)x.values + (row0 + done) * x.stride;
         configure(rows, 64);
-        if (rows == 16 && num_rows - done >= 32) {
-            const uint16_t* more = values + 16 * x.stride;
-            _tile_zero(0);
-            _tile_zero(1);
-            for (int g = 0; g < w.num_groups; g++) {
-                _tile_loadd(6, data + (size_t)g * 1024, 64);
-                _tile_loadd(4, values + g * kGroup, x.stride * 2);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(5, more + g * kGroup, x.stride * 2);
-                _tile_dpbf16ps(1, 5, 6);
-            }
-            _tile_stored(0, acc + 16 * done, 64);
-            _tile_stored(1, acc + 16 * done + 256, 64);
+        if (count == 2 && left >= 32) {
+            bf16_square(refs, values, x.stride, done);
             done += 32;
             continue;
         }
-        _tile_zero(0);
-        for (int g = 0; g < w.num_groups; g++) {
-            prefetch_ahead<1024>(data + (size_t)g * 1024);
-            _tile_loadd(6, data + (size_t)g * 1024, 64);
-            _tile_loadd(4, values + g * kGroup, x.stride * 2);
-            _tile_dpbf16ps(0, 4, 6);
-        }
-        _tile_stored(0, acc + 16 * done, 64);
+        count == 2 ? bf16_two(refs, values, x.stride, done) : bf16_one(refs[0], values, x.stride, done);
         done += rows;
     }
 }
 
 // -- choosing ------------------------------------------------------------------------------------------------------------
 
-void amx_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t* scratch) {
-    if (w.code == Code::bf16) return bf16_product(w, tile, x, row0, num_rows, acc);
-    const bool integers = x.type == RowType::int8 && !w.half_groups && fits_signed(w);
-    if (integers && num_rows >= kAmxMinRows) return int8_product(w, tile, x, row0, num_rows, acc, scratch);
-    vector_product(w, tile, x, row0, num_rows, acc);
+void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t* scratch) {
+    if (tiles->weight->code == Code::bf16) return bf16_products(tiles, count, x, row0, num_rows);
+    for (int i = 0; i < count; i++) {
+        const Tiles& w = *tiles[i].weight;
+        const bool integers = x.type == RowType::int8 && !w.half_groups && fits_signed(w) && num_rows >= kAmxMinRows;
+        integers ? int8_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch) : vector_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc);
+    }
 }
 
 size_t amx_scratch_bytes(const Tiles& w) { return row_type(w.code) == RowType::int8 ? (size_t)w.num_groups * 512 : 0; }

@@ -39,6 +39,14 @@ struct Tiles {
     const uint8_t* data;  // [ceil(N / 16)][tile_bytes], 64-byte aligned
 };
 
+// One tile of a weight, and where its product goes. Two of one code (neighbours, or a gate and its up projection) are multiplied
+// together where that loads the rows once instead of twice.
+struct TileRef {
+    const Tiles* weight;
+    int tile;
+    float* acc;
+};
+
 // -- rows on their way into a product ------------------------------------------------------------------------------------
 
 enum class RowType : int32_t { int8, bf16, fp32 };
@@ -124,8 +132,8 @@ struct KernelTable {
     void (*begin_step)();
     // Makes `rows` ready in place `index` out of x [K]: norm where one is set, then conversion.
     void (*prepare_row)(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index);
-    // acc [num_rows][16] = rows row0.. of x times tile `tile` of w. `scratch`: scratch_bytes(w).
-    void (*tile_product)(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t* scratch);
+    // For each of the `count` (1 or 2) tiles: acc [num_rows][16] = rows row0.. of x times the tile. `scratch`: scratch_bytes(w).
+    void (*tile_products)(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t* scratch);
     size_t (*scratch_bytes)(const Tiles& w);
     // Rows row0 .. of `acc` (and `up` where gated) through the epilogue to columns column .. column + width - 1, width <= 16.
     void (*write_tile)(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width);

@@ -82,7 +82,8 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
     Memory scratch(kernels.scratch_bytes(packed.tiles));
     Floats product((size_t)kRows * kTile);
     for (int tile = 0; tile < (e.rows + kTile - 1) / kTile; tile++) {
-        kernels.tile_product(packed.tiles, tile, rows, 0, kRows, product.data(), scratch.data());
+        const TileRef ref{&packed.tiles, tile, product.data()};
+        kernels.tile_products(&ref, 1, rows, 0, kRows, scratch.data());
         for (int r = 0; r < kRows; r++)
             for (int o = 0; o < kTile && tile * kTile + o < e.rows; o++) {
                 double sum = 0, size = 0;
