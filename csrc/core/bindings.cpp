@@ -103,7 +103,7 @@ struct Builder {
     void gather(const PlaceTuple& x, const PlaceTuple& out) { executor.add_row_op(true, make_gather(place_of(x), place_of(out))); }
 
     // parts: (tiles, out, bias or None, residual or None) each
-    void linear(const PlaceTuple& x, const nb::object& norm, const nb::list& parts, bool gated, int activation, float clamp, float alpha, float up_offset) {
+    void linear(const PlaceTuple& x, const nb::object& norm, const nb::list& parts, bool converted, bool gated, int activation, float clamp, float alpha, float up_offset) {
         LinearSpec spec;
         spec.x = place_of(x);
         spec.norm = norm_of(norm);
@@ -115,6 +115,7 @@ struct Builder {
             if (part.has_residual) part.residual = place_of(nb::cast<PlaceTuple>(t[3]));
             spec.parts.push_back(std::move(part));
         }
+        spec.converted = converted;
         spec.gated = gated, spec.activation = activation, spec.clamp = clamp, spec.alpha = alpha, spec.up_offset = up_offset;
         executor.add_linear(std::move(spec));
     }
@@ -256,7 +257,7 @@ NB_MODULE(_native, m) {
         .def("kv_write", &Builder::kv_write)
         .def("elementwise", &Builder::elementwise)
         .def("gather", &Builder::gather)
-        .def("linear", &Builder::linear, "x"_a, "norm"_a.none(), "parts"_a, "gated"_a, "activation"_a, "clamp"_a, "alpha"_a, "up_offset"_a)
+        .def("linear", &Builder::linear, "x"_a, "norm"_a.none(), "parts"_a, "converted"_a, "gated"_a, "activation"_a, "clamp"_a, "alpha"_a, "up_offset"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "heads"_a, "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none())
         .def("sampling", [](Builder& b, const PlaceTuple& logits) { b.executor.add_sampling(place_of(logits)); })
         .def("finish", [](Builder& b, int64_t tokens, int64_t samples) { b.executor.finish(tokens, samples); })

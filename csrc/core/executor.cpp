@@ -53,21 +53,21 @@ struct RowStage : Stage {
 struct PrepareOp : RowOp {
     Place x;
     Norm norm;
-    Rows rows;
-    PrepareOp(Place place, Norm n, Rows r) : x(place), norm(n), rows(r) {}
+    const Rows* rows;
+    PrepareOp(Place place, Norm n, const Rows* r) : x(place), norm(n), rows(r) {}
     bool needed(int count) const override { return count > kFewRows; }
-    void run(const View& view, int64_t row) const override { view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, rows, row); }
+    void run(const View& view, int64_t row) const override { view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, *rows, row); }
 };
 
 // -- products ------------------------------------------------------------------------------------------------------------
 
 struct LinearStage : Stage {
     LinearSpec spec;
-    Rows shared;             // where PrepareOp puts the rows
+    const Rows* shared;      // where PrepareOp, or the stage before, puts the rows
     std::vector<int> first;  // of each part: its first tile in the stage's count
     int num_tiles = 0;
 
-    LinearStage(LinearSpec s, Rows rows) : spec(std::move(s)), shared(rows) {
+    LinearStage(LinearSpec s, const Rows* rows) : spec(std::move(s)), shared(rows) {
         const size_t counted = spec.gated ? 1 : spec.parts.size();
         for (size_t i = 0; i < counted; i++) {
             first.push_back(num_tiles);
@@ -91,29 +91,29 @@ struct LinearStage : Stage {
     }
 
     int row_blocks(int rows) const { return (rows + kRowBlock - 1) / kRowBlock; }
-    int tiles_a_piece(int threads) const { return std::clamp(num_tiles / (threads * 4) / 2 * 2, 1, 16); }
+    int tiles_a_piece(int threads) const { return std::clamp(num_tiles / (threads * 4) / 2 * 2, 2, 16); }
     int pieces(const View& view) const override {
         const int chunk = tiles_a_piece(view.executor.pool().num_threads());
         return row_blocks(view.rows(on_samples())) * ((num_tiles + chunk - 1) / chunk);
     }
 
     void run(const View& view, int piece, ThreadState& thread, int stage) const override {
-        const int rows = view.rows(on_samples()), blocks = row_blocks(rows), chunk = tiles_a_piece(view.executor.pool().num_threads());
-        const int row0 = piece % blocks * kRowBlock, rows_here = std::min(kRowBlock, rows - row0);
-        const int tile0 = piece / blocks * chunk, tile1 = std::min(num_tiles, tile0 + chunk);
-        const Rows x = rows <= kFewRows ? own_rows(view, rows, thread, stage) : shared;
+        const int rows = view.rows(on_samples()), chunk = tiles_a_piece(view.executor.pool().num_threads()), chunks = (num_tiles + chunk - 1) / chunk;
+        const int row0 = piece / chunks * kRowBlock, rows_here = std::min(kRowBlock, rows - row0);
+        const int tile0 = piece % chunks * chunk, tile1 = std::min(num_tiles, tile0 + chunk);
+        const Rows x = rows <= kFewRows && !spec.converted ? own_rows(view, rows, thread, stage) : *shared;
         size_t part = 0;
         for (int tile = tile0; tile < tile1;) {
             while (part + 1 < first.size() && tile >= first[part + 1]) part++;
             const int end = part + 1 < first.size() ? std::min(tile1, first[part + 1]) : tile1;
-            const int count = spec.gated || tile + 1 == end ? 1 : 2;
+            const int count = std::min(2, end - tile);
             write(view, thread, x, spec.parts[part], tile - first[part], count, row0, rows_here);
             tile += count;
         }
     }
 
     Rows own_rows(const View& view, int rows, ThreadState& thread, int stage) const {
-        Rows own = shared;
+        Rows own = *shared;
         uint8_t* memory = thread.rows->data();
         const size_t element = own.type == RowType::int8 ? 1 : own.type == RowType::bf16 ? 2 : 4;
         own.values = memory;
@@ -128,17 +128,29 @@ struct LinearStage : Stage {
         return own;
     }
 
-    // One tile of the part, or it and the next; where gated, one and its up projection's.
+    // One tile of the part or two neighbours, to the out or to the next product's rows.
     void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part, int tile, int count, int row0, int rows) const {
         const KernelTable& k = view.executor.kernels();
-        const TileRef refs[2] = {{&part.tiles, tile, thread.acc[0].data()},
-                                 spec.gated ? TileRef{&spec.parts[1].tiles, tile, thread.acc[1].data()} : TileRef{&part.tiles, tile + 1, thread.acc[1].data()}};
-        k.tile_products(refs, spec.gated ? 2 : count, x, row0, rows, thread.product->data());
+        const int column = tile * kTile, width = std::min(count * kTile, part.tiles.num_rows - column);
+        float* out = spec.converts ? thread.group.data() : view.at(part.out, row0) + column;
+        const int64_t stride = spec.converts ? kGroup : part.out.stride;
         const Epilogue e = epilogue(view, part);
-        for (int i = 0; i < count; i++) {
-            const int column = (tile + i) * kTile;
-            k.write_tile(e, refs[i].acc, refs[1].acc, row0, rows, column, std::min(kTile, part.tiles.num_rows - column));
+        float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
+        const auto finish = [&](int i, const float* sums) {
+            k.write_tile(e, sums, other, row0, rows, column + i * kTile, std::min(kTile, width - i * kTile), out + i * kTile, stride);
+        };
+        if (spec.gated) {
+            for (int i = 0; i < count; i++) {
+                const TileRef refs[2] = {{&part.tiles, tile + i, acc}, {&spec.parts[1].tiles, tile + i, other}};
+                k.tile_products(refs, 2, x, row0, rows, thread.product->data());
+                finish(i, acc);
+            }
+        } else {
+            const TileRef refs[2] = {{&part.tiles, tile, acc}, {&part.tiles, tile + 1, other}};
+            k.tile_products(refs, count, x, row0, rows, thread.product->data());
+            for (int i = 0; i < count; i++) finish(i, refs[i].acc);
         }
+        if (spec.converts) k.put_rows(out, *spec.converts, row0, rows, column / kGroup, width);
     }
 
     Epilogue epilogue(const View& view, const LinearPart& part) const {
@@ -149,8 +161,6 @@ struct LinearStage : Stage {
         e.gated = spec.gated;
         e.clamp = spec.clamp, e.alpha = spec.alpha, e.up_offset = spec.up_offset;
         if (part.has_residual) e.residual = view.at(part.residual, 0), e.residual_stride = part.residual.stride;
-        e.out = view.at(part.out, 0);
-        e.out_stride = part.out.stride;
         return e;
     }
 };
@@ -195,7 +205,7 @@ struct AttentionStage : Stage {
         const int splits = plan.split && !merges ? plan.max_splits : 1;
         const int split = piece % splits, head = piece / splits % kv.num_heads, index = piece / splits / kv.num_heads;
         const QueryRun& run = plan.runs[index];
-        AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), spec.q.stride, spec.out.stride, kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
+        AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), spec.converts, spec.q.stride, spec.out.stride, kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
         AttentionPiece work{};
         const Batch& b = view.batch;
         work.positions = b.positions;
@@ -301,17 +311,36 @@ void Executor::add_row_op(bool samples, std::unique_ptr<RowOp> op) {
     stage->ops.push_back(std::move(op));
 }
 
-void Executor::add_linear(LinearSpec spec) {
-    const Tiles& w = spec.parts.front().tiles;
-    // The rows' memory is sized by finish(); until then its pointers are null and PrepareOp and LinearStage are patched there.
-    Rows rows{kernels_.row_type(w.code), nullptr, (int64_t)w.num_groups * kGroup, nullptr, nullptr, nullptr, w.num_groups};
+// Rows as the product of `w` reads them; their memory is sized by finish(), which fills the pointers in.
+Rows* Executor::new_rows(const Tiles& w, int area) {
+    rows_.push_back(std::make_unique<PreparedRows>());
+    rows_.back()->area = area;
+    Rows& rows = rows_.back()->rows;
+    rows = Rows{kernels_.row_type(w.code), nullptr, (int64_t)w.num_groups * kGroup, nullptr, nullptr, nullptr, w.num_groups};
     const size_t element = rows.type == RowType::int8 ? 1 : rows.type == RowType::bf16 ? 2 : 4;
     row_bytes_ = std::max(row_bytes_, rows.stride * element);
     groups_ = std::max(groups_, (size_t)w.num_groups);
-    for (const auto& part : spec.parts) product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
-    add_row_op(spec.x.samples, std::make_unique<PrepareOp>(spec.x, spec.norm, rows));
+    return &rows;
+}
+
+void Executor::add_linear(LinearSpec spec) {
     auto& list = spec.x.samples ? head_ : body_;
+    Rows* rows = new_rows(spec.parts.front().tiles, spec.converted ? 1 : 0);
+    for (const auto& part : spec.parts) product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
+    if (spec.converted)
+        convert_in_last_stage(list, rows);
+    else
+        add_row_op(spec.x.samples, std::make_unique<PrepareOp>(spec.x, spec.norm, rows));
     list.push_back(std::make_unique<LinearStage>(std::move(spec), rows));
+}
+
+// The product or the attention before writes `rows` in place of its out.
+void Executor::convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, Rows* rows) {
+    if (auto* linear = dynamic_cast<LinearStage*>(list.back().get())) {
+        linear->spec.converts = rows;
+        return;
+    }
+    for (size_t i = list.size() - 2; i < list.size(); i++) dynamic_cast<AttentionStage&>(*list[i]).spec.converts = rows;
 }
 
 void Executor::add_attention(const AttentionSpec& spec) {
@@ -346,29 +375,22 @@ void Executor::finish(int64_t token_floats, int64_t sample_floats) {
     tokens_ = std::make_unique<Memory>((size_t)token_floats * max_tokens_ * sizeof(float));
     samples_ = std::make_unique<Memory>((size_t)sample_floats * kSampleChunk * sizeof(float));
     const size_t rows = (size_t)(std::max(max_tokens_, kSampleChunk) + kTile - 1) / kTile * kTile;
-    prepared_values_ = std::make_unique<Memory>(rows * row_bytes_);
-    prepared_scales_ = std::make_unique<Memory>(rows * groups_ * sizeof(float));
-    prepared_sums_ = std::make_unique<Memory>(rows * groups_ * 2 * sizeof(int32_t));
-    prepared_scaled_sums_ = std::make_unique<Memory>(rows * groups_ * sizeof(float));
-    const auto place = [&](Rows& r) {
-        r.values = prepared_values_->data();
-        r.scales = (float*)prepared_scales_->data();
-        r.sums = (int32_t*)prepared_sums_->data();
-        r.scaled_sums = (float*)prepared_scaled_sums_->data();
-    };
-    for (auto* list : {&body_, &head_})
-        for (auto& stage : *list) {
-            if (auto* linear = dynamic_cast<LinearStage*>(stage.get())) place(linear->shared);
-            if (auto* row_stage = dynamic_cast<RowStage*>(stage.get()))
-                for (auto& op : row_stage->ops)
-                    if (auto* prepare = dynamic_cast<PrepareOp*>(op.get())) place(prepare->rows);
-        }
+    for (auto& area : areas_) area = std::make_unique<Memory>(rows * (row_bytes_ + groups_ * 16));
+    for (auto& prepared : rows_) {
+        uint8_t* memory = areas_[prepared->area]->data();
+        Rows& r = prepared->rows;
+        r.values = memory;
+        r.scales = (float*)(memory += rows * row_bytes_);
+        r.scaled_sums = (float*)(memory += rows * groups_ * 4);
+        r.sums = (int32_t*)(memory + rows * groups_ * 4);
+    }
     size_thread_states();
 }
 
 void Executor::size_thread_states() {
     for (auto& thread : threads_) {
         for (auto& acc : thread.acc) acc.resize((size_t)kRowBlock * kTile);
+        thread.group.resize((size_t)kRowBlock * kGroup);
         thread.product = std::make_unique<Memory>(product_scratch_);
         thread.rows = std::make_unique<Memory>(kFewRows * row_bytes_ + kTile * groups_ * 16 + 128);
         thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));

@@ -20,7 +20,7 @@ namespace octavo {
 
 constexpr int kSampleChunk = 64;
 constexpr int kFewRows = 4;     // up to so many rows, each thread converts a product's rows for itself: cheaper than a barrier
-constexpr int kRowBlock = 128;  // rows that one piece of a product takes together
+constexpr int kRowBlock = 256;  // rows that one piece of a product takes together: their inputs stay in the second-level cache
 
 // Where a Value lies: row r of `axis` at arena(axis) + offset * capacity + r * stride + column, in floats.
 struct Place {
@@ -44,7 +44,7 @@ struct View {
 
 // Memory of one compute thread.
 struct ThreadState {
-    std::vector<float> acc[2], attention;  // sums of two tiles
+    std::vector<float> acc[2], group, attention;  // sums of two tiles, a group of 32 columns before its conversion
     std::unique_ptr<Memory> product, rows, sampling;  // scratch of products, rows converted for oneself, scratch of draws
     int prepared_stage = -1;  // the stage whose rows lie in `rows`
 };
@@ -118,6 +118,8 @@ struct LinearSpec {
     Place x;
     Norm norm{};
     std::vector<LinearPart> parts;  // gated: gate, then up, into parts[0].out
+    bool converted = false;         // the stage before writes x as this product reads it, and no other reads it
+    const Rows* converts = nullptr;  // the next product's rows, in place of the out
     bool gated = false;
     int activation = -1;
     float clamp = 0, alpha = 1, up_offset = 0;
@@ -128,6 +130,13 @@ struct AttentionSpec {
     int group, layer, num_heads, window;
     float scale, softcap;
     const float* sinks;
+    const Rows* converts = nullptr;  // the next product's rows, in place of the out
+};
+
+// Rows of one product. Those that the stage before writes lie in an area of their own: that stage may be reading the other.
+struct PreparedRows {
+    int area = 0;
+    Rows rows{};
 };
 
 class Executor {
@@ -154,7 +163,6 @@ class Executor {
 
     ThreadPool& pool() const { return pool_; }
     const KernelTable& kernels() const { return kernels_; }
-    const Rows& prepared() const { return prepared_; }
     float* arena(bool samples) const { return (float*)(samples ? samples_ : tokens_)->data(); }
     int capacity(bool samples) const { return samples ? kSampleChunk : max_tokens_; }
     const AttentionPlan& plan(int index) const { return plans_[index]; }
@@ -162,6 +170,8 @@ class Executor {
 
   private:
     friend struct Walk;
+    Rows* new_rows(const Tiles& w, int area);
+    void convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, Rows* rows);
     void size_thread_states();
     void check(const Batch& batch, const KvMemory& kv) const;
     void make_plans(const Batch& batch, const KvMemory& kv);
@@ -173,8 +183,8 @@ class Executor {
     std::vector<std::unique_ptr<RopeAngles>> angles_;
     std::vector<std::unique_ptr<std::vector<float>>> kept_;
     std::vector<AttentionPlan> plans_;
-    std::unique_ptr<Memory> tokens_, samples_, prepared_values_, prepared_scales_, prepared_sums_, prepared_scaled_sums_, partials_;
-    Rows prepared_{};
+    std::vector<std::unique_ptr<PreparedRows>> rows_;
+    std::unique_ptr<Memory> tokens_, samples_, partials_, areas_[2];
     std::vector<ThreadState> threads_;
     bool profiling_ = false;
     std::map<std::string, StageTime> profiled_;

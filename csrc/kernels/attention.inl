@@ -5,8 +5,7 @@
 // in a fixed order; then (m, l, acc) of the splits are merged left to right. What a lane computes depends on its own
 // row alone: neither on the other lanes nor on how the splits were shared out.
 #pragma once
-#include "simd.h"
-#include "table.h"
+#include "rows.inl"
 
 namespace octavo {
 namespace {
@@ -241,8 +240,14 @@ void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
         state[1] = state[1] * keep + exp(splat(sink - m))[0];
         for (int d = 2; d < 2 + args.kv.v_padded; d++) state[d] *= keep;
     }
-    float* out = args.out + lane.row * args.out_stride + (int64_t)lane.head * args.kv.v_width;
-    for (int d = 0; d < args.kv.v_width; d++) out[d] = state[2 + d] / state[1];
+    float* acc = state + 2;
+    for (int d = 0; d < args.kv.v_padded; d += kLanes) store(acc + d, load(acc + d) / splat(state[1]));
+    if (!args.rows) {
+        std::memcpy(args.out + lane.row * args.out_stride + (int64_t)lane.head * args.kv.v_width, acc, sizeof(float) * args.kv.v_width);
+        return;
+    }
+    const int first_group = lane.head * args.kv.v_width / kGroup;
+    for (int g = 0; g < args.kv.v_width / kGroup; g++) put_rows(acc + g * kGroup, *args.rows, lane.row, 1, first_group + g, kGroup);
 }
 
 // One split of every lane into split_state.

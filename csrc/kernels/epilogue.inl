@@ -36,17 +36,16 @@ OCTAVO_INLINE vf gate(const Epilogue& e, vf g, vf up) {
     return opened * (up + e.up_offset);
 }
 
-void write_tile(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width) {
+void write_tile(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width, float* out, int64_t out_stride) {
     const vf bias = e.bias ? load_first(e.bias + column, width) : vf{};
     const vf up_bias = e.up_bias ? load_first(e.up_bias + column, width) : vf{};
-    for (int m = 0; m < num_rows; m++) {
+    for (int m = 0; m < num_rows; m++, out += out_stride) {
         vf v = load(acc + 16 * m) + bias;
         if (e.gated)
             v = gate(e, v, load(up + 16 * m) + up_bias);
         else if (e.activation >= 0)
             v = activated(e.activation, v);
         if (e.residual) v += load_first(e.residual + (row0 + m) * e.residual_stride + column, width);
-        float* out = e.out + (row0 + m) * e.out_stride + column;
         if (width == kLanes)
             store(out, v);
         else

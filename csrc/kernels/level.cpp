@@ -19,6 +19,9 @@ constexpr auto kProducts = amx_products;
 constexpr auto kScratch = amx_scratch_bytes;
 constexpr auto kBeginStep = forget_configuration;
 #else
+void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t*) {
+    for (int i = 0; i < count; i++) vector_product(*tiles[i].weight, tiles[i].tile, x, row0, num_rows, tiles[i].acc);
+}
 size_t no_scratch(const Tiles&) { return 0; }
 constexpr auto kProducts = vector_products;
 constexpr auto kScratch = no_scratch;
@@ -32,6 +35,7 @@ const KernelTable kTable = {
     .tile_products = kProducts,
     .scratch_bytes = kScratch,
     .write_tile = write_tile,
+    .put_rows = put_rows,
     .row_type = row_type,
     .read_row = read_row,
     .norm_row = norm_row,

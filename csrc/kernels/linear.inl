@@ -171,10 +171,6 @@ void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int n
     if (num_rows - done >= 1) run(choose<1>(w), 1);
 }
 
-void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t*) {
-    for (int i = 0; i < count; i++) vector_product(*tiles[i].weight, tiles[i].tile, x, row0, num_rows, tiles[i].acc);
-}
-
 RowType row_type(Code code) {
     switch (code) {
         case Code::u4:

@@ -70,56 +70,60 @@ OCTAVO_INLINE void store_int8(int8_t* q, vf v) {
 OCTAVO_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
 // Groups of 32 share d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d NaN, so that it shows downstream.
-void prepare_int8(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
+OCTAVO_INLINE void put_int8(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
+    int8_t* q = (int8_t*)rows.values + index * rows.stride + g * kGroup;
+    const float largest = max_lanes(max(absolute(half[0]), absolute(half[1])));
+    const float check = sum_lanes((half[0] + half[1]) * 0.0f);  // 0, or NaN where a value is not finite
+    const float d = largest / 127.0f;
+    const float inverse = largest > 0 && check == 0 ? 127.0f / largest : 0.0f;
+    int32_t sum = 0;
+    for (int h = 0; h < 2; h++) {
+        const vf scaled = half[h] * inverse;
+        const vf safe = check == 0 ? scaled : vf{};
+        store_int8(q + h * kLanes, safe);
+        const int32_t half_sum = sum_lanes_i(round_to_int(safe));
+        rows.sums[rows.half_at(index, g, h)] = half_sum;
+        sum += half_sum;
+    }
+    rows.scales[rows.at(index, g)] = d + check;
+    rows.scaled_sums[rows.at(index, g)] = d * (float)sum;
+}
+
+// The 32 values of group g of row `index`, converted.
+OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
+    const int64_t at = index * rows.stride + g * kGroup;
+    switch (rows.type) {
+        case RowType::int8: return put_int8(half, rows, index, g);
+        case RowType::bf16:
+            store_bf16((uint16_t*)rows.values + at, half[0]);
+            return store_bf16((uint16_t*)rows.values + at + kLanes, half[1]);
+        case RowType::fp32:
+            store((float*)rows.values + at, half[0]);
+            return store((float*)rows.values + at + kLanes, half[1]);
+    }
+}
+
+void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
     const Normalizer normal(x, k, norm);
-    int8_t* q = (int8_t*)rows.values + index * rows.stride;
     for (int g = 0; g < rows.num_groups; g++) {
         vf half[2];
         for (int h = 0; h < 2; h++) {
             const int i = g * kGroup + h * kLanes, n = k - i < kLanes ? k - i : kLanes;
             half[h] = n <= 0 ? vf{} : normal.at(x, i, n);
         }
-        const float largest = max_lanes(max(absolute(half[0]), absolute(half[1])));
-        const float check = sum_lanes((half[0] + half[1]) * 0.0f);  // 0, or NaN where a value is not finite
-        const float d = largest / 127.0f;
-        const float inverse = largest > 0 && check == 0 ? 127.0f / largest : 0.0f;
-        int32_t sum = 0;
+        put_group(half, rows, index, g);
+    }
+}
+
+// from [num_rows][32], of which `width` columns count, into group g of rows row0 and on.
+void put_rows(const float* from, const Rows& rows, int64_t row0, int num_rows, int g, int width) {
+    for (int m = 0; m < num_rows; m++, from += kGroup) {
+        vf half[2];
         for (int h = 0; h < 2; h++) {
-            const vf scaled = half[h] * inverse;
-            const vf safe = check == 0 ? scaled : vf{};
-            store_int8(q + g * kGroup + h * kLanes, safe);
-            const int32_t half_sum = sum_lanes_i(round_to_int(safe));
-            rows.sums[rows.half_at(index, g, h)] = half_sum;
-            sum += half_sum;
+            const int n = width - h * kLanes;
+            half[h] = n >= kLanes ? load(from + h * kLanes) : n > 0 ? load_first(from + h * kLanes, n) : vf{};
         }
-        rows.scales[rows.at(index, g)] = d + check;
-        rows.scaled_sums[rows.at(index, g)] = d * (float)sum;
-    }
-}
-
-void prepare_bf16(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
-    const Normalizer normal(x, k, norm);
-    uint16_t* out = (uint16_t*)rows.values + index * rows.stride;
-    for (int i = 0; i < rows.stride; i += kLanes) {
-        const int n = k - i < kLanes ? k - i : kLanes;
-        store_bf16(out + i, n <= 0 ? vf{} : normal.at(x, i, n));
-    }
-}
-
-void prepare_fp32(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
-    const Normalizer normal(x, k, norm);
-    float* out = (float*)rows.values + index * rows.stride;
-    for (int i = 0; i < rows.stride; i += kLanes) {
-        const int n = k - i < kLanes ? k - i : kLanes;
-        store(out + i, n <= 0 ? vf{} : normal.at(x, i, n));
-    }
-}
-
-void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
-    switch (rows.type) {
-        case RowType::int8: return prepare_int8(x, k, norm, rows, index);
-        case RowType::bf16: return prepare_bf16(x, k, norm, rows, index);
-        case RowType::fp32: return prepare_fp32(x, k, norm, rows, index);
+        put_group(half, rows, row0 + m, g);
     }
 }
 

@@ -86,8 +86,6 @@ struct Epilogue {
     float clamp, alpha, up_offset;  // clamp 0: none
     const float* residual;          // row t at residual + t * residual_stride, or null
     int64_t residual_stride;
-    float* out;
-    int64_t out_stride;
 };
 
 // -- attention -----------------------------------------------------------------------------------------------------------
@@ -104,8 +102,9 @@ struct KvLayer {
 };
 
 struct AttentionArgs {
-    const float* q;  // row t, head h at q + t * q_stride + h * k_width
-    float* out;
+    const float* q;    // row t, head h at q + t * q_stride + h * k_width
+    float* out;        // row t at out + t * out_stride
+    const Rows* rows;  // or, where not null, the next product's rows (v_width a multiple of 32)
     int64_t q_stride, out_stride;
     KvLayer kv;
     int32_t num_heads;
@@ -135,8 +134,11 @@ struct KernelTable {
     // For each of the `count` (1 or 2) tiles: acc [num_rows][16] = rows row0.. of x times the tile. `scratch`: scratch_bytes(w).
     void (*tile_products)(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t* scratch);
     size_t (*scratch_bytes)(const Tiles& w);
-    // Rows row0 .. of `acc` (and `up` where gated) through the epilogue to columns column .. column + width - 1, width <= 16.
-    void (*write_tile)(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width);
+    // Rows row0 .. of `acc` (and `up` where gated), whose columns are column .. column + width - 1 of the whole (width <= 16),
+    // through the epilogue to out [num_rows][out_stride].
+    void (*write_tile)(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width, float* out, int64_t out_stride);
+    // from [num_rows][32], of which `width` columns count, into group g of rows row0 and on: what prepare_row does without a norm.
+    void (*put_rows)(const float* from, const Rows& rows, int64_t row0, int num_rows, int g, int width);
     RowType (*row_type)(Code code);
     // out [K] = row `row` of w, times scale.
     void (*read_row)(const Tiles& w, int row, float scale, float* out);

@@ -29,6 +29,9 @@ ROW_LOCAL = (
 MAX_LANES = 16
 """Query heads of one kv head that the attention kernel takes together (csrc/kernels/table.h)."""
 
+GROUP = 32
+"""Inputs that share an activation scale (csrc/kernels/table.h)."""
+
 Span = tuple[bool, int, int, int, int]
 """(samples axis?, offset, stride, column, width): a Place as the bindings take it."""
 
@@ -96,6 +99,7 @@ class Lowering:
         self._floats = floats
         self._plan: Plan = plan(program, stages_of(program))
         self._angles: dict[ops.RopeTable, int] = {}
+        self._converted: set[Value] = set()
 
     def run(self) -> None:
         for op in self._program.ops:
@@ -165,8 +169,27 @@ class Lowering:
         if op.norm is not None:
             norm = (self._floats(op.norm.weight), self._optional(op.norm.bias), op.norm.eps, op.norm.weight_offset, op.norm.centered)
         gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
-        for parts in self._parts_by_rows(op):
-            self._builder.linear(self._span(op.x), norm, parts, op.gate is not None, *_gate_numbers(gate))
+        products = self._parts_by_rows(op)
+        converted = len(products) == 1 and self._comes_converted(op)
+        for parts in products:
+            self._builder.linear(self._span(op.x), norm, parts, converted, op.gate is not None, *_gate_numbers(gate))
+
+    def _comes_converted(self, op: ops.Linear) -> bool:
+        """Whether the op before may write x as this product reads it: where nobody else reads x, and its groups of 32 are whole there."""
+        before = self._program.ops[self._program.ops.index(op) - 1]
+        if op.norm is not None or op.x not in before.outputs or op.x in self._program.outputs.values():
+            return False
+        if sum(value == op.x for other in self._program.ops for value in other.inputs) > 1:
+            return False
+        if isinstance(before, ops.Attention):
+            group = self._program.groups[self._program.group_index(before.group)]
+            fits = group.v_width % GROUP == 0
+        else:
+            single = isinstance(before, ops.Linear) and (before.gate is not None or len(before.weights_) == 1)
+            fits = single and len(before.outputs) == 1 and before.x not in self._converted
+        if fits:
+            self._converted.add(op.x)
+        return fits
 
     def _parts_by_rows(self, op: ops.Linear) -> list[list[LinearPart]]:
         """The parts of each weight, together where they read their rows in the same type."""
