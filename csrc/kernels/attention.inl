@@ -31,64 +31,107 @@ OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) {
     return kv.base + (size_t)block * kv.block_bytes + kv.v_offset + (size_t)head * kv.v_padded * kTile * element;
 }
 
-// k [heads * k_width], v [heads * v_width] of one token into its slot.
+// k [heads * k_width], v [heads * v_width] of one token into its slot. Other threads may be writing its neighbours in the block.
 void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
     const int block = slot / kTile, token = slot % kTile;
     for (int head = 0; head < kv.num_heads; head++, k += kv.k_width, v += kv.v_width) {
         uint8_t *k_to = k_of(kv, block, head), *v_to = v_of(kv, block, head);
-        if (kv.is_bf16) {
-            for (int d = 0; d < kv.k_width; d++) ((uint16_t*)k_to)[(d / 2) * 32 + 2 * token + d % 2] = float_to_bf16(k[d]);
-            for (int d = 0; d < kv.v_width; d++) ((uint16_t*)v_to)[token * kv.v_padded + d] = float_to_bf16(v[d]);
-        } else {
+        if (!kv.is_bf16) {
             for (int d = 0; d < kv.k_width; d++) ((float*)k_to)[d * kTile + token] = k[d];
             std::memcpy((float*)v_to + token * kv.v_padded, v, sizeof(float) * kv.v_width);
+            continue;
+        }
+        uint16_t values[kLanes];
+        for (int d = 0; d < kv.k_width; d += kLanes) {
+            const int n = kv.k_width - d < kLanes ? kv.k_width - d : kLanes;
+            store_bf16(values, load_first(k + d, n));
+            for (int i = 0; i < n; i += 2) std::memcpy(k_to + 64 * (size_t)((d + i) / 2) + 4 * token, values + i, 4);
+        }
+        uint16_t* first = (uint16_t*)v_to + (size_t)(token / 2) * 2 * kv.v_padded + token % 2;
+        for (int d = 0; d < kv.v_width; d += kLanes) {
+            const int n = kv.v_width - d < kLanes ? kv.v_width - d : kLanes;
+            store_bf16(values, load_first(v + d, n));
+            store_bf16_pairs(first + 2 * d, values, n);
         }
     }
 }
 
 // -- scores --------------------------------------------------------------------------------------------------------------
 
-// scores [N][stride] of 16 keys: two chains, over even and odd d. Blocks lie scattered, so the memory needed next (`next_k`,
-// and this block's own values) is asked for along the way.
-template <int N, bool kBf16>
-OCTAVO_INLINE void block_scores(const uint8_t* k, const uint8_t* next_k, const uint8_t* v, const float* q, int width, float* scores, int stride) {
-    constexpr int kLine = kBf16 ? 64 : 128;  // bytes that one pair of d takes
+// Memory that is needed next: blocks lie scattered, so a block's scores ask for the next block's keys and for its own values.
+OCTAVO_INLINE void prefetch_pair(const uint8_t* next_k, const uint8_t* v, int pair, int bytes) {
+    for (int line = 0; line < bytes; line += 64) {
+        __builtin_prefetch(next_k + (size_t)bytes * pair + line, 0, 3);
+        __builtin_prefetch(v + (size_t)bytes * pair + line, 0, 3);
+    }
+}
+
+// scores [N][256] of 16 keys, in two chains. fp32: q [N][width]; over even and odd d.
+template <int N>
+OCTAVO_INLINE void block_scores(const uint8_t* k, const uint8_t* next_k, const uint8_t* v, const float* q, int width, float* scores) {
     vf even[N] = {}, odd[N] = {};
     for (int d = 0; d < width; d += 2) {
-        for (int line = 0; line < kLine; line += 64) {
-            __builtin_prefetch(next_k + (size_t)kLine * (d / 2) + line, 0, 3);
-            __builtin_prefetch(v + (size_t)kLine * (d / 2) + line, 0, 3);
-        }
-        vf low, high;
-        if (kBf16) {
-            const vi both = load_i(k + 64 * (size_t)(d / 2));
-            low = (vf)(both << 16);
-            high = (vf)(both & (int32_t)0xffff0000);
-        } else {
-            low = load((const float*)k + d * kTile);
-            high = load((const float*)k + (d + 1) * kTile);
-        }
+        prefetch_pair(next_k, v, d / 2, 128);
+        const vf low = load((const float*)k + d * kTile), high = load((const float*)k + (d + 1) * kTile);
         for (int n = 0; n < N; n++) {
             even[n] = fma(low, splat(q[n * width + d]), even[n]);
             odd[n] = fma(high, splat(q[n * width + d + 1]), odd[n]);
         }
     }
-    for (int n = 0; n < N; n++) store(scores + n * stride, even[n] + odd[n]);
+    for (int n = 0; n < N; n++) store(scores + n * kSplitKeys, even[n] + odd[n]);
+}
+// bf16: q rounded to bf16, [N][width]; over even and odd pairs of d.
+template <int N>
+OCTAVO_INLINE void block_scores(const uint8_t* k, const uint8_t* next_k, const uint8_t* v, const uint16_t* q, int width, float* scores) {
+    vf chain[N][2] = {};
+    for (int p = 0; p < width / 2; p++) {
+        prefetch_pair(next_k, v, p, 64);
+        const vi keys = load_i(k + 64 * (size_t)p);
+        for (int n = 0; n < N; n++) chain[n][p % 2] = dot2_bf16(chain[n][p % 2], keys, broadcast4(q + n * width + 2 * p));
+    }
+    for (int n = 0; n < N; n++) store(scores + n * kSplitKeys, chain[n][0] + chain[n][1]);
 }
 
-// acc [N][C] += p [N] V over `tokens` tokens of a block, C vectors of V from column `column` on.
-template <int N, int C, bool kBf16>
-OCTAVO_INLINE void block_values(const uint8_t* v, const float* p, int tokens, int padded, int column, vf (&acc)[N][C]) {
+// acc [N][C] += weights V over `tokens` tokens of a block, C vectors of V from column `column` on. fp32: weights [N][256].
+template <int N, int C>
+OCTAVO_INLINE void block_values(const float* v, const float* weights, int tokens, int padded, int column, vf (&acc)[N][C]) {
     for (int j = 0; j < tokens; j++) {
         vf values[C];
-        for (int c = 0; c < C; c++) {
-            const int at = j * padded + column + 16 * c;
-            values[c] = kBf16 ? load_bf16((const uint16_t*)v + at) : load((const float*)v + at);
-        }
+        for (int c = 0; c < C; c++) values[c] = load(v + j * padded + column + 16 * c);
         for (int n = 0; n < N; n++)
-            for (int c = 0; c < C; c++) acc[n][c] = fma(values[c], splat(p[n * kSplitKeys + j]), acc[n][c]);
+            for (int c = 0; c < C; c++) acc[n][c] = fma(values[c], splat(weights[n * kSplitKeys + j]), acc[n][c]);
     }
 }
+// bf16: weights rounded to bf16, each lane's in the first half of its 256 floats; whole pairs of tokens.
+template <int N, int C>
+OCTAVO_INLINE void block_values(const uint16_t* v, const uint16_t* weights, int tokens, int padded, int column, vf (&acc)[N][C]) {
+    for (int j = 0; j < (tokens + 1) / 2; j++) {
+        vi values[C];
+        for (int c = 0; c < C; c++) values[c] = load_i(v + 2 * (j * padded + column + 16 * c));
+        for (int n = 0; n < N; n++)
+            for (int c = 0; c < C; c++) acc[n][c] = dot2_bf16(acc[n][c], values[c], broadcast4(weights + n * 2 * kSplitKeys + 2 * j));
+    }
+}
+
+}  // namespace
+}  // namespace octavo
+
+#ifdef __AMX_INT8__
+#include "attention_amx.inl"
+#endif
+
+namespace octavo {
+namespace {
+
+#ifdef __AMX_INT8__
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+template <typename Set>
+void tile_scores(const Set&, int, int, int) {}
+template <typename Set, typename Values>
+void tile_values(const Set&, int, int, int, const Values&) {}
+#endif
 
 struct Lane {
     int row, head, first_key, last_key;  // keys first_key .. last_key - 1 are seen
@@ -100,7 +143,8 @@ struct LaneSet {
     const AttentionPiece& piece;
     int count = 0, width;
     Lane lanes[kMaxLanes];
-    float *q, *scores, *split_state, *state;  // [lanes][width], [lanes][256], twice [lanes][2 + v_padded]
+    float *q, *scores, *split_state, *state;  // [lanes][width] (bf16 in the first half), [lanes][256], twice [lanes][2 + v_padded]
+    uint8_t* last_v;                          // a block's values of one head, where the block is not full
 
     LaneSet(const AttentionArgs& a, const AttentionPiece& p, float* scratch) : args(a), piece(p) {
         const int group = a.num_heads / a.kv.num_heads;
@@ -109,6 +153,7 @@ struct LaneSet {
         scores = q + kMaxLanes * width;
         split_state = scores + kMaxLanes * kSplitKeys;
         state = split_state + kMaxLanes * (2 + a.kv.v_padded);
+        last_v = (uint8_t*)(state + kMaxLanes * (2 + a.kv.v_padded));
         for (int i = 0; i < p.num_rows; i++)
             for (int h = 0; h < group; h++) add(p.row0 + i, p.kv_head * group + h);
     }
@@ -116,12 +161,25 @@ struct LaneSet {
         const int position = piece.positions[row];
         const int last = args.window < 0 || position >= piece.context_len ? piece.context_len : position + 1;
         const int first = args.window > 0 && position - args.window + 1 > 0 ? position - args.window + 1 : 0;
-        float* to = q + count * width;
-        const float* from = args.q + row * args.q_stride + (int64_t)head * args.kv.k_width;
-        for (int d = 0; d < args.kv.k_width; d++) to[d] = from[d] * args.scale;
-        if (width > args.kv.k_width) to[width - 1] = 0;
+        put_query(args.q + row * args.q_stride + (int64_t)head * args.kv.k_width, count * width);
         lanes[count++] = Lane{row, head, first, last};
     }
+    // fp32: times the scale. bf16: rounded, and the scores are scaled.
+    void put_query(const float* from, int at) {
+        for (int d = 0; d < width; d += kLanes) {
+            const int n = args.kv.k_width - d < kLanes ? args.kv.k_width - d : kLanes, padded = width - d < kLanes ? width - d : kLanes;
+            const vf part = load_first(from + d, n);
+            if (!args.kv.is_bf16) {
+                store_first(q + at + d, part * args.scale, padded);
+                continue;
+            }
+            uint16_t values[kLanes];
+            store_bf16(values, part);
+            std::memcpy((uint16_t*)q + at + d, values, sizeof(uint16_t) * padded);
+        }
+    }
+    const uint16_t* q_bf16() const { return (const uint16_t*)q; }
+    uint16_t* weights_bf16() const { return (uint16_t*)scores; }
     int first_key() const {
         int key = lanes[0].first_key;
         for (int i = 1; i < count; i++) key = lanes[i].first_key < key ? lanes[i].first_key : key;
@@ -139,49 +197,87 @@ void score_lanes(const LaneSet& set, int lane0, int block0, int block1, int spli
     const KvLayer& kv = set.args.kv;
     for (int b = block0; b < block1; b++) {
         const int block = set.piece.block_table[b], next = set.piece.block_table[b + 1 < block1 ? b + 1 : b];
-        block_scores<N, kBf16>(k_of(kv, block, set.piece.kv_head), k_of(kv, next, set.piece.kv_head), v_of(kv, block, set.piece.kv_head),
-                               set.q + lane0 * set.width, set.width, set.scores + lane0 * kSplitKeys + b * kTile - split0, kSplitKeys);
+        const uint8_t *k = k_of(kv, block, set.piece.kv_head), *next_k = k_of(kv, next, set.piece.kv_head), *v = v_of(kv, block, set.piece.kv_head);
+        float* scores = set.scores + lane0 * kSplitKeys + b * kTile - split0;
+        if constexpr (kBf16)
+            block_scores<N>(k, next_k, v, set.q_bf16() + lane0 * set.width, set.width, scores);
+        else
+            block_scores<N>(k, next_k, v, set.q + lane0 * set.width, set.width, scores);
     }
 }
 
+// The scores of 16 keys as they count: capped, and -inf where the lane does not see the key.
+OCTAVO_INLINE vf masked(const LaneSet& set, const Lane& lane, vf s, int key) {
+    const vf cap = splat(set.args.softcap);
+    if (set.args.softcap > 0) s = cap * (splat(2.0f) * sigmoid(splat(2.0f) * s / cap) - splat(1.0f));
+    if (key >= lane.first_key && key + kTile <= lane.last_key) return s;
+    const vi at = iota() + key;
+    return select((vi)(at >= lane.first_key) & (vi)(at < lane.last_key), s, splat(-INFINITY));
+}
+
 // Scores to weights: masks, caps, exponentials. Returns (m, l) in the lane's split state; m = -inf where it sees no key here.
+// fp32: e^(s - m), in place. bf16: the same rounded to bf16, and the sum that of the rounded ones. A NaN among the scores stays.
+template <bool kBf16>
 void soften_lane(const LaneSet& set, int lane, int key0, int key1, int split0) {
     float* scores = set.scores + lane * kSplitKeys - split0;
+    uint16_t* weights = set.weights_bf16() + lane * 2 * kSplitKeys - split0;
     float* state = set.split_state + lane * (2 + set.args.kv.v_padded);
     const Lane& l = set.lanes[lane];
-    const vf cap = splat(set.args.softcap);
-    const vf none = splat(-INFINITY);
-    vf largest = none;
+    vf largest = splat(-INFINITY);
+    vi bad = {};
     for (int key = key0; key < key1; key += kTile) {
-        vf s = load(scores + key);
-        if (set.args.softcap > 0) s = cap * (splat(2.0f) * sigmoid(splat(2.0f) * s / cap) - splat(1.0f));
-        const vi at = iota() + key;
-        s = select((vi)(at >= l.first_key) & (vi)(at < l.last_key), s, none);
+        const vf score = load(scores + key), s = masked(set, l, kBf16 ? score * set.args.scale : score, key);
         store(scores + key, s);
-        largest = select((vi)(s != s), s, max(largest, s));  // a NaN stays
+        largest = max(largest, s);
+        bad |= (vi)(s != s);
     }
-    const float m = max_lanes(largest);
+    const float m = sum_lanes_i(bad) ? NAN : max_lanes(largest);
     vf total = {};
     const bool seen = m != -INFINITY;
     for (int key = key0; key < key1; key += kTile) {
-        const vf p = seen ? exp(load(scores + key) - m) : vf{};
-        store(scores + key, p);
-        total += p;
+        const vf s = load(scores + key);
+        if constexpr (kBf16) {
+            store_bf16(weights + key, seen ? exp_coarse(s - m) : vf{});
+            total += load_bf16(weights + key);
+        } else {
+            const vf p = seen ? exp(s - m) : vf{};
+            store(scores + key, p);
+            total += p;
+        }
     }
     state[0] = m;
     state[1] = sum_lanes(total);
 }
 
+// The values of block b. What lies beyond the last key may be anything, NaN too, and bf16 reads whole pairs and blocks: there it is zeroed.
+template <bool kBf16>
+const uint8_t* values_of(const LaneSet& set, int b, int key1) {
+    const KvLayer& kv = set.args.kv;
+    const uint8_t* v = v_of(kv, set.piece.block_table[b], set.piece.kv_head);
+    const int tokens = key1 - b * kTile;
+    if (!kBf16 || tokens >= kTile) return v;
+    std::memcpy(set.last_v, v, sizeof(uint16_t) * kv.v_padded * kTile);
+    uint32_t* pairs = (uint32_t*)set.last_v;
+    if (tokens % 2)
+        for (int d = 0; d < kv.v_padded; d++) pairs[tokens / 2 * kv.v_padded + d] &= 0xffff;
+    std::memset(pairs + (tokens + 1) / 2 * kv.v_padded, 0, sizeof(uint32_t) * (kTile / 2 - (tokens + 1) / 2) * kv.v_padded);
+    return set.last_v;
+}
+
 template <int N, int C, bool kBf16>
 void weigh_columns(const LaneSet& set, int lane0, int column, int key0, int key1, int split0) {
     vf acc[N][C] = {};
+    const int padded = set.args.kv.v_padded;
     for (int key = key0; key < key1; key += kTile) {
         const int tokens = key1 - key < kTile ? key1 - key : kTile;
-        const uint8_t* v = v_of(set.args.kv, set.piece.block_table[key / kTile], set.piece.kv_head);
-        block_values<N, C, kBf16>(v, set.scores + lane0 * kSplitKeys + key - split0, tokens, set.args.kv.v_padded, column, acc);
+        const uint8_t* v = values_of<kBf16>(set, key / kTile, key1);
+        if constexpr (kBf16)
+            block_values<N, C>((const uint16_t*)v, set.weights_bf16() + lane0 * 2 * kSplitKeys + key - split0, tokens, padded, column, acc);
+        else
+            block_values<N, C>((const float*)v, set.scores + lane0 * kSplitKeys + key - split0, tokens, padded, column, acc);
     }
     for (int n = 0; n < N; n++)
-        for (int c = 0; c < C; c++) store(set.split_state + (lane0 + n) * (2 + set.args.kv.v_padded) + 2 + column + 16 * c, acc[n][c]);
+        for (int c = 0; c < C; c++) store(set.split_state + (lane0 + n) * (2 + padded) + 2 + column + 16 * c, acc[n][c]);
 }
 
 template <int N, bool kBf16>
@@ -250,6 +346,18 @@ void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
     for (int g = 0; g < args.kv.v_width / kGroup; g++) put_rows(acc + g * kGroup, *args.rows, lane.row, 1, first_group + g, kGroup);
 }
 
+template <bool kBf16>
+void attend_keys(const LaneSet& set, int key0, int key1, int split0) {
+    const int block0 = key0 / kTile, block1 = (key1 + kTile - 1) / kTile;
+    const bool tiles = kBf16 && kHasTiles && set.width % 32 == 0;
+    tiles ? tile_scores(set, block0, block1, split0) : score_all<kBf16>(set, block0, block1, split0);
+    for (int lane = 0; lane < set.count; lane++) soften_lane<kBf16>(set, lane, key0, key1, split0);
+    if (tiles)
+        tile_values(set, key0, key1, split0, [&](int block) { return values_of<kBf16>(set, block, key1); });
+    else
+        weigh_all<kBf16>(set, key0, key1, split0);
+}
+
 // One split of every lane into split_state.
 void attend_split(const LaneSet& set, int split) {
     const int split0 = split * kSplitKeys;
@@ -260,10 +368,7 @@ void attend_split(const LaneSet& set, int split) {
         for (int lane = 0; lane < set.count; lane++) set.split_state[lane * (2 + set.args.kv.v_padded)] = -INFINITY;
         return;
     }
-    const int block0 = key0 / kTile, block1 = (key1 + kTile - 1) / kTile;
-    set.args.kv.is_bf16 ? score_all<true>(set, block0, block1, split0) : score_all<false>(set, block0, block1, split0);
-    for (int lane = 0; lane < set.count; lane++) soften_lane(set, lane, key0, key1, split0);
-    set.args.kv.is_bf16 ? weigh_all<true>(set, key0, key1, split0) : weigh_all<false>(set, key0, key1, split0);
+    set.args.kv.is_bf16 ? attend_keys<true>(set, key0, key1, split0) : attend_keys<false>(set, key0, key1, split0);
 }
 
 void attention(const AttentionArgs& args, const AttentionPiece& piece, float* scratch) {

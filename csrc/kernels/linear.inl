@@ -18,12 +18,6 @@ OCTAVO_INLINE vf load_scale(const uint8_t* p) {
 template <ScaleType S>
 constexpr size_t scale_bytes() { return S == ScaleType::fp16 ? 32 : 64; }
 
-OCTAVO_INLINE vi broadcast4(const int8_t* q) {
-    int32_t bits;
-    std::memcpy(&bits, q, 4);
-    return splat_i(bits);
-}
-
 // Weights stream through once a step; the hardware's prefetcher stops at each page, so a product asks ahead. Tiles follow one
 // another, so what lies past the end of this one is the next. Measured on a 2-core Xeon: 2 to 4 KiB ahead is best.
 constexpr size_t kAhead = 3072;
@@ -112,7 +106,7 @@ void product_bf16(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t ro
         for (int c = 0; c < 4; c++) {
             const vi weights = load_i(tile + 64 * (size_t)(p + c));
             for (int m = 0; m < M; m++) {
-                const vi a = broadcast4((const int8_t*)(values + m * x.stride + 2 * (p + c)));
+                const vi a = broadcast4(values + m * x.stride + 2 * (p + c));
                 acc[m][c] = dot2_bf16(acc[m][c], weights, a);
             }
         }

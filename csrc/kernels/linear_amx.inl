@@ -5,35 +5,13 @@
 // bitwise the same numbers, so few rows may take either path. bf16 sums in another order than dpbf16, so at this level every
 // number of rows takes the tile unit.
 #pragma once
+#include "amx.inl"
 #include "linear.inl"
 
 namespace octavo {
 namespace {
 
 constexpr int kAmxMinRows = 6;     // fewer rows are faster on dpbusd (measured: crossover at 5 to 7)
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-    void set(int tile, int num_rows, int bytes) { rows[tile] = (uint8_t)num_rows, row_bytes[tile] = (uint16_t)bytes; }
-};
-
-// Registers: 0..3 sums of 16 rows, 4..5 rows (A), 6..7 weights (B). `depth` bytes of each row are one multiplication.
-// Loading a configuration costs tens of cycles, so it is kept between calls on a thread while it fits.
-thread_local int configured = 0;
-void forget_configuration() { configured = 0; }
-
-OCTAVO_INLINE void configure(int rows, int depth) {
-    const int wanted = rows * 1000 + depth;
-    if (configured == wanted) return;
-    TileConfig config;
-    for (int t = 0; t < 4; t++) config.set(t, rows, 64);
-    for (int t = 4; t < 6; t++) config.set(t, rows, depth);
-    for (int t = 6; t < 8; t++) config.set(t, depth / 4, 64);
-    _tile_loadconfig(&config);
-    configured = wanted;
-}
 
 // -- integers ------------------------------------------------------------------------------------------------------------
 
@@ -101,7 +79,7 @@ void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* c
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     const uint8_t* scales = tile + (w.code == Code::u4 ? 256 : 512);
     const int groups = w.num_groups;
-    configure(R, kGroup);
+    configure_product(R, kGroup);
     vf acc[R] = {};
     const auto scale = [&](int g, const int32_t* from) {
         if (g < groups) scale_group<R, S, kMin>(scales + g * step, x, row, g, from, acc);
@@ -203,7 +181,7 @@ void bf16_products(const TileRef* refs, int count, const Rows& x, int64_t row0, 
     for (int done = 0; done < num_rows;) {
         const int left = num_rows - done, rows = left < 16 ? left : 16;
         const uint16_t* values = (const uint16_t*)x.values + (row0 + done) * x.stride;
-        configure(rows, 64);
+        configure_product(rows, 64);
         if (count == 2 && left >= 32) {
             bf16_square(refs, values, x.stride, done);
             done += 32;

@@ -39,6 +39,12 @@ OCTAVO_INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 OCTAVO_INLINE void store_i(void* p, vi v) { std::memcpy(p, &v, sizeof v); }
 OCTAVO_INLINE vf splat(float x) { return vf{} + x; }
 OCTAVO_INLINE vi splat_i(int32_t x) { return vi{} + x; }
+// Four bytes, as int8 or a pair of bf16, in every lane.
+OCTAVO_INLINE vi broadcast4(const void* p) {
+    int32_t bits;
+    std::memcpy(&bits, p, 4);
+    return splat_i(bits);
+}
 OCTAVO_INLINE vi iota() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 OCTAVO_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 OCTAVO_INLINE vf bits_to_float(vi v) { return (vf)v; }
@@ -271,6 +277,18 @@ OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
 #endif
 }
 
+// n values (n <= 16) to every second place of `to`, which nothing else is written between: V's tokens lie in pairs.
+OCTAVO_INLINE void store_bf16_pairs(uint16_t* to, const uint16_t* from, int n) {
+#if defined(__AVX512BW__)
+    const __mmask32 mask = 0x55555555u & (n == kLanes ? 0xffffffffu : (1u << (2 * n)) - 1);
+    uint16_t values[kLanes] = {};
+    std::memcpy(values, from, sizeof(uint16_t) * n);
+    _mm512_mask_storeu_epi16(to, mask, _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)values)));
+#else
+    for (int i = 0; i < n; i++) to[2 * i] = from[i];
+#endif
+}
+
 // -- functions -----------------------------------------------------------------------------------------------------------
 
 // e^x to about 1 ulp for x in [-87, 88]; below, exactly 0; NaN stays NaN. Cody and Waite's reduction, Cephes' polynomial.
@@ -287,6 +305,20 @@ OCTAVO_INLINE vf exp(vf x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p * r, r, r) + splat(1.0f);
+    return select((vi)(x < splat(-87.0f)), vf{}, p * (vf)((n + 127) << 23));
+}
+
+// e^x to 2^-18 of itself, for what is rounded to bf16 anyway: x <= 0; below -87 exactly 0; NaN stays NaN. The polynomial
+// interpolates 2^f at five Chebyshev points of [-1/2, 1/2].
+OCTAVO_INLINE vf exp_coarse(vf x) {
+    const vf log2 = max(splat(-126.0f), x * splat(1.44269504f));  // in this order a NaN passes
+    const vi n = round_to_int(log2);
+    const vf f = log2 - to_float(n);
+    vf p = splat(9.666368515e-3f);
+    p = fma(p, f, splat(5.592197584e-2f));
+    p = fma(p, f, splat(2.402234904e-1f));
+    p = fma(p, f, splat(6.931210452e-1f));
+    p = fma(p, f, splat(1.0f));
     return select((vi)(x < splat(-87.0f)), vf{}, p * (vf)((n + 127) << 23));
 }
 

@@ -92,7 +92,7 @@ struct Epilogue {
 
 // One layer of a cache group. A block of 16 tokens holds, per kv head, K then (all heads' K first) V:
 //   K fp32 [D][16 tokens]          bf16 [D/2][16 tokens][2]       (D padded to even)
-//   V fp32 [16 tokens][Dv]         bf16 [16 tokens][Dv]           (Dv padded to 16)
+//   V fp32 [16 tokens][Dv]         bf16 [16 tokens / 2][Dv][2]    (Dv padded to 16)
 struct KvLayer {
     uint8_t* base;  // block b starts at base + b * block_bytes
     size_t block_bytes;
@@ -158,7 +158,7 @@ struct KernelTable {
 // Lanes (rows times query heads of the kv head) that one attention piece may have, and the scratch it needs, in floats.
 constexpr int kMaxLanes = 16;
 inline size_t attention_scratch_floats(int k_width, int v_padded) {
-    return (size_t)kMaxLanes * (k_width + 1 + kSplitKeys + 2 * (v_padded + 2)) + 256;
+    return (size_t)kMaxLanes * (k_width + 1 + kSplitKeys + 2 * (v_padded + 2)) + kTile / 2 * (size_t)v_padded + 256;
 }
 
 // -- sampling ------------------------------------------------------------------------------------------------------------
