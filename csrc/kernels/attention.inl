@@ -12,11 +12,19 @@ namespace {
 
 void rope_head(float* x, const float* cos, const float* sin, int rotary, bool interleaved) {
     const int half = rotary / 2;
-    const int step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
-    for (int i = 0; i < half; i++) {
-        const float a = x[i * step], b = x[i * step + other];
-        x[i * step] = a * cos[i] - b * sin[i];
-        x[i * step + other] = b * cos[i] + a * sin[i];
+    if (interleaved) {
+        for (int i = 0; i < half; i++) {
+            const float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = a * cos[i] - b * sin[i];
+            x[2 * i + 1] = b * cos[i] + a * sin[i];
+        }
+        return;
+    }
+    for (int i = 0; i < half; i += kLanes) {
+        const int n = half - i < kLanes ? half - i : kLanes;
+        const vf a = load_first(x + i, n), b = load_first(x + half + i, n), c = load_first(cos + i, n), s = load_first(sin + i, n);
+        store_first(x + i, a * c - b * s, n);
+        store_first(x + half + i, b * c + a * s, n);
     }
 }
 
@@ -171,6 +179,10 @@ struct LaneSet {
             const vf part = load_first(from + d, n);
             if (!args.kv.is_bf16) {
                 store_first(q + at + d, part * args.scale, padded);
+                continue;
+            }
+            if (padded == kLanes) {
+                store_bf16((uint16_t*)q + at + d, part);
                 continue;
             }
             uint16_t values[kLanes];

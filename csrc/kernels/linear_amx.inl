@@ -153,7 +153,15 @@ void bf16_two(const TileRef* refs, const uint16_t* values, int64_t stride, int d
     _tile_stored(1, refs[1].acc + 16 * done, 64);
 }
 
-// Two tiles with 32 rows: four loads for four multiplications, which is what keeps the tile unit busy.
+// Asks for 1 KiB of what these two tiles' successors have at the same place, into the second-level cache.
+OCTAVO_INLINE void prefetch_successor(const TileRef* refs, const uint8_t* p) {
+    const size_t ahead = refs[0].weight == refs[1].weight ? 2 * refs->weight->tile_bytes : refs->weight->tile_bytes;
+    for (size_t line = 0; line < 1024; line += 64) __builtin_prefetch(p + ahead + line, 0, 2);
+}
+
+// Two tiles with 32 rows: four loads for four multiplications, which is what keeps the tile unit busy. `kFirst`: the weights come
+// from memory, for the first time in this step.
+template <bool kFirst>
 void bf16_square(const TileRef* refs, const uint16_t* values, int64_t stride, int done) {
     const uint8_t *first = tile_data(refs[0]), *second = tile_data(refs[1]);
     const uint16_t* more = values + 16 * stride;
@@ -162,9 +170,11 @@ void bf16_square(const TileRef* refs, const uint16_t* values, int64_t stride, in
     _tile_zero(2);
     _tile_zero(3);
     for (int g = 0; g < refs->weight->num_groups; g++) {
+        if (kFirst) prefetch_successor(refs, first + (size_t)g * 1024);
         _tile_loadd(6, first + (size_t)g * 1024, 64);
         _tile_loadd(4, values + g * kGroup, stride * 2);
         _tile_dpbf16ps(0, 4, 6);
+        if (kFirst) prefetch_successor(refs, second + (size_t)g * 1024);
         _tile_loadd(7, second + (size_t)g * 1024, 64);
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, more + g * kGroup, stride * 2);
@@ -183,7 +193,7 @@ void bf16_products(const TileRef* refs, int count, const Rows& x, int64_t row0, 
         const uint16_t* values = (const uint16_t*)x.values + (row0 + done) * x.stride;
         configure_product(rows, 64);
         if (count == 2 && left >= 32) {
-            bf16_square(refs, values, x.stride, done);
+            done ? bf16_square<false>(refs, values, x.stride, done) : bf16_square<true>(refs, values, x.stride, done);
             done += 32;
             continue;
         }

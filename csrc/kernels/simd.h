@@ -50,12 +50,17 @@ OCTAVO_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 OCTAVO_INLINE vf bits_to_float(vi v) { return (vf)v; }
 
 // The first `n` lanes of memory (0 elsewhere), and back. Nothing behind the n-th is touched.
+#if defined(__AVX512F__)
+OCTAVO_INLINE vf load_first(const float* p, int n) { return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
+OCTAVO_INLINE void store_first(float* p, vf v, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v); }
+#else
 OCTAVO_INLINE vf load_first(const float* p, int n) {
     vf v = {};
     std::memcpy(&v, p, sizeof(float) * n);
     return v;
 }
 OCTAVO_INLINE void store_first(float* p, vf v, int n) { std::memcpy(p, &v, sizeof(float) * n); }
+#endif
 
 #if defined(__AVX512F__)
 OCTAVO_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -277,13 +282,11 @@ OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
 #endif
 }
 
-// n values (n <= 16) to every second place of `to`, which nothing else is written between: V's tokens lie in pairs.
+// The first n of 16 values to every second place of `to`; nothing is written between them.
 OCTAVO_INLINE void store_bf16_pairs(uint16_t* to, const uint16_t* from, int n) {
 #if defined(__AVX512BW__)
     const __mmask32 mask = 0x55555555u & (n == kLanes ? 0xffffffffu : (1u << (2 * n)) - 1);
-    uint16_t values[kLanes] = {};
-    std::memcpy(values, from, sizeof(uint16_t) * n);
-    _mm512_mask_storeu_epi16(to, mask, _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)values)));
+    _mm512_mask_storeu_epi16(to, mask, _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)));
 #else
     for (int i = 0; i < n; i++) to[2 * i] = from[i];
 #endif
