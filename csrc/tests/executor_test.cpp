@@ -10,7 +10,7 @@ namespace octavo::test {
 
 namespace {
 
-constexpr int kVocab = 50, kHidden = 48, kHeads = 4, kKvHeads = 2, kWidth = 10, kInner = 70, kLayers = 2, kBlocks = 64;
+constexpr int kVocab = 50, kHidden = 48, kHeads = 4, kKvHeads = 2, kWidth = 32, kInner = 70, kLayers = 2, kBlocks = 64;
 constexpr int kQ = kHeads * kWidth, kKv = kKvHeads * kWidth;
 
 enum class Format { fp32, bf16, int8, int4 };
@@ -185,6 +185,13 @@ LinearSpec linear(const Place& x, std::vector<LinearPart> parts, const Floats* n
     return spec;
 }
 
+// Its rows are written by the stage before.
+LinearSpec converted(const Place& x, LinearPart only) {
+    LinearSpec spec = linear(x, {std::move(only)});
+    spec.converted = true;
+    return spec;
+}
+
 void build(Executor& e, const Model& model) {
     Arena tokens{false}, samples{true};
     const Place x = tokens.place(kHidden), qkv = tokens.place(kQ + 2 * kKv), attended = tokens.place(kQ), inner = tokens.place(kInner);
@@ -199,11 +206,11 @@ void build(Executor& e, const Model& model) {
         e.add_row_op(false, make_rope(k, k, kKvHeads, kWidth, kWidth, 0, false, angles));
         e.add_row_op(false, make_kv_write(k, v, 0, l));
         e.add_attention(AttentionSpec{q, attended, 0, l, kHeads, 0, 0.3f, 0, nullptr});
-        e.add_linear(linear(attended, {part(layer.o, x, &x)}));
+        e.add_linear(converted(attended, part(layer.o, x, &x)));
         LinearSpec mlp = linear(x, {part(layer.gate, inner), part(layer.up, inner)}, &layer.inner_norm);
         mlp.gated = true, mlp.activation = 0;
         e.add_linear(std::move(mlp));
-        e.add_linear(linear(inner, {part(layer.down, x, &x)}));
+        e.add_linear(converted(inner, part(layer.down, x, &x)));
     }
     e.add_row_op(true, make_gather(x, sampled));
     e.add_linear(linear(sampled, {part(model.head, logits)}, &model.final_norm));
