@@ -1,8 +1,10 @@
 """Paged attention of the native backend against the reference at every level: |native - reference| <= 2e-5 for values of size one.
 
 K and V are compared as stored (fp32 or bf16, the reference rounding alike). With a bf16 cache native rounds the queries too (and so the
-reference gets rounded ones), and the weights of the values, each by at most 1 in 2^9, which is what its tolerance allows. However its rows come (whole, in chunks, one by one, alone
-or with others, on one thread or several, in whatever blocks) a request's outputs are bitwise the same.
+reference gets rounded ones), and the weights of the values, each by at most 1 in 2^9, which is what its tolerance allows.
+
+However its rows come (whole, in chunks, one by one, alone or with others, on one thread or several, in whatever blocks) a request's
+outputs are bitwise the same.
 """
 
 from __future__ import annotations

@@ -182,11 +182,12 @@ class Lowering:
         if sum(value == op.x for other in self._program.ops for value in other.inputs) > 1:
             return False
         if isinstance(before, ops.Attention):
-            group = self._program.groups[self._program.group_index(before.group)]
-            fits = group.v_width % GROUP == 0
+            fits = self._program.groups[self._program.group_index(before.group)].v_width % GROUP == 0
+        elif isinstance(before, ops.Linear):
+            single = len(before.outputs) == 1 and (before.gate is not None or len(before.weights_) == 1)
+            fits = single and before.x not in self._converted
         else:
-            single = isinstance(before, ops.Linear) and (before.gate is not None or len(before.weights_) == 1)
-            fits = single and len(before.outputs) == 1 and before.x not in self._converted
+            fits = False
         if fits:
             self._converted.add(op.x)
         return fits
