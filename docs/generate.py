@@ -82,10 +82,11 @@ def allowed(spec: OptionField) -> str:
         return "text, repeatable"
     if spec.type is bool:
         return "on or off"
-    if not spec.is_number:
+    if spec.number is None:
         return "text"
     low, unit = spec.entry.metadata["low"], spec.entry.metadata["unit"]
-    return ("bytes" if unit == "bytes" else "whole number") + ("" if low is None else f" from {low} up")
+    kind = "bytes" if unit == "bytes" else "number" if spec.number is float else "whole number"
+    return kind + ("" if low is None else f" from {low} up")
 
 
 def default_of(spec: OptionField) -> str:

@@ -16,7 +16,7 @@ FROM_DEVICE = -1
 
 
 class NewRow(msgspec.Struct):
-    """A request the worker does not know (new, or returning after preemption): it gets a permanent row."""
+    """A request the worker does not know (new, or returning after a preemption, swapped or not): it gets a permanent row."""
 
     request_id: str
     token_ids: list[int]
@@ -48,12 +48,15 @@ class ScheduledRow(msgspec.Struct):
 
 
 class BlockMove(msgspec.Struct):
-    """A whole block, copied on the device before the step computes: `source` to `target` of one group, in every layer."""
+    """A whole block of one group, in every layer, copied before the step computes; a plan's moves are made in their order.
+
+    "copy": on the device. "swap_out": `target` is a host block. "swap_in": `source` is one.
+    """
 
     group: int
     source: int
     target: int
-    kind: Literal["copy"] = "copy"
+    kind: Literal["copy", "swap_out", "swap_in"] = "copy"
 
 
 class StepPlan(msgspec.Struct):
@@ -91,8 +94,10 @@ class RowResult(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct):
-    """The rows in the plan's order, and how long the device was busy."""
+    """The rows in the plan's order, and how long the device was busy, moves included."""
 
     step: int
     rows: list[RowResult]
     busy_s: float = 0.0
+    moved_s: float = 0.0
+    """Of it, time spent moving blocks to the host and back."""

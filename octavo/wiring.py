@@ -17,17 +17,18 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.block_manager import BlockManager
+from octavo.engine.block_pool import BlockGroup
+from octavo.engine.build_scheduler import build_scheduler, prompt_limits
 from octavo.engine.client import EngineClient, EngineInfo, InProcessClient
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, ModelLimits
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
 from octavo.ports import Checkpoint, Tokenizer, TokenizerSource
 from octavo.program.program import Program
+from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.machine import Machine
 from octavo.worker.memory import KvBudget, plan_kv
@@ -114,9 +115,14 @@ def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
         num_groups=len(program.groups),
         vocab_size=program.vocab_size,
     )
-    worker = Worker(runnable, backend.allocate(program.groups, [budget.num_blocks] * len(program.groups)), rows, close=backend.close)
-    info = EngineInfo(program.vocab_size, max_model_len, budget.num_tokens, budget.describe())
-    return EngineCore(_scheduler(config, budget, len(program.groups)), worker), info
+    groups = _block_groups(config, budget, program)
+    kv = backend.allocate(program.groups, [group.num_blocks for group in groups])
+    layouts = [backend.kv_layout(group) for group in program.groups]
+    host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
+    worker = Worker(runnable, CacheEngine(kv, host), rows, close=backend.close)
+    scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len)
+    info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
+    return EngineCore(scheduler, worker), info
 
 
 def build_backend(config: EngineConfig) -> Backend:
@@ -188,23 +194,16 @@ def _kv_budget(config: EngineConfig, backend: Backend, program: Program) -> KvBu
     )
 
 
-def _scheduler(config: EngineConfig, budget: KvBudget, num_groups: int) -> Scheduler:
-    blocks = BlockManager(
-        num_blocks=budget.num_blocks,
-        num_groups=num_groups,
-        block_size=BLOCK_SIZE,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-    )
-    return Scheduler(
-        blocks,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=budget.max_model_len,
-    )
+def _block_groups(config: EngineConfig, budget: KvBudget, program: Program) -> list[BlockGroup]:
+    """As the scheduler sees the KV cache; the host never holds more than the device."""
+    num_host_blocks = min(budget.num_blocks, config.cache.swap_space // budget.block_bytes)
+    return [BlockGroup(budget.num_blocks, group.window, num_host_blocks) for group in program.groups]
 
 
 def _front(model: Model, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None) -> Front:
-    limits = ModelLimits(info.vocab_size, info.max_model_len, info.kv_capacity_tokens, model.config.model.max_logprobs)
+    options = model.config.scheduler
+    prompts = prompt_limits(options, max_model_len=info.max_model_len, kv_capacity_tokens=info.kv_capacity_tokens)
+    limits = ModelLimits(info.vocab_size, prompts, model.config.model.max_logprobs)
     eos_token_ids = (*model.info.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ()))
     inputs = InputProcessor(limits=limits, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=model.config.model.seed)
     return Front(model.config, client, inputs, OutputProcessor(tokenizer), tokenizer, model.checkpoint.generation_config)

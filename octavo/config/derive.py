@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from octavo.config.engine_config import EngineConfig
+from octavo.config.engine_config import EngineConfig, SchedulerOptions
 from octavo.errors import ConfigError
 
 
 def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int) -> EngineConfig:
-    """max_model_len from the model, threads from the machine, the served name from the model's; what was given stays."""
+    """max_model_len from the model, threads from the machine, the served name from the model's; what was given stays.
+
+    Options that do not go together are refused.
+    """
+    _check(config)
     return replace(
         config,
         model=replace(
@@ -19,6 +24,33 @@ def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int)
         ),
         backend=replace(config.backend, threads=config.backend.threads or num_threads),
     )
+
+
+def _check(config: EngineConfig) -> None:
+    options = config.scheduler
+    tenant_weights(options)
+    if options.scheduling_policy != "fair" and (options.tenant_weight or options.max_num_seqs_per_tenant is not None):
+        got = f"got {options.scheduling_policy!r}"
+        raise ConfigError(f"scheduling_policy: {got}, but tenants have weights or limits", hint="set scheduling_policy to fair")
+    if options.scheduler_delay_factor and options.enable_chunked_prefill:
+        hint = "set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks hold nobody up"
+        raise ConfigError(f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with chunked prefill", hint=hint)
+    if options.watermark >= 1:
+        raise ConfigError(f"watermark: got {options.watermark:g}, allowed is a share below 1")
+
+
+def tenant_weights(options: SchedulerOptions) -> dict[str, float]:
+    """Of "NAME=WEIGHT", by name."""
+    weights = {}
+    for text in options.tenant_weight:
+        name, _, weight = text.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            weights[name] = 0.0
+        if not name or not 0 < weights[name] < math.inf:
+            raise ConfigError(f"tenant_weight: got {text!r}, allowed is NAME=WEIGHT with a number above 0, such as alice=2")
+    return weights
 
 
 def _max_model_len(wanted: int | None, model_context_tokens: int) -> int:

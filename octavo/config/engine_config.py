@@ -45,6 +45,13 @@ class CacheOptions:
         "auto", "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16"
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that start alike")
+    swap_space: int = option(
+        1 << 30,
+        "host memory for KV blocks of preempted requests, e.g. 4GiB, at most the KV cache's size; default 1GiB",
+        unit="bytes",
+        low=0,
+    )
+    kv_cache: bool = option(True, "keep K and V; without, every step computes all of a request's tokens again (for comparison)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,26 @@ class SchedulerOptions:
     max_num_batched_tokens: int = option(2048, "most tokens computed in one step", unit="count", low=1)
     max_num_seqs: int = option(128, "most requests running at once", low=1)
     max_num_queued_reqs: int = option(1024, "most requests waiting; beyond it a server answers 429", low=1)
+    max_num_queued_tokens: int | None = option(None, "most prompt tokens waiting; beyond it a server answers 429", unit="count", low=1)
+    max_prompt_len: int | None = option(None, "longest prompt taken; default what the context has room for", unit="count", low=1)
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = option(
+        "fcfs", "who starts first: by arrival; by priority, lower first; or the tenant served least for its weight"
+    )
+    tenant_weight: tuple[str, ...] = option((), "NAME=WEIGHT of a tenant under the fair policy, else 1; may be given several times")
+    max_num_seqs_per_tenant: int | None = option(None, "most requests of one tenant running under the fair policy", low=1)
+    watermark: float = option(0.01, "share of the KV blocks that stay free when a request starts beside others", low=0)
+    enable_chunked_prefill: bool = option(True, "compute long prompts in pieces, beside the requests that generate")
+    scheduler_delay_factor: float = option(
+        0.0, "without chunked prefill: a prompt waits so many times as long as the last step with a prompt took", low=0
+    )
+    batching: Literal["continuous", "static", "dynamic", "none"] = option(
+        "continuous",
+        "start requests at any step, or (to compare) in batches that run to their end: as they wait, when full, singly",
+    )
+    batch_window_ms: int = option(50, "how long dynamic batching waits for a batch to fill", low=0)
+    preemption_mode: Literal["auto", "swap", "recompute"] = option(
+        "auto", "what happens to a request that gives up its KV blocks: to host memory, computed again, or the cheaper as measured"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +134,10 @@ class OptionField:
         return get_origin(self.type) is tuple
 
     @property
-    def is_number(self) -> bool:
-        return int in (get_args(self.type) or (self.type,))
+    def number(self) -> type[int] | type[float] | None:
+        """What kind of number it is, if any."""
+        kinds = get_args(self.type) or (self.type,)
+        return int if int in kinds else float if float in kinds else None
 
 
 def options_of(kind: type, section: str = "") -> dict[str, OptionField]:
@@ -147,11 +176,21 @@ def convert(spec: OptionField, value: Any) -> Any:
         value = tuple(value)
     if isinstance(value, str) and unit:
         value = (parse_bytes if unit == "bytes" else parse_count)(value, name=name)
-    elif isinstance(value, str) and spec.is_number and value.strip().isdecimal():
-        value = int(value)
+    elif isinstance(value, str) and spec.number is not None:
+        value = _parse_number(value, spec.number)
+    if spec.number is float and type(value) is int:
+        value = float(value)
     if not _fits(spec, value):
         raise ConfigError(f"{name}: got {value!r}, allowed is {_allowed(spec)}")
     return value
+
+
+def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
+    """The number, or the text as it is where it holds none."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
 
 
 def _fits(spec: OptionField, value: Any) -> bool:

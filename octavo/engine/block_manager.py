@@ -1,18 +1,24 @@
-"""Owner of the KV blocks: their ids, reference counts, free queue and names, per cache group, and of every request's block tables.
+"""Owner of the KV blocks: ids, reference counts and names, per cache group, and every request's block tables, on the device and swapped.
 
-Knows no bytes: what is to be copied leaves as BlockMoves. A block is free where nobody refers to it; free blocks without a name
-go first, then the least recently used named ones. All groups have the same number of blocks, and a prefix hit needs every group.
+Knows no bytes: what is to be copied leaves as BlockMoves. Groups with a window keep only the blocks that a query can still see, and
+may have fewer blocks than the others; a prefix hit needs, in every group, the blocks that the next token reads.
 Source: PagedAttention (Kwon et al. 2023).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from octavo.engine.block_pool import HOLE, BlockGroup, BlockPool
+from octavo.engine.host_blocks import HostBlocks
 from octavo.engine.prefix_cache import BlockKey, PrefixCache, extend_keys
 from octavo.step import BlockMove
+
+Kept = list[list[int | None]]
+"""Per group the beginning of a table: blocks already there, holes, and None where one has to be taken."""
+
+UNBOUNDED = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,84 +34,72 @@ class Grant:
 NOTHING = Grant()
 
 
-class BlockPool:
-    """The blocks of one cache group."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.ref_counts = [0] * num_blocks
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.cache = PrefixCache()
-
-    def take(self) -> int:
-        """A block for writing; its name, if any, is forgotten."""
-        block_id, _ = self.free.popitem(last=False)
-        self.cache.forget(block_id)
-        self.ref_counts[block_id] = 1
-        return block_id
-
-    def hold(self, block_id: int) -> None:
-        if self.ref_counts[block_id] == 0:
-            del self.free[block_id]
-        self.ref_counts[block_id] += 1
-
-    def release(self, block_id: int) -> None:
-        self.ref_counts[block_id] -= 1
-        if self.ref_counts[block_id] == 0:
-            self.free[block_id] = None
-            if block_id not in self.cache:
-                self.free.move_to_end(block_id, last=False)
-
-
 class BlockManager:
-    """Blocks for requests, by request id."""
+    """Blocks for requests, by request id. A step computes at most `max_step_tokens` tokens."""
 
-    def __init__(self, *, num_blocks: int, num_groups: int, block_size: int, enable_prefix_caching: bool) -> None:
-        self.num_blocks = num_blocks
+    def __init__(
+        self, groups: Sequence[BlockGroup], *, block_size: int, enable_prefix_caching: bool, max_step_tokens: int = UNBOUNDED
+    ) -> None:
         self.block_size = block_size
-        self.pools = [BlockPool(num_blocks) for _ in range(num_groups)]
+        self.pools = [BlockPool(group) for group in groups]
+        self.host = HostBlocks(groups)
         self.tables: dict[str, list[list[int]]] = {}
         """Per request and group its block ids, in the order of its tokens."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.capacity_tokens = min(self._capacity(pool, max_step_tokens) for pool in self.pools)
+        """The longest request that fits when it is alone."""
         self._caching = enable_prefix_caching
+        self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
         self._keys: dict[str, list[BlockKey]] = {}
         self._num_named: dict[str, int] = {}
 
     @property
-    def num_free_blocks(self) -> int:
-        return min(len(pool.free) for pool in self.pools)
+    def num_blocks(self) -> int:
+        """Of the group that is fullest."""
+        return self._fullest.num_blocks
 
     @property
-    def capacity_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+    def num_free_blocks(self) -> int:
+        """Of the group that is fullest."""
+        return len(self._fullest.free)
 
-    def start(self, request_id: str, token_ids: Sequence[int], *, salt: str, read_cache: bool, reserve: int) -> int | None:
+    # -- a request comes and grows --------------------------------------------------------------------------------------
+
+    def start(
+        self, request_id: str, token_ids: Sequence[int], *, salt: str, read_cache: bool, reserve: int, step_tokens: int = UNBOUNDED
+    ) -> int | None:
         """Blocks for all of `token_ids`, the longest cached run of them shared; None where they are not free beyond `reserve`.
 
-        Returns how many tokens are already computed: never the last one, since its logits are wanted.
+        Groups with a window get those of the next `step_tokens` only. Returns how many tokens are already computed: never the last
+        one, since its logits are wanted.
         """
-        num_blocks = self._blocks_for(len(token_ids))
-        hits = self._find_hits(request_id, token_ids, salt) if read_cache and self._caching else [[] for _ in self.pools]
-        num_hits = len(hits[0])
-        for pool, found in zip(self.pools, hits, strict=True):
-            num_idle = sum(pool.ref_counts[block_id] == 0 for block_id in found)
-            if len(pool.free) - num_idle < num_blocks - num_hits + reserve:
-                return None
-        self.tables[request_id] = [self._fill(pool, found, num_blocks - num_hits) for pool, found in zip(self.pools, hits, strict=True)]
-        self._num_named[request_id] = num_hits
-        num_cached_tokens = num_hits * self.block_size
-        if read_cache and self._caching:
+        reads = read_cache and self._caching
+        hits = self._find_hits(request_id, token_ids, salt) if reads else [[] for _ in self.pools]
+        num_cached_tokens = len(hits[0]) * self.block_size
+        if not self._place(request_id, hits, len(token_ids), num_cached_tokens + step_tokens, reserve):
+            return None
+        self._num_named[request_id] = len(hits[0])
+        if reads:
             self.num_query_tokens += len(token_ids)
             self.num_hit_tokens += num_cached_tokens
         return num_cached_tokens
+
+    def can_fork(self, parent_id: str, num_tokens: int) -> bool:
+        """Whether the parent still has every block that the token after the first `num_tokens` reads."""
+        tables = self.tables.get(parent_id)
+        if tables is None:
+            return False
+        end = self._blocks_for(num_tokens)
+        firsts = [pool.first_seen(num_tokens, self.block_size) for pool in self.pools]
+        return all(HOLE not in table[first:end] for first, table in zip(firsts, tables, strict=True))
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """The child's tables share the parent's blocks that hold its first `num_tokens` tokens."""
         num_blocks = self._blocks_for(num_tokens)
         shared = [table[:num_blocks] for table in self.tables[parent_id]]
         for pool, table in zip(self.pools, shared, strict=True):
-            for block_id in table:
-                pool.hold(block_id)
+            pool.hold_all(table)
         self.tables[child_id] = shared
         num_full = num_tokens // self.block_size
         self._keys[child_id] = self._keys.get(parent_id, [])[:num_full]
@@ -115,19 +109,22 @@ class BlockManager:
         """A copy of the request's tables."""
         return [list(table) for table in self.tables[request_id]]
 
-    def grow(self, request_id: str, first_token: int, num_tokens: int) -> Grant | None:
-        """Room for `num_tokens` tokens, those from `first_token` on to be written: appended blocks, and copies of shared ones.
+    def grow(self, request_id: str, first_token: int, end: int) -> Grant | None:
+        """Room for the tokens from `first_token` up to `end`, to be written: appended blocks, and copies of shared ones.
 
         None, and nothing changed, where not enough blocks are free.
         """
-        tables = self.tables[request_id]
-        index = first_token // self.block_size
-        missing = self._blocks_for(num_tokens) - len(tables[0])
+        index, num_blocks = first_token // self.block_size, self._blocks_for(end)
+        for pool, table in zip(self.pools, self.tables[request_id], strict=True):
+            if len(table) < num_blocks or pool.ref_counts[table[index]] > 1:
+                return self._extend(self.tables[request_id], index, num_blocks)
+        return NOTHING
+
+    def _extend(self, tables: list[list[int]], index: int, num_blocks: int) -> Grant | None:
         # Only the first block written can be shared: a fork shares up to its first uncomputed token, hits are full blocks.
         copies = [index < len(table) and pool.ref_counts[table[index]] > 1 for pool, table in zip(self.pools, tables, strict=True)]
-        if missing <= 0 and True not in copies:
-            return NOTHING
-        if any(len(pool.free) < missing + copy for pool, copy in zip(self.pools, copies, strict=True)):
+        missing = [max(0, num_blocks - len(table)) for table in tables]
+        if any(len(pool.free) < count + copy for pool, count, copy in zip(self.pools, missing, copies, strict=True)):
             return None
         grant = Grant()
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
@@ -137,61 +134,136 @@ class BlockManager:
                 table[index] = target
                 grant.moves.append(BlockMove(group, source, target))
                 grant.replaced.append((group, index, target))
-            added = [pool.take() for _ in range(missing)]
+            added = [pool.take() for _ in range(missing[group])]
             table += added
             grant.new_block_ids.append(added)
         return grant
 
     def record(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int, *, salt: str) -> None:
-        """Names the blocks that are full by now, so that others find them."""
-        num_full = num_computed_tokens // self.block_size
+        """Names the blocks that are full by now, so that others find them, and lets go of those behind a window."""
+        if self._caching:
+            self._name(request_id, token_ids, num_computed_tokens // self.block_size, salt)
+        for group in self._windowed:
+            self.pools[group].pass_window(self.tables[request_id][group], num_computed_tokens, self.block_size)
+
+    def _name(self, request_id: str, token_ids: Sequence[int], num_full: int, salt: str) -> None:
         num_named = self._num_named[request_id]
-        if num_full <= num_named or not self._caching:
+        if num_full <= num_named:
             return
         keys = self._keys.setdefault(request_id, [])
         extend_keys(keys, token_ids, num_full, block_size=self.block_size, salt=salt)
         for pool, table in zip(self.pools, self.tables[request_id], strict=True):
             for index in range(num_named, num_full):
-                pool.cache.add(table[index], keys[index])
+                if table[index] != HOLE:
+                    pool.cache.add(table[index], keys[index])
         self._num_named[request_id] = num_full
+
+    # -- a request leaves, for good or for a while ----------------------------------------------------------------------
 
     def free(self, request_id: str, *, forget: bool = False) -> None:
         """Releases all of a request's blocks, if it has any. With `forget` what they hold is not found again (a failed request's KV)."""
-        self._keys.pop(request_id, None)
-        self._num_named.pop(request_id, None)
-        for pool, table in zip(self.pools, self.tables.pop(request_id, []), strict=False):
-            for block_id in reversed(table):  # the last first, so that a chain is evicted from its end
-                if forget:
-                    pool.cache.forget(block_id)
-                pool.release(block_id)
+        keys, num_named = self._keys.pop(request_id, []), self._num_named.pop(request_id, 0)
+        if forget:
+            for pool in self.pools:
+                pool.cache.forget_keys(keys[:num_named])
+        self._release(request_id)
+        self.host.drop(request_id)
+
+    def swap_out(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
+        """The blocks of its first `num_tokens` tokens to the host, all others free; None, and nothing changed, where it has no room."""
+        num_blocks = self._blocks_for(num_tokens)
+        moves = self.host.put(request_id, [table[:num_blocks] for table in self.tables[request_id]])
+        if moves is not None:
+            self._release(request_id)
+        return moves
+
+    def swap_in(
+        self, request_id: str, num_computed_tokens: int, num_tokens: int, *, reserve: int, step_tokens: int = UNBOUNDED
+    ) -> list[BlockMove] | None:
+        """Back to the device with blocks for all its tokens, as `start` has it; None, and nothing changed, where they are not free.
+
+        What others have kept under the same name is shared again, not copied.
+        """
+        kept = self._find_swapped(request_id)
+        if not self._place(request_id, kept, num_tokens, num_computed_tokens + step_tokens, reserve):
+            return None
+        tables = self.tables[request_id]
+        missing = [[index for index, block_id in enumerate(entries) if block_id is None] for entries in kept]
+        keys = self._keys.get(request_id, [])[: self._num_named[request_id]]
+        for pool, table, indices in zip(self.pools, tables, missing, strict=True):
+            for index in indices:
+                if index < len(keys):
+                    pool.cache.add(table[index], keys[index])
+        return self.host.take(request_id, tables, missing)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every name. False, and nothing done, while requests hold blocks."""
-        if self.tables:
+        if self.tables or self.host.tables:
             return False
         for pool in self.pools:
             pool.cache = PrefixCache()
         return True
 
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _fullest(self) -> BlockPool:
+        return min(self.pools, key=lambda pool: len(pool.free) / pool.num_blocks)
+
+    def _capacity(self, pool: BlockPool, max_step_tokens: int) -> int:
+        """Without a bound where the window's blocks and a whole step's fit."""
+        if pool.window is not None and pool.num_blocks > self._blocks_for(pool.window + max_step_tokens):
+            return UNBOUNDED
+        return pool.num_blocks * self.block_size
+
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _find_hits(self, request_id: str, token_ids: Sequence[int], salt: str) -> list[list[int]]:
-        """Per group the blocks of the longest run of full blocks below the last token that every group has."""
+    def _place(self, request_id: str, kept: Kept, num_tokens: int, step_end: int, reserve: int) -> bool:
+        """Makes the request's tables out of what is kept and new blocks; False, and nothing changed, where these are not free."""
+        wanted = [self._blocks_for(num_tokens if pool.window is None else min(num_tokens, step_end)) for pool in self.pools]
+        entries = list(zip(self.pools, kept, wanted, strict=True))
+        if not all(pool.has_room(table, num_blocks, reserve) for pool, table, num_blocks in entries):
+            return False
+        self.tables[request_id] = [pool.fill(table, num_blocks) for pool, table, num_blocks in entries]
+        return True
+
+    def _release(self, request_id: str) -> None:
+        for pool, table in zip(self.pools, self.tables.pop(request_id, []), strict=False):
+            pool.release_all(table)
+
+    def _find_hits(self, request_id: str, token_ids: Sequence[int], salt: str) -> Kept:
+        """Per group the table of the longest prefix in full blocks, below the last token, from which every group can go on."""
         keys = self._keys.setdefault(request_id, [])
         num_full = (len(token_ids) - 1) // self.block_size
         extend_keys(keys, token_ids, num_full, block_size=self.block_size, salt=salt)
-        hits: list[list[int]] = [[] for _ in self.pools]
+        found: Kept = [[] for _ in self.pools]
         for key in keys[:num_full]:
-            found = [pool.cache.find(key) for pool in self.pools]
-            if None in found:
+            blocks = [pool.cache.find(key) for pool in self.pools]
+            if any(block_id is None and pool.window is None for pool, block_id in zip(self.pools, blocks, strict=True)):
                 break
-            for table, block_id in zip(hits, found, strict=True):
-                assert block_id is not None
+            for table, block_id in zip(found, blocks, strict=True):
                 table.append(block_id)
-        return hits
+        return self._longest(found)
 
-    def _fill(self, pool: BlockPool, hits: list[int], num_more: int) -> list[int]:
-        for block_id in hits:
-            pool.hold(block_id)
-        return hits + [pool.take() for _ in range(num_more)]
+    def _longest(self, found: Kept) -> Kept:
+        """The longest beginning that has, in each group with a window, the blocks that the token after it reads."""
+        for num_blocks in range(len(found[0]), 0, -1):
+            firsts = [pool.first_seen(num_blocks * self.block_size, self.block_size) for pool in self.pools]
+            if all(None not in found[group][firsts[group] : num_blocks] for group in self._windowed):
+                return [[*[HOLE] * first, *table[first:num_blocks]] for first, table in zip(firsts, found, strict=True)]
+        return [[] for _ in self.pools]
+
+    def _find_swapped(self, request_id: str) -> Kept:
+        """Per group what its swapped blocks are on the device by now: a hole, a block of that name, or None."""
+        keys = self._keys.get(request_id, [])[: self._num_named[request_id]]
+        kept: Kept = []
+        for pool, table in zip(self.pools, self.host.tables[request_id], strict=True):
+            names: list[BlockKey | None] = [*keys, *[None] * (len(table) - len(keys))]
+            kept.append(
+                [
+                    HOLE if host_id == HOLE else pool.cache.find(key) if key is not None else None
+                    for host_id, key in zip(table, names, strict=False)
+                ]
+            )
+        return kept

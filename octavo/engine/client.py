@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from typing import Protocol
 
 import msgspec
@@ -82,7 +83,13 @@ class InProcessClient:
         self._inbox.put(Abort(request_ids))
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         self._take_commands(wait=not self._core.has_work, timeout_s=timeout_s)
+        while not self._closed and self._core.has_work and (pause_s := self._core.pause_s()):
+            left_s = pause_s if end is None else end - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._take_commands(wait=True, timeout_s=min(pause_s, left_s))
         with self._lock:
             if self._closed or not self._core.has_work:
                 return None

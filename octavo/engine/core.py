@@ -1,6 +1,7 @@
 """The engine's heart: plan a step, execute it, take in what it yielded.
 
-Owns the scheduler and the executor, and nothing else: who calls `step`, and whether across a process boundary, is the client's business.
+Owns the scheduler, the executor and the measured rates, and nothing else: who calls `step`, and whether across a process boundary, is
+the client's business.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from octavo.engine.rates import RateMeter
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
@@ -31,6 +33,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self._clock = clock
+        self._meter = RateMeter()
 
     @property
     def has_work(self) -> bool:
@@ -45,9 +48,14 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.blocks.reset_prefix_cache()
 
+    def pause_s(self) -> float:
+        """For how long a step would do nothing, unless a request comes or goes."""
+        return self.scheduler.pause_s(self._clock())
+
     def step(self) -> CoreOutputs:
-        plan = self.scheduler.schedule(self._clock())
+        plan = self.scheduler.schedule(self._clock(), self._meter.rates)
         result = self._execute(plan)
+        self._meter.observe(plan, result)
         outputs = self.scheduler.update(plan, result)
         return CoreOutputs(outputs, self.scheduler.stats())
 
@@ -57,7 +65,7 @@ class EngineCore:
             return self.executor.execute(plan)
         except Exception as error:
             failure = f"the step failed: {type(error).__name__}: {error}"
-            self.scheduler.free_rows_again(plan)
+            self.scheduler.plan_failed(plan)
             return StepResult(plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows])
 
     def close(self) -> None:

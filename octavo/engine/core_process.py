@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -116,7 +117,7 @@ class CoreLoop:
 
     def _take_commands(self, core: EngineCore) -> bool:
         """All that have come, waiting for one while there is no work. False: it is time to end."""
-        while not core.has_work or self._commands.poll(0):
+        while not core.has_work or self._commands.poll(math.ceil(1000 * core.pause_s())):
             command = self._decoder.decode(self._commands.recv())
             if isinstance(command, Close):
                 return False

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from octavo.engine.admission import PromptLimits, Verdict
 from octavo.engine.request import EngineRequest
 from octavo.errors import ContextTooLong, InvalidRequest
 from octavo.ports import Tokenizer
@@ -30,8 +31,7 @@ class ModelLimits:
     """What requests are checked against."""
 
     vocab_size: int
-    max_model_len: int
-    kv_capacity_tokens: int
+    prompts: PromptLimits
     max_logprobs: int
 
 
@@ -99,18 +99,13 @@ class InputProcessor:
         return salt, prompt[given[0]]
 
     def _check_prompt(self, token_ids: list[int]) -> None:
-        limits, num = self.limits, len(token_ids)
         if not token_ids:
             raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
-        if num + 1 > limits.max_model_len:
-            what = f"This model's maximum context length is {limits.max_model_len} tokens"
-            raise ContextTooLong(f"{what}, the prompt has {num}; allowed are at most {limits.max_model_len - 1}", param="prompt")
-        if num + 1 > limits.kv_capacity_tokens:
-            what = f"The KV cache holds {limits.kv_capacity_tokens} tokens, the prompt has {num}"
-            hint = "raise kv_cache_memory_bytes"
-            raise ContextTooLong(f"{what}; allowed are at most {limits.kv_capacity_tokens - 1}", hint=hint, param="prompt")
+        answer = self.limits.prompts.judge(len(token_ids))
+        if answer.verdict is Verdict.NEVER:
+            raise ContextTooLong(answer.reason, hint=answer.hint, param="prompt")
         lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= limits.vocab_size:
+        if lowest < 0 or highest >= self.limits.vocab_size:
             self._check_ids("prompt", [lowest, highest])
 
     # -- sampling params ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ and the order of eviction are the BlockManager's. Source: PagedAttention (Kwon e
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -63,3 +63,9 @@ class PrefixCache:
         key = self._key_of.pop(block_id, None)
         if key is not None:
             del self._block_of[key.digest]
+
+    def forget_keys(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            block_id = self.find(key)
+            if block_id is not None:
+                self.forget(block_id)

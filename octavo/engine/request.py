@@ -30,6 +30,12 @@ class EngineRequest(msgspec.Struct):
     """The request that computes the same prompt, whose blocks this one is to share once they hold it."""
     cache_salt: str = ""
     """Prefix hits happen among equal salts only."""
+    priority: int = 0
+    """Lower goes first, where the policy looks at it."""
+    tenant: str = ""
+    """Among whom a fair policy shares."""
+    arrival_time: float = 0.0
+    """On the monotonic clock of the machine."""
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
@@ -47,12 +53,15 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    """Of the preemptions, those to host memory."""
     scheduled_ts: float | None = None
 
 
 class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
@@ -78,6 +87,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_swaps",
         "params",
         "prompt_logprobs",
         "request_id",
@@ -85,6 +95,7 @@ class Request:
         "source",
         "status",
         "token_ids",
+        "waits_for",
     )
 
     def __init__(self, source: EngineRequest, *, max_num_tokens: int) -> None:
@@ -104,6 +115,9 @@ class Request:
         self.status = RequestStatus.WAITING
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_swaps = 0
+        self.waits_for = ""
+        """What kept it from starting when it was last considered."""
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
 
@@ -129,10 +143,14 @@ class Request:
             return Finish("length")
         return None
 
-    def preempt(self) -> None:
+    def swap_out(self) -> None:
+        """Off the device, with all that is computed."""
+        self.status = RequestStatus.SWAPPED
+        self.num_swaps += 1
+
+    def start_over(self) -> None:
         """Back to waiting, with nothing computed."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
-        self.num_preemptions += 1
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()

@@ -1,217 +1,307 @@
 """Decides what each step computes, and takes in what it yielded.
 
 There is no prefill phase and no decode phase: every request has `num_computed_tokens` that catches up with `num_tokens`, under a budget
-of tokens a step and of requests at once. Owns the requests' tokens, counts and states. Reads no clock (time is an argument) and
-sees neither text nor arrays. Source: continuous batching (Orca, Yu et al. 2022), chunked prefill (Sarathi, Agrawal et al. 2023).
+of tokens a step and of requests at once. Owns the requests' tokens, counts and states. Reads no clock and measures nothing (time and
+rates are arguments), and sees neither text nor arrays. Who goes first (policy), who may start (admission, batching) and how blocks are
+given up (preemption) are collaborators. Source: continuous batching (Orca, Yu et al. 2022), chunked prefill (Sarathi, Agrawal et al. 2023).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
-from octavo.engine.block_manager import BlockManager
-from octavo.engine.policy import FirstComeFirstServed, Policy
+from octavo.engine.admission import NO_BLOCKS, NO_PROMPT, OK, Admission, Answer, Verdict
+from octavo.engine.batching import Batching, Crowd
+from octavo.engine.block_manager import NOTHING, BlockManager, Grant
+from octavo.engine.draft import Draft
+from octavo.engine.policy import Policy
+from octavo.engine.preemption import Preemption
+from octavo.engine.rates import UNMEASURED, Rates
 from octavo.engine.request import EngineOutput, EngineRequest, Finish, Request, RequestStatus
 from octavo.engine.stats import EngineStats
-from octavo.step import BlockMove, NewRow, RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
 
 
-@dataclass(slots=True)
-class Draft:
-    """A step being composed."""
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What one step may hold. Without `keeps_kv` every step computes all of a request's tokens again, for comparison."""
 
-    now: float
-    budget: int
-    """Tokens that may still be added."""
-    rows: list[ScheduledRow] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    moves: list[BlockMove] = field(default_factory=list)
-    preempted: bool = False
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    keeps_kv: bool = True
 
 
 class Scheduler:
-    """One token budget over running, then waiting requests.
+    """One token budget over running, then swapped, then waiting requests.
 
     A request that can never fit (its prompt and one token exceed the context or the whole KV cache) fails when it is added; any other
-    is cut to what fits and then ends with "length". So the oldest running request always finds its blocks once the younger ones
-    have given theirs up, and preemption cannot run in circles.
+    is cut to what fits and then ends with "length". So the last running request always finds its blocks once the others have given
+    theirs up, and preemption cannot run in circles.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
         *,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        policy: Policy | None = None,
+        limits: StepLimits,
+        admission: Admission,
+        policy: Policy,
+        batching: Batching,
+        preemption: Preemption,
     ) -> None:
         self.blocks = blocks
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: list[Request] = []
+        self.swapped: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._policy = policy or FirstComeFirstServed()
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
+        self._limits = limits
+        self._admission = admission
+        self._policy = policy
+        self._batching = batching
+        self._preemption = preemption
         self._freed_rows: list[str] = []
         self._outputs: list[EngineOutput] = []
         """Final outputs made between steps: refused and aborted requests."""
-        self._stats = EngineStats(num_blocks=blocks.num_blocks)
+        self._swapped_out: list[Request] = []
+        """By the last plan."""
+        self._prompt_since: float | None = None
+        self._last_prompt_s = 0.0
+        self._stats = EngineStats()
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests or self._outputs)
 
+    @property
+    def waiting(self) -> list[Request]:
+        """In the order of the policy."""
+        return list(self._policy.order())
+
+    def pause_s(self, now: float) -> float:
+        """For how long a step would do nothing, if nobody comes or goes: a batch may wait until it is full."""
+        if self.running or self.swapped or self._outputs or not self._requests:
+            return 0.0
+        return max(0.0, self._batching.opens_at(self._crowd(now)) - now)
+
     # -- requests come and go -------------------------------------------------------------------------------------------
 
     def add(self, source: EngineRequest) -> None:
         """Queues a request. One that can never fit gets its final output, an error, at the next update."""
-        limit = min(self._max_model_len, self.blocks.capacity_tokens)
-        request = Request(source, max_num_tokens=limit)
-        if request.num_prompt_tokens + 1 > limit:
-            got = f"prompt: got {request.num_prompt_tokens} tokens"
-            error = f"{got}, allowed are at most {limit - 1} (the context, or the KV cache, is {limit})"
-            self._outputs.append(self._final_output(request, Finish("error", error=error)))
+        request = Request(source, max_num_tokens=self._admission.limits.max_num_tokens)
+        self._stats.num_added += 1
+        self._stats.num_added_tokens += request.num_prompt_tokens
+        answer = self._admission.judge(request.num_prompt_tokens)
+        if answer.verdict is Verdict.NEVER:
+            self._outputs.append(self._final_output(request, Finish("error", error=answer.reason)))
             return
         self._requests[request.request_id] = request
-        self.waiting[request.request_id] = request
+        self._wait(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its blocks at once; an unknown one (it may have just finished) is left alone."""
         request = self._requests.get(request_id)
         if request is None:
             return
-        if request.status is RequestStatus.WAITING:
-            del self.waiting[request_id]
-        else:
+        if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         self._outputs.append(self._finish(request, Finish("abort")))
 
     # -- a step is planned ----------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> StepPlan:
-        draft = Draft(now, self._max_num_batched_tokens)
+    def schedule(self, now: float, rates: Rates = UNMEASURED) -> StepPlan:
+        draft = Draft(now, rates, self._limits.max_num_batched_tokens)
+        if self._prompt_since is not None:
+            self._last_prompt_s = now - self._prompt_since
         self._continue_running(draft)
         if not draft.preempted:
+            self._return_swapped(draft)
             self._start_waiting(draft)
-        plan = StepPlan(self._stats.num_steps, self._freed_rows, draft.new_rows, draft.moves, draft.rows)
-        self._freed_rows = []
-        self._stats.num_steps += 1
-        return plan
+        return self._finish_draft(draft)
 
     def _continue_running(self, draft: Draft) -> None:
-        index = 0
-        while index < len(self.running) and draft.budget > 0:
-            request = self.running[index]
-            grant = self.blocks.grow(request.request_id, request.num_computed_tokens, request.num_tokens)
-            if grant is None:
-                self._preempt(self._policy.victim(self.running), draft)
-                continue  # the same request again, unless it was itself the one to go
-            draft.moves += grant.moves
-            draft.rows.append(self._row(request, draft, grant.new_block_ids, grant.replaced))
-            index += 1
+        for request in list(self._policy.ranked(self.running)):
+            if draft.budget == 0:
+                break
+            if request.status is RequestStatus.RUNNING:  # it may have been preempted for one before it
+                end = draft.end_of(request)
+                grant = self._make_room(request, end, draft)
+                if grant is not None:
+                    draft.add_row(request, end, grant)
+
+    def _make_room(self, request: Request, end: int, draft: Draft) -> Grant | None:
+        """Blocks up to the token `end`, others preempted where they are missing; None where the request itself had to go."""
+        while (grant := self.blocks.grow(request.request_id, request.num_computed_tokens, end)) is None:
+            victim = self._policy.victim(self.running)
+            self._preempt(victim, draft)
+            if victim is request:
+                return None
+        return grant
 
     def _preempt(self, request: Request, draft: Draft) -> None:
-        """Takes all of a request's blocks; it comes back first among the waiting and computes its tokens again."""
+        """Takes all of a request's blocks: swapped out, or to be computed again, first among the waiting."""
         self.running.remove(request)
-        self.blocks.free(request.request_id)
-        request.preempt()
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        request.num_preemptions += 1
+        draft.preempted = True
+        draft.drop_row(request)
+        moves = self._preemption.swap_out(request, draft.rates)
+        if moves is None:
+            self._start_over(request)
+        else:
+            request.swap_out()
+            self.swapped.insert(0, request)
+            draft.moves += moves
+            draft.swapped_out.append(request)
+            self._stats.num_swaps += 1
         self._freed_rows.append(request.request_id)
         self._stats.num_preemptions += 1
-        draft.preempted = True
+
+    def _return_swapped(self, draft: Draft) -> None:
+        for request in list(self._policy.ranked(self.swapped)):
+            if draft.budget == 0 or len(self.running) == self._limits.max_num_seqs:
+                return
+            moves = self.blocks.swap_in(
+                request.request_id,
+                request.num_computed_tokens,
+                request.num_tokens,
+                reserve=self._admission.reserve(len(self.running)),
+                step_tokens=draft.budget,
+            )
+            if moves is None:
+                return
+            draft.moves += moves
+            self.swapped.remove(request)
+            self._run(request, draft)
 
     def _start_waiting(self, draft: Draft) -> None:
-        admitted = []
-        for request in self._policy.admission_order(self.waiting):
-            if draft.budget == 0 or len(self.running) == self._max_num_seqs:
-                break
-            parent = self._parent_of(request)
-            if parent is not None and not self._can_fork(parent):
+        """In the policy's order, as far as admission and blocks go. Whoever is swapped out comes first."""
+        if self.swapped or not len(self._policy):
+            return
+        room = self._batching.room(self._crowd(draft.now))
+        started: list[Request] = []
+        for request in self._policy.order():
+            answer = self._start(request, draft, room - len(started))
+            if answer is OK:
+                started.append(request)
                 continue
-            if not (self._start(request) if parent is None else self._fork(request, parent, draft)):
+            request.waits_for = answer.reason
+            if answer is not NO_PROMPT:
                 break
-            self._admit(request, draft)
-            admitted.append(request.request_id)
-        for request_id in admitted:
-            del self.waiting[request_id]
+        for request in started:
+            self._leave(request)
+
+    def _start(self, request: Request, draft: Draft, room: int) -> Answer:
+        """Runs it where it may: by itself, or sharing the blocks of the sample whose prompt it has."""
+        parent = self._parent_of(request)
+        if parent is not None and not self._has_prompt(parent):
+            return NO_PROMPT
+        if request.num_preemptions:  # it is of the batch already
+            room = self._limits.max_num_seqs - len(self.running)
+        answer = self._admission.may_start(request.num_tokens, budget=draft.budget, room=room)
+        if answer is not OK:
+            return answer
+        grant = self._take_blocks(request, draft) if parent is None else self._fork(request, parent)
+        if grant is None:
+            return NO_BLOCKS
+        draft.moves += grant.moves
+        self._policy.started(request)
+        self._run(request, draft)
+        return OK
 
     def _parent_of(self, request: Request) -> Request | None:
-        """Whose blocks the request is to share; None where it has none, or that one ended or lost its blocks."""
-        if request.fork_of is None:
+        """Whose blocks the request is to share; None where it has none, or that one ended or no longer has what is to be shared."""
+        if request.fork_of is None or not self._limits.keeps_kv:
             return None
         parent = self._requests.get(request.fork_of)
-        return None if parent is None or (parent.status is RequestStatus.WAITING and parent.num_preemptions) else parent
+        if parent is None or (parent.status is RequestStatus.WAITING and parent.num_preemptions):
+            return None
+        if self._has_prompt(parent) and not self.blocks.can_fork(parent.request_id, request.num_prompt_tokens - 1):
+            return None
+        return parent
 
-    def _can_fork(self, parent: Request) -> bool:
+    def _has_prompt(self, parent: Request) -> bool:
+        """On the device, but for its last token. One that is swapped out is waited for."""
         return parent.status is RequestStatus.RUNNING and parent.num_computed_tokens >= parent.num_prompt_tokens - 1
 
-    def _start(self, request: Request) -> bool:
-        """Blocks for all its tokens, with one to spare for each running request, so that admission does not cause preemption."""
+    def _take_blocks(self, request: Request, draft: Draft) -> Grant | None:
         num_cached_tokens = self.blocks.start(
             request.request_id,
             request.token_ids,
             salt=request.source.cache_salt,
             read_cache=request.params.prompt_logprobs is None,
-            reserve=len(self.running),
+            reserve=self._admission.reserve(len(self.running)),
+            step_tokens=draft.budget,
         )
         if num_cached_tokens is None:
-            return False
+            return None
         request.num_computed_tokens = num_cached_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached_tokens
-        return True
+        return NOTHING
 
-    def _fork(self, request: Request, parent: Request, draft: Draft) -> bool:
+    def _fork(self, request: Request, parent: Request) -> Grant | None:
         """Shares the parent's prompt, of which the last token is computed again: its logits are wanted, and its block copied."""
         num_computed = request.num_prompt_tokens - 1
         self.blocks.fork(parent.request_id, request.request_id, num_computed)
         grant = self.blocks.grow(request.request_id, num_computed, request.num_tokens)
         if grant is None:
             self.blocks.free(request.request_id)
-            return False
-        draft.moves += grant.moves
+            return None
         request.num_computed_tokens = request.num_cached_tokens = num_computed
-        return True
+        return grant
 
-    def _admit(self, request: Request, draft: Draft) -> None:
-        """To the running, with a new row on the worker."""
+    def _run(self, request: Request, draft: Draft) -> None:
+        """To the running, with a new row on the worker and as many tokens as the budget has."""
         request.fork_of = None
         request.status = RequestStatus.RUNNING
         if request.scheduled_ts is None:
             request.scheduled_ts = draft.now
         self.running.append(request)
-        source = request.source
-        draft.new_rows.append(
-            NewRow(
-                request.request_id,
-                list(request.token_ids),
-                request.num_prompt_tokens,
-                request.params,
-                source.seed,
-                source.sample_index,
-                sorted(request.end_token_ids),
-            )
+        draft.add_new_row(request)
+        draft.add_row(request, draft.end_of(request), Grant(self.blocks.block_ids(request.request_id)))
+
+    def _finish_draft(self, draft: Draft) -> StepPlan:
+        plan = StepPlan(self._stats.num_steps, self._freed_rows, draft.new_rows, draft.moves, draft.rows)
+        self._freed_rows, self._swapped_out = [], draft.swapped_out
+        self._prompt_since = draft.now if draft.has_prompt else None
+        self._stats.num_steps += 1
+        return plan
+
+    def _crowd(self, now: float) -> Crowd:
+        first = next(self._policy.order(), None)
+        return Crowd(
+            now,
+            num_running=len(self.running) + len(self.swapped),
+            num_waiting=len(self._policy),
+            arrival_time=now if first is None else first.source.arrival_time,
+            last_prompt_s=self._last_prompt_s,
         )
-        draft.rows.append(self._row(request, draft, self.blocks.block_ids(request.request_id), []))
 
-    def _row(self, request: Request, draft: Draft, new_block_ids: list[list[int]], replaced: list[tuple[int, int, int]]) -> ScheduledRow:
-        """As many of its tokens as the budget has."""
-        start = request.num_computed_tokens
-        num_left = request.num_tokens - start
-        num_tokens = min(num_left, draft.budget)
-        draft.budget -= num_tokens
-        num_prompt_logprobs = request.params.prompt_logprobs if request.wants_prompt_logprobs else None
-        return ScheduledRow(request.request_id, start, num_tokens, new_block_ids, replaced, num_tokens == num_left, num_prompt_logprobs)
+    def _wait(self, request: Request, *, first: bool = False) -> None:
+        self._policy.join(request, first=first)
+        self._stats.num_waiting_tokens += request.num_tokens
 
-    def free_rows_again(self, plan: StepPlan) -> None:
-        """For a plan of which nobody knows how far it was carried out; to free a row twice does no harm."""
+    def _leave(self, request: Request) -> None:
+        self._policy.leave(request)
+        self._stats.num_waiting_tokens -= request.num_tokens
+
+    def plan_failed(self, plan: StepPlan) -> None:
+        """Nobody knows how far it was carried out: rows are freed again (twice does no harm), and what was swapped out starts over.
+
+        The requests that were to be computed fail at `update`.
+        """
         self._freed_rows += plan.freed_rows
+        for request in self._swapped_out:
+            if request.status is RequestStatus.SWAPPED:
+                self.swapped.remove(request)
+                self._start_over(request)
+
+    def _start_over(self, request: Request) -> None:
+        """Back to the front of the waiting, with nothing computed."""
+        self.blocks.free(request.request_id)
+        request.start_over()
+        self._policy.stopped(request)
+        self._wait(request, first=True)
 
     # -- a step is taken in ---------------------------------------------------------------------------------------------
 
@@ -236,10 +326,11 @@ class Scheduler:
         if result.prompt_logprobs:
             request.prompt_logprobs += result.prompt_logprobs
         request.num_computed_tokens = row.start + row.num_tokens
-        self.blocks.record(request.request_id, request.token_ids, request.num_computed_tokens, salt=request.source.cache_salt)
-        if not row.samples:
-            return None
-        return self._take_tokens(request, result)
+        if self._limits.keeps_kv:
+            self.blocks.record(request.request_id, request.token_ids, request.num_computed_tokens, salt=request.source.cache_salt)
+        elif row.samples:
+            request.num_computed_tokens = 0
+        return self._take_tokens(request, result) if row.samples else None
 
     def _take_tokens(self, request: Request, result: RowResult) -> EngineOutput:
         is_first = request.num_output_tokens == 0
@@ -251,6 +342,7 @@ class Scheduler:
             if finish is not None:
                 break
         self._stats.generation_tokens += num_taken
+        self._policy.took(request, num_taken)
         output = EngineOutput(request.request_id) if finish is None else self._finish(request, finish)
         output.token_ids = result.token_ids[:num_taken]
         output.logprobs = result.logprobs
@@ -266,7 +358,13 @@ class Scheduler:
             output.prompt_logprobs = request.prompt_logprobs
 
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
-        """Frees all that a request holds; the caller takes it out of its queue."""
+        """Frees all that a request holds; out of the running the caller takes it."""
+        if request.status is RequestStatus.WAITING:
+            self._leave(request)
+        else:
+            self._policy.stopped(request)
+        if request.status is RequestStatus.SWAPPED:
+            self.swapped.remove(request)
         request.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
         self.blocks.free(request.request_id, forget=finish.reason == "error")
@@ -280,14 +378,18 @@ class Scheduler:
             stop_reason=finish.stop_reason,
             error=finish.error,
             num_preemptions=request.num_preemptions,
+            num_swaps=request.num_swaps,
         )
 
     def stats(self) -> EngineStats:
         """A snapshot."""
         stats = self._stats
         stats.num_running = len(self.running)
-        stats.num_waiting = len(self.waiting)
+        stats.num_swapped = len(self.swapped)
+        stats.num_waiting = len(self._policy)
+        stats.num_blocks = self.blocks.num_blocks
         stats.num_used_blocks = self.blocks.num_blocks - self.blocks.num_free_blocks
+        stats.num_host_blocks = self.blocks.host.num_used_blocks
         stats.prefix_query_tokens = self.blocks.num_query_tokens
         stats.prefix_hit_tokens = self.blocks.num_hit_tokens
         return msgspec.structs.replace(stats)

@@ -21,6 +21,16 @@ class EngineStats(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     busy_s: float = 0.0
     """Time the device spent computing."""
+    num_swapped: int = 0
+    """Requests whose blocks are in host memory now."""
+    num_swaps: int = 0
+    """Of the preemptions, those to host memory."""
+    num_host_blocks: int = 0
+    """Of all groups, in use now."""
+    num_waiting_tokens: int = 0
+    num_added: int = 0
+    """Requests that ever came, and their tokens: what a front has sent beyond these is still on its way."""
+    num_added_tokens: int = 0
 
     @property
     def kv_usage(self) -> float:

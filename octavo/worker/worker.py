@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from octavo.backends.base import KvCache, Runnable
+from octavo.backends.base import Runnable
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.model_runner import ModelRunner
@@ -21,27 +21,31 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Runs the plans of one engine on one device."""
 
-    def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows, *, close: Callable[[], None]) -> None:
+    def __init__(self, runnable: Runnable, cache_engine: CacheEngine, rows: RequestRows, *, close: Callable[[], None]) -> None:
         self._rows = rows
-        self._cache_engine = CacheEngine(kv)
-        self._runner = ModelRunner(runnable, kv, rows)
+        self._cache_engine = cache_engine
+        self._runner = ModelRunner(runnable, cache_engine.kv, rows)
         self._close = close
 
     def execute(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        self._apply(plan)
+        moved_s = self._apply(plan)
         results = self._run(plan.rows) if plan.rows else []
-        return StepResult(plan.step, results, time.perf_counter() - began)
+        return StepResult(plan.step, results, time.perf_counter() - began, moved_s)
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _apply(self, plan: StepPlan) -> float:
+        """Says for how many seconds blocks were moved."""
         for request_id in plan.freed_rows:
             self._rows.free(request_id)
         for new in plan.new_rows:
             self._rows.add(new)
+        began = time.perf_counter()
         self._cache_engine.apply(plan.moves)
+        moved_s = time.perf_counter() - began
         for row in plan.rows:
             if row.new_block_ids or row.replaced_blocks:
                 self._rows.update_tables(row)
+        return moved_s
 
     def _run(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
         """Runs them together; where that raises, one by one. To compute a position twice writes the same KV twice."""

@@ -138,7 +138,7 @@ def test_what_is_named_exists(page):
 
 
 def test_a_name_that_is_gone_is_seen():
-    gone = ("octavo/engine/beam.py", "Scheduler.swap", "scheduler.Swapper", "ThreadPool::steal_all", "/v1/embeddings", "--swap-space")
+    gone = ("octavo/engine/beam.py", "Scheduler.swap", "scheduler.Swapper", "ThreadPool::steal_all", "/v1/embeddings", "--swap-speed")
     assert not [text for text in (*gone, "make coffee", "num_swapped_blocks_ever") if is_known(text)]
     known = (
         "octavo/engine/core.py",

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from octavo.engine.block_manager import BlockManager
+from octavo.config.engine_config import CacheOptions, SchedulerOptions
+from octavo.engine.block_pool import BlockGroup
+from octavo.engine.build_scheduler import build_scheduler
 from octavo.engine.core import EngineCore
 from octavo.engine.request import EngineOutput, EngineRequest
-from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, StepPlan, StepResult, TokenLogprobs
+from octavo.step import BlockMove, RowResult, StepPlan, StepResult, TokenLogprobs
 
 VOCAB = 1000
 BLOCK = 16
@@ -34,8 +36,12 @@ class FakeRow:
 
 
 class FakeExecutor:
-    def __init__(self, num_groups: int = 1) -> None:
-        self.kv: list[dict[tuple[int, int], int]] = [{} for _ in range(num_groups)]
+    """`windows`: per group the keys that a query sees, None for all."""
+
+    def __init__(self, num_groups: int = 1, *, windows: Sequence[int | None] | None = None) -> None:
+        self.windows = windows or [None] * num_groups
+        self.kv: list[dict[tuple[int, int], int]] = [{} for _ in self.windows]
+        self.host: list[dict[tuple[int, int], int]] = [{} for _ in self.windows]
         self.rows: dict[str, FakeRow] = {}
         self.plans: list[StepPlan] = []
         self.raise_on: set[str] = set()
@@ -50,13 +56,19 @@ class FakeExecutor:
             tables = [[] for _ in self.kv]
             self.rows[new.request_id] = FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index, tables)
         for move in plan.moves:
-            kv = self.kv[move.group]
-            for offset in range(BLOCK):
-                if (move.source, offset) in kv:
-                    kv[move.target, offset] = kv[move.source, offset]
+            self._move(move)
         if bad := self.raise_on & {row.request_id for row in plan.rows}:
             raise RuntimeError(f"no luck with {sorted(bad)}")
         return StepResult(plan.step, [self._run(row) for row in plan.rows])
+
+    def _move(self, move: BlockMove) -> None:
+        kv, host = self.kv[move.group], self.host[move.group]
+        source, target = {"copy": (kv, kv), "swap_out": (kv, host), "swap_in": (host, kv)}[move.kind]
+        for offset in range(BLOCK):
+            if (move.source, offset) in source:
+                target[move.target, offset] = source[move.source, offset]
+            else:
+                target.pop((move.target, offset), None)
 
     def _run(self, row) -> RowResult:
         state = self.rows[row.request_id]
@@ -76,12 +88,11 @@ class FakeExecutor:
         if not row.samples:
             return RowResult(row.request_id, prompt_logprobs=prompt_logprobs)
         end = row.start + row.num_tokens
-        seen = [
-            [kv[table[position // BLOCK], position % BLOCK] for position in range(end)]
-            for kv, table in zip(self.kv, state.tables, strict=True)
-        ]
-        assert all(history == state.tokens[:end] for history in seen), "the KV blocks hold other tokens than the request"
-        token = pseudo_token(seen[0], state.sample_index)
+        for kv, table, window in zip(self.kv, state.tables, self.windows, strict=True):
+            first = 0 if window is None else max(0, row.start - window + 1)
+            seen = [kv[table[position // BLOCK], position % BLOCK] for position in range(first, end)]
+            assert seen == state.tokens[first:end], "the KV blocks hold other tokens than the request"
+        token = pseudo_token(state.tokens[:end], state.sample_index)
         state.tokens.append(token)
         return RowResult(row.request_id, [token], prompt_logprobs=prompt_logprobs)
 
@@ -93,19 +104,32 @@ def make_core(
     *,
     num_blocks: int = 64,
     num_groups: int = 1,
+    windows: Sequence[int | None] | None = None,
+    num_host_blocks: int = 0,
+    max_model_len: int = 512,
+    executor=None,
+    clock: Callable[[], float] = lambda: 0.0,
+    caching: bool = True,
+    kv_cache: bool = True,
     budget: int = 64,
     max_num_seqs: int = 8,
-    max_model_len: int = 512,
-    caching: bool = True,
-    executor=None,
+    **options,
 ) -> EngineCore:
-    blocks = BlockManager(num_blocks=num_blocks, num_groups=num_groups, block_size=BLOCK, enable_prefix_caching=caching)
-    scheduler = Scheduler(blocks, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-    return EngineCore(scheduler, executor or FakeExecutor(num_groups), clock=lambda: 0.0)
+    """`options` are the scheduler's; with `windows` each group has its own."""
+    groups = [BlockGroup(num_blocks, window, num_host_blocks) for window in windows or [None] * num_groups]
+    scheduler = build_scheduler(
+        SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **options),
+        CacheOptions(enable_prefix_caching=caching, kv_cache=kv_cache),
+        groups,
+        block_size=BLOCK,
+        max_model_len=max_model_len,
+    )
+    return EngineCore(scheduler, executor or FakeExecutor(windows=[group.window for group in groups]), clock=clock)
 
 
 def make_request(request_id: str, prompt: list[int], *, max_tokens: int | None = 8, eos: tuple[int, ...] = (), **fields) -> EngineRequest:
-    own = {name: fields.pop(name) for name in ("sample_index", "fork_of", "cache_salt") if name in fields}
+    names = ("sample_index", "fork_of", "cache_salt", "priority", "tenant", "arrival_time")
+    own = {name: fields.pop(name) for name in names if name in fields}
     return EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, **fields), seed=1, eos_token_ids=list(eos), **own)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from octavo.engine.block_manager import BlockManager
+from octavo.engine.block_pool import BlockGroup
 from octavo.engine.prefix_cache import BlockKey, PrefixCache, extend_keys
 
 BLOCK = 4
@@ -23,7 +24,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(num_blocks=NUM_BLOCKS, num_groups=2, block_size=BLOCK, enable_prefix_caching=True)
+        self.blocks = BlockManager([BlockGroup(NUM_BLOCKS)] * 2, block_size=BLOCK, enable_prefix_caching=True)
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
         self.contents: list[dict[tuple[int, int], int]] = [{}, {}]
@@ -133,7 +134,7 @@ TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, de
 
 
 def manager(num_blocks=8, **options):
-    return BlockManager(num_blocks=num_blocks, num_groups=1, block_size=BLOCK, **{"enable_prefix_caching": True, **options})
+    return BlockManager([BlockGroup(num_blocks)], block_size=BLOCK, **{"enable_prefix_caching": True, **options})
 
 
 def run_request(blocks, request_id, tokens, *, free=True):

@@ -61,7 +61,7 @@ def test_the_youngest_is_preempted_and_returns_first():
     while core.has_work:
         core.step()
         if core.scheduler.stats().num_preemptions and not seen:
-            seen = [list(core.scheduler.waiting), [request.request_id for request in core.scheduler.running]]
+            seen = [[request.request_id for request in core.scheduler.waiting], [request.request_id for request in core.scheduler.running]]
     assert seen[0][0] == "young" and seen[1] == ["old"]
 
 
@@ -86,7 +86,8 @@ def test_a_prompt_that_can_never_fit_fails_with_its_numbers(num_blocks, limit):
     core.add(make_request("b", [1, 2, 3]))
     found = run_all(core)
     assert found["a"][0].finish_reason == "error"
-    assert f"got {limit} tokens, allowed are at most {limit - 1}" in found["a"][0].error
+    assert f"is {limit} tokens" in found["a"][0].error or f"holds {limit} tokens" in found["a"][0].error
+    assert f"the prompt has {limit}; allowed are at most {limit - 1}" in found["a"][0].error
     assert tokens_of(found["b"]) == expected_tokens([1, 2, 3], 8)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.backends.base import BLOCK_SIZE, SampleResult, StepBatch, StepOutput
+from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 from tests.engine.fakes import VOCAB, pseudo_token
@@ -17,6 +18,12 @@ class FakeKv:
     def copy_block(self, group: int, source: int, target: int) -> None:
         blocks = self.tokens[group].reshape(-1, BLOCK_SIZE)
         blocks[target] = blocks[source]
+
+    def read_block(self, group: int, block_id: int, into: np.ndarray) -> None:
+        into.view(np.int64)[:] = self.tokens[group].reshape(-1, BLOCK_SIZE)[block_id]
+
+    def write_block(self, group: int, block_id: int, data: np.ndarray) -> None:
+        self.tokens[group].reshape(-1, BLOCK_SIZE)[block_id] = data.view(np.int64)
 
 
 class FakeRunnable:
@@ -65,4 +72,5 @@ def make_worker(
     runnable: FakeRunnable, *, num_groups: int = 1, num_blocks: int = 64, max_rows: int = 8, max_model_len: int = 512
 ) -> Worker:
     rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len, num_groups=num_groups, vocab_size=VOCAB)
-    return Worker(runnable, FakeKv(num_groups, num_blocks), rows, close=lambda: None)
+    cache_engine = CacheEngine(FakeKv(num_groups, num_blocks), [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups)
+    return Worker(runnable, cache_engine, rows, close=lambda: None)

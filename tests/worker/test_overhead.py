@@ -5,6 +5,7 @@ import time
 import numpy as np
 
 from octavo.backends.base import SampleResult, StepOutput
+from octavo.engine.admission import PromptLimits
 from octavo.engine.client import InProcessClient
 from octavo.engine.input_processor import InputProcessor, ModelLimits
 from octavo.engine.output_processor import OutputProcessor
@@ -27,7 +28,7 @@ def microseconds_a_step(num_requests, num_steps=200):
     worker = make_worker(InstantRunnable(), num_blocks=4, max_rows=num_requests, max_model_len=1024)
     core = make_core(num_blocks=65 * num_requests, budget=1 << 20, max_num_seqs=num_requests, max_model_len=1024, executor=worker)
     client = InProcessClient(core, INFO)
-    inputs = InputProcessor(limits=ModelLimits(VOCAB, 1024, 1 << 30, 20), tokenizer=None, eos_token_ids=[2], seed=0)
+    inputs = InputProcessor(limits=ModelLimits(VOCAB, PromptLimits(None, 1024, 1 << 30), 20), tokenizer=None, eos_token_ids=[2], seed=0)
     outputs = OutputProcessor(None)
     for index in range(num_requests):
         request = inputs.process(str(index), list(range(100)), SamplingParams(max_tokens=None))

@@ -1,0 +1,90 @@
+"""Whether a request may start: OK, LATER (and what it waits for), or NEVER (and which limit it breaks).
+
+Knows requests' sizes and the blocks that have to stay free; gives no block away itself. The same limits stand at the front, where a
+user's prompt is checked before anything is queued.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class Verdict(Enum):
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class Answer(NamedTuple):
+    verdict: Verdict
+    reason: str = ""
+    """What the request waits for, or the limit that it breaks with what was got and what is allowed."""
+    hint: str | None = None
+
+
+OK = Answer(Verdict.OK)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What a prompt is checked against, once; the context and the KV cache must have room for one new token besides."""
+
+    max_prompt_len: int | None
+    max_model_len: int
+    kv_capacity_tokens: int
+    max_whole_prompt: int | None = None
+    """Tokens of a step, where a prompt has to fit into one."""
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Of a request, prompt and output."""
+        return min(self.max_model_len, self.kv_capacity_tokens)
+
+    def judge(self, num_prompt_tokens: int) -> Answer:
+        """OK or NEVER."""
+        num = num_prompt_tokens
+        if self.max_prompt_len is not None and num > self.max_prompt_len:
+            return _never(f"The prompt limit is {self.max_prompt_len} tokens", num, self.max_prompt_len, "raise max_prompt_len")
+        if num + 1 > self.max_model_len:
+            return _never(f"This model's maximum context length is {self.max_model_len} tokens", num, self.max_model_len - 1)
+        if num + 1 > self.kv_capacity_tokens:
+            limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
+            return _never(limit, num, self.kv_capacity_tokens - 1, "raise kv_cache_memory_bytes")
+        if self.max_whole_prompt is not None and num > self.max_whole_prompt:
+            limit = f"The batch limit is {self.max_whole_prompt} tokens a step, and prompts are not chunked"
+            return _never(limit, num, self.max_whole_prompt, "raise max_num_batched_tokens, or allow chunked prefill")
+        return OK
+
+
+def _never(limit: str, got: int, allowed: int, hint: str | None = None) -> Answer:
+    return Answer(Verdict.NEVER, f"{limit}, the prompt has {got}; allowed are at most {allowed}", hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """`watermark_blocks` stay free when a request starts beside others, so that its start does not cause the next preemption."""
+
+    limits: PromptLimits
+    watermark_blocks: int
+
+    def judge(self, num_prompt_tokens: int) -> Answer:
+        """When a request comes: OK or NEVER."""
+        return self.limits.judge(num_prompt_tokens)
+
+    def may_start(self, num_tokens: int, *, budget: int, room: int) -> Answer:
+        """OK or LATER, as far as the step's budgets go; `num_tokens` are the request's, `room` counts requests."""
+        if room <= 0:
+            return Answer(Verdict.LATER, "batch full")
+        whole = self.limits.max_whole_prompt
+        least = num_tokens if whole is not None and num_tokens <= whole else 1
+        return OK if budget >= least else Answer(Verdict.LATER, "step full")
+
+    def reserve(self, num_running: int) -> int:
+        """Blocks to be left free: one for each running request, or the watermark where that is more; none where nothing runs."""
+        return max(num_running, self.watermark_blocks) if num_running else 0
+
+
+NO_BLOCKS = Answer(Verdict.LATER, "KV full")
+NO_PROMPT = Answer(Verdict.LATER, "the prompt that it shares is not computed")

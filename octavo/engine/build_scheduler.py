@@ -1,0 +1,61 @@
+"""A Scheduler and its collaborators, out of the options: what an engine, a simulation and a replay have in common.
+
+Knows no model: its cache groups and its context are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from octavo.config.derive import tenant_weights
+from octavo.config.engine_config import CacheOptions, SchedulerOptions
+from octavo.engine.admission import Admission, PromptLimits
+from octavo.engine.batching import build_batching
+from octavo.engine.block_manager import BlockManager
+from octavo.engine.block_pool import BlockGroup
+from octavo.engine.policy import Fair, FirstComeFirstServed, Policy, Priority
+from octavo.engine.preemption import Preemption
+from octavo.engine.scheduler import Scheduler, StepLimits
+
+
+def build_scheduler(
+    options: SchedulerOptions, cache: CacheOptions, groups: Sequence[BlockGroup], *, block_size: int, max_model_len: int
+) -> Scheduler:
+    blocks = BlockManager(
+        groups,
+        block_size=block_size,
+        enable_prefix_caching=cache.enable_prefix_caching and cache.kv_cache,
+        max_step_tokens=options.max_num_batched_tokens,
+    )
+    return Scheduler(
+        blocks,
+        limits=StepLimits(options.max_num_batched_tokens, options.max_num_seqs, keeps_kv=cache.kv_cache),
+        admission=Admission(
+            prompt_limits(options, max_model_len=max_model_len, kv_capacity_tokens=blocks.capacity_tokens),
+            watermark_blocks=math.ceil(options.watermark * min(group.num_blocks for group in groups)),
+        ),
+        policy=build_policy(options),
+        batching=build_batching(
+            options.batching,
+            max_num_seqs=options.max_num_seqs,
+            window_s=options.batch_window_ms / 1000,
+            delay_factor=options.scheduler_delay_factor,
+        ),
+        preemption=Preemption(blocks, options.preemption_mode),
+    )
+
+
+def prompt_limits(options: SchedulerOptions, *, max_model_len: int, kv_capacity_tokens: int) -> PromptLimits:
+    return PromptLimits(
+        max_prompt_len=options.max_prompt_len,
+        max_model_len=max_model_len,
+        kv_capacity_tokens=kv_capacity_tokens,
+        max_whole_prompt=None if options.enable_chunked_prefill else options.max_num_batched_tokens,
+    )
+
+
+def build_policy(options: SchedulerOptions) -> Policy:
+    if options.scheduling_policy == "fair":
+        return Fair(weights=tenant_weights(options), max_running=options.max_num_seqs_per_tenant)
+    return Priority() if options.scheduling_policy == "priority" else FirstComeFirstServed()
