@@ -20,8 +20,8 @@ from octavo.engine.core import CoreOutputs
 from octavo.engine.input_processor import FrontRequest, Prompt, default_sampling_params
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded
-from octavo.outputs import RequestOutput
-from octavo.ports import Tokenizer
+from octavo.outputs import Profile, RequestOutput
+from octavo.ports import Profiler, Tokenizer
 from octavo.sampling_params import SamplingParams, params_for_each
 from octavo.wiring import Front, Report, build_in_process, build_with_process
 
@@ -126,6 +126,18 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets what earlier prompts computed. False while requests run."""
         return self._front.client.reset_prefix_cache()
+
+    def start_profile(self) -> None:
+        """Times each kind of op of what is generated from now on; BackendUnavailable where the backend cannot."""
+        self._profiler().start_profile()
+
+    def stop_profile(self) -> Profile:
+        """Where the time went since start_profile, beside what this machine can do at most, which is measured now."""
+        return self._profiler().stop_profile()
+
+    def _profiler(self) -> Profiler:
+        assert self._front.profiler is not None, "LLM's core runs in this process"
+        return self._front.profiler
 
     def close(self) -> None:
         """Gives back threads and memory; the engine is of no use afterwards."""

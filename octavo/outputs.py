@@ -70,3 +70,33 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpProfile:
+    """All runs of one kind of op. `num_bytes`: of weights, or of K and V, that it had to read at least; 0 where none are counted."""
+
+    name: str
+    code: str
+    """How its weights are stored ("u4", "bf16", ...), "" where it has none."""
+    calls: int
+    seconds: float
+    num_bytes: float
+    operations: float
+    """Multiplications and additions, two for each product of two numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Where the time of some steps went, and what the machine could have done. Source: the roofline of Williams et al. 2009."""
+
+    ops: list[OpProfile]
+    bandwidth: float
+    """Bytes per second, read from a working set of the weights' size."""
+    rates: dict[str, float]
+    """Operations per second of many rows by code of the weights, operands in the nearest cache."""
+
+    def bound_s(self, op: OpProfile) -> float:
+        """The least time that the op's bytes or operations take on this machine; 0 where neither is counted."""
+        compute = op.operations / self.rates[op.code] if op.code in self.rates else 0.0
+        return max(op.num_bytes / self.bandwidth, compute)

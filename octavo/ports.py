@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from octavo.outputs import Profile
 from octavo.step import StepPlan, StepResult
 
 
@@ -18,6 +19,16 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Profiler(Protocol):
+    """Times the ops of steps. `worker/worker.py` is one."""
+
+    def start_profile(self) -> None:
+        """BackendUnavailable where the backend cannot."""
+        ...
+
+    def stop_profile(self) -> Profile: ...
 
 
 class Tokenizer(Protocol):

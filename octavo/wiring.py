@@ -6,7 +6,7 @@ Everything is chosen by the frozen config; nothing is registered or looked up el
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
-from octavo.ports import Checkpoint, Tokenizer, TokenizerSource
+from octavo.ports import Checkpoint, Profiler, Tokenizer, TokenizerSource
 from octavo.program.program import Program
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.load_bar import LoadBar
@@ -49,6 +49,8 @@ class Front:
     outputs: OutputProcessor
     tokenizer: Tokenizer | None
     generation_config: dict[str, Any]
+    profiler: Profiler | None = None
+    """Of a core in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ def build_in_process(config: EngineConfig, report: Report) -> Front:
     """The core in this process: `LLM`, tests."""
     model = open_model(config)
     tokenizer = build_tokenizer(model)
-    core, info = build_core(model, report)
-    return _front(model, InProcessClient(core, info), info, tokenizer)
+    core, info, worker = _build_core(model, report)
+    return replace(_front(model, InProcessClient(core, info), info, tokenizer), profiler=worker)
 
 
 def build_with_process(config: EngineConfig, report: Report) -> Front:
@@ -98,6 +100,11 @@ def open_model(config: EngineConfig) -> Model:
 
 
 def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
+    core, info, _ = _build_core(model, report)
+    return core, info
+
+
+def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, Worker]:
     """Weights packed, KV cache allocated, scheduler in front."""
     config = model.config
     program = _decoder(model)
@@ -122,7 +129,7 @@ def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
     worker = Worker(runnable, CacheEngine(kv, host), rows, close=backend.close)
     scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len)
     info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
-    return EngineCore(scheduler, worker), info
+    return EngineCore(scheduler, worker), info, worker
 
 
 def build_backend(config: EngineConfig) -> Backend:

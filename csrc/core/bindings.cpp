@@ -7,6 +7,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
+
+#include "ceilings.h"
 #include "executor.h"
 #include "levels.h"
 
@@ -142,7 +145,7 @@ struct Builder {
 
     nb::list profiled() const {
         nb::list rows;
-        for (const auto& [name, time] : executor.profiled()) rows.append(nb::make_tuple(name, time.calls, time.seconds, time.cost.bytes, time.cost.operations));
+        for (const auto& [name, time] : executor.profiled()) rows.append(nb::make_tuple(name, time.code, time.calls, time.seconds, time.cost.bytes, time.cost.operations));
         return rows;
     }
 
@@ -196,6 +199,13 @@ struct Builder {
     }
 };
 
+Code code_of(const std::string& name) {
+    static const std::map<std::string, Code> codes = {{"u4", Code::u4}, {"u8", Code::u8}, {"bf16", Code::bf16}, {"fp16", Code::fp16}, {"fp32", Code::fp32}};
+    const auto found = codes.find(name);
+    if (found == codes.end()) throw std::invalid_argument("code " + name + ": allowed are u4, u8, bf16, fp16, fp32");
+    return found->second;
+}
+
 std::shared_ptr<PackedTiles> pack_codes(Device& device, const nb::tuple& codes, const nb::tuple& scales, const nb::object& mins, const nb::object& super_scales,
                                         const nb::object& super_mins, int bits, bool halves, int group, int zero_point, int num_inputs) {
     QuantisedSource source{bits, halves, group, zero_point, num_inputs, matrix_or_none(codes), matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins)};
@@ -206,7 +216,7 @@ std::shared_ptr<PackedTiles> pack_codes(Device& device, const nb::tuple& codes, 
 std::shared_ptr<PackedTiles> pack_values(Device& device, const nb::tuple& values, const std::string& code) {
     const Matrix matrix = matrix_or_none(values);
     nb::gil_scoped_release release;
-    return std::make_shared<PackedTiles>(pack_floats(matrix, code == "bf16" ? Code::bf16 : code == "fp16" ? Code::fp16 : Code::fp32, device.pool));
+    return std::make_shared<PackedTiles>(pack_floats(matrix, code_of(code), device.pool));
 }
 
 void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
@@ -225,7 +235,10 @@ NB_MODULE(_native, m) {
         .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)
         .def_prop_ro("level", [](const Device& d) { return std::string(d.kernels.name); })
         .def("pack_codes", &pack_codes, "codes"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "bits"_a, "halves"_a, "group"_a, "zero_point"_a, "num_inputs"_a)
-        .def("pack_values", &pack_values, "values"_a, "code"_a);
+        .def("pack_values", &pack_values, "values"_a, "code"_a)
+        .def("read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); }, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
+        .def("product_rate", [](Device& d, const std::string& code, int rows) { return product_rate(d.pool, d.kernels, code_of(code), rows); }, "code"_a, "rows"_a,
+             nb::call_guard<nb::gil_scoped_release>(), "Operations per second with operands in the nearest cache; rows: at most 32.");
 
     nb::class_<PackedTiles>(m, "PackedTiles").def_prop_ro("num_bytes", &PackedTiles::num_bytes);
 
@@ -262,7 +275,7 @@ NB_MODULE(_native, m) {
         .def("sampling", [](Builder& b, const PlaceTuple& logits) { b.executor.add_sampling(place_of(logits)); })
         .def("finish", [](Builder& b, int64_t tokens, int64_t samples) { b.executor.finish(tokens, samples); })
         .def("profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)
-        .def("profiled", &Builder::profiled, "Per kind of stage: (name, calls, seconds, bytes, operations).")
+        .def("profiled", &Builder::profiled, "Per kind of stage: (name, code of its weights or \"\", calls, seconds, bytes, operations).")
         .def("run", &Builder::run, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a.none(), "result"_a.none(), "logits"_a.none(), "kv"_a);
 }
 

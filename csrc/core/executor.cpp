@@ -76,9 +76,11 @@ struct LinearStage : Stage {
     }
     bool on_samples() const override { return spec.x.samples; }
     std::string name() const override {
-        const Tiles& w = spec.parts.front().tiles;
+        return "linear " + std::to_string(spec.x.width) + " to " + std::to_string(num_tiles * kTile * (spec.gated ? 2 : 1)) + " " + code();
+    }
+    const char* code() const override {
         static constexpr const char* kCodes[] = {"u4", "u8", "bf16", "fp16", "fp32"};
-        return "linear " + std::to_string(w.num_inputs) + " to " + std::to_string(num_tiles * kTile * (spec.gated ? 2 : 1)) + " " + kCodes[(int)w.code];
+        return kCodes[(int)spec.parts.front().tiles.code];
     }
     Cost cost(const View& view) const override {
         Cost sum;
@@ -271,6 +273,7 @@ struct Walk : ThreadPool::Work {
         const auto now = std::chrono::steady_clock::now();
         StageTime& time = executor.profiled_[stage(index).name()];
         const Cost cost = stage(index).cost(view(index));
+        time.code = stage(index).code();
         time.calls++;
         time.seconds += std::chrono::duration<double>(now - since).count();
         time.cost.bytes += cost.bytes, time.cost.operations += cost.operations;

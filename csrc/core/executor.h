@@ -54,8 +54,9 @@ struct Cost {
     double bytes = 0, operations = 0;
 };
 
-// Sums over steps, by what kind of stage it was.
+// Sums over steps, by what kind of stage it was. `code`: of a product's weights, else "".
 struct StageTime {
+    const char* code = "";
     int64_t calls = 0;
     double seconds = 0;
     Cost cost;
@@ -64,6 +65,7 @@ struct StageTime {
 struct Stage {
     virtual ~Stage() = default;
     virtual std::string name() const = 0;
+    virtual const char* code() const { return ""; }
     virtual Cost cost(const View&) const { return {}; }
     virtual bool on_samples() const = 0;
     virtual int pieces(const View& view) const = 0;

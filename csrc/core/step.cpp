@@ -10,29 +10,31 @@ KvMemory::KvMemory(std::vector<KvGroup> groups) : groups_(std::move(groups)) {
 
 KvLayer KvMemory::layer(int group, int layer) const {
     const KvGroup& g = groups_[group];
-    uint8_t* base = memory_[group]->data() + (size_t)layer * g.num_blocks * g.block_bytes();
-    return KvLayer{base, g.block_bytes(), g.v_offset(), g.is_bf16, g.num_heads, g.k_width, g.v_width, g.v_padded()};
+    return KvLayer{at(group, layer * g.num_heads, 0), g.num_blocks * g.head_bytes(), g.head_bytes(), g.v_offset(), g.is_bf16, g.num_heads, g.k_width, g.v_width, g.v_padded()};
+}
+
+// One head's share of a block in one layer; `part` counts layers and heads.
+uint8_t* KvMemory::at(int group, int part, int block) const {
+    const KvGroup& g = groups_[group];
+    return memory_[group]->data() + ((size_t)part * g.num_blocks + block) * g.head_bytes();
+}
+
+template <typename Fn>
+void KvMemory::for_each_part(int group, const Fn& fn) const {
+    const KvGroup& g = groups_[group];
+    for (int part = 0; part < g.num_layers * g.num_heads; part++) fn(part, g.head_bytes());
 }
 
 void KvMemory::copy_block(int group, int source, int target) {
-    for (int l = 0; l < groups_[group].num_layers; l++) {
-        const KvLayer kv = layer(group, l);
-        std::memcpy(kv.base + target * kv.block_bytes, kv.base + source * kv.block_bytes, kv.block_bytes);
-    }
+    for_each_part(group, [&](int part, size_t bytes) { std::memcpy(at(group, part, target), at(group, part, source), bytes); });
 }
 
-void KvMemory::read_block(int group, int block, uint8_t* bytes) const {
-    for (int l = 0; l < groups_[group].num_layers; l++) {
-        const KvLayer kv = layer(group, l);
-        std::memcpy(bytes + l * kv.block_bytes, kv.base + block * kv.block_bytes, kv.block_bytes);
-    }
+void KvMemory::read_block(int group, int block, uint8_t* to) const {
+    for_each_part(group, [&](int part, size_t bytes) { std::memcpy(to + part * bytes, at(group, part, block), bytes); });
 }
 
-void KvMemory::write_block(int group, int block, const uint8_t* bytes) {
-    for (int l = 0; l < groups_[group].num_layers; l++) {
-        const KvLayer kv = layer(group, l);
-        std::memcpy(kv.base + block * kv.block_bytes, bytes + l * kv.block_bytes, kv.block_bytes);
-    }
+void KvMemory::write_block(int group, int block, const uint8_t* from) {
+    for_each_part(group, [&](int part, size_t bytes) { std::memcpy(at(group, part, block), from + part * bytes, bytes); });
 }
 
 }  // namespace octavo

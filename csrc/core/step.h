@@ -16,12 +16,14 @@ struct KvGroup {
 
     int v_padded() const { return (v_width + 15) / 16 * 16; }
     size_t element() const { return is_bf16 ? 2 : 4; }
-    size_t v_offset() const { return (size_t)num_heads * ((k_width + 1) / 2 * 2) * kTile * element(); }
-    // Of one layer.
-    size_t block_bytes() const { return v_offset() + (size_t)num_heads * v_padded() * kTile * element(); }
+    size_t v_offset() const { return (size_t)((k_width + 1) / 2 * 2) * kTile * element(); }
+    // Of one layer and head, and of one layer.
+    size_t head_bytes() const { return v_offset() + (size_t)v_padded() * kTile * element(); }
+    size_t block_bytes() const { return num_heads * head_bytes(); }
 };
 
-// Each group's blocks, 0 .. num_blocks - 1; memory is [layer][block] and costs nothing until it is written.
+// Each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that what one head reads of neighbouring blocks lies
+// together, and costs nothing until it is written.
 class KvMemory {
   public:
     explicit KvMemory(std::vector<KvGroup> groups);
@@ -31,12 +33,16 @@ class KvMemory {
     const KvGroup& group(int index) const { return groups_[index]; }
     int num_groups() const { return (int)groups_.size(); }
     void copy_block(int group, int source, int target);
-    // A block's bytes in every layer, one layer after another: num_layers * block_bytes.
+    // A block's bytes, [layer][head]: num_layers * block_bytes.
     void read_block(int group, int block, uint8_t* bytes) const;
     void write_block(int group, int block, const uint8_t* bytes);
     bool has_block(int group, int block) const { return group >= 0 && group < num_groups() && block >= 0 && block < groups_[group].num_blocks; }
 
   private:
+    uint8_t* at(int group, int part, int block) const;
+    template <typename Fn>
+    void for_each_part(int group, const Fn& fn) const;
+
     std::vector<KvGroup> groups_;
     std::vector<std::unique_ptr<Memory>> memory_;
 };

@@ -30,14 +30,8 @@ void rope_head(float* x, const float* cos, const float* sin, int rotary, bool in
 
 // -- blocks --------------------------------------------------------------------------------------------------------------
 
-OCTAVO_INLINE uint8_t* k_of(const KvLayer& kv, int block, int head) {
-    const size_t element = kv.is_bf16 ? 2 : 4, width = (size_t)((kv.k_width + 1) / 2 * 2);
-    return kv.base + (size_t)block * kv.block_bytes + head * width * kTile * element;
-}
-OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) {
-    const size_t element = kv.is_bf16 ? 2 : 4;
-    return kv.base + (size_t)block * kv.block_bytes + kv.v_offset + (size_t)head * kv.v_padded * kTile * element;
-}
+OCTAVO_INLINE uint8_t* k_of(const KvLayer& kv, int block, int head) { return kv.base + head * kv.head_stride + block * kv.block_stride; }
+OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) { return k_of(kv, block, head) + kv.v_offset; }
 
 // k [heads * k_width], v [heads * v_width] of one token into its slot. Other threads may be writing its neighbours in the block.
 void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {

@@ -94,9 +94,9 @@ struct Epilogue {
 //   K fp32 [D][16 tokens]          bf16 [D/2][16 tokens][2]       (D padded to even)
 //   V fp32 [16 tokens][Dv]         bf16 [16 tokens / 2][Dv][2]    (Dv padded to 16)
 struct KvLayer {
-    uint8_t* base;  // block b starts at base + b * block_bytes
-    size_t block_bytes;
-    size_t v_offset;  // of V inside the block
+    uint8_t* base;  // head h of block b starts at base + h * head_stride + b * block_stride
+    size_t head_stride, block_stride;
+    size_t v_offset;  // of V behind K
     bool is_bf16;
     int32_t num_heads, k_width, v_width, v_padded;
 };

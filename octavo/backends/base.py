@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.outputs import Profile
 from octavo.program.program import CacheGroup, Program, Weight
 from octavo.quant.packed import PackedWeight
 
@@ -165,6 +166,12 @@ class Runnable(Protocol):
 
     @property
     def weight_bytes(self) -> int: ...
+
+    def start_profile(self) -> None:
+        """Times each kind of op of the steps that follow; BackendUnavailable where the backend cannot."""
+        ...
+
+    def stop_profile(self) -> Profile: ...
 
 
 class Backend(Protocol):

@@ -19,6 +19,7 @@ from octavo.backends.reference_attention import ATTENTION_FORMULAS
 from octavo.backends.reference_ops import ROW_FORMULAS, Floats, GroupArrays, Step
 from octavo.backends.sampling import sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
+from octavo.outputs import Profile
 from octavo.program.ops import Attention
 from octavo.program.program import CacheGroup, Op, Program, Weight
 
@@ -68,6 +69,12 @@ class ReferenceRunnable:
     @property
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights.values())
+
+    def start_profile(self) -> None:
+        raise BackendUnavailable("the reference backend times no ops", hint="profile with --backend native")
+
+    def stop_profile(self) -> Profile:
+        raise BackendUnavailable("no profile was started")
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         assert isinstance(kv, ReferenceKvCache)

@@ -15,17 +15,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli import roofline
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.model import fetched
 from octavo.errors import ConfigError, WorkerFailed
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-    from octavo.outputs import RequestOutput
+    from octavo.outputs import Profile, RequestOutput
 
 PERCENTS = (50, 90, 99)
 
@@ -34,6 +36,10 @@ InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)]
 OutputLen = Annotated[int, typer.Option(help="Tokens of each answer.", min=1)]
 Rounds = Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)]
 Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
+Profiled = Annotated[
+    bool, typer.Option("--profile", help="Time each kind of op in one more round: a table, and a picture beside the rooflines.")
+]
+Picture = Annotated[Path, typer.Option(help="Where --profile writes its picture, an SVG.", dir_okay=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 Prompts = list[list[int]]
@@ -54,11 +60,15 @@ def throughput(
     output_len: OutputLen = 128,
     rounds: Rounds = 1,
     seed: Seed = 0,
+    profile: Profiled = False,
+    picture: Picture = Path("octavo-profile.svg"),
     json: Json = False,
     options: dict[str, Any],
 ) -> None:
     """All requests at once."""
-    _bench(Workload("throughput", num_prompts, input_len, output_len, rounds, seed), options, json=json)
+    _bench(
+        Workload("throughput", num_prompts, input_len, output_len, rounds, seed), options, picture=picture if profile else None, json=json
+    )
 
 
 @with_engine_flags(without=("seed",))
@@ -69,11 +79,13 @@ def latency(
     output_len: OutputLen = 128,
     rounds: Rounds = 1,
     seed: Seed = 0,
+    profile: Profiled = False,
+    picture: Picture = Path("octavo-profile.svg"),
     json: Json = False,
     options: dict[str, Any],
 ) -> None:
     """One request after another."""
-    _bench(Workload("latency", num_prompts, input_len, output_len, rounds, seed), options, json=json)
+    _bench(Workload("latency", num_prompts, input_len, output_len, rounds, seed), options, picture=picture if profile else None, json=json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,7 @@ class Round:
     inter_token_ms: dict[str, float]
 
 
-def _bench(work: Workload, options: dict[str, Any], *, json: bool) -> None:
+def _bench(work: Workload, options: dict[str, Any], *, picture: Path | None, json: bool) -> None:
     from octavo.llm import LLM
 
     started = time.monotonic()
@@ -112,7 +124,20 @@ def _bench(work: Workload, options: dict[str, Any], *, json: bool) -> None:
         _run(llm, work, [_prompt(draw, llm, 8)], num_tokens=min(8, work.output_len))
         rounds = [_round(llm, work, draw, number) for number in range(1, work.rounds + 1)]
         settings = {"model": llm.config.model.served_model_name, "load_s": load_s, **asdict(work), "engine": asdict(llm.config)}
-    _print(settings, rounds, json=json)
+        profile = None if picture is None else _profile(llm, work, draw)
+    _print(settings, rounds, profile, json=json)
+    if profile is not None and picture is not None:
+        picture.write_text(
+            roofline.picture(profile, f"{settings['model']}: {work.bench}, {work.input_len} + {work.output_len} tokens"), encoding="utf-8"
+        )
+        print(f"picture: {picture}", file=sys.stderr)
+
+
+def _profile(llm: LLM, work: Workload, draw: random.Random) -> Profile:
+    """Of a round of its own: to look at the clock after each op costs time too."""
+    llm.start_profile()
+    _round(llm, work, draw, work.rounds + 1)
+    return llm.stop_profile()
 
 
 def _check_fits(work: Workload, llm: LLM) -> None:
@@ -123,7 +148,8 @@ def _check_fits(work: Workload, llm: LLM) -> None:
 
 def _round(llm: LLM, work: Workload, draw: random.Random, number: int) -> Round:
     prompts = [_prompt(draw, llm, work.input_len) for _ in range(work.num_prompts)]
-    print(f"round {number} of {work.rounds}: {work.num_prompts} prompts", file=sys.stderr)
+    name = "profile" if number > work.rounds else f"round {number} of {work.rounds}"
+    print(f"{name}: {work.num_prompts} prompts", file=sys.stderr)
     started = time.monotonic()
     outputs = _run(llm, work, prompts, num_tokens=work.output_len)
     return _measure(outputs, time.monotonic() - started)
@@ -172,8 +198,10 @@ def _percentiles(seconds: Iterator[float]) -> dict[str, float]:
     return {f"p{percent}": 1000 * ranked[math.ceil(len(ranked) * percent / 100) - 1] for percent in PERCENTS}
 
 
-def _print(settings: dict[str, Any], rounds: Sequence[Round], *, json: bool) -> None:
+def _print(settings: dict[str, Any], rounds: Sequence[Round], profile: Profile | None, *, json: bool) -> None:
     result = {**settings, **_median([asdict(one) for one in rounds])}
+    if profile is not None:
+        result["profile"] = asdict(profile)
     if json:
         import json as json_format
 
@@ -184,6 +212,8 @@ def _print(settings: dict[str, Any], rounds: Sequence[Round], *, json: bool) -> 
         print(f"{name + ' tokens/s':24}{result[name + '_tokens_per_s']:10.1f}")
     for name in ("time_to_first_token_ms", "inter_token_ms", "request_latency_ms"):
         print(f"{name.replace('_', ' '):24}" + "  ".join(f"{key} {value:8.2f}" for key, value in result[name].items()))
+    if profile is not None:
+        print(roofline.table(profile))
 
 
 def _median(rounds: Sequence[dict[str, Any]], pick: Callable[[list[float]], float] = statistics.median) -> dict[str, Any]:

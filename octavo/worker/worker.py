@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from octavo.backends.base import Runnable
+from octavo.outputs import Profile
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.model_runner import ModelRunner
@@ -22,6 +23,7 @@ class Worker:
     """Runs the plans of one engine on one device."""
 
     def __init__(self, runnable: Runnable, cache_engine: CacheEngine, rows: RequestRows, *, close: Callable[[], None]) -> None:
+        self._runnable = runnable
         self._rows = rows
         self._cache_engine = cache_engine
         self._runner = ModelRunner(runnable, cache_engine.kv, rows)
@@ -57,6 +59,12 @@ class Worker:
                 return [result for row in rows for result in self._run([row])]
             logger.exception("request %s failed in a step", rows[0].request_id)
             return [RowResult(rows[0].request_id, failure=_describe(error))]
+
+    def start_profile(self) -> None:
+        self._runnable.start_profile()
+
+    def stop_profile(self) -> Profile:
+        return self._runnable.stop_profile()
 
     def close(self) -> None:
         self._close()

@@ -17,10 +17,14 @@ from numpy.typing import NDArray
 from octavo.backends.base import BackendOptions, KvCache, KvLayout, LoadWeight, SampleResult, SamplingBatch, StepBatch, StepOutput
 from octavo.backends.native.lower import Lowering, check
 from octavo.errors import BackendUnavailable, ConfigError
+from octavo.outputs import OpProfile, Profile
 from octavo.program.ops import Linear
 from octavo.program.passes.fuse import fuse
 from octavo.program.program import CacheGroup, Program, Weight
 from octavo.quant.packed import Levels, PackedWeight
+
+MANY_ROWS = 32
+"""Of a product whose rate is the machine's: two tiles of rows."""
 
 
 def native_module() -> Any:
@@ -75,7 +79,7 @@ class NativeBackend:
         Lowering(fused, executor, weights.tiles, weights.floats).run()
         products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
         self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
-        return NativeProgram(executor, program.vocab_size, weights.num_bytes)
+        return NativeProgram(self._device, executor, program.vocab_size, weights.num_bytes)
 
     def kv_layout(self, group: CacheGroup) -> KvLayout:
         bf16 = self._kv_is_bf16()
@@ -106,7 +110,8 @@ class NativeBackend:
 class NativeProgram:
     """A prepared Program."""
 
-    def __init__(self, executor: Any, vocab_size: int, weight_bytes: int) -> None:
+    def __init__(self, device: Any, executor: Any, vocab_size: int, weight_bytes: int) -> None:
+        self._device = device
         self._executor = executor
         self._vocab_size = vocab_size
         self._weight_bytes = weight_bytes
@@ -114,6 +119,15 @@ class NativeProgram:
     @property
     def weight_bytes(self) -> int:
         return self._weight_bytes
+
+    def start_profile(self) -> None:
+        self._executor.profile(True)
+
+    def stop_profile(self) -> Profile:
+        ops = [OpProfile(*row) for row in self._executor.profiled()]
+        self._executor.profile(False)
+        rates = {op.code: self._device.product_rate(op.code, MANY_ROWS) for op in ops if op.code}
+        return Profile(ops, self._device.read_bandwidth(self._weight_bytes), rates)
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         draws = batch.sampling is not None

@@ -1,0 +1,107 @@
+#include "ceilings.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "packing.h"
+
+namespace octavo {
+
+namespace {
+
+constexpr int kInputs = 256;  // of a product: 32 rows and two tiles of bf16 take 32 KiB
+constexpr int kRepeats = 5;
+
+template <typename Fn>
+double best_seconds(const Fn& fn) {
+    double best = 1e30;
+    for (int i = 0; i < kRepeats; i++) {
+        const auto start = std::chrono::steady_clock::now();
+        fn();
+        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return best;
+}
+
+// Zero codes or values serve: no instruction here depends on what it multiplies.
+PackedTiles zero_tiles(Code code, ThreadPool& pool) {
+    std::vector<float> zeros((size_t)2 * kTile * kInputs);
+    Matrix m{};
+    m.data = (const uint8_t*)zeros.data();
+    m.rows = 2 * kTile, m.columns = kInputs;
+    if (code != Code::u4 && code != Code::u8) {
+        m.kind = Matrix::Kind::fp32;
+        m.row_stride = kInputs * sizeof(float), m.column_stride = sizeof(float);
+        return pack_floats(m, code, pool);
+    }
+    const int bits = code == Code::u4 ? 4 : 8;
+    m.kind = code == Code::u4 ? Matrix::Kind::u8 : Matrix::Kind::i8;
+    m.columns = kInputs * bits / 8;
+    m.row_stride = m.columns, m.column_stride = 1;
+    Matrix levels{};
+    levels.kind = Matrix::Kind::fp16;
+    levels.data = m.data, levels.rows = 2 * kTile, levels.columns = kInputs / kGroup;
+    levels.row_stride = levels.columns * 2, levels.column_stride = 2;
+    const QuantisedSource source{bits, true, kGroup, 0, kInputs, m, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}};
+    return pack_quantised(source, pool);
+}
+
+// One thread's operands.
+struct Bench {
+    PackedTiles tiles;
+    Memory values, scales, scratch;
+    Rows rows;
+    std::vector<float> acc;
+
+    Bench(const KernelTable& kernels, PackedTiles t)
+        : tiles(std::move(t)), values(2 * kTile * kInputs * sizeof(float)), scales(2 * kTile * (kInputs / kGroup) * 16), scratch(kernels.scratch_bytes(tiles.tiles)), acc((size_t)4 * kTile * kTile) {
+        const size_t each = (size_t)2 * kTile * (kInputs / kGroup);
+        float* at = (float*)scales.data();
+        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), kInputs, at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup};
+    }
+    void run(const KernelTable& kernels, int num_rows) {
+        const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()}, {&tiles.tiles, 1, acc.data() + 2 * kTile * kTile}};
+        kernels.tile_products(refs, 2, rows, 0, num_rows, scratch.data());
+    }
+};
+
+}  // namespace
+
+double read_bandwidth(ThreadPool& pool, size_t bytes) {
+    const Memory memory(bytes);
+    std::memset(memory.data(), 1, bytes);
+    const int threads = pool.num_threads();
+    const size_t words = bytes / threads / sizeof(uint64_t) / 16 * 16;
+    std::vector<uint64_t> sums(threads);
+    const double seconds = best_seconds([&] {
+        pool.parallel_for(threads, [&](int piece, int) {
+            const uint64_t* at = (const uint64_t*)memory.data() + piece * words;
+            uint64_t sum[16] = {};
+            for (size_t i = 0; i < words; i += 16) {
+                __builtin_prefetch(at + i + 512);
+                __builtin_prefetch(at + i + 520);
+                for (int j = 0; j < 16; j++) sum[j] += at[i + j];
+            }
+            for (const uint64_t each : sum) sums[piece] += each;
+        });
+    });
+    return (double)(words * threads * sizeof(uint64_t)) / seconds;
+}
+
+double product_rate(ThreadPool& pool, const KernelTable& kernels, Code code, int rows) {
+    std::vector<std::unique_ptr<Bench>> benches;
+    for (int t = 0; t < pool.num_threads(); t++) benches.push_back(std::make_unique<Bench>(kernels, zero_tiles(code, pool)));
+    constexpr int kCalls = 2000;
+    const double seconds = best_seconds([&] {
+        pool.parallel_for(pool.num_threads(), [&](int piece, int) {
+            kernels.begin_step();
+            for (int i = 0; i < kCalls; i++) benches[piece]->run(kernels, rows);
+        });
+    });
+    return 2.0 * rows * 2 * kTile * kInputs * kCalls * pool.num_threads() / seconds;
+}
+
+}  // namespace octavo

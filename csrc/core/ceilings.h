@@ -1,0 +1,16 @@
+// What this machine can do at most, measured: bytes read from a working set, and products whose operands lie in the nearest cache.
+#pragma once
+
+#include "../kernels/table.h"
+#include "thread_pool.h"
+
+namespace octavo {
+
+// Bytes per second that all threads together read from `bytes` of memory, each its own part over and over; the best of several passes.
+double read_bandwidth(ThreadPool& pool, size_t bytes);
+
+// Multiplications and additions per second of `rows` rows (at most 32) with two tiles of a code, all threads at once: the kernel's own
+// mix of instructions, with nothing to wait for.
+double product_rate(ThreadPool& pool, const KernelTable& kernels, Code code, int rows);
+
+}  // namespace octavo
