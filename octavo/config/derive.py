@@ -35,6 +35,8 @@ def _check(config: EngineConfig) -> None:
     if options.scheduler_delay_factor and options.enable_chunked_prefill:
         hint = "set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks hold nobody up"
         raise ConfigError(f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with chunked prefill", hint=hint)
+    if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
+        raise ConfigError("long_prefill_token_threshold: allowed only with chunked prefill", hint="leave enable_chunked_prefill as it is")
     if options.watermark >= 1:
         raise ConfigError(f"watermark: got {options.watermark:g}, allowed is a share below 1")
 

@@ -68,8 +68,11 @@ class SchedulerOptions:
     max_num_seqs_per_tenant: int | None = option(None, "most requests of one tenant running under the fair policy", low=1)
     watermark: float = option(0.01, "share of the KV blocks that stay free when a request starts beside others", low=0)
     enable_chunked_prefill: bool = option(True, "compute long prompts in pieces, beside the requests that generate")
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step, so that others start beside it; default 0, as many as the step has", unit="count", low=0
+    )
     scheduler_delay_factor: float = option(
-        0.0, "without chunked prefill: a prompt waits so many times as long as the last step with a prompt took", low=0
+        0.0, "without chunked prefill: after a step with a prompt, so many times as long without one, for those that generate", low=0
     )
     batching: Literal["continuous", "static", "dynamic", "none"] = option(
         "continuous",

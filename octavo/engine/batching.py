@@ -7,10 +7,19 @@ those that generate. Sources: continuous batching (Orca, Yu et al. 2022), which 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Kind = Literal["continuous", "static", "dynamic", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStep:
+    """The last step that computed a prompt's tokens."""
+
+    ended: float = -math.inf
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +32,7 @@ class Crowd:
     num_waiting: int
     arrival_time: float
     """Of the first of the waiting."""
-    last_prompt_s: float = 0.0
-    """How long the last step with a prompt took."""
+    last_prompt: PromptStep
 
 
 class Batching(Protocol):
@@ -66,16 +74,17 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """Lets nobody start beside those that run until the first of the waiting has waited `factor` times the last step with a prompt."""
+    """After a step with a prompt, those that run go on alone for `factor` times as long as it took.
+
+    vLLM counts from the first request's arrival instead, which holds back nothing once a queue has formed.
+    """
 
     inner: Batching
     factor: float
 
     def room(self, crowd: Crowd) -> int:
-        waited_s = crowd.now - crowd.arrival_time
-        if crowd.num_running and waited_s <= self.factor * crowd.last_prompt_s:
-            return 0
-        return self.inner.room(crowd)
+        alone_until = crowd.last_prompt.ended + self.factor * crowd.last_prompt.took_s
+        return 0 if crowd.num_running and crowd.now < alone_until else self.inner.room(crowd)
 
     def opens_at(self, crowd: Crowd) -> float:
         return self.inner.opens_at(crowd)

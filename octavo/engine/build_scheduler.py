@@ -30,7 +30,12 @@ def build_scheduler(
     )
     return Scheduler(
         blocks,
-        limits=StepLimits(options.max_num_batched_tokens, options.max_num_seqs, keeps_kv=cache.kv_cache),
+        limits=StepLimits(
+            options.max_num_batched_tokens,
+            options.max_num_seqs,
+            max_chunk=options.long_prefill_token_threshold or options.max_num_batched_tokens,
+            keeps_kv=cache.kv_cache,
+        ),
         admission=Admission(
             prompt_limits(options, max_model_len=max_model_len, kv_capacity_tokens=blocks.capacity_tokens),
             watermark_blocks=math.ceil(options.watermark * min(group.num_blocks for group in groups)),

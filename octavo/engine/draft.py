@@ -19,6 +19,8 @@ class Draft:
     rates: Rates
     budget: int
     """Tokens that may still be added."""
+    max_chunk: int
+    """Most tokens of one request."""
     rows: list[ScheduledRow] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
@@ -28,7 +30,7 @@ class Draft:
 
     def end_of(self, request: Request) -> int:
         """Up to which token the budget takes the request."""
-        return min(request.num_tokens, request.num_computed_tokens + self.budget)
+        return min(request.num_tokens, request.num_computed_tokens + min(self.budget, self.max_chunk))
 
     def add_row(self, request: Request, end: int, grant: Grant) -> None:
         start = request.num_computed_tokens

@@ -15,6 +15,9 @@ from octavo.engine.request import Request
 
 KeyT = TypeVar("KeyT")
 
+KEPT_IDLE_TENANTS = 500
+"""Whose counters are remembered while they ask for nothing: any text in a request's `user` field is a tenant."""
+
 
 class Policy(Protocol):
     """Told of everything that happens to a request; asked for an order."""
@@ -45,6 +48,10 @@ class Policy(Protocol):
 
     def took(self, request: Request, num_tokens: int) -> None:
         """It was given so many new tokens."""
+        ...
+
+    def max_chunk(self, num_tokens: int) -> int:
+        """How many tokens of one prompt a step computes, `num_tokens` at most."""
         ...
 
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
@@ -89,6 +96,9 @@ class Unshared:
 
     def took(self, request: Request, num_tokens: int) -> None:
         """No account is kept."""
+
+    def max_chunk(self, num_tokens: int) -> int:
+        return num_tokens
 
 
 class FirstComeFirstServed(Unshared):
@@ -148,7 +158,12 @@ class Tenant:
 
     weight: float
     counter: float
+    num_waiting: int = 0
     num_running: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_waiting and not self.num_running
 
 
 class Fair:
@@ -165,19 +180,25 @@ class Fair:
         self._max_running = max_running
         self._served_now = 0.0
         """The counter of the tenant that started last: where those who join take up."""
-        self._sweep_at = 64
+        self._num_present = 0
+        """Tenants of whom a request waits or runs."""
+        self._sweep_at = 2 * KEPT_IDLE_TENANTS
 
     def __len__(self) -> int:
         return self._lanes.num_requests
 
     def join(self, request: Request, *, first: bool = False) -> None:
-        name = request.source.tenant
-        tenant = self._tenant(name)
-        if name not in self._lanes.lanes and not tenant.num_running:
+        tenant = self._tenant(request.source.tenant)
+        if tenant.is_idle:
             tenant.counter = max(tenant.counter, self._served_now)
-        self._lanes.add(name, request, first=first)
+            self._num_present += 1
+        tenant.num_waiting += 1
+        self._lanes.add(request.source.tenant, request, first=first)
 
     def leave(self, request: Request) -> None:
+        tenant = self._tenants[request.source.tenant]
+        tenant.num_waiting -= 1
+        self._num_present -= tenant.is_idle
         self._lanes.remove(request.source.tenant, request)
 
     def order(self) -> Iterator[Request]:
@@ -198,14 +219,21 @@ class Fair:
             tenant.counter += (request.num_tokens - request.num_computed_tokens) / tenant.weight
 
     def stopped(self, request: Request) -> None:
-        self._tenants[request.source.tenant].num_running -= 1
+        tenant = self._tenants[request.source.tenant]
+        tenant.num_running -= 1
+        self._num_present -= tenant.is_idle
 
     def took(self, request: Request, num_tokens: int) -> None:
         tenant = self._tenants[request.source.tenant]
         tenant.counter += num_tokens / tenant.weight
 
+    def max_chunk(self, num_tokens: int) -> int:
+        """Half of a step while another tenant waits or runs, so that the other's prompt starts beside it."""
+        return num_tokens if self._num_present < 2 else -(-num_tokens // 2)
+
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
-        return running
+        counters = {name: tenant.counter for name, tenant in self._tenants.items()}
+        return sorted(running, key=lambda request: counters[request.source.tenant])
 
     def victim(self, running: Sequence[Request]) -> Request:
         return max(reversed(running), key=lambda request: self._tenants[request.source.tenant].counter)
@@ -221,10 +249,10 @@ class Fair:
         return tenant
 
     def _sweep(self) -> None:
-        """Forgets tenants that are idle and would take up where any new one does."""
+        """Forgets idle tenants, those served least first; who comes back after that starts as a new one does."""
         if len(self._tenants) < self._sweep_at:
             return
-        for name, tenant in list(self._tenants.items()):
-            if name not in self._lanes.lanes and not tenant.num_running and tenant.counter <= self._served_now:
-                del self._tenants[name]
-        self._sweep_at = 2 * len(self._tenants) + 64
+        idle = sorted((name for name, tenant in self._tenants.items() if tenant.is_idle), key=lambda name: self._tenants[name].counter)
+        for name in idle[:-KEPT_IDLE_TENANTS]:
+            del self._tenants[name]
+        self._sweep_at = len(self._tenants) + KEPT_IDLE_TENANTS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from octavo.engine.admission import NO_BLOCKS, NO_PROMPT, OK, Admission, Answer, Verdict
-from octavo.engine.batching import Batching, Crowd
+from octavo.engine.batching import Batching, Crowd, PromptStep
 from octavo.engine.block_manager import NOTHING, BlockManager, Grant
 from octavo.engine.draft import Draft
 from octavo.engine.policy import Policy
@@ -30,6 +30,8 @@ class StepLimits:
 
     max_num_batched_tokens: int
     max_num_seqs: int
+    max_chunk: int
+    """Most tokens of one request."""
     keeps_kv: bool = True
 
 
@@ -66,7 +68,7 @@ class Scheduler:
         self._swapped_out: list[Request] = []
         """By the last plan."""
         self._prompt_since: float | None = None
-        self._last_prompt_s = 0.0
+        self._last_prompt = PromptStep()
         self._stats = EngineStats()
 
     @property
@@ -110,9 +112,9 @@ class Scheduler:
     # -- a step is planned ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float, rates: Rates = UNMEASURED) -> StepPlan:
-        draft = Draft(now, rates, self._limits.max_num_batched_tokens)
+        draft = Draft(now, rates, self._limits.max_num_batched_tokens, self._policy.max_chunk(self._limits.max_chunk))
         if self._prompt_since is not None:
-            self._last_prompt_s = now - self._prompt_since
+            self._last_prompt = PromptStep(now, now - self._prompt_since)
         self._continue_running(draft)
         if not draft.preempted:
             self._return_swapped(draft)
@@ -274,7 +276,7 @@ class Scheduler:
             num_running=len(self.running) + len(self.swapped),
             num_waiting=len(self._policy),
             arrival_time=now if first is None else first.source.arrival_time,
-            last_prompt_s=self._last_prompt_s,
+            last_prompt=self._last_prompt,
         )
 
     def _wait(self, request: Request, *, first: bool = False) -> None:

@@ -1,0 +1,73 @@
+"""An executor that computes nothing: a step takes as long as a table says, on a clock of its own. Implements `ports.Executor`.
+
+For whatever asks how the scheduler would fare: tests of starvation and fairness, comparisons of policies, what-if questions about a
+machine. Its tokens mean nothing. The real scheduler drives it, through the real EngineCore with `SimulatedClock` as its clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
+
+SMOLLM2_ON_2_CORES = ((1, 0.0084), (8, 0.020), (32, 0.039), (128, 0.090), (256, 0.150), (512, 0.315), (2048, 1.36))
+"""(tokens in the step, seconds): SmolLM2-135M-Instruct in 4 bits, 2 cores of a Xeon with AMX, November 2026."""
+
+TOKEN = 7
+"""What every row yields."""
+
+
+@dataclass(slots=True)
+class SimulatedClock:
+    """Seconds; called as a clock is."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """`table`: (tokens, seconds), ascending; straight lines between its points, and beyond the last as before it."""
+
+    table: tuple[tuple[int, float], ...] = SMOLLM2_ON_2_CORES
+    context_token_s: float = 1e-6
+    """For each earlier token that a row attends to."""
+    move_s: float = 1e-4
+    """For each block copied, out to the host or in again."""
+
+    def compute_s(self, num_tokens: int) -> float:
+        if num_tokens <= self.table[0][0]:
+            return self.table[0][1]
+        index = min(bisect_right(self.table, (num_tokens, 0.0)), len(self.table) - 1)
+        (low, low_s), (high, high_s) = self.table[index - 1], self.table[index]
+        return low_s + (high_s - low_s) * (num_tokens - low) / (high - low)
+
+
+class SimulatedExecutor:
+    """Each step moves the clock on."""
+
+    def __init__(self, clock: SimulatedClock, costs: StepCosts | None = None) -> None:
+        self.clock = clock
+        self.costs = costs or StepCosts()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        moved_s = self.costs.move_s * len(plan.moves)
+        busy_s = moved_s + self._compute_s(plan.rows)
+        self.clock.now += busy_s
+        results = [RowResult(row.request_id, [TOKEN]) if row.samples else RowResult(row.request_id) for row in plan.rows]
+        return StepResult(plan.step, results, busy_s, moved_s)
+
+    def _compute_s(self, rows: list[ScheduledRow]) -> float:
+        if not rows:
+            return 0.0
+        num_tokens = num_context = 0
+        for row in rows:
+            num_tokens += row.num_tokens
+            num_context += row.start
+        return self.costs.compute_s(num_tokens) + self.costs.context_token_s * num_context
+
+    def close(self) -> None:
+        """Nothing is held."""
