@@ -37,6 +37,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_start: int | None = None
+    """Only of the prompt's tokens from this index on, so that what comes before may be found in the prefix cache."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -57,6 +59,11 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPS
+
+    @property
+    def first_prompt_logprob(self) -> int:
+        """Index of the first prompt token that may have one: nothing precedes token 0."""
+        return max(1, self.prompt_logprob_start or 0)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -109,6 +116,11 @@ class SamplingParams(msgspec.Struct, kw_only=True):
                 value is None or (_is_int(value) and value >= -1),
                 "None, -1 (the whole vocabulary), or a whole number from 0 up",
             )
+
+        value = self.prompt_logprob_start
+        _check("prompt_logprob_start", value, value is None or (_is_int(value) and value >= 0), "None or a whole number from 0 up")
+        if value is not None and self.prompt_logprobs is None:
+            raise InvalidRequest("prompt_logprob_start: allowed only with prompt_logprobs", param="prompt_logprob_start")
 
     def _check_lists(self) -> None:
         for text in self.stop_strings:

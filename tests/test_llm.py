@@ -116,6 +116,10 @@ BAD_PARAMS = {
     "logit_bias": ({"logit_bias": {"999": 1}}, "logit_bias: got the token id 999"),
     "logprobs": ({"logprobs": 21}, "logprobs: got 21, allowed are at most 20"),
     "whole vocabulary": ({"prompt_logprobs": -1}, r"prompt_logprobs: got -1 \(the whole vocabulary, 320\), allowed are at most 20"),
+    "prompt_logprob_start": (
+        {"prompt_logprobs": 1, "prompt_logprob_start": 3},
+        "prompt_logprob_start: got 3, the prompt has 3 tokens; allowed are 0 to 2",
+    ),
     "stop": ({"stop": "x"}, "stop: stop texts need a tokenizer"),
     "bad_words": ({"bad_words": ["x"]}, "bad_words: words need a tokenizer"),
 }

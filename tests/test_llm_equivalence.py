@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, RequestOutput, SamplingParams
 from octavo.checkpoint.catalogue import resolve
 from tests.llm_tools import GREEDY, PENALISED, SAMPLED, alone, fingerprint, make_llm, prompts_of
 from tests.tiny_models import tiny_model
@@ -105,6 +105,12 @@ def fingerprints(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
     return [fingerprint(output) for output in llm.generate(prompts, params)]
 
 
+def found_again(output: RequestOutput) -> int:
+    """Tokens of its prompt in full blocks of the prompt and what followed; never the last one."""
+    num_prompt_tokens, num_output_tokens = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    return min(num_prompt_tokens - 1, (num_prompt_tokens + num_output_tokens - 1) // 16 * 16)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_any_way_is_alone(setup: Setup, whole: list[Any], way: str) -> None:
     with setup.llm(**WAYS[way]) as llm:
@@ -117,7 +123,7 @@ def test_a_prefix_that_is_found_is_as_good_as_computed(setup: Setup, whole: list
         first = llm.generate(prompts, params)
         second = llm.generate(prompts, params)
     assert [output.num_cached_tokens for output in first] == [0] * len(prompts)
-    hits = [0 if given is SCORED else (len(prompt) - 1) // 16 * 16 for prompt, given in zip(prompts, params, strict=True)]
+    hits = [0 if given is SCORED else found_again(output) for output, given in zip(first, params, strict=True)]
     assert [output.num_cached_tokens for output in second] == hits
     assert [fingerprint(output) for output in second] == whole
 
@@ -136,7 +142,30 @@ def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
         owner.close()
         outputs = llm.generate(prompts, SAMPLED)
     assert [fingerprint(output) for output in outputs] == expected
-    assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    assert [output.num_cached_tokens for output in outputs] == [max(len(prefix), found_again(output)) for output in outputs]
+
+
+def test_prompts_that_part_inside_a_block_share_its_beginning(setup: Setup) -> None:
+    prompt = prompts_of(90)[0]
+    others = [[*prompt[:count], 238, *prompt[count + 1 :]] for count in (1, 15, 16, 17, 40, 79)]
+    with setup.llm(enable_prefix_caching=False) as llm:
+        expected = [alone(llm, other, SAMPLED) for other in others]
+    for other, fingerprint_alone in zip(others, expected, strict=True):
+        with setup.llm() as llm:
+            llm.generate(prompt, GREEDY)
+            output = llm.generate(other, SAMPLED)[0]
+        assert output.num_cached_tokens == next(index for index, token in enumerate(other) if token == 238)
+        assert fingerprint(output) == fingerprint_alone
+
+
+def test_prompt_logprobs_from_a_start_on_are_those_of_the_whole(setup: Setup) -> None:
+    prompt = prompts_of(70)[0]
+    with setup.llm() as llm:
+        whole = llm.generate(prompt, SCORED)[0].prompt_logprobs
+        for start in (0, 1, 16, 17, 60, 69):
+            output = llm.generate(prompt, msgspec.structs.replace(SCORED, prompt_logprob_start=start))[0]
+            assert output.prompt_logprobs == [*[None] * max(1, start), *whole[max(1, start) :]]
+            assert output.num_cached_tokens == min(64, max(0, start - 1))
 
 
 @pytest.mark.parametrize("caching", [True, False])

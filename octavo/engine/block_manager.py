@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 
 from octavo.engine.block_pool import HOLE, BlockGroup, BlockPool
 from octavo.engine.host_blocks import HostBlocks
-from octavo.engine.prefix_cache import BlockKey, PrefixCache, extend_keys
+from octavo.engine.prefix_cache import BlockKey, PrefixCache, extend_keys, root_digest
+from octavo.engine.prefix_finder import NO_HIT, Hit, Kept, PrefixFinder
 from octavo.step import BlockMove
-
-Kept = list[list[int | None]]
-"""Per group the beginning of a table: blocks already there, holes, and None where one has to be taken."""
 
 UNBOUNDED = 1 << 48
 
@@ -32,6 +30,14 @@ class Grant:
 
 
 NOTHING = Grant()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How many of a request's tokens are already computed, once the moves are made."""
+
+    num_cached_tokens: int
+    moves: list[BlockMove]
 
 
 class BlockManager:
@@ -50,6 +56,7 @@ class BlockManager:
         self.capacity_tokens = min(self._capacity(pool, max_step_tokens) for pool in self.pools)
         """The longest request that fits when it is alone."""
         self._caching = enable_prefix_caching
+        self._finder = PrefixFinder(self.pools, block_size)
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
         self._keys: dict[str, list[BlockKey]] = {}
         self._num_named: dict[str, int] = {}
@@ -67,23 +74,31 @@ class BlockManager:
     # -- a request comes and grows --------------------------------------------------------------------------------------
 
     def start(
-        self, request_id: str, token_ids: Sequence[int], *, salt: str, read_cache: bool, reserve: int, step_tokens: int = UNBOUNDED
-    ) -> int | None:
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: str,
+        reserve: int,
+        max_cached_tokens: int = UNBOUNDED,
+        step_tokens: int = UNBOUNDED,
+    ) -> Start | None:
         """Blocks for all of `token_ids`, the longest cached run of them shared; None where they are not free beyond `reserve`.
 
-        Groups with a window get those of the next `step_tokens` only. Returns how many tokens are already computed: never the last
-        one, since its logits are wanted.
+        Cached are at most `max_cached_tokens`, and never the last token, since its logits are wanted. Groups with a window get
+        blocks for the next `step_tokens` only.
         """
-        reads = read_cache and self._caching
-        hits = self._find_hits(request_id, token_ids, salt) if reads else [[] for _ in self.pools]
-        num_cached_tokens = len(hits[0]) * self.block_size
-        if not self._place(request_id, hits, len(token_ids), num_cached_tokens + step_tokens, reserve):
+        limit = min(len(token_ids) - 1, max_cached_tokens)
+        reads = self._caching and limit > 0
+        hit = self._find_hit(request_id, token_ids[:limit], salt) if reads else NO_HIT
+        placed = self._place_hit(request_id, hit, len(token_ids), step_tokens, reserve)
+        if placed is None:
             return None
-        self._num_named[request_id] = len(hits[0])
+        self._num_named[request_id] = placed.num_blocks
         if reads:
             self.num_query_tokens += len(token_ids)
-            self.num_hit_tokens += num_cached_tokens
-        return num_cached_tokens
+            self.num_hit_tokens += placed.num_tokens
+        return Start(placed.num_tokens, self._copies(request_id, placed))
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
         """Whether the parent still has every block that the token after the first `num_tokens` reads."""
@@ -219,40 +234,44 @@ class BlockManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _place(self, request_id: str, kept: Kept, num_tokens: int, step_end: int, reserve: int) -> bool:
-        """Makes the request's tables out of what is kept and new blocks; False, and nothing changed, where these are not free."""
+    def _find_hit(self, request_id: str, token_ids: Sequence[int], salt: str) -> Hit:
+        keys = self._keys.setdefault(request_id, [])
+        num_full = len(token_ids) // self.block_size
+        extend_keys(keys, token_ids, num_full, block_size=self.block_size, salt=salt)
+        return self._finder.find(keys[:num_full], token_ids, root=root_digest(salt))
+
+    def _place_hit(self, request_id: str, hit: Hit, num_tokens: int, step_tokens: int, reserve: int) -> Hit | None:
+        """The request's tables, and the hit as far as there is room for it; None, and nothing changed, where there is not."""
+        kept = hit.kept or [[] for _ in self.pools]
+        if hit.sources and self._place(request_id, kept, num_tokens, hit.num_tokens + step_tokens, reserve, spared=hit.sources):
+            return hit
+        whole = hit.of_whole_blocks(self.block_size)
+        return whole if self._place(request_id, kept, num_tokens, whole.num_tokens + step_tokens, reserve) else None
+
+    def _copies(self, request_id: str, hit: Hit) -> list[BlockMove]:
+        """Of the block that has part of what is wanted, to the first one that the request will write."""
+        tables = self.tables[request_id]
+        return [BlockMove(group, source, tables[group][hit.num_blocks]) for group, source in enumerate(hit.sources)]
+
+    def _place(self, request_id: str, kept: Kept, num_tokens: int, step_end: int, reserve: int, *, spared: Sequence[int] = ()) -> bool:
+        """Makes the request's tables out of what is kept and new blocks; False, and nothing changed, where these are not free.
+
+        `spared`: per group a block that is not to be taken for it.
+        """
         wanted = [self._blocks_for(num_tokens if pool.window is None else min(num_tokens, step_end)) for pool in self.pools]
         entries = list(zip(self.pools, kept, wanted, strict=True))
-        if not all(pool.has_room(table, num_blocks, reserve) for pool, table, num_blocks in entries):
+        if not all(pool.has_room(table, num_blocks, reserve + bool(spared)) for pool, table, num_blocks in entries):
             return False
+        for pool, block_id in zip(self.pools, spared, strict=False):
+            pool.hold(block_id)
         self.tables[request_id] = [pool.fill(table, num_blocks) for pool, table, num_blocks in entries]
+        for pool, block_id in zip(self.pools, spared, strict=False):
+            pool.release(block_id)
         return True
 
     def _release(self, request_id: str) -> None:
         for pool, table in zip(self.pools, self.tables.pop(request_id, []), strict=False):
             pool.release_all(table)
-
-    def _find_hits(self, request_id: str, token_ids: Sequence[int], salt: str) -> Kept:
-        """Per group the table of the longest prefix in full blocks, below the last token, from which every group can go on."""
-        keys = self._keys.setdefault(request_id, [])
-        num_full = (len(token_ids) - 1) // self.block_size
-        extend_keys(keys, token_ids, num_full, block_size=self.block_size, salt=salt)
-        found: Kept = [[] for _ in self.pools]
-        for key in keys[:num_full]:
-            blocks = [pool.cache.find(key) for pool in self.pools]
-            if any(block_id is None and pool.window is None for pool, block_id in zip(self.pools, blocks, strict=True)):
-                break
-            for table, block_id in zip(found, blocks, strict=True):
-                table.append(block_id)
-        return self._longest(found)
-
-    def _longest(self, found: Kept) -> Kept:
-        """The longest beginning that has, in each group with a window, the blocks that the token after it reads."""
-        for num_blocks in range(len(found[0]), 0, -1):
-            firsts = [pool.first_seen(num_blocks * self.block_size, self.block_size) for pool in self.pools]
-            if all(None not in found[group][firsts[group] : num_blocks] for group in self._windowed):
-                return [[*[HOLE] * first, *table[first:num_blocks]] for first, table in zip(firsts, found, strict=True)]
-        return [[] for _ in self.pools]
 
     def _find_swapped(self, request_id: str) -> Kept:
         """Per group what its swapped blocks are on the device by now: a hole, a block of that name, or None."""

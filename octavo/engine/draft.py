@@ -37,7 +37,8 @@ class Draft:
         self.budget -= end - start
         self.has_prompt = self.has_prompt or start < request.num_prompt_tokens
         self.moves += grant.moves
-        num_prompt_logprobs = request.params.prompt_logprobs if request.wants_prompt_logprobs else None
+        scores_prompt = request.wants_prompt_logprobs and end >= request.params.first_prompt_logprob
+        num_prompt_logprobs = request.params.prompt_logprobs if scores_prompt else None
         samples = end == request.num_tokens
         self.rows.append(
             ScheduledRow(request.request_id, start, end - start, grant.new_block_ids, grant.replaced, samples, num_prompt_logprobs)

@@ -62,6 +62,7 @@ class InputProcessor:
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         params = self._resolve_params(params)
+        _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
         return FrontRequest(request_id, text, token_ids, params, self._samples(token_ids, params, salt))
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
@@ -169,7 +170,9 @@ class InputProcessor:
         )
         if params.n == 1:
             return [first]
-        others = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
+        others = (
+            params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None, prompt_logprob_start=None)
+        )
         replace = msgspec.structs.replace
         return [first] + [
             replace(first, request_id=f"{core_id}#{index}", params=others, sample_index=index, fork_of=core_id)
@@ -181,6 +184,12 @@ class InputProcessor:
         self._num_requests += 1
         digest = blake2b(f"{self._seed}/{self._num_requests}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
+
+
+def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> None:
+    if start is not None and start >= num_prompt_tokens:
+        message = f"prompt_logprob_start: got {start}, the prompt has {num_prompt_tokens} tokens; allowed are 0 to {num_prompt_tokens - 1}"
+        raise InvalidRequest(message, param="prompt_logprob_start")
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:

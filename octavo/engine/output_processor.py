@@ -166,7 +166,7 @@ class OutputProcessor:
             metrics.scheduled_ts = output.scheduled_ts
             state.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
-            state.prompt_logprobs = [None, *map(self._readable, output.prompt_logprobs)]
+            state.prompt_logprobs = [*[None] * state.request.params.first_prompt_logprob, *map(self._readable, output.prompt_logprobs)]
         if output.logprobs is not None and sample.logprobs is not None and sample.cumulative_logprob is not None:
             sample.logprobs += map(self._readable, output.logprobs)
             sample.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)

@@ -8,6 +8,7 @@ and the order of eviction are the BlockManager's. Source: PagedAttention (Kwon e
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -19,6 +20,13 @@ class BlockKey(NamedTuple):
     digest: bytes
     parent: bytes
     token_ids: tuple[int, ...]
+
+
+class Start(NamedTuple):
+    """A block whose first `num_tokens` tokens are those looked for."""
+
+    key: BlockKey
+    num_tokens: int
 
 
 def root_digest(salt: str) -> bytes:
@@ -42,6 +50,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, BlockKey] = {}
+        self._after: dict[bytes, list[BlockKey]] = {}
+        """By parent, in the order of their token ids: the longest common beginning is a neighbour's."""
 
     def __len__(self) -> int:
         return len(self._key_of)
@@ -53,19 +63,43 @@ class PrefixCache:
         block_id = self._block_of.get(key.digest)
         return block_id if block_id is not None and self._key_of[block_id] == key else None
 
+    def find_start(self, parent: bytes, token_ids: tuple[int, ...]) -> Start | None:
+        """The block after `parent` that agrees longest with these tokens, which do not fill a block; None where none agrees at all."""
+        siblings = self._after.get(parent, [])
+        place = bisect_left(siblings, token_ids, key=_tokens_of)
+        starts = [Start(key, _num_common(key.token_ids, token_ids)) for key in siblings[max(0, place - 1) : place + 1]]
+        best = max(starts, key=lambda start: start.num_tokens, default=None)
+        return best if best is not None and best.num_tokens else None
+
     def add(self, block_id: int, key: BlockKey) -> None:
         """Names a full block; where another block already has the name, that one keeps it."""
         if key.digest not in self._block_of:
             self._block_of[key.digest] = block_id
             self._key_of[block_id] = key
+            siblings = self._after.setdefault(key.parent, [])
+            siblings.insert(bisect_left(siblings, key.token_ids, key=_tokens_of), key)
 
     def forget(self, block_id: int) -> None:
         key = self._key_of.pop(block_id, None)
-        if key is not None:
-            del self._block_of[key.digest]
+        if key is None:
+            return
+        del self._block_of[key.digest]
+        siblings = self._after[key.parent]
+        del siblings[bisect_left(siblings, key.token_ids, key=_tokens_of)]
+        if not siblings:
+            del self._after[key.parent]
 
     def forget_keys(self, keys: Iterable[BlockKey]) -> None:
         for key in keys:
             block_id = self.find(key)
             if block_id is not None:
                 self.forget(block_id)
+
+
+def _tokens_of(key: BlockKey) -> tuple[int, ...]:
+    return key.token_ids
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Of two beginnings."""
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -132,7 +132,17 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Some of them are still to come."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        num_wanted = self.num_prompt_tokens - self.params.first_prompt_logprob
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < num_wanted
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many tokens may be found computed: a prompt logprob needs the activations of the token before."""
+        return self.params.first_prompt_logprob - 1 if self.wants_prompt_logprobs else self.num_tokens
+
+    def take_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
+        """Those of the prompt's tokens from `position` on, of which some may not be wanted."""
+        self.prompt_logprobs += logprobs[max(0, self.params.first_prompt_logprob - position) :]
 
     def append(self, token_id: int) -> Finish | None:
         """One more sampled token; says whether the request ends with it."""

@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.engine.admission import NO_BLOCKS, NO_PROMPT, OK, Admission, Answer, Verdict
 from octavo.engine.batching import Batching, Crowd, PromptStep
-from octavo.engine.block_manager import NOTHING, BlockManager, Grant
+from octavo.engine.block_manager import BlockManager, Grant
 from octavo.engine.draft import Draft
 from octavo.engine.policy import Policy
 from octavo.engine.preemption import Preemption
@@ -226,20 +226,20 @@ class Scheduler:
         return parent.status is RequestStatus.RUNNING and parent.num_computed_tokens >= parent.num_prompt_tokens - 1
 
     def _take_blocks(self, request: Request, draft: Draft) -> Grant | None:
-        num_cached_tokens = self.blocks.start(
+        start = self.blocks.start(
             request.request_id,
             request.token_ids,
             salt=request.source.cache_salt,
-            read_cache=request.params.prompt_logprobs is None,
+            max_cached_tokens=request.max_cached_tokens,
             reserve=self._admission.reserve(len(self.running)),
             step_tokens=draft.budget,
         )
-        if num_cached_tokens is None:
+        if start is None:
             return None
-        request.num_computed_tokens = num_cached_tokens
+        request.num_computed_tokens = start.num_cached_tokens
         if request.num_preemptions == 0:
-            request.num_cached_tokens = num_cached_tokens
-        return NOTHING
+            request.num_cached_tokens = start.num_cached_tokens
+        return Grant(moves=start.moves)
 
     def _fork(self, request: Request, parent: Request) -> Grant | None:
         """Shares the parent's prompt, of which the last token is computed again: its logits are wanted, and its block copied."""
@@ -326,7 +326,7 @@ class Scheduler:
         if result.failure is not None:
             return self._finish(request, Finish("error", error=result.failure))
         if result.prompt_logprobs:
-            request.prompt_logprobs += result.prompt_logprobs
+            request.take_prompt_logprobs(row.start + 1, result.prompt_logprobs)
         request.num_computed_tokens = row.start + row.num_tokens
         if self._limits.keeps_kv:
             self.blocks.record(request.request_id, request.token_ids, request.num_computed_tokens, salt=request.source.cache_salt)

@@ -51,11 +51,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self, tokens, share, read):
         request_id = str(self.count)
         self.count += 1
-        cached = self.blocks.start(request_id, tokens, salt="", read_cache=read, reserve=0)
-        if cached is None:
+        started = self.blocks.start(request_id, tokens, salt="", max_cached_tokens=14 if read else 0, reserve=0)
+        if started is None:
             self.blocks.free(request_id)
             return request_id
-        assert cached < len(tokens) and cached % BLOCK == 0
+        cached = started.num_cached_tokens
+        assert cached < len(tokens) and (read or cached == 0)
+        self.move(started.moves)
         self.tokens[request_id], self.computed[request_id] = list(tokens), cached
         self.compute(request_id, cached + int((len(tokens) - cached) * share))
         return request_id
@@ -137,8 +139,14 @@ def manager(num_blocks=8, **options):
     return BlockManager([BlockGroup(num_blocks)], block_size=BLOCK, **{"enable_prefix_caching": True, **options})
 
 
+def start(blocks, request_id, tokens, **limits):
+    """How many tokens were found; None where there was no room."""
+    started = blocks.start(request_id, tokens, **{"salt": "", "reserve": 0, **limits})
+    return None if started is None else started.num_cached_tokens
+
+
 def run_request(blocks, request_id, tokens, *, free=True):
-    cached = blocks.start(request_id, tokens, salt="", read_cache=True, reserve=0)
+    cached = start(blocks, request_id, tokens)
     blocks.record(request_id, tokens, len(tokens), salt="")
     table = blocks.block_ids(request_id)[0]
     if free:
@@ -151,7 +159,7 @@ def test_the_least_recently_used_name_goes_first_and_from_its_end():
     run_request(blocks, "a", list(range(8)))
     run_request(blocks, "b", list(range(50, 58)))
     run_request(blocks, "again", list(range(9)))
-    blocks.start("big", list(range(100, 112)), salt="", read_cache=True, reserve=0)  # takes the nameless two and one of b's
+    start(blocks, "big", list(range(100, 112)))  # takes the nameless two and one of b's
     held = {key.token_ids for key in blocks.pools[0].cache._key_of.values()}
     assert held == {(0, 1, 2, 3), (4, 5, 6, 7), (50, 51, 52, 53)}
 
@@ -172,15 +180,15 @@ def test_without_caching_nothing_is_named():
 
 def test_start_leaves_the_reserve_free():
     blocks = manager(num_blocks=4)
-    assert blocks.start("a", list(range(8)), salt="", read_cache=True, reserve=3) is None
-    assert blocks.start("a", list(range(8)), salt="", read_cache=True, reserve=2) == 0
+    assert start(blocks, "a", list(range(8)), reserve=3) is None
+    assert start(blocks, "a", list(range(8)), reserve=2) == 0
 
 
 def test_a_failed_start_changes_nothing():
     blocks = manager(num_blocks=4)
     run_request(blocks, "a", list(range(8)))
     free = list(blocks.pools[0].free)
-    assert blocks.start("b", list(range(40)), salt="", read_cache=True, reserve=0) is None
+    assert start(blocks, "b", list(range(40))) is None
     assert list(blocks.pools[0].free) == free
 
 
@@ -191,6 +199,40 @@ def test_reset_waits_for_the_requests():
     blocks.free("a")
     assert blocks.reset_prefix_cache()
     assert run_request(blocks, "b", list(range(9)))[0] == 0
+
+
+def test_part_of_a_block_is_copied_where_a_prompt_diverges_inside_it():
+    blocks = manager()
+    _, table = run_request(blocks, "a", [1, 2, 3, 4, 5, 6, 7, 8])
+    started = blocks.start("b", [1, 2, 3, 4, 5, 6, 9, 9], salt="", reserve=0)
+    assert started.num_cached_tokens == 6
+    (move,) = started.moves
+    assert (move.source, move.target) == (table[1], blocks.tables["b"][0][1])
+    assert blocks.pools[0].ref_counts[table[1]] == 0, "read once, not held"
+
+
+def test_of_the_blocks_that_begin_alike_the_longest_is_copied():
+    blocks = manager(num_blocks=12)
+    for name, tokens in (("a", [5, 1, 1, 1]), ("b", [5, 6, 1, 1]), ("c", [5, 6, 7, 1]), ("d", [5, 9, 7, 1])):
+        run_request(blocks, name, tokens)
+    assert start(blocks, "e", [5, 6, 7, 8, 9]) == 3
+    assert start(blocks, "f", [5, 6, 9, 9, 9]) == 2
+    assert start(blocks, "g", [4, 6, 7, 1, 9]) == 0
+
+
+def test_without_room_for_both_the_source_of_a_copy_is_given_up():
+    blocks = manager(num_blocks=2)
+    run_request(blocks, "a", [1, 2, 3, 4, 5, 6, 7, 8])
+    assert start(blocks, "b", [1, 2, 3, 4, 5, 6, 9, 9]) == 4
+
+
+def test_no_more_is_read_than_allowed():
+    blocks = manager()
+    run_request(blocks, "a", list(range(8)))
+    assert start(blocks, "b", list(range(8)), max_cached_tokens=0) == 0
+    assert start(blocks, "c", list(range(8)), max_cached_tokens=5) == 5
+    assert start(blocks, "d", list(range(8))) == 7, "never the last one"
+    assert start(blocks, "e", [0]) == 0
 
 
 def test_a_collision_of_digests_is_a_miss():

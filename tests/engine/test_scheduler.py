@@ -100,10 +100,10 @@ def test_a_cached_prompt_still_computes_its_last_token():
     core.add(make_request("b", prompt))
     found = run_all(core)
     first = next(plan for plan in executor.plans if plan.rows and plan.rows[0].request_id == "b")
-    assert (first.rows[0].start, first.rows[0].num_tokens) == (16, 16)
-    assert found["b"][0].num_cached_tokens == 16
+    assert (first.rows[0].start, first.rows[0].num_tokens) == (31, 1)
+    assert found["b"][0].num_cached_tokens == 31
     assert tokens_of(found["b"]) == expected_tokens(prompt, 8)
-    assert core.scheduler.stats().prefix_hit_tokens == 16
+    assert core.scheduler.stats().prefix_hit_tokens == 31
 
 
 def test_other_salts_and_prompt_logprobs_do_not_read_the_cache():
@@ -113,6 +113,18 @@ def test_other_salts_and_prompt_logprobs_do_not_read_the_cache():
         core.add(make_request(request_id, prompt, **fields))
         found = run_all(core)[request_id]
         assert found[0].num_cached_tokens == (32 if request_id == "hit" else 0)
+
+
+@pytest.mark.parametrize("budget", [64, 7])
+@pytest.mark.parametrize("start", [0, 1, 2, 17, 30, 47])
+def test_prompt_logprobs_read_the_cache_before_their_start(start, budget):
+    core = make_core(budget=budget)
+    prompt = list(range(100, 148))
+    for request_id in ("cold", "warm"):
+        core.add(make_request(request_id, prompt, prompt_logprobs=0, prompt_logprob_start=start, max_tokens=2))
+        outputs = run_all(core)[request_id]
+        assert outputs[0].num_cached_tokens == (0 if request_id == "cold" else max(0, start - 1))
+        assert [entry.token_ids[0] for entry in outputs[0].prompt_logprobs] == prompt[max(1, start) :]
 
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(64, 64), (7, 64), (16, 8)])

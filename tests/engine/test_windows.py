@@ -59,7 +59,7 @@ def manager(num_blocks=16, window=10):
 def test_a_hit_needs_only_what_the_next_token_sees():
     blocks = manager()
     tokens = list(range(32))
-    blocks.start("a", tokens, salt="", read_cache=True, reserve=0)
+    blocks.start("a", tokens, salt="", reserve=0)
     blocks.record("a", tokens, 32, salt="")
     assert [block_id == HOLE for block_id in blocks.block_ids("a")[1]] == [True] * 5 + [False] * 3
     blocks.free("a")
@@ -67,15 +67,15 @@ def test_a_hit_needs_only_what_the_next_token_sees():
     for key in blocks.pools[0].cache._key_of.values():
         if key.token_ids[0] < 16:
             window.cache.forget(window.cache.find(key))
-    assert blocks.start("b", [*tokens, 99], salt="", read_cache=True, reserve=0) == 32, "the window's first four blocks are not needed"
-    assert blocks.start("c", tokens[:29], salt="", read_cache=True, reserve=0) == 28
-    assert blocks.start("d", tokens[:24], salt="", read_cache=True, reserve=0) == 0, "token 20 sees 11 to 20, and 12 to 15 are gone"
+    assert blocks.start("b", [*tokens, 99], salt="", reserve=0).num_cached_tokens == 32, "the window's first four blocks are not needed"
+    assert blocks.start("c", tokens[:29], salt="", reserve=0).num_cached_tokens == 28
+    assert blocks.start("d", tokens[:24], salt="", reserve=0).num_cached_tokens == 0, "token 20 sees 11 to 20, and 12 to 15 are gone"
 
 
 def test_a_fork_is_made_only_where_the_parent_still_has_its_window():
     blocks = manager()
     tokens = list(range(30))
-    blocks.start("a", tokens[:12], salt="", read_cache=True, reserve=0)
+    blocks.start("a", tokens[:12], salt="", reserve=0)
     blocks.record("a", tokens, 12, salt="")
     assert blocks.can_fork("a", 11)
     blocks.grow("a", 12, 30)

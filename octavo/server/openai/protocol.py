@@ -20,8 +20,8 @@ Flag = Annotated[bool, Field(description="true or false")]
 
 SAMPLING_FIELDS = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
-    *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "prompt_logprob_start", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words"),
 )
 """Those that go to SamplingParams as they are."""
 
@@ -57,6 +57,7 @@ class SamplingBody(Body):
     max_tokens: Whole = None
     min_tokens: Whole = None
     prompt_logprobs: Whole = None
+    prompt_logprob_start: Whole = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
