@@ -31,7 +31,7 @@ from octavo.program.program import Program
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.machine import Machine
-from octavo.worker.memory import KvBudget, plan_kv
+from octavo.worker.memory import GroupSize, KvBudget, Load, plan_kv
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 
@@ -115,14 +115,14 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
         runnable = backend.prepare(program, bar.load)
     budget = _kv_budget(config, backend, program)
     report(budget.describe())
-    max_model_len = budget.max_model_len
+    max_model_len = budget.load.max_model_len
     rows = RequestRows(
         max_rows=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
         num_groups=len(program.groups),
         vocab_size=program.vocab_size,
     )
-    groups = _block_groups(config, budget, program)
+    groups = _block_groups(config, budget)
     kv = backend.allocate(program.groups, [group.num_blocks for group in groups])
     layouts = [backend.kv_layout(group) for group in program.groups]
     host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
@@ -192,19 +192,21 @@ def _decoder(model: Model) -> Program:
 
 def _kv_budget(config: EngineConfig, backend: Backend, program: Program) -> KvBudget:
     assert config.model.max_model_len is not None, "derive() has set it"
+    options = config.scheduler
     return plan_kv(
-        block_bytes=sum(backend.kv_layout(group).block_bytes for group in program.groups),
-        max_model_len=config.model.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        [GroupSize(backend.kv_layout(group).block_bytes, group.window if config.cache.kv_cache else None) for group in program.groups],
+        Load(config.model.max_model_len, options.max_num_seqs, options.max_num_batched_tokens),
         wanted_bytes=config.cache.kv_cache_memory_bytes,
         available_bytes=Machine().available_bytes(),
     )
 
 
-def _block_groups(config: EngineConfig, budget: KvBudget, program: Program) -> list[BlockGroup]:
+def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
     """As the scheduler sees the KV cache; the host never holds more than the device."""
-    num_host_blocks = min(budget.num_blocks, config.cache.swap_space // budget.block_bytes)
-    return [BlockGroup(budget.num_blocks, group.window, num_host_blocks) for group in program.groups]
+    num_host_blocks = config.cache.swap_space // budget.block_bytes
+    return [
+        BlockGroup(count, group.window, min(count, num_host_blocks)) for count, group in zip(budget.num_blocks, budget.groups, strict=True)
+    ]
 
 
 def _front(model: Model, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None) -> Front:

@@ -56,8 +56,8 @@ class Setup:
         return make_llm(model_path=path, backend=self.backend, **options)
 
     def llm_of_blocks(self, num_blocks: int, **options: Any) -> LLM:
-        """One whose KV cache has so many blocks."""
-        with self.llm(kv_cache_memory_bytes=1 << 26, **options) as llm:
+        """One whose KV cache has so many blocks in every group: no window bounds them where so many requests may run."""
+        with self.llm(kv_cache_memory_bytes=1 << 26, **options | {"max_num_seqs": 4096}) as llm:
             block_bytes = (1 << 26) // (llm.info.kv_capacity_tokens // 16)
         return self.llm(kv_cache_memory_bytes=block_bytes * num_blocks, **options)
 
@@ -85,6 +85,10 @@ WAYS: dict[str, dict[str, Any]] = {
     **{f"chunks of {size}": {"max_num_batched_tokens": size} for size in (1, 7, 16, 255, 257)},
     **{f"{threads} threads": {"threads": threads} for threads in (2, 3, 7)},
     "no prefix cache": {"enable_prefix_caching": False},
+    "prompts in one piece": {"enable_chunked_prefill": False},
+    "static batches": {"batching": "static", "max_num_seqs": 4},
+    "one at a time": {"batching": "none"},
+    "no KV cache": {"kv_cache": False},
     "chunks, threads, few at once": {"max_num_batched_tokens": 23, "threads": 3, "max_num_seqs": 3},
 }
 
@@ -168,20 +172,22 @@ def test_prompt_logprobs_from_a_start_on_are_those_of_the_whole(setup: Setup) ->
             assert output.num_cached_tokens == min(64, max(0, start - 1))
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("budget", [2048, 7])
-def test_preempted_is_uninterrupted(setup: Setup, caching: bool, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "caching", "budget"), [("swap", True, 2048), ("swap", False, 7), ("recompute", True, 7), ("recompute", False, 2048)]
+)
+def test_preempted_is_uninterrupted(setup: Setup, mode: str, caching: bool, budget: int) -> None:
     prompts = prompts_of(20, 25, 30, 33)
     long = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
     change = msgspec.structs.replace
     params = [long, change(long, prompt_logprobs=1), change(PENALISED, max_tokens=40), change(long, n=2)]
-    options = {"max_model_len": 80, "enable_prefix_caching": caching}
+    options = {"max_model_len": 80, "enable_prefix_caching": caching, "preemption_mode": mode}
     with setup.llm(**options) as llm:
         expected = [alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)]
     with setup.llm_of_blocks(8, max_num_batched_tokens=budget, **options) as llm:
         outputs = llm.generate(prompts, params)
         stats = llm.get_metrics()
-    assert stats.num_preemptions > 0 and stats.num_used_blocks == 0
+    assert stats.num_preemptions > 0 and stats.num_used_blocks == stats.num_host_blocks == 0
+    assert (stats.num_swaps > 0) == (mode == "swap")
     assert sum(output.metrics.num_preemptions for output in outputs) == stats.num_preemptions
     assert [fingerprint(output) for output in outputs] == expected
 
@@ -244,3 +250,18 @@ def test_prompt_logprobs_name_the_prompts_own_tokens(setup: Setup, whole: list[A
         if given is SCORED:
             assert found[-1][0] is None
             assert [step[0][0] for step in found[-1][1:]] == prompt[1:]
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_a_window_of_few_blocks_is_as_good_as_one_of_many(backend: str) -> None:
+    """Windows of 24 tokens beside full attention: contexts of 300, in a group that has blocks for a fraction of them."""
+    setup = Setup(backend, "gemma3_text", "as packed")
+    prompts = prompts_of(200, 150, 260)
+    params = [msgspec.structs.replace(given, max_tokens=40) for given in (GREEDY, SAMPLED, PENALISED)]
+    with setup.llm() as llm:
+        expected = [alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)]
+    with setup.llm(max_num_seqs=3, max_num_batched_tokens=32, swap_space=0) as llm:
+        full, window = llm._front.client._core.scheduler.blocks.pools  # type: ignore[attr-defined]
+        assert window.num_blocks < 20 < sum(len(prompt) + 40 for prompt in prompts) / 16 < full.num_blocks
+        for _ in range(2):
+            assert fingerprints(llm, prompts, params) == expected
