@@ -17,9 +17,10 @@ from typing import Any, Self
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.client import EngineInfo
 from octavo.engine.core import CoreOutputs
-from octavo.engine.input_processor import FrontRequest, Prompt, default_sampling_params
+from octavo.engine.input_processor import FrontRequest, Origin, Prompt, default_sampling_params
+from octavo.engine.queue_limit import QueueLimit, Size
 from octavo.engine.stats import EngineStats
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded
+from octavo.errors import EngineDead, InvalidRequest, OctavoError
 from octavo.outputs import Profile, RequestOutput
 from octavo.ports import Profiler, Tokenizer
 from octavo.sampling_params import SamplingParams, params_for_each
@@ -73,13 +74,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Final outputs, in the order of the prompts.
 
-        `sampling_params`: one for all, or one for each; None takes the model's own defaults. All prompts are checked before any is
-        computed. A request that fails while it is computed has an output with `error` set; the others are not touched.
+        `sampling_params` and `priority`: one for all, or one for each; no params: the model's own defaults. All prompts are checked
+        before any is computed. A request that fails while it is computed has an output with `error` set; the others are not touched.
         """
-        requests = self._requests(_as_list(prompts), sampling_params)
+        requests = self._requests(_as_list(prompts), sampling_params, priority)
         done: dict[str, RequestOutput] = {}
         with _Progress(len(requests), enabled=use_tqdm) as progress:
             for output in self._run(requests, streaming=False):
@@ -149,9 +151,18 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _requests(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[FrontRequest]:
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, priority: int | Sequence[int] = 0
+    ) -> list[FrontRequest]:
         each = params_for_each(self.get_default_sampling_params() if params is None else params, len(prompts))
-        return [self._front.inputs.process(str(next(self._request_ids)), prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(prompts):
+            raise InvalidRequest(f"priority: got {len(priorities)}, allowed is one, or one for each of the {len(prompts)} prompts")
+        process = self._front.inputs.process
+        return [
+            process(str(next(self._request_ids)), prompt, one, Origin(rank))
+            for prompt, one, rank in zip(prompts, each, priorities, strict=True)
+        ]
 
     def _run(self, requests: list[FrontRequest], *, streaming: bool) -> Iterator[RequestOutput]:
         """Outputs as they change (`streaming`) or as they finish; whatever ends it early aborts what still runs."""
@@ -261,6 +272,7 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}
         self._request_ids = itertools.count()
         self._stats = EngineStats()
+        self._queue = QueueLimit(front.config.scheduler)
         self._dead: EngineDead | None = None
         self._closing = False
         self._reader: threading.Thread | None = None
@@ -291,24 +303,41 @@ class AsyncLLM:
             self._reader = threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), name="octavo-reader", daemon=True)
             self._reader.start()
 
-    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None) -> RequestStream:
-        """Starts a request; a user's fault is raised here, before anything runs."""
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> RequestStream:
+        """Starts a request; a user's fault is raised here, before anything runs, and Overloaded where too many wait already."""
         self.check_health()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        self._check_queue(params.n)
+        self._check_queue(Size(params.n))
         request_id = request_id or f"request-{next(self._request_ids)}"
-        request = self._front.inputs.process(request_id, prompt, params)
+        request = self._front.inputs.process(request_id, prompt, params, Origin(priority, tenant))
+        size = Size(params.n, params.n * len(request.prompt_token_ids))
+        self._check_queue(size)
         self.start()
         self._front.outputs.add(request)
         stream = self._streams[request_id] = RequestStream(self, request_id)
         self._front.client.add(request.samples)
+        self._queue.sent(size)
         return stream
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """`submit` as an async generator; closing it or cancelling its task aborts the request."""
-        stream = self.submit(prompt, sampling_params, request_id)
+        stream = self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
         try:
             async for output in stream:
                 yield output
@@ -371,8 +400,10 @@ class AsyncLLM:
                 return
 
     def _take(self, step: CoreOutputs) -> None:
+        now = time.monotonic()
         self._stats = step.stats
-        changes = self._front.outputs.process(step.outputs, time.monotonic())
+        self._queue.take(step.stats, now)
+        changes = self._front.outputs.process(step.outputs, now)
         if changes.abort_ids:
             self._front.client.abort(changes.abort_ids)
         for request_id in changes.request_ids:
@@ -401,15 +432,8 @@ class AsyncLLM:
             self._front.client.abort(self._front.outputs.unfinished_ids(request_id))
             self._front.outputs.forget(request_id)
 
-    def _check_queue(self, num_samples: int) -> None:
-        options = self.config.scheduler
-        num_waiting = self.num_unfinished + num_samples - options.max_num_seqs
-        if num_waiting > options.max_num_queued_reqs:
-            raise Overloaded(
-                f"the queue is full: {self.num_unfinished} requests are waiting or running, "
-                f"allowed are {options.max_num_seqs} running and {options.max_num_queued_reqs} waiting",
-                hint="try again later, or raise max_num_queued_reqs",
-            )
+    def _check_queue(self, more: Size) -> None:
+        self._queue.check(more, num_unfinished=self.num_unfinished, now=time.monotonic())
 
 
 class _Progress:

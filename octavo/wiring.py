@@ -214,5 +214,11 @@ def _front(model: Model, client: EngineClient, info: EngineInfo, tokenizer: Toke
     prompts = prompt_limits(options, max_model_len=info.max_model_len, kv_capacity_tokens=info.kv_capacity_tokens)
     limits = ModelLimits(info.vocab_size, prompts, model.config.model.max_logprobs)
     eos_token_ids = (*model.info.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ()))
-    inputs = InputProcessor(limits=limits, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=model.config.model.seed)
+    inputs = InputProcessor(
+        limits=limits,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        seed=model.config.model.seed,
+        scheduling_policy=options.scheduling_policy,
+    )
     return Front(model.config, client, inputs, OutputProcessor(tokenizer), tokenizer, model.checkpoint.generation_config)

@@ -132,7 +132,7 @@ def test_a_full_queue_is_refused():
 
     async def run():
         streams = [llm.submit([5], LONG) for _ in range(3)]
-        with pytest.raises(Overloaded, match="allowed are 1 running and 2 waiting"):
+        with pytest.raises(Overloaded, match="the queue is full: 2 requests are waiting, allowed are 2"):
             llm.submit([5], GREEDY)
         for stream in streams:
             await stream.aclose()

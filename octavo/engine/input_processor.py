@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -44,26 +44,60 @@ class FrontRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     samples: list[EngineRequest]
-    arrival_time: float = field(default_factory=time.monotonic)
+    arrival_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who asks, and how urgently: lower priorities go first, a fair policy shares among tenants."""
+
+    priority: int = 0
+    tenant: str = ""
+
+
+ANYONE = Origin()
 
 
 class InputProcessor:
     """Prompts and params in, FrontRequests out; InvalidRequest or ContextTooLong says what is wrong."""
 
-    def __init__(self, *, limits: ModelLimits, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int], seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Iterable[int],
+        seed: int,
+        scheduling_policy: str = "fcfs",
+    ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
         self._eos_token_ids = [token for token in dict.fromkeys(eos_token_ids) if token < limits.vocab_size]
         self._seed = seed
+        self._scheduling_policy = scheduling_policy
         self._num_requests = 0
         self._core_ids = itertools.count()
+        """Never used twice: the last words about a request that was aborted must not reach one that took its name."""
 
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> FrontRequest:
+    def process(self, request_id: str, prompt: Prompt, params: SamplingParams, origin: Origin = ANYONE) -> FrontRequest:
+        self._check_origin(origin)
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         params = self._resolve_params(params)
         _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
-        return FrontRequest(request_id, text, token_ids, params, self._samples(token_ids, params, salt))
+        arrival_time = time.monotonic()
+        first = EngineRequest(
+            str(next(self._core_ids)),
+            token_ids,
+            params,
+            seed=self._draw_seed() if params.seed is None else params.seed,
+            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            cache_salt=salt,
+            priority=origin.priority,
+            tenant=origin.tenant,
+            arrival_time=arrival_time,
+        )
+        return FrontRequest(request_id, text, token_ids, params, _samples(first, params), arrival_time)
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """A conversation as a prompt of token ids."""
@@ -152,32 +186,15 @@ class InputProcessor:
             raise InvalidRequest(message, hint="pass prompts as token ids, or start without skip_tokenizer_init", param=param)
         return self.tokenizer
 
-    # -- samples --------------------------------------------------------------------------------------------------------
+    # -- who asks, and seeds --------------------------------------------------------------------------------------------
 
-    def _samples(self, token_ids: list[int], params: SamplingParams, salt: str) -> list[EngineRequest]:
-        """The first computes the prompt (and its logprobs); the others wait to share it.
-
-        The core's ids are never used twice: the last words about a request that was aborted must not reach one that took its name.
-        """
-        core_id = str(next(self._core_ids))
-        first = EngineRequest(
-            core_id,
-            token_ids,
-            params,
-            seed=self._draw_seed() if params.seed is None else params.seed,
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-            cache_salt=salt,
-        )
-        if params.n == 1:
-            return [first]
-        others = (
-            params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None, prompt_logprob_start=None)
-        )
-        replace = msgspec.structs.replace
-        return [first] + [
-            replace(first, request_id=f"{core_id}#{index}", params=others, sample_index=index, fork_of=core_id)
-            for index in range(1, params.n)
-        ]
+    def _check_origin(self, origin: Origin) -> None:
+        priority = origin.priority
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 1 << 31:
+            raise InvalidRequest(f"priority: got {priority!r}, allowed is a whole number of 32 bits", param="priority")
+        if priority and self._scheduling_policy != "priority":
+            got = f"priority: got {priority}, allowed is 0 under the policy {self._scheduling_policy!r}"
+            raise InvalidRequest(got, hint="start the engine with scheduling_policy priority", param="priority")
 
     def _draw_seed(self) -> int:
         """The same for the same engine seed and the same number of requests before."""
@@ -190,6 +207,18 @@ def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> No
     if start is not None and start >= num_prompt_tokens:
         message = f"prompt_logprob_start: got {start}, the prompt has {num_prompt_tokens} tokens; allowed are 0 to {num_prompt_tokens - 1}"
         raise InvalidRequest(message, param="prompt_logprob_start")
+
+
+def _samples(first: EngineRequest, params: SamplingParams) -> list[EngineRequest]:
+    """The first computes the prompt (and its logprobs); the others wait to share it."""
+    if params.n == 1:
+        return [first]
+    replace = msgspec.structs.replace
+    others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None, prompt_logprob_start=None)
+    return [first] + [
+        replace(first, request_id=f"{first.request_id}#{index}", params=others, sample_index=index, fork_of=first.request_id)
+        for index in range(1, params.n)
+    ]
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from octavo.engine.input_processor import ANYONE, Origin
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.llm import AsyncLLM, RequestStream
 from octavo.outputs import RequestOutput
@@ -24,13 +25,22 @@ Prompt = str | list[int]
 class Generation:
     """Started when made: a client's fault is raised then, and nothing runs."""
 
-    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics, prompts: Sequence[dict[str, Any]], params: SamplingParams, name: str) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        metrics: ServerMetrics,
+        prompts: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        name: str,
+        *,
+        origin: Origin = ANYONE,
+    ) -> None:
         self._params = params
         self._metrics = metrics
         self._streams: list[RequestStream] = []
         try:
             for index, prompt in enumerate(prompts):
-                self._streams.append(llm.submit(prompt, params, f"{name}-{index}"))
+                self._streams.append(llm.submit(prompt, params, f"{name}-{index}", priority=origin.priority, tenant=origin.tenant))
         except BaseException:
             self._give_up()
             raise

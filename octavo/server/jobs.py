@@ -13,14 +13,16 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
+from octavo.engine.input_processor import Origin
 from octavo.errors import InvalidRequest, OctavoError, Overloaded
 from octavo.llm import AsyncLLM
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.server.auth import tenant_of
 from octavo.server.body import body_of
 from octavo.server.errors import error_body
 from octavo.server.generation import Generation, prompt_of
@@ -101,6 +103,7 @@ class Jobs:
 
 @router.post("/generate", status_code=202)
 async def generate(
+    request: Request,
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[GenerateBody, Depends(body_of(GenerateBody))],
 ) -> dict[str, str]:
@@ -110,7 +113,8 @@ async def generate(
     service.jobs.make_room()
     prompt = await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
     request_id = body.request_id or f"job-{secrets.token_hex(12)}"
-    job = service.jobs.start(Generation(llm, service.metrics, [prompt], params, request_id), request_id)
+    origin = Origin(body.priority or 0, tenant_of(request, body.user))
+    job = service.jobs.start(Generation(llm, service.metrics, [prompt], params, request_id, origin=origin), request_id)
     return {"request_id": job.request_id, "state": job.state}
 
 

@@ -33,6 +33,8 @@ SAMPLE_COUNTS = (1, 2, 5, 10, 20)
 GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests of which the last step computed tokens.", lambda stats: stats.num_running),
     "num_requests_waiting": ("Requests in the queue.", lambda stats: stats.num_waiting),
+    "num_requests_swapped": ("Requests whose KV blocks are in host memory.", lambda stats: stats.num_swapped),
+    "num_waiting_tokens": ("Tokens of the requests in the queue.", lambda stats: stats.num_waiting_tokens),
     "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", lambda stats: stats.kv_usage),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -42,6 +44,7 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda stats: stats.prefix_query_tokens),
     "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda stats: stats.prefix_hit_tokens),
     "num_preemptions": ("Requests that had to give up their KV blocks.", lambda stats: stats.num_preemptions),
+    "num_swaps": ("Preemptions to host memory.", lambda stats: stats.num_swaps),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("From arrival to the first token.", TOKEN_SECONDS),

@@ -9,9 +9,11 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UNSET, UnsetType
 
+from octavo.engine.input_processor import Origin
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.server.auth import tenant_of
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
 from octavo.server.generation import Generation, chat_prompt_of
@@ -41,7 +43,8 @@ async def chat(
     variables = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
     prompt = await chat_prompt_of(llm, plain_messages(body.messages), cache_salt=body.cache_salt, **variables)
     answer = ChatAnswer(body, params, model, tokenizer_of(llm))
-    generation = Generation(llm, service.metrics, [prompt], params, answer.id)
+    origin = Origin(body.priority or 0, tenant_of(request, body.user))
+    generation = Generation(llm, service.metrics, [prompt], params, answer.id, origin=origin)
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
     outputs = await unless_gone(request.receive, generation.results())

@@ -8,10 +8,12 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
+from octavo.engine.input_processor import Origin
 from octavo.errors import InvalidRequest
 from octavo.outputs import Logprob, RequestOutput
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
+from octavo.server.auth import tenant_of
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
 from octavo.server.generation import Generation, as_prompts, prompt_of
@@ -43,7 +45,8 @@ async def complete(
         for prompt in as_prompts(body.prompt)
     ]
     answer = CompletionAnswer(body, params, model, tokenizer_of(llm))
-    generation = Generation(llm, service.metrics, prompts, params, answer.id)
+    origin = Origin(body.priority or 0, tenant_of(request, body.user))
+    generation = Generation(llm, service.metrics, prompts, params, answer.id, origin=origin)
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
     outputs = await unless_gone(request.receive, generation.results())

@@ -37,7 +37,7 @@ class SamplingBody(Body):
     """What all ways of asking for text have in common. None: not given."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"audio", "echo", "function_call", "functions", "length_penalty", "modalities", "parallel_tool_calls", "prediction", "priority"}
+        {"audio", "echo", "function_call", "functions", "length_penalty", "modalities", "parallel_tool_calls", "prediction"}
         | {"reasoning_effort", "store", "structured_outputs", "truncate_prompt_tokens", "use_beam_search", "web_search_options"}
     )
 
@@ -70,7 +70,10 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = False
-    user: Annotated[str | None, Field(description="a text; it has no effect")] = None
+    user: Annotated[str | None, Field(max_length=200, description="a text of at most 200 characters; a fair policy shares among them")] = (
+        None
+    )
+    priority: Annotated[int | None, Field(description="a whole number; lower goes first, where the policy is priority")] = None
 
 
 class CompletionBody(SamplingBody):

@@ -1,0 +1,109 @@
+"""How many may wait, in requests and in prompt tokens, and when one that is turned away should come again.
+
+Lives in the front process. Counts what it has sent and what the core says of it (EngineStats), so that it knows the queue without
+asking. The rate at which requests leave the queue is measured over the last seconds; reads no clock itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from octavo.config.engine_config import SchedulerOptions
+from octavo.engine.stats import EngineStats
+from octavo.errors import Overloaded
+
+MEASURED_S = 10.0
+"""Over so long the rate is measured,"""
+SAMPLE_S = 0.5
+"""from moments so far apart."""
+UNKNOWN_S = 1.0
+"""Said where no rate is known yet."""
+MAX_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of requests: how many, and the tokens of their prompts."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.requests + other.requests, self.tokens + other.tokens)
+
+    def __sub__(self, other: Size) -> Size:
+        return Size(self.requests - other.requests, self.tokens - other.tokens)
+
+
+class QueueLimit:
+    """Overloaded where the queue would grow beyond `max_num_queued_reqs` or `max_num_queued_tokens`."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self._max_reqs = options.max_num_queued_reqs
+        self._max_tokens = options.max_num_queued_tokens
+        self._max_running = options.max_num_seqs
+        self._sent = Size()
+        self._stats = EngineStats()
+        self._left: deque[tuple[float, Size]] = deque()
+        """When, and what had left the queue until then."""
+
+    def sent(self, size: Size) -> None:
+        """Given to the core."""
+        self._sent += size
+
+    def take(self, stats: EngineStats, now: float) -> None:
+        """What the core says after a step."""
+        self._stats = stats
+        if not self._left or now - self._left[-1][0] >= SAMPLE_S:
+            self._left.append((now, _added(stats) - _waiting(stats)))
+        while now - self._left[0][0] > MEASURED_S and len(self._left) > 2:
+            self._left.popleft()
+
+    def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
+        """Whether so much more may be sent. Those who have gone away since the last step are not among the unfinished."""
+        waiting = _waiting(self._stats) + self._sent - _added(self._stats)
+        num_waiting, num_places = min(waiting.requests, num_unfinished), self._num_places
+        excess = num_waiting + more.requests - num_places - self._max_reqs
+        if excess > 0:
+            what = f"{max(0, num_waiting - num_places)} requests are waiting"
+            raise self._overloaded(what, "max_num_queued_reqs", self._max_reqs, Size(requests=excess), now)
+        if self._max_tokens is not None and num_waiting + more.requests > num_places:
+            excess = waiting.tokens + more.tokens - self._max_tokens
+            if excess > 0 and num_waiting:
+                what = f"{waiting.tokens} tokens are waiting"
+                raise self._overloaded(what, "max_num_queued_tokens", self._max_tokens, Size(tokens=excess), now)
+
+    @property
+    def _num_places(self) -> int:
+        """Requests that will not wait: as many may run as run not yet, if nothing holds up those that wait."""
+        held_up = self._stats.num_waiting or self._stats.num_swapped
+        return 0 if held_up else max(0, self._max_running - self._stats.num_running)
+
+    def _overloaded(self, what: str, option: str, allowed: int, excess: Size, now: float) -> Overloaded:
+        return Overloaded(
+            f"the queue is full: {what}, allowed are {allowed}",
+            hint=f"try again later, or raise {option}",
+            retry_after_s=self._retry_after_s(excess, now),
+        )
+
+    def _retry_after_s(self, excess: Size, now: float) -> float:
+        """When so much will have left, at the rate of the last seconds."""
+        if not self._left or now <= self._left[0][0]:
+            return UNKNOWN_S
+        since, earlier = self._left[0]
+        left, elapsed_s = _added(self._stats) - _waiting(self._stats) - earlier, now - since
+        needed_s = [
+            elapsed_s * wanted / gone if gone > 0 else MAX_S
+            for wanted, gone in ((excess.requests, left.requests), (excess.tokens, left.tokens))
+            if wanted > 0
+        ]
+        return min(max(needed_s, default=UNKNOWN_S), MAX_S)
+
+
+def _added(stats: EngineStats) -> Size:
+    return Size(stats.num_added, stats.num_added_tokens)
+
+
+def _waiting(stats: EngineStats) -> Size:
+    return Size(stats.num_waiting, stats.num_waiting_tokens)
