@@ -61,9 +61,13 @@ class QueueLimit:
             self._left.popleft()
 
     def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
-        """Whether so much more may be sent. Those who have gone away since the last step are not among the unfinished."""
+        """Whether so much more may be sent, beside what finds a place among the running.
+
+        Those who have gone away since the last step are not among the unfinished.
+        """
         waiting = _waiting(self._stats) + self._sent - _added(self._stats)
-        num_waiting, num_places = min(waiting.requests, num_unfinished), self._num_places
+        num_waiting = min(waiting.requests, num_unfinished)
+        num_places = max(0, self._max_running - self._stats.num_running - self._stats.num_swapped)
         excess = num_waiting + more.requests - num_places - self._max_reqs
         if excess > 0:
             what = f"{max(0, num_waiting - num_places)} requests are waiting"
@@ -74,12 +78,6 @@ class QueueLimit:
                 what = f"{waiting.tokens} tokens are waiting"
                 raise self._overloaded(what, "max_num_queued_tokens", self._max_tokens, Size(tokens=excess), now)
 
-    @property
-    def _num_places(self) -> int:
-        """Requests that will not wait: as many may run as run not yet, if nothing holds up those that wait."""
-        held_up = self._stats.num_waiting or self._stats.num_swapped
-        return 0 if held_up else max(0, self._max_running - self._stats.num_running)
-
     def _overloaded(self, what: str, option: str, allowed: int, excess: Size, now: float) -> Overloaded:
         return Overloaded(
             f"the queue is full: {what}, allowed are {allowed}",
@@ -88,13 +86,13 @@ class QueueLimit:
         )
 
     def _retry_after_s(self, excess: Size, now: float) -> float:
-        """When so much will have left, at the rate of the last seconds."""
+        """When so much will have left, at the rate of the last seconds; where nothing left, as long again."""
         if not self._left or now <= self._left[0][0]:
             return UNKNOWN_S
         since, earlier = self._left[0]
         left, elapsed_s = _added(self._stats) - _waiting(self._stats) - earlier, now - since
         needed_s = [
-            elapsed_s * wanted / gone if gone > 0 else MAX_S
+            elapsed_s * wanted / gone if gone > 0 else max(UNKNOWN_S, elapsed_s)
             for wanted, gone in ((excess.requests, left.requests), (excess.tokens, left.tokens))
             if wanted > 0
         ]

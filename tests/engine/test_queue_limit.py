@@ -38,13 +38,6 @@ def test_what_waits_is_what_the_core_says_and_what_is_on_its_way():
     limit.check(Size(1), num_unfinished=1000, now=0.0)
 
 
-def test_places_count_only_while_nothing_holds_up_the_queue():
-    limit = limit_of(max_num_queued_reqs=1)
-    limit.take(EngineStats(num_running=1, num_waiting=1, num_added=2), 0.0)
-    limit.sent(Size(2, 0))
-    assert "1 requests" in str(refused(limit, Size(1)))
-
-
 def test_tokens_are_bounded_but_a_prompt_alone_is_never_too_long():
     limit = limit_of(max_num_queued_tokens=100)
     limit.check(Size(1, 500), num_unfinished=0, now=0.0)

@@ -98,9 +98,9 @@ def test_a_full_queue_asks_for_patience(start):
         long = LONG | {"n": 64, "stream": True}
         with first.stream("POST", "/v1/completions", json=long), second.stream("POST", "/v1/completions", json=long):
             refused = third.post("/v1/completions", json=GOOD)
-        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 10
         assert refused.json()["error"]["type"] == "RateLimitError"
-        assert "allowed are 64 running and 64 waiting" in refused.json()["error"]["message"]
+        assert "64 requests are waiting, allowed are 64" in refused.json()["error"]["message"]
         assert until(lambda: third.post("/v1/completions", json=GOOD).status_code == 200, seconds=2)
 
 
