@@ -45,7 +45,7 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     levels.kind = Matrix::Kind::fp16;
     levels.data = m.data, levels.rows = 2 * kTile, levels.columns = kInputs / kGroup;
     levels.row_stride = levels.columns * 2, levels.column_stride = 2;
-    const QuantisedSource source{bits, true, kGroup, 0, kInputs, m, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}};
+    const QuantisedSource source{bits, true, kGroup, 0, kInputs, m, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}, false};
     return pack_quantised(source, pool);
 }
 
@@ -60,7 +60,7 @@ struct Bench {
         : tiles(std::move(t)), values(2 * kTile * kInputs * sizeof(float)), scales(2 * kTile * (kInputs / kGroup) * 16), scratch(kernels.scratch_bytes(tiles.tiles)), acc((size_t)4 * kTile * kTile) {
         const size_t each = (size_t)2 * kTile * (kInputs / kGroup);
         float* at = (float*)scales.data();
-        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), kInputs, at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup};
+        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), kernels.row_type(tiles.tiles.code) == RowType::digits ? 2 * kInputs : kInputs, at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup};
     }
     void run(const KernelTable& kernels, int num_rows) {
         const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()}, {&tiles.tiles, 1, acc.data() + 2 * kTile * kTile}};

@@ -59,6 +59,8 @@ struct PrepareOp : RowOp {
     void run(const View& view, int64_t row) const override { view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, *rows, row); }
 };
 
+size_t element_bytes(RowType type) { return type == RowType::fp32 ? 4 : type == RowType::bf16 ? 2 : 1; }
+
 // -- products ------------------------------------------------------------------------------------------------------------
 
 struct LinearStage : Stage {
@@ -78,10 +80,7 @@ struct LinearStage : Stage {
     std::string name() const override {
         return "linear " + std::to_string(spec.x.width) + " to " + std::to_string(num_tiles * kTile * (spec.gated ? 2 : 1)) + " " + code();
     }
-    const char* code() const override {
-        static constexpr const char* kCodes[] = {"u4", "u8", "bf16", "fp16", "fp32"};
-        return kCodes[(int)spec.parts.front().tiles.code];
-    }
+    const char* code() const override { return kCodeNames[(int)spec.parts.front().tiles.code]; }
     Cost cost(const View& view) const override {
         Cost sum;
         for (const auto& part : spec.parts) {
@@ -117,7 +116,7 @@ struct LinearStage : Stage {
     Rows own_rows(const View& view, int rows, ThreadState& thread, int stage) const {
         Rows own = *shared;
         uint8_t* memory = thread.rows->data();
-        const size_t element = own.type == RowType::int8 ? 1 : own.type == RowType::bf16 ? 2 : 4;
+        const size_t element = element_bytes(own.type);
         own.values = memory;
         memory += (kFewRows * own.stride * element + 63) / 64 * 64;
         own.scales = (float*)memory;
@@ -319,9 +318,10 @@ Rows* Executor::new_rows(const Tiles& w, int area) {
     rows_.push_back(std::make_unique<PreparedRows>());
     rows_.back()->area = area;
     Rows& rows = rows_.back()->rows;
-    rows = Rows{kernels_.row_type(w.code), nullptr, (int64_t)w.num_groups * kGroup, nullptr, nullptr, nullptr, w.num_groups};
-    const size_t element = rows.type == RowType::int8 ? 1 : rows.type == RowType::bf16 ? 2 : 4;
-    row_bytes_ = std::max(row_bytes_, rows.stride * element);
+    const RowType type = kernels_.row_type(w.code);
+    const int64_t stride = (int64_t)w.num_groups * kGroup * (type == RowType::digits ? 2 : 1);
+    rows = Rows{type, nullptr, stride, nullptr, nullptr, nullptr, w.num_groups};
+    row_bytes_ = std::max(row_bytes_, rows.stride * element_bytes(rows.type));
     groups_ = std::max(groups_, (size_t)w.num_groups);
     return &rows;
 }
@@ -329,6 +329,8 @@ Rows* Executor::new_rows(const Tiles& w, int area) {
 void Executor::add_linear(LinearSpec spec) {
     auto& list = spec.x.samples ? head_ : body_;
     Rows* rows = new_rows(spec.parts.front().tiles, spec.converted ? 1 : 0);
+    for (const auto& part : spec.parts)
+        if (kernels_.row_type(part.tiles.code) != rows->type) throw std::invalid_argument("weights that read their rows in different types stand in one product");
     for (const auto& part : spec.parts) product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
     if (spec.converted)
         convert_in_last_stage(list, rows);

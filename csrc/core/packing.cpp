@@ -151,7 +151,7 @@ PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool) {
     if (half_groups && s.mins.data) throw std::invalid_argument("weights in groups of 16 are packed without mins");
     const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data && (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
     Tiles t{};
-    t.code = s.bits == 4 ? Code::u4 : Code::u8;
+    t.code = s.bits == 4 && !s.wide ? Code::u4 : Code::u8;
     t.scale_type = fp16 ? ScaleType::fp16 : ScaleType::fp32;
     t.has_min = s.mins.data != nullptr;
     t.half_groups = half_groups;

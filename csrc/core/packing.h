@@ -44,6 +44,7 @@ struct QuantisedSource {
     bool halves;  // 4 bits: byte j of a group of `group` holds inputs j and j + group / 2; else inputs 2j and 2j + 1
     int group, zero_point, num_inputs;
     Matrix codes, scales, mins, super_scales, super_mins;  // `data` null where there is none
+    bool wide = false;  // 4-bit codes as bytes: for a product beside one that has 8 bits
 };
 
 PackedTiles pack_quantised(const QuantisedSource& source, ThreadPool& pool);

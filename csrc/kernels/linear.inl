@@ -2,7 +2,7 @@
 //
 // One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g of 32 inputs,
 // in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where isum is the exact int32 sum of
-// (code - zero_point) * q and sum that of q. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
+// (code - zero_point) * q and sum that of q (with 4 bits, q has two digits). Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
 // `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
 #pragma once
 #include "simd.h"
@@ -47,10 +47,18 @@ void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
         }
         const vf scale = load_scale<S>(tile + kCodes);
         for (int m = 0; m < M; m++) {
-            vi a = splat_i(-w.zero_point * (first[m] + second[m])), b = {};
+            const int8_t* digits = q[m] + 2 * kGroup * g;
+            vi a = {}, b = {};
             for (int v = 0; v < 4; v++) {
-                a = dot4_nibbles(a, low[v], broadcast4(q[m] + 32 * g + 8 * v));
-                b = dot4_nibbles(b, high[v], broadcast4(q[m] + 32 * g + 8 * v + 4));
+                a = dot4_nibbles(a, low[v], broadcast4(digits + 8 * v));
+                b = dot4_nibbles(b, high[v], broadcast4(digits + 8 * v + 4));
+            }
+            a *= kDigit;
+            b *= kDigit;
+            if (w.zero_point) a -= w.zero_point * (first[m] + second[m]);
+            for (int v = 0; v < 4; v++) {
+                a = dot4_nibbles(a, low[v], broadcast4(digits + kGroup + 8 * v));
+                b = dot4_nibbles(b, high[v], broadcast4(digits + kGroup + 8 * v + 4));
             }
             acc[m] = fma(to_float(a + high_sum(b)), scale * d[m], acc[m]);
             if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
@@ -154,7 +162,7 @@ Product choose(const Tiles& w) {
 // As many rows at a time as registers hold: eight of the quantised kinds, four of the floats.
 void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc) {
     const uint8_t* data = w.data + (size_t)tile * w.tile_bytes;
-    const bool quantised = x.type == RowType::int8;
+    const bool quantised = x.type == RowType::int8 || x.type == RowType::digits;
     int done = 0;
     const auto run = [&](Product product, int rows) {
         for (; num_rows - done >= rows; done += rows) product(w, data, x, row0 + done, acc + 16 * done);
@@ -167,7 +175,7 @@ void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int n
 
 RowType row_type(Code code) {
     switch (code) {
-        case Code::u4:
+        case Code::u4: return RowType::digits;
         case Code::u8: return RowType::int8;
         case Code::bf16: return RowType::bf16;
         default: return RowType::fp32;

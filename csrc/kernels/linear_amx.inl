@@ -1,6 +1,6 @@
 // Products on the AMX tile unit, for levels that have it: 16 rows by 16 outputs at a time.
 //
-// The integer path unpacks a weight tile's groups once to signed bytes [K/4][16 o][4] (codes minus the zero point) in scratch,
+// The integer path unpacks a weight tile's groups once to signed bytes (codes minus the zero point) in scratch,
 // multiplies 16 rows at a time, and scales each group's exact int32 sums by the same fma's, in the same order, as linear.inl:
 // bitwise the same numbers, so few rows may take either path. bf16 sums in another order than dpbf16, so at this level every
 // number of rows takes the tile unit.
@@ -15,16 +15,26 @@ constexpr int kAmxMinRows = 6;     // fewer rows are faster on dpbusd (measured:
 
 // -- integers ------------------------------------------------------------------------------------------------------------
 
-// Signed codes [groups][8][16 o][4] of one tile.
+OCTAVO_INLINE bool is_integer(Code code) { return code == Code::u4 || code == Code::u8; }
+
+// Bytes of a row that one multiplication takes: a group of 32 inputs, with both its digits where the weights have 4 bits.
+OCTAVO_INLINE constexpr int depth_of(Code code) { return code == Code::u4 ? 2 * kGroup : kGroup; }
+
+// Signed codes of one tile as B tiles, [groups][depth / 4][16 o][4]. 4 bits: the codes times 8 for the first digits, then the codes.
 void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) {
-    const __m512i zero = _mm512_set1_epi8((char)w.zero_point), nibble = _mm512_set1_epi8(15);
-    for (int g = 0; g < w.num_groups; g++, tile += step, out += 512) {
+    const __m512i zero = _mm512_set1_epi8((char)w.zero_point), nibble = _mm512_set1_epi8(15), eights = _mm512_set1_epi8((char)0xf8);
+    for (int g = 0; g < w.num_groups; g++, tile += step, out += 16 * depth_of(w.code)) {
         prefetch_ahead<320>(tile);
         if (w.code == Code::u4) {
+            const auto put = [&](int row, __m512i codes) {
+                codes = _mm512_sub_epi8(codes, zero);
+                _mm512_store_si512(out + 64 * row, _mm512_and_si512(_mm512_slli_epi16(codes, 3), eights));
+                _mm512_store_si512(out + 64 * (row + 8), codes);
+            };
             for (int v = 0; v < 4; v++) {
                 const __m512i both = _mm512_loadu_si512(tile + 64 * v);
-                _mm512_store_si512(out + 128 * v, _mm512_sub_epi8(_mm512_and_si512(both, nibble), zero));
-                _mm512_store_si512(out + 128 * v + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), nibble), zero));
+                put(2 * v, _mm512_and_si512(both, nibble));
+                put(2 * v + 1, _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble));
             }
         } else {
             for (int v = 0; v < 8; v++) _mm512_store_si512(out + 64 * v, _mm512_sub_epi8(_mm512_loadu_si512(tile + 64 * v), zero));
@@ -52,7 +62,7 @@ OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row
 // Exact sums of two groups (or the last one alone) into `sums [2][R][16 o]`. The intrinsics take register numbers as literals
 // only, hence a macro: `multiply_even` and `multiply_odd` take turns on registers of their own.
 #define OCTAVO_MULTIPLY_PAIR(NAME, FIRST, SECOND)                                                                      \
-    template <int R>                                                                                                   \
+    template <int R, int kDepth>                                                                                       \
     OCTAVO_INLINE void NAME(const int8_t* q, int64_t stride, const int8_t* codes, bool both, int32_t* sums) {          \
         _tile_zero(FIRST);                                                                                             \
         _tile_loadd(4, q, stride);                                                                                     \
@@ -60,8 +70,8 @@ OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row
         _tile_dpbssd(FIRST, 4, 6);                                                                                     \
         if (both) {                                                                                                    \
             _tile_zero(SECOND);                                                                                        \
-            _tile_loadd(5, q + kGroup, stride);                                                                        \
-            _tile_loadd(7, codes + 512, 64);                                                                           \
+            _tile_loadd(5, q + kDepth, stride);                                                                        \
+            _tile_loadd(7, codes + 16 * kDepth, 64);                                                                    \
             _tile_dpbssd(SECOND, 5, 7);                                                                                \
             _tile_stored(SECOND, sums + R * 16, 64);                                                                   \
         }                                                                                                              \
@@ -73,49 +83,54 @@ OCTAVO_MULTIPLY_PAIR(multiply_odd, 2, 3)
 
 // One tile's product with R rows, for R of 16, 8, 4, 2 or 1. While the tile unit multiplies a pair of groups, the vector unit
 // scales the pair before it.
-template <int R, ScaleType S, bool kMin>
+template <int R, int kDepth, ScaleType S, bool kMin>
 void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* codes, const Rows& x, int64_t row, float* out) {
     alignas(64) int32_t sums[2][2 * R * 16];
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     const uint8_t* scales = tile + (w.code == Code::u4 ? 256 : 512);
     const int groups = w.num_groups;
-    configure_product(R, kGroup);
+    configure_product(R, kDepth);
     vf acc[R] = {};
     const auto scale = [&](int g, const int32_t* from) {
         if (g < groups) scale_group<R, S, kMin>(scales + g * step, x, row, g, from, acc);
         if (g + 1 < groups) scale_group<R, S, kMin>(scales + (g + 1) * step, x, row, g + 1, from + R * 16, acc);
     };
-    multiply_even<R>(q, x.stride, codes, groups > 1, sums[0]);
-    for (int g = 0; g < groups; g += 4, q += 4 * kGroup, codes += 4 * 512) {
-        if (g + 2 < groups) multiply_odd<R>(q + 2 * kGroup, x.stride, codes + 2 * 512, g + 3 < groups, sums[1]);
+    multiply_even<R, kDepth>(q, x.stride, codes, groups > 1, sums[0]);
+    for (int g = 0; g < groups; g += 4, q += 4 * kDepth, codes += 4 * 16 * kDepth) {
+        if (g + 2 < groups) multiply_odd<R, kDepth>(q + 2 * kDepth, x.stride, codes + 2 * 16 * kDepth, g + 3 < groups, sums[1]);
         scale(g, sums[0]);
-        if (g + 4 < groups) multiply_even<R>(q + 4 * kGroup, x.stride, codes + 4 * 512, g + 5 < groups, sums[0]);
+        if (g + 4 < groups) multiply_even<R, kDepth>(q + 4 * kDepth, x.stride, codes + 4 * 16 * kDepth, g + 5 < groups, sums[0]);
         scale(g + 2, sums[1]);
     }
     for (int m = 0; m < R; m++) store(out + 16 * m, acc[m]);
 }
 
-template <ScaleType S, bool kMin>
+template <int kDepth, ScaleType S, bool kMin>
 void int8_all_rows(const Tiles& w, const uint8_t* data, const int8_t* codes, const Rows& x, int64_t row0, int num_rows, float* acc) {
     const size_t step = w.tile_bytes / w.num_groups;
     int done = 0;
     const auto run = [&](auto rows_of, int rows) {
         for (; num_rows - done >= rows; done += rows) rows_of(w, data, step, codes, x, row0 + done, acc + 16 * done);
     };
-    run(int8_rows<16, S, kMin>, 16);
-    run(int8_rows<8, S, kMin>, 8);
-    run(int8_rows<4, S, kMin>, 4);
-    run(int8_rows<2, S, kMin>, 2);
-    run(int8_rows<1, S, kMin>, 1);
+    run(int8_rows<16, kDepth, S, kMin>, 16);
+    run(int8_rows<8, kDepth, S, kMin>, 8);
+    run(int8_rows<4, kDepth, S, kMin>, 4);
+    run(int8_rows<2, kDepth, S, kMin>, 2);
+    run(int8_rows<1, kDepth, S, kMin>, 1);
+}
+
+template <int kDepth>
+auto choose_all_rows(const Tiles& w) {
+    if (w.scale_type == ScaleType::fp16) return w.has_min ? int8_all_rows<kDepth, ScaleType::fp16, true> : int8_all_rows<kDepth, ScaleType::fp16, false>;
+    return w.has_min ? int8_all_rows<kDepth, ScaleType::fp32, true> : int8_all_rows<kDepth, ScaleType::fp32, false>;
 }
 
 void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t* scratch) {
     const uint8_t* data = w.data + (size_t)tile * w.tile_bytes;
     int8_t* codes = (int8_t*)scratch;
     unpack_tile(w, data, w.tile_bytes / w.num_groups, codes);
-    if (w.scale_type == ScaleType::fp16)
-        return (w.has_min ? int8_all_rows<ScaleType::fp16, true> : int8_all_rows<ScaleType::fp16, false>)(w, data, codes, x, row0, num_rows, acc);
-    return (w.has_min ? int8_all_rows<ScaleType::fp32, true> : int8_all_rows<ScaleType::fp32, false>)(w, data, codes, x, row0, num_rows, acc);
+    const auto run = w.code == Code::u4 ? choose_all_rows<2 * kGroup>(w) : choose_all_rows<kGroup>(w);
+    run(w, data, codes, x, row0, num_rows, acc);
 }
 
 // -- bf16 ----------------------------------------------------------------------------------------------------------------
@@ -208,12 +223,12 @@ void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, 
     if (tiles->weight->code == Code::bf16) return bf16_products(tiles, count, x, row0, num_rows);
     for (int i = 0; i < count; i++) {
         const Tiles& w = *tiles[i].weight;
-        const bool integers = x.type == RowType::int8 && !w.half_groups && fits_signed(w) && num_rows >= kAmxMinRows;
+        const bool integers = is_integer(w.code) && !w.half_groups && fits_signed(w) && num_rows >= kAmxMinRows;
         integers ? int8_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch) : vector_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc);
     }
 }
 
-size_t amx_scratch_bytes(const Tiles& w) { return row_type(w.code) == RowType::int8 ? (size_t)w.num_groups * 512 : 0; }
+size_t amx_scratch_bytes(const Tiles& w) { return is_integer(w.code) ? (size_t)w.num_groups * 16 * depth_of(w.code) : 0; }
 
 }  // namespace
 }  // namespace octavo

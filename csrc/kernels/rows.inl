@@ -1,4 +1,4 @@
-// Rows before a product: RMS norm, layer norm, and conversion to int8 groups, bf16 or fp32. One row never sees another.
+// Rows before a product: RMS norm, layer norm, and conversion to int8 groups (one digit or two), bf16 or fp32. One row never sees another.
 #pragma once
 #include "simd.h"
 #include "table.h"
@@ -56,9 +56,7 @@ void norm_row(const float* x, int k, const Norm& norm, float* out) {
     }
 }
 
-// Sixteen values as int8, to nearest even.
-OCTAVO_INLINE void store_int8(int8_t* q, vf v) {
-    const vi n = round_to_int(v);
+OCTAVO_INLINE void store_int8(int8_t* q, vi n) {
 #if defined(__AVX512F__)
     const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)n);
     std::memcpy(q, &bytes, 16);
@@ -70,18 +68,26 @@ OCTAVO_INLINE void store_int8(int8_t* q, vf v) {
 OCTAVO_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
 // Groups of 32 share d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d NaN, so that it shows downstream.
-OCTAVO_INLINE void put_int8(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
-    int8_t* q = (int8_t*)rows.values + index * rows.stride + g * kGroup;
+// With kDigits d = absmax / 1016, and what is stored are two digits, 8 first + second.
+template <bool kDigits>
+OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
+    constexpr float kLargest = kDigits ? 127.0f * kDigit : 127.0f;
+    int8_t* q = (int8_t*)rows.values + index * rows.stride + g * (kDigits ? 2 * kGroup : kGroup);
     const float largest = max_lanes(max(absolute(half[0]), absolute(half[1])));
     const float check = sum_lanes((half[0] + half[1]) * 0.0f);  // 0, or NaN where a value is not finite
-    const float d = largest / 127.0f;
-    const float inverse = largest > 0 && check == 0 ? 127.0f / largest : 0.0f;
+    const float d = largest / kLargest;
+    const float inverse = largest > 0 && check == 0 ? kLargest / largest : 0.0f;
     int32_t sum = 0;
     for (int h = 0; h < 2; h++) {
-        const vf scaled = half[h] * inverse;
-        const vf safe = check == 0 ? scaled : vf{};
-        store_int8(q + h * kLanes, safe);
-        const int32_t half_sum = sum_lanes_i(round_to_int(safe));
+        const vi whole = round_to_int(check == 0 ? half[h] * inverse : vf{});
+        if (kDigits) {
+            const vi first = (whole + kDigit / 2) >> 3;
+            store_int8(q + h * kLanes, first);
+            store_int8(q + kGroup + h * kLanes, whole - first * kDigit);
+        } else {
+            store_int8(q + h * kLanes, whole);
+        }
+        const int32_t half_sum = sum_lanes_i(whole);
         rows.sums[rows.half_at(index, g, h)] = half_sum;
         sum += half_sum;
     }
@@ -93,7 +99,8 @@ OCTAVO_INLINE void put_int8(const vf (&half)[2], const Rows& rows, int64_t index
 OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
     const int64_t at = index * rows.stride + g * kGroup;
     switch (rows.type) {
-        case RowType::int8: return put_int8(half, rows, index, g);
+        case RowType::int8: return put_integers<false>(half, rows, index, g);
+        case RowType::digits: return put_integers<true>(half, rows, index, g);
         case RowType::bf16:
             store_bf16((uint16_t*)rows.values + at, half[0]);
             return store_bf16((uint16_t*)rows.values + at + kLanes, half[1]);

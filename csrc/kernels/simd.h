@@ -37,7 +37,7 @@ OCTAVO_INLINE vi load_i(const void* p) {
 }
 OCTAVO_INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 OCTAVO_INLINE void store_i(void* p, vi v) { std::memcpy(p, &v, sizeof v); }
-OCTAVO_INLINE vf splat(float x) { return vf{} + x; }
+OCTAVO_INLINE vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 OCTAVO_INLINE vi splat_i(int32_t x) { return vi{} + x; }
 // Four bytes, as int8 or a pair of bf16, in every lane.
 OCTAVO_INLINE vi broadcast4(const void* p) {

@@ -24,6 +24,8 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //   bf16 [K/2][16 o][2]      fp16, fp32 [K][16 o]
 // value = (code - zero_point) * scale + min.
 enum class Code : int32_t { u4, u8, bf16, fp16, fp32 };
+constexpr int kNumCodes = 5;
+constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "bf16", "fp16", "fp32"};
 enum class ScaleType : int32_t { fp16, fp32 };
 
 struct Tiles {
@@ -49,11 +51,14 @@ struct TileRef {
 
 // -- rows on their way into a product ------------------------------------------------------------------------------------
 
-enum class RowType : int32_t { int8, bf16, fp32 };
+enum class RowType : int32_t { int8, digits, bf16, fp32 };
+constexpr int kDigit = 8;  // what the first of two digits counts
 
-// Rows as a product reads them. int8: q [rows][stride], and per group of 32 inputs d = absmax / 127 (`scales`), the sums of the
-// group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`). These three lie in blocks of 16 rows, so that a
+// Rows as a product reads them. int8 (8-bit weights) and digits (4-bit weights): per group of 32 inputs d (`scales`), the sums of
+// the group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`). These three lie in blocks of 16 rows, so that a
 // kernel finds the numbers of its rows side by side: [rows / 16][groups][16] (sums: [rows / 16][groups][2][16]).
+//   int8    d = absmax / 127, q = x / d:           values [rows][groups][32]
+//   digits  d = absmax / 1016, q = 8 first + second: values [rows][groups][2 digits][32], first in -127 .. 127, second in -4 .. 3
 // bf16, fp32: values [rows][stride]. Strides count elements.
 struct Rows {
     RowType type;

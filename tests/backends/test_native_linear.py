@@ -50,12 +50,12 @@ def weight_of(kind, n, k, seed=0):
     return PackedWeight((n, k), 8, "int", rng(seed).integers(-128, 128, (n, k), dtype=np.int8), group, scales, activation="per_group")
 
 
-def quantised(x):
+def quantised(x, largest_code):
     """`q [T, groups, 32]` and `d [T, groups]` of rows `x [T, K]`, in fp32 as the kernels do."""
     groups = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP).astype(np.float32)
     largest = abs(groups).max(axis=-1)
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    return np.rint(groups * inverse[..., None]).astype(np.float64), (largest / np.float32(127)).astype(np.float64)
+    inverse = np.divide(np.float32(largest_code), largest, out=np.zeros_like(largest), where=largest > 0)
+    return np.rint(groups * inverse[..., None]).astype(np.float64), (largest / np.float32(largest_code)).astype(np.float64)
 
 
 def as_multiplied(weight, x):
@@ -65,7 +65,7 @@ def as_multiplied(weight, x):
         return rounded, abs(x) * 2.0**-8
     if weight.is_float:
         return x.astype(np.float64), np.zeros(x.shape)
-    q, d = quantised(x)
+    q, d = quantised(x, 1016 if weight.bits == 4 else 127)
     seen = (q * d[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
     return seen, np.repeat(d, GROUP, axis=1)[:, : x.shape[1]] * 0.5001
 

@@ -23,6 +23,8 @@ from octavo.program.passes.fuse import fuse
 from octavo.program.program import CacheGroup, Program, Weight
 from octavo.quant.packed import Levels, PackedWeight
 
+ROW_TYPES = {"u4": "digits", "u8": "int8", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
+
 MANY_ROWS = 32
 """Of a product whose rate is the machine's: two tiles of rows."""
 
@@ -45,11 +47,18 @@ def supported_levels() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class NativeTiles:
-    """A weight in the kernels' tiles; `row_type` is how its products read their rows."""
+    """A weight in the kernels' tiles."""
 
     handle: Any
-    row_type: str
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.handle.num_bytes)
+
+    @property
+    def row_type(self) -> str:
+        """How its products read their rows (`RowType` in csrc/kernels/table.h)."""
+        return ROW_TYPES[self.handle.code]
 
 
 class NativeBackend:
@@ -158,28 +167,29 @@ class _Weights:
         self._device = device
         self._load = load
         self._dtype = dtype
-        self._tiles: dict[Weight, NativeTiles] = {}
+        self._tiles: dict[tuple[Weight, bool], NativeTiles] = {}
         self._floats: dict[Weight, NDArray[np.float32]] = {}
 
     @property
     def num_bytes(self) -> int:
         return sum(tiles.num_bytes for tiles in self._tiles.values()) + sum(array.nbytes for array in self._floats.values())
 
-    def tiles(self, weight: Weight) -> NativeTiles:
-        if weight not in self._tiles:
-            self._tiles[weight] = self._pack(weight, self._load(weight))
-        return self._tiles[weight]
+    def tiles(self, weight: Weight, *, wide: bool = False) -> NativeTiles:
+        """With `wide`, codes of 4 bits lie in bytes, for a product beside a weight of 8."""
+        if (weight, wide) not in self._tiles:
+            self._tiles[weight, wide] = self._pack(weight, self._load(weight), wide)
+        return self._tiles[weight, wide]
 
     def floats(self, weight: Weight) -> NDArray[np.float32]:
         if weight not in self._floats:
             self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
         return self._floats[weight]
 
-    def _pack(self, weight: Weight, packed: PackedWeight) -> NativeTiles:
+    def _pack(self, weight: Weight, packed: PackedWeight, wide: bool) -> NativeTiles:
         if packed.is_float:
             code = {"float32": "fp32", "bfloat16": "bf16"}.get(self._dtype, packed.code)
             handle = self._device.pack_values(_typed(packed.codes), code)
-            return NativeTiles(handle, "bf16" if code == "bf16" else "fp32", handle.num_bytes)
+            return NativeTiles(handle)
         if packed.lookup is not None or packed.input_permutation is not None:
             raise BackendUnavailable(f"the native backend cannot pack {weight.name}: codes through a table or permuted inputs")
         assert packed.scales is not None
@@ -195,10 +205,11 @@ class _Weights:
                 group=packed.group,
                 zero_point=packed.zero_point,
                 num_inputs=packed.shape[-1],
+                wide=wide,
             )
         except ValueError as error:
             raise BackendUnavailable(f"the native backend cannot pack {weight.name}: {error}") from None
-        return NativeTiles(handle, "int8", handle.num_bytes)
+        return NativeTiles(handle)
 
 
 def _typed(array: NDArray) -> tuple[NDArray, str]:

@@ -38,7 +38,8 @@ Span = tuple[bool, int, int, int, int]
 LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None]
 """(tiles, columns of the out, bias, columns of the residual) of one weight of a Linear."""
 
-GetTiles = Callable[[Weight], Any]
+GetTiles = Callable[..., Any]
+"""(weight, wide=False) -> NativeTiles."""
 GetFloats = Callable[[Weight], NDArray[np.float32]]
 
 
@@ -198,8 +199,10 @@ class Lowering:
         biases = op.biases or (None,) * len(op.weights_)
         found: dict[str, list[LinearPart]] = {}
         column = 0
+        row_types = {self._tiles(weight).row_type for weight in op.weights_}
+        wide = op.gate is not None and row_types == {"digits", "int8"}
         for weight, bias in zip(op.weights_, biases, strict=True):
-            tiles, width = self._tiles(weight), weight.shape[0]
+            tiles, width = self._tiles(weight, wide=wide), weight.shape[0]
             part = (tiles.handle, _cut(out, column, width), self._optional(bias), residual and _cut(residual, column, width))
             found.setdefault(tiles.row_type, []).append(part)
             column += 0 if op.gate is not None else width
