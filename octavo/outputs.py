@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+SHORT_S = 0.001
+"""Waits that are not worth a word."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -57,6 +61,71 @@ class RequestMetrics:
         return None if self.first_token_ts is None else self.first_token_ts - self.arrival_time
 
 
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of a request that has ended went. Of several samples together: the longest times, the sums of counts."""
+
+    queued_s: float
+    """From its arrival to its first step."""
+    prefill_s: float
+    """From there to its first token."""
+    decode_s: float
+    """From there to its last."""
+    preempted_s: float
+    """Of prefill and decode, without its KV blocks on the device."""
+    num_steps: int
+    """In which it ran."""
+    mean_batch_size: float
+    """Requests in these steps, itself included."""
+    max_batch_size: int
+    waits: dict[str, float]
+    """Of the time in the queue, seconds by what it waited for."""
+    cached_tokens: int = 0
+    """Of the prompt, found computed when it first started."""
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    """Of the preemptions, those to host memory."""
+
+    @property
+    def reason(self) -> str:
+        """For people: "waited 1.2 s: KV full"; "" where nothing held it up for a millisecond."""
+        texts = [f"waited {_seconds(seconds)}: {reason}" for reason, seconds in _longest_first(self.waits) if seconds >= SHORT_S]
+        if self.num_preemptions:
+            how = f"{self.num_swaps} of {self.num_preemptions} by swap" if self.num_swaps else "computed again"
+            texts.append(f"preempted for {_seconds(self.preempted_s)} ({how}): KV full")
+        return "; ".join(texts)
+
+    @staticmethod
+    def merged(parts: Sequence[Timings]) -> Timings:
+        """Of at least one."""
+        num_steps = sum(part.num_steps for part in parts)
+        waits: dict[str, float] = {}
+        for part in parts:
+            waits |= {reason: max(seconds, waits.get(reason, 0.0)) for reason, seconds in part.waits.items()}
+        return Timings(
+            queued_s=max(part.queued_s for part in parts),
+            prefill_s=max(part.prefill_s for part in parts),
+            decode_s=max(part.decode_s for part in parts),
+            preempted_s=max(part.preempted_s for part in parts),
+            cached_tokens=sum(part.cached_tokens for part in parts),
+            num_preemptions=sum(part.num_preemptions for part in parts),
+            num_swaps=sum(part.num_swaps for part in parts),
+            num_steps=num_steps,
+            mean_batch_size=sum(part.mean_batch_size * part.num_steps for part in parts) / num_steps if num_steps else 0.0,
+            max_batch_size=max(part.max_batch_size for part in parts),
+            waits=waits,
+        )
+
+
+def _longest_first(waits: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(waits.items(), key=lambda wait: -wait[1])
+
+
+def _seconds(seconds: float) -> str:
+    """ "1.2 s", "0.034 s"."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.3f} s"
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """A request's outputs, in the order of their index. `error` is set where the engine failed it (finish_reason "error")."""
@@ -70,6 +139,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+    timings: Timings | None = None
+    """Of a finished one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,3 +88,6 @@ class Admission:
 
 NO_BLOCKS = Answer(Verdict.LATER, "KV full")
 NO_PROMPT = Answer(Verdict.LATER, "the prompt that it shares is not computed")
+
+HELD_BACK = "held back by the policy"
+"""What those wait for whom the policy leaves out, such as a tenant's that runs as many as it may."""

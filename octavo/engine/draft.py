@@ -26,6 +26,8 @@ class Draft:
     moves: list[BlockMove] = field(default_factory=list)
     swapped_out: list[Request] = field(default_factory=list)
     preempted: bool = False
+    waits_for: str = ""
+    """What keeps requests from starting in this step."""
     has_prompt: bool = False
 
     def end_of(self, request: Request) -> int:

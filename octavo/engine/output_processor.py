@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from octavo.engine.input_processor import FrontRequest
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.errors import InvalidRequest
-from octavo.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from octavo.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, Timings
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
@@ -53,6 +53,8 @@ class RequestState:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    timings: list[Timings] = field(default_factory=list)
+    """Of the samples that have ended."""
 
 
 @dataclass(slots=True)
@@ -122,6 +124,7 @@ class OutputProcessor:
             state.num_cached_tokens,
             state.metrics,
             state.error,
+            Timings.merged(state.timings) if finished and state.timings else None,
         )
 
     def forget(self, request_id: str) -> None:
@@ -153,6 +156,8 @@ class OutputProcessor:
                     changes.abort_ids.append(output.request_id)
                 sample.finish_reason, sample.stop_reason = "stop", stop
         if sample.finish_reason is not None:
+            if output.timings is not None:
+                state.timings.append(output.timings)
             del self._samples[output.request_id]
             state.num_unfinished -= 1
 

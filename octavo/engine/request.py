@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from octavo.outputs import FinishReason
+from octavo.engine.timings import Stopwatch
+from octavo.outputs import FinishReason, Timings
 from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
 
@@ -56,6 +57,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     num_swaps: int = 0
     """Of the preemptions, those to host memory."""
     scheduled_ts: float | None = None
+    timings: Timings | None = None
+    """With the finish_reason, and wherever the front may end the request because of a text."""
 
 
 class RequestStatus(Enum):
@@ -95,7 +98,7 @@ class Request:
         "source",
         "status",
         "token_ids",
-        "waits_for",
+        "watch",
     )
 
     def __init__(self, source: EngineRequest, *, max_num_tokens: int) -> None:
@@ -116,8 +119,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_swaps = 0
-        self.waits_for = ""
-        """What kept it from starting when it was last considered."""
+        self.watch = Stopwatch(source.arrival_time)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
 

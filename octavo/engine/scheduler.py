@@ -8,11 +8,11 @@ given up (preemption) are collaborators. Source: continuous batching (Orca, Yu e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from octavo.engine.admission import NO_BLOCKS, NO_PROMPT, OK, Admission, Answer, Verdict
+from octavo.engine.admission import HELD_BACK, NO_BLOCKS, NO_PROMPT, OK, Admission, Answer, Verdict
 from octavo.engine.batching import Batching, Crowd, PromptStep
 from octavo.engine.block_manager import BlockManager, Grant
 from octavo.engine.draft import Draft
@@ -21,6 +21,8 @@ from octavo.engine.preemption import Preemption
 from octavo.engine.rates import UNMEASURED, Rates
 from octavo.engine.request import EngineOutput, EngineRequest, Finish, Request, RequestStatus
 from octavo.engine.stats import EngineStats
+from octavo.engine.timings import Timekeeper
+from octavo.outputs import Timings
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
 
 
@@ -67,6 +69,7 @@ class Scheduler:
         """Final outputs made between steps: refused and aborted requests."""
         self._swapped_out: list[Request] = []
         """By the last plan."""
+        self._times = Timekeeper()
         self._prompt_since: float | None = None
         self._last_prompt = PromptStep()
         self._stats = EngineStats()
@@ -79,6 +82,11 @@ class Scheduler:
     def waiting(self) -> list[Request]:
         """In the order of the policy."""
         return list(self._policy.order())
+
+    @property
+    def waits_for(self) -> str:
+        """What kept the first of the waiting from starting in the last plan; "" where nobody waits."""
+        return self._times.waits_for
 
     def pause_s(self, now: float) -> float:
         """For how long a step would do nothing, if nobody comes or goes: a batch may wait until it is full."""
@@ -93,6 +101,7 @@ class Scheduler:
         request = Request(source, max_num_tokens=self._admission.limits.max_num_tokens)
         self._stats.num_added += 1
         self._stats.num_added_tokens += request.num_prompt_tokens
+        self._times.arrived(request.watch)
         answer = self._admission.judge(request.num_prompt_tokens)
         if answer.verdict is Verdict.NEVER:
             self._outputs.append(self._final_output(request, Finish("error", error=answer.reason)))
@@ -113,6 +122,7 @@ class Scheduler:
 
     def schedule(self, now: float, rates: Rates = UNMEASURED) -> StepPlan:
         draft = Draft(now, rates, self._limits.max_num_batched_tokens, self._policy.max_chunk(self._limits.max_chunk))
+        self._times.begin_step(now)
         if self._prompt_since is not None:
             self._last_prompt = PromptStep(now, now - self._prompt_since)
         self._continue_running(draft)
@@ -144,7 +154,9 @@ class Scheduler:
         """Takes all of a request's blocks: swapped out, or to be computed again, first among the waiting."""
         self.running.remove(request)
         request.num_preemptions += 1
+        self._times.preempted(request.watch)
         draft.preempted = True
+        draft.waits_for = NO_BLOCKS.reason
         draft.drop_row(request)
         moves = self._preemption.swap_out(request, draft.rates)
         if moves is None:
@@ -177,8 +189,11 @@ class Scheduler:
 
     def _start_waiting(self, draft: Draft) -> None:
         """In the policy's order, as far as admission and blocks go. Whoever is swapped out comes first."""
+        if self.swapped:
+            draft.waits_for = NO_BLOCKS.reason
         if self.swapped or not len(self._policy):
             return
+        draft.waits_for = HELD_BACK
         room = self._batching.room(self._crowd(draft.now))
         started: list[Request] = []
         for request in self._policy.order():
@@ -186,7 +201,7 @@ class Scheduler:
             if answer is OK:
                 started.append(request)
                 continue
-            request.waits_for = answer.reason
+            draft.waits_for = answer.reason
             if answer is not NO_PROMPT:
                 break
         for request in started:
@@ -258,6 +273,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         if request.scheduled_ts is None:
             request.scheduled_ts = draft.now
+        self._times.runs(request.watch)
         self.running.append(request)
         draft.add_new_row(request)
         draft.add_row(request, draft.end_of(request), Grant(self.blocks.block_ids(request.request_id)))
@@ -267,6 +283,7 @@ class Scheduler:
         self._freed_rows, self._swapped_out = [], draft.swapped_out
         self._prompt_since = draft.now if draft.has_prompt else None
         self._stats.num_steps += 1
+        self._times.planned(len(draft.rows), draft.waits_for if len(self._policy) else "")
         return plan
 
     def _crowd(self, now: float) -> Crowd:
@@ -309,6 +326,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Advances the plan's requests, finishes and frees; returns what each of them got."""
+        self._times.computed(result.busy_s)
         outputs, self._outputs = self._outputs, []
         any_finished = False
         for row, row_result in zip(plan.rows, result.rows, strict=True):
@@ -336,6 +354,8 @@ class Scheduler:
 
     def _take_tokens(self, request: Request, result: RowResult) -> EngineOutput:
         is_first = request.num_output_tokens == 0
+        if is_first:
+            self._times.yielded(request.watch)
         finish = None
         num_taken = 0
         for token_id in result.token_ids:
@@ -348,6 +368,8 @@ class Scheduler:
         output = EngineOutput(request.request_id) if finish is None else self._finish(request, finish)
         output.token_ids = result.token_ids[:num_taken]
         output.logprobs = result.logprobs
+        if finish is None and request.params.stop_strings:
+            output.timings = self._timings(request)
         if is_first:
             self._stats.prompt_tokens += request.num_prompt_tokens
             self._describe_start(request, output)
@@ -379,6 +401,15 @@ class Scheduler:
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             error=finish.error,
+            num_preemptions=request.num_preemptions,
+            num_swaps=request.num_swaps,
+            timings=self._timings(request),
+        )
+
+    def _timings(self, request: Request) -> Timings:
+        return replace(
+            self._times.so_far(request.watch),
+            cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
             num_swaps=request.num_swaps,
         )

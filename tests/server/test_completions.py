@@ -167,3 +167,18 @@ def test_long_prompts_are_tokenized_all_the_same(http):
     answer = http.post("/v1/completions", json={"prompt": "x" * 30_000})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens, the prompt has 30000")
+
+
+def test_timings_say_where_the_time_went(http, client):
+    fields = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+    assert "timings" not in http.post("/v1/completions", json=fields).json()
+    timings = http.post("/v1/completions", json=fields | {"timings": True, "n": 3, "temperature": 1}).json()["timings"]
+    assert timings["num_steps"] == 3 * 4 and timings["max_batch_size"] == 3
+    assert timings["prefill_s"] > 0 and timings["decode_s"] > 0 and timings["num_preemptions"] == 0
+    assert set(timings) >= {"queued_s", "cached_tokens", "num_swaps", "waits", "reason"}
+    *_, last = complete(client, stream=True, extra_body=READABLE["extra_body"] | {"timings": True})
+    assert last.choices == [] and last.timings["num_steps"] == 24 and last.usage is None
+    stopped = complete(client, stop=["a", "b", "c", "d"], extra_body=READABLE["extra_body"] | {"timings": True})
+    assert stopped.choices[0].finish_reason == "stop" and 0 < stopped.timings["num_steps"] <= 24
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "timings": True}
+    assert http.post("/v1/chat/completions", json=chat).json()["timings"]["num_steps"] <= 2

@@ -10,17 +10,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, RequestOutput, Timings
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.server.generation import Generation
 from octavo.server.openai.deltas import Cursor, Delta
 from octavo.server.openai.logprobs import TokenNames
-from octavo.server.openai.protocol import PromptTokensDetails, SamplingBody, StreamOptions, Usage
+from octavo.server.openai.protocol import PromptTokensDetails, ResponseTimings, SamplingBody, StreamOptions, Usage
 
 
 class Answer(ABC):
@@ -36,6 +37,7 @@ class Answer(ABC):
         self.options = body.stream_options or StreamOptions()
         self.returns_token_ids = body.return_token_ids
         self.names = TokenNames(tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._wants_timings = body.timings
         self._every_token = body.return_token_ids or params.logprobs is not None
 
     @abstractmethod
@@ -53,6 +55,14 @@ class Answer(ABC):
     def choice_index(self, prompt_index: int, sample_index: int) -> int:
         return prompt_index * self.params.n + sample_index
 
+    def timings(self, outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.UnsetType:
+        """Where they are asked for, of all that is answered together."""
+        parts = [output.timings for output in outputs if output.timings is not None]
+        if not self._wants_timings or not parts:
+            return msgspec.UNSET
+        timings = Timings.merged(parts)
+        return ResponseTimings(**asdict(timings), reason=timings.reason)
+
     async def events(self, generation: Generation) -> AsyncGenerator[list[Any], None]:
         """Chunks as the answer grows."""
         cursors: dict[int, Cursor] = {}
@@ -64,8 +74,12 @@ class Answer(ABC):
                 if choices:
                     usage = self._running_usage(latest.values())
                     yield [self.chunk([choice], usage) for choice in choices]
-        if self.options.include_usage:
-            yield [self.chunk([], usage_of(latest.values()))]
+        usage = usage_of(latest.values()) if self.options.include_usage else msgspec.UNSET
+        timings = self.timings(latest.values())
+        if usage is not msgspec.UNSET or timings is not msgspec.UNSET:
+            last = self.chunk([], usage)
+            last.timings = timings
+            yield [last]
 
     def _new_choices(self, prompt_index: int, output: RequestOutput, cursors: dict[int, Cursor]) -> list[Any]:
         choices = []

@@ -63,6 +63,7 @@ class ChatAnswer(Answer):
             made.prompt_token_ids = output.prompt_token_ids
         if self.params.prompt_logprobs is not None:
             made.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
+        made.timings = self.timings(outputs)
         return made
 
     def chunk(self, choices: list[ChatChoice], usage: Usage | UnsetType | None) -> ChatCompletion:

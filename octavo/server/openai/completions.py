@@ -70,7 +70,9 @@ class CompletionAnswer(Answer):
             for index, output in enumerate(outputs)
             for sample in output.outputs
         ]
-        return self.chunk(choices, self._usage(outputs))
+        made = self.chunk(choices, self._usage(outputs))
+        made.timings = self.timings(outputs)
+        return made
 
     def chunk(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> Completion:
         return Completion(self.id, "text_completion", self.created, self.model, choices, usage)

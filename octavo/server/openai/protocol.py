@@ -70,6 +70,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = False
+    timings: Annotated[bool, Field(description="true or false: say where the time went")] = False
     user: Annotated[str | None, Field(max_length=200, description="a text of at most 200 characters; a fair policy shares among them")] = (
         None
     )
@@ -132,6 +133,23 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class ResponseTimings(msgspec.Struct):
+    """As `outputs.Timings` has them, of all samples together. Times in seconds."""
+
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    preempted_s: float
+    cached_tokens: int
+    num_preemptions: int
+    num_swaps: int
+    num_steps: int
+    mean_batch_size: float
+    max_batch_size: int
+    waits: dict[str, float]
+    reason: str
+
+
 class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -174,6 +192,7 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    timings: ResponseTimings | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatMessage(msgspec.Struct):
@@ -201,5 +220,6 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    timings: ResponseTimings | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET

@@ -1,0 +1,144 @@
+"""Where each request's time went: what it waited for, prefill, decode, preemptions, and the batches that it ran in.
+
+The scheduler tells what happens. Decides nothing and reads no clock: a step's end is its beginning and the seconds that the executor was
+busy. No work is done for each request in each step: those that wait share one total of seconds for each reason, those that run one count
+of steps, and a request remembers how these stood when it began to wait or to run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+from octavo.outputs import Timings
+
+STEP_RUNNING = "a step was running"
+"""What a request waits for that comes between two plans."""
+
+
+class Stretch(NamedTuple):
+    """Steps in which a request ran, without being preempted."""
+
+    num_steps: int
+    num_rows: int
+    """Of all requests, in these steps together."""
+    largest: int
+    """Most rows of one of them."""
+
+
+class Stopwatch:
+    """What is known of one request so far; moments and seconds on the scheduler's clock."""
+
+    __slots__ = ("arrival", "first_token", "paused", "preempted_s", "since", "started", "stretches", "waits")
+
+    def __init__(self, arrival: float) -> None:
+        self.arrival = arrival
+        self.waits: dict[str, float] = {}
+        """By reason; before it starts, what the totals have to be lowered by."""
+        self.started: float | None = None
+        self.first_token: float | None = None
+        self.since: tuple[int, int] | None = None
+        """While it runs: steps, and their rows, before."""
+        self.stretches: list[Stretch] = []
+        self.paused: float | None = None
+        """When it was preempted, until it runs again."""
+        self.preempted_s = 0.0
+
+
+class Timekeeper:
+    """All requests' stopwatches, told by the scheduler."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._end = 0.0
+        self.waits_for = ""
+        """What keeps requests from starting, by the last plan; "" where nobody waits."""
+        self._waited: dict[str, float] = {}
+        """Seconds by what everyone waited for."""
+        self._arrived: list[Stopwatch] = []
+        self._num_steps = 0
+        self._num_rows = 0
+        self._peaks: list[tuple[int, int]] = []
+        """(step, rows), falling: from any step on, the largest batch is that of the first entry not before it."""
+
+    # -- steps ----------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, now: float) -> None:
+        if self.waits_for:
+            self._waited[self.waits_for] = self._waited.get(self.waits_for, 0.0) + now - self._now
+        for watch in self._arrived:
+            watch.waits = {reason: -total for reason, total in self._waited.items()} | {STEP_RUNNING: max(0.0, now - watch.arrival)}
+        self._arrived.clear()
+        self._now = self._end = now
+
+    def planned(self, num_rows: int, waits_for: str) -> None:
+        self.waits_for = waits_for
+        if num_rows == 0:
+            return
+        while self._peaks and self._peaks[-1][1] <= num_rows:
+            self._peaks.pop()
+        self._peaks.append((self._num_steps, num_rows))
+        self._num_steps += 1
+        self._num_rows += num_rows
+
+    def computed(self, busy_s: float) -> None:
+        self._end = self._now + busy_s
+
+    # -- requests -------------------------------------------------------------------------------------------------------
+
+    def arrived(self, watch: Stopwatch) -> None:
+        self._arrived.append(watch)
+
+    def runs(self, watch: Stopwatch) -> None:
+        """For the first time, or again."""
+        watch.since = (self._num_steps, self._num_rows)
+        if watch.paused is not None:
+            watch.preempted_s += self._now - watch.paused
+            watch.paused = None
+        if watch.started is None:
+            watch.waits = self._waits(watch)
+            watch.started = self._now
+
+    def preempted(self, watch: Stopwatch) -> None:
+        watch.paused = self._now
+        watch.stretches.append(self._stretch(watch))
+        watch.since = None
+
+    def yielded(self, watch: Stopwatch) -> None:
+        """Its first token."""
+        watch.first_token = self._end
+
+    def so_far(self, watch: Stopwatch) -> Timings:
+        """As if it ended with the last step, wherever it stands; the counts that the request itself has are left at 0."""
+        end = max(self._end, watch.arrival)
+        started = end if watch.started is None else watch.started
+        first_token = end if watch.first_token is None else watch.first_token
+        stretches = watch.stretches if watch.since is None else [*watch.stretches, self._stretch(watch)]
+        num_steps = sum(stretch.num_steps for stretch in stretches)
+        return Timings(
+            queued_s=max(0.0, started - watch.arrival),
+            prefill_s=first_token - started,
+            decode_s=end - first_token,
+            preempted_s=watch.preempted_s + (0.0 if watch.paused is None else max(0.0, end - watch.paused)),
+            num_steps=num_steps,
+            mean_batch_size=sum(stretch.num_rows for stretch in stretches) / num_steps if num_steps else 0.0,
+            max_batch_size=max((stretch.largest for stretch in stretches), default=0),
+            waits=self._waits(watch) if watch.started is None else watch.waits,
+        )
+
+    def _waits(self, watch: Stopwatch) -> dict[str, float]:
+        """Until now, of one that has not started."""
+        if watch in self._arrived:
+            return {}
+        found = {reason: total + watch.waits.get(reason, 0.0) for reason, total in self._waited.items()}
+        found[STEP_RUNNING] = found.get(STEP_RUNNING, watch.waits[STEP_RUNNING])
+        return {reason: seconds for reason, seconds in found.items() if seconds > 0}
+
+    def _stretch(self, watch: Stopwatch) -> Stretch:
+        """Of one that runs, up to the last step planned."""
+        assert watch.since is not None
+        first_step, rows_before = watch.since
+        if self._num_steps == first_step:
+            return Stretch(0, 0, 0)
+        largest = self._peaks[bisect_left(self._peaks, (first_step, 0))][1]
+        return Stretch(self._num_steps - first_step, self._num_rows - rows_before, largest)
