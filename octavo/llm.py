@@ -23,6 +23,7 @@ from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, OctavoError
 from octavo.outputs import Profile, RequestOutput
 from octavo.ports import Profiler, Tokenizer
+from octavo.progress import Bar
 from octavo.sampling_params import SamplingParams, params_for_each
 from octavo.wiring import Front, Report, build_in_process, build_with_process
 
@@ -83,10 +84,10 @@ class LLM:
         """
         requests = self._requests(_as_list(prompts), sampling_params, priority)
         done: dict[str, RequestOutput] = {}
-        with _Progress(len(requests), enabled=use_tqdm) as progress:
+        with Bar("prompts", len(requests), enabled=use_tqdm) as bar:
             for output in self._run(requests, streaming=False):
                 done[output.request_id] = output
-                progress.advance()
+                bar.advance()
         return [done[request.request_id] for request in requests]
 
     def chat(
@@ -158,11 +159,8 @@ class LLM:
         priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(prompts):
             raise InvalidRequest(f"priority: got {len(priorities)}, allowed is one, or one for each of the {len(prompts)} prompts")
-        process = self._front.inputs.process
-        return [
-            process(str(next(self._request_ids)), prompt, one, Origin(rank))
-            for prompt, one, rank in zip(prompts, each, priorities, strict=True)
-        ]
+        asked = zip(prompts, each, map(Origin, priorities), strict=True)
+        return [self._front.inputs.process(str(next(self._request_ids)), *one) for one in asked]
 
     def _run(self, requests: list[FrontRequest], *, streaming: bool) -> Iterator[RequestOutput]:
         """Outputs as they change (`streaming`) or as they finish; whatever ends it early aborts what still runs."""
@@ -434,32 +432,6 @@ class AsyncLLM:
 
     def _check_queue(self, more: Size) -> None:
         self._queue.check(more, num_unfinished=self.num_unfinished, now=time.monotonic())
-
-
-class _Progress:
-    """A bar on stderr where that is a terminal."""
-
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar: Any = None
-        if enabled and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("prompts", total=total)
-
-    def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,50 +1,31 @@
-"""A progress bar on stderr while weights load, for those who wait at a terminal. Knows nothing of weights but their number."""
+"""A progress bar while weights load: stands between a backend and the reader of its weights, and counts."""
 
 from __future__ import annotations
 
-import sys
-import time
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from octavo.backends.base import LoadWeight
 from octavo.program.program import Weight
+from octavo.progress import Bar
 from octavo.quant.packed import PackedWeight
 
 PATIENCE_S = 0.5
-"""A load that is over sooner shows nothing, and imports nothing to show it with."""
+"""A load that is over sooner shows nothing."""
 
 
 class LoadBar:
-    """Stands between a backend and the reader of its weights, and counts."""
-
     def __init__(self, load: LoadWeight, total: int) -> None:
         self._load = load
-        self._total = total
-        self._loaded = 0
-        self._began = time.monotonic()
-        self._bar: Any = None
+        self._bar = Bar("weights", total, patience_s=PATIENCE_S)
 
     def load(self, weight: Weight) -> PackedWeight:
         packed = self._load(weight)
-        self._loaded += 1
-        if self._bar is None and time.monotonic() - self._began > PATIENCE_S and sys.stderr.isatty():
-            self._show()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._loaded)
+        self._bar.advance()
         return packed
 
-    def _show(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("weights", total=self._total)
-        self._bar.start()
-
     def __enter__(self) -> Self:
+        self._bar.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bar.__exit__()

@@ -10,7 +10,7 @@ import pytest
 import octavo
 
 ROOT = Path(octavo.__file__).parent
-LEAVES = {"step", "ports", "config", "sampling_params", "outputs", "errors"}
+LEAVES = {"step", "ports", "config", "sampling_params", "outputs", "errors", "progress"}
 BELOW = {
     "cli": {"server"},
     "server": {"llm"},

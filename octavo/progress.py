@@ -1,0 +1,41 @@
+"""A progress bar on stderr, for those who wait at a terminal. Knows nothing of what is counted but its name and number."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Self
+
+
+class Bar:
+    """Nothing is shown, and nothing imported to show it with, before `patience_s` or where stderr is no terminal."""
+
+    def __init__(self, name: str, total: int, *, enabled: bool = True, patience_s: float = 0.0) -> None:
+        self._name = name
+        self._total = total
+        self._enabled = enabled and sys.stderr.isatty()
+        self._show_at = time.monotonic() + patience_s
+        self._count = 0
+        self._bar: Any = None
+
+    def advance(self) -> None:
+        self._count += 1
+        if self._enabled and self._bar is None and time.monotonic() >= self._show_at:
+            self._show()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._count)
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self._name, total=self._total)
+        self._bar.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
