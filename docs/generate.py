@@ -29,7 +29,7 @@ from octavo.server.settings import ServerSettings
 FOLDER = Path(__file__).parent / "reference"
 NOTICE = "<!-- Written by docs/generate.py from the code. Do not edit. -->"
 
-SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "backend": "Backend"}
+SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "backend": "Backend", "observe": "Observing"}
 BODIES = {"POST /v1/completions": CompletionBody, "POST /v1/chat/completions": ChatBody, "POST /generate": GenerateBody}
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from octavo import __version__
 from octavo.backends.base import BLOCK_SIZE, Backend, BackendOptions
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
@@ -23,10 +24,11 @@ from octavo.engine.client import EngineClient, EngineInfo, InProcessClient
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, ModelLimits
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
-from octavo.ports import Checkpoint, Profiler, Tokenizer, TokenizerSource
+from octavo.ports import Checkpoint, Executor, Profiler, Tokenizer, TokenizerSource
 from octavo.program.program import Program
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.load_bar import LoadBar
@@ -129,7 +131,23 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     worker = Worker(runnable, CacheEngine(kv, host), rows, close=backend.close)
     scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len)
     info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
-    return EngineCore(scheduler, worker), info, worker
+    return EngineCore(scheduler, worker, log=_log(config, budget, groups)), info, worker
+
+
+def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup]) -> Log:
+    if config.observe.record is None:
+        return NoLog()
+    log = Recorder(Path(config.observe.record))
+    sizes = {"block_size": BLOCK_SIZE, "max_model_len": budget.load.max_model_len, "kv_bytes": budget.num_bytes}
+    log.write(Began(FORMAT, __version__, flat_options(config), config.scheduler, config.cache, groups, **sizes))
+    return log
+
+
+def build_executor(began: Began, *, model: str | None, report: Report) -> Executor:
+    """What carries out the plans of a recording: the recorded model, or another copy of it, in the recorded KV blocks."""
+    options = began.options | {"record": None, "kv_cache_memory_bytes": began.kv_bytes}
+    _, _, worker = _build_core(open_model(EngineConfig.from_options(**options | ({"model": model} if model else {}))), report)
+    return worker
 
 
 def build_backend(config: EngineConfig) -> Backend:

@@ -91,6 +91,11 @@ class BackendChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ObserveOptions:
+    record: str | None = option(None, "file that every request, plan and result is written to, for `octavo replay`; made anew")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All options of one engine."""
 
@@ -98,6 +103,7 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     backend: BackendChoice = field(default_factory=BackendChoice)
+    observe: ObserveOptions = field(default_factory=ObserveOptions)
 
     @staticmethod
     def from_options(**options: Any) -> EngineConfig:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from octavo.engine.rates import RateMeter
+from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, Log, NoLog, Planned
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
@@ -29,9 +30,12 @@ class CoreOutputs(msgspec.Struct):
 class EngineCore:
     """Requests in, steps, outputs out. Every request added ends in exactly one output with a finish_reason."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, clock: Callable[[], float] = time.monotonic, log: Log | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._log = log or NoLog()
         self._clock = clock
         self._meter = RateMeter()
 
@@ -40,12 +44,15 @@ class EngineCore:
         return self.scheduler.has_work
 
     def add(self, request: EngineRequest) -> None:
+        self._log.write(Added(request))
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
+        self._log.write(Aborted(request_id))
         self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> bool:
+        self._log.write(CacheReset())
         return self.scheduler.blocks.reset_prefix_cache()
 
     def pause_s(self) -> float:
@@ -53,7 +60,9 @@ class EngineCore:
         return self.scheduler.pause_s(self._clock())
 
     def step(self) -> CoreOutputs:
-        plan = self.scheduler.schedule(self._clock(), self._meter.rates)
+        now, rates = self._clock(), self._meter.rates
+        plan = self.scheduler.schedule(now, rates)
+        self._log.write(Planned(now, rates, plan, self.scheduler.waits_for))
         result = self._execute(plan)
         self._meter.observe(plan, result)
         outputs = self.scheduler.update(plan, result)
@@ -62,11 +71,16 @@ class EngineCore:
     def _execute(self, plan: StepPlan) -> StepResult:
         """An exception fails the step's requests and no other: their blocks and rows are freed, and the engine goes on."""
         try:
-            return self.executor.execute(plan)
+            result = self.executor.execute(plan)
         except Exception as error:
             failure = f"the step failed: {type(error).__name__}: {error}"
             self.scheduler.plan_failed(plan)
-            return StepResult(plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows])
+            result = StepResult(plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows])
+            self._log.write(Computed(result, failed=True))
+        else:
+            self._log.write(Computed(result))
+        return result
 
     def close(self) -> None:
         self.executor.close()
+        self._log.close()

@@ -18,7 +18,7 @@ def model_copy(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "hi", "--treads=3"], ["octavo: No such option: --treads", "hint: did you mean --threads or --raw?"]),
+        (["run", "hi", "--treads=3"], ["octavo: No such option: --treads", "hint: did you mean --threads or --record or --raw?"]),
         (["rum", "hi"], ["octavo: No such command 'rum'. Did you mean 'run'?", "hint: octavo --help says what there is"]),
         (["run"], ["octavo: Missing argument 'prompt'.", "hint: octavo run --help says what there is"]),
         (["run", "hi", "--threads=many"], ["octavo: threads: got 'many', allowed is a whole number of at least 1"]),

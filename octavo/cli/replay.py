@@ -1,0 +1,43 @@
+"""`octavo replay FILE`: makes the steps of a recording again, and says whether they are the same.
+
+The scheduler is a new one; time and results are the recorded ones. With --execute the model computes the plans too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MAX_DIFFERENCES = 10
+
+
+def replay(
+    *,
+    file: Annotated[Path, typer.Argument(help="What --record has written.", show_default=False)],
+    execute: Annotated[bool, typer.Option("--execute", help="Load the model, compute each plan, and compare what it yields.")] = False,
+    model: Annotated[str | None, typer.Option(help="With --execute: where the model is now, if not where it was.")] = None,
+) -> None:
+    """Repeat the exact step sequence of a recording (`--record FILE`). Exit code 1 where anything differs."""
+    from octavo.engine.recorder import read_log
+    from octavo.engine.replay import Replay
+    from octavo.wiring import build_executor
+
+    began, events = read_log(file)
+    executor = build_executor(began, model=model, report=lambda text: print(text, file=sys.stderr)) if execute else None
+    try:
+        found = Replay(began, executor).run(events, max_differences=MAX_DIFFERENCES)
+    finally:
+        if executor is not None:
+            executor.close()
+    print(f"{found.num_steps:,} steps, {found.num_requests:,} requests, {found.num_tokens:,} tokens")
+    if found.unfinished_step is not None:
+        print(f"the recording ends within step {found.unfinished_step}: its plan is there, its result is not")
+    for text in found.differences:
+        print(text)
+    if found.differences:
+        print(f"not the same (the first {len(found.differences)} differences are shown)")
+        raise typer.Exit(1)
+    print("every plan and every result is the same" if execute else "every plan is the same")

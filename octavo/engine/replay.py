@@ -1,0 +1,116 @@
+"""Makes the steps of a recording again: the same calls to a new Scheduler, and whether it decides the same.
+
+Time, rates and results come from the recording, so the plans are those of then whatever computes them now. With an executor the plans are
+carried out too, and what they yield is compared. Knows no file and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.engine.build_scheduler import build_scheduler
+from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, Planned, lean_row
+from octavo.engine.scheduler import Scheduler
+from octavo.ports import Executor
+from octavo.step import RowResult, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class Replayed:
+    """Of a recording, as far as it was made again."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    unfinished_step: int | None = None
+    """The step of which the recording has no result: the engine ended in it."""
+    differences: list[str] = field(default_factory=list)
+
+
+class Replay:
+    """`executor`: what carries out the plans, if anything is to."""
+
+    def __init__(self, began: Began, executor: Executor | None = None) -> None:
+        self.found = Replayed()
+        self._scheduler = scheduler_of(began)
+        self._executor = executor
+        self._plan: StepPlan | None = None
+        self._result: StepResult | None = None
+        self._failure: str | None = None
+
+    def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
+        """Ends early where it found so many differences."""
+        for event in events:
+            self._take(event)
+            if len(self.found.differences) >= max_differences:
+                return self.found
+        self.found.unfinished_step = None if self._plan is None else self._plan.step
+        return self.found
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Added):
+            self.found.num_requests += 1
+            self._scheduler.add(event.request)
+        elif isinstance(event, Aborted):
+            self._scheduler.abort(event.request_id)
+        elif isinstance(event, CacheReset):
+            self._scheduler.blocks.reset_prefix_cache()
+        elif isinstance(event, Planned):
+            self._schedule(event)
+        elif isinstance(event, Computed):
+            self._update(event)
+
+    def _schedule(self, then: Planned) -> None:
+        plan = self._scheduler.schedule(then.now, then.rates)
+        if plan != then.plan:
+            self.found.differences.append(_difference(then.plan, plan))
+        self._plan = plan
+        if self._executor is not None:
+            self._execute(self._executor, plan)
+
+    def _execute(self, executor: Executor, plan: StepPlan) -> None:
+        try:
+            self._result = executor.execute(plan)
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _update(self, then: Computed) -> None:
+        assert self._plan is not None, "a result follows its plan"
+        if then.failed:
+            self._scheduler.plan_failed(self._plan)
+        elif self._failure is not None:
+            self.found.differences.append(f"step {self._plan.step}: it failed now: {self._failure}")
+        elif self._result is not None:
+            self._compare(self._plan.step, then.result.rows, self._result.rows)
+        self._scheduler.update(self._plan, then.result)
+        self.found.num_steps += 1
+        self.found.num_tokens += sum(len(row.token_ids) for row in then.result.rows)
+        self._plan = self._result = self._failure = None
+
+    def _compare(self, step: int, then: list[RowResult], now: list[RowResult]) -> None:
+        for old, new in zip(then, map(lean_row, now), strict=True):
+            if old != new:
+                self.found.differences.append(f"step {step}, request {old.request_id}: {_fields(old, new)}")
+
+
+def scheduler_of(began: Began) -> Scheduler:
+    """As it was when the recording began."""
+    return build_scheduler(began.scheduler, began.cache, began.groups, block_size=began.block_size, max_model_len=began.max_model_len)
+
+
+def _difference(then: StepPlan, now: StepPlan) -> str:
+    return f"step {then.step}: {_fields(then, now)}"
+
+
+def _fields(then: msgspec.Struct, now: msgspec.Struct) -> str:
+    """Those that are not what they were."""
+    pairs = [(name, getattr(then, name), getattr(now, name)) for name in then.__struct_fields__]
+    return "; ".join(f"{name} was {_short(old)}, now it is {_short(new)}" for name, old, new in pairs if old != new)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 400 else text[:397] + "..."
