@@ -131,13 +131,13 @@ class BlockManager:
         """
         index, num_blocks = first_token // self.block_size, self._blocks_for(end)
         for pool, table in zip(self.pools, self.tables[request_id], strict=True):
-            if len(table) < num_blocks or pool.ref_counts[table[index]] > 1:
+            if len(table) < num_blocks or pool.is_shared(table[index]):
                 return self._extend(self.tables[request_id], index, num_blocks)
         return NOTHING
 
     def _extend(self, tables: list[list[int]], index: int, num_blocks: int) -> Grant | None:
         # Only the first block written can be shared: a fork shares up to its first uncomputed token, hits are full blocks.
-        copies = [index < len(table) and pool.ref_counts[table[index]] > 1 for pool, table in zip(self.pools, tables, strict=True)]
+        copies = [index < len(table) and pool.is_shared(table[index]) for pool, table in zip(self.pools, tables, strict=True)]
         missing = [max(0, num_blocks - len(table)) for table in tables]
         if any(len(pool.free) < count + copy for pool, count, copy in zip(self.pools, missing, copies, strict=True)):
             return None

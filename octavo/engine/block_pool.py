@@ -43,6 +43,10 @@ class BlockPool:
         self.ref_counts[block_id] = 1
         return block_id
 
+    def is_shared(self, block_id: int) -> bool:
+        """Others hold it, or may find it by its name: it is not to be written."""
+        return self.ref_counts[block_id] > 1 or block_id in self.cache
+
     def hold(self, block_id: int) -> None:
         if self.ref_counts[block_id] == 0:
             del self.free[block_id]

@@ -7,27 +7,34 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from octavo.engine.block_manager import BlockManager
-from octavo.engine.block_pool import BlockGroup
+from octavo.engine.block_pool import HOLE, BlockGroup
 from octavo.engine.prefix_cache import BlockKey, PrefixCache, extend_keys
 
 BLOCK = 4
 NUM_BLOCKS = 12
+WINDOW = 6
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Requests of a small alphabet (so that prefixes meet) start, grow, fork, end and are found again.
+    """Requests of a small alphabet (so that prefixes meet) start, grow, fork anywhere, are swapped, end and are found again.
 
-    `contents` is the truth beside it: what the worker would have written into each block.
+    `contents` is the truth beside it, what the worker would have written into each block; `host` that of the host's. The second group
+    has a window.
     """
 
     requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager([BlockGroup(NUM_BLOCKS)] * 2, block_size=BLOCK, enable_prefix_caching=True)
+        self.blocks = BlockManager(
+            [BlockGroup(NUM_BLOCKS, num_host_blocks=6), BlockGroup(NUM_BLOCKS, WINDOW, num_host_blocks=6)],
+            block_size=BLOCK,
+            enable_prefix_caching=True,
+        )
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
         self.contents: list[dict[tuple[int, int], int]] = [{}, {}]
+        self.host: list[dict[tuple[int, int], int]] = [{}, {}]
         self.count = 0
 
     def compute(self, request_id: str, end: int) -> None:
@@ -43,9 +50,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def move(self, moves) -> None:
         for move in moves:
+            device, host = self.contents[move.group], self.host[move.group]
+            source, target = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}[move.kind]
             for offset in range(BLOCK):
-                if (move.source, offset) in self.contents[move.group]:
-                    self.contents[move.group][move.target, offset] = self.contents[move.group][move.source, offset]
+                if (move.source, offset) in source:
+                    target[move.target, offset] = source[move.source, offset]
 
     @rule(target=requests, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), share=st.floats(0, 1), read=st.booleans())
     def start(self, tokens, share, read):
@@ -64,7 +73,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(request_id=requests, token=st.integers(0, 1))
     def append(self, request_id, token):
-        if request_id not in self.tokens:
+        if request_id not in self.blocks.tables:
             return
         self.tokens[request_id].append(token)
         grant = self.blocks.grow(request_id, self.computed[request_id], len(self.tokens[request_id]))
@@ -74,22 +83,38 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.move(grant.moves)
         self.compute(request_id, len(self.tokens[request_id]))
 
-    @rule(target=requests, parent=requests)
-    def fork(self, parent):
+    @rule(target=requests, parent=requests, share=st.floats(0, 1))
+    def fork(self, parent, share):
+        """At any of its tokens; the child writes when it is appended to, be its parent there or gone."""
         request_id = str(self.count)
         self.count += 1
-        if parent not in self.tokens or self.computed[parent] == 0:
+        shared = int(self.computed.get(parent, 0) * share)
+        if not self.blocks.can_fork(parent, shared):
             return request_id
-        shared = self.computed[parent] - 1
         self.blocks.fork(parent, request_id, shared)
-        self.tokens[request_id], self.computed[request_id] = self.tokens[parent][: shared + 1], shared
-        grant = self.blocks.grow(request_id, shared, shared + 1)
-        if grant is None:
-            self.end(request_id, forget=False)
-            return request_id
-        self.move(grant.moves)
-        self.compute(request_id, shared + 1)
+        self.tokens[request_id], self.computed[request_id] = self.tokens[parent][:shared], shared
         return request_id
+
+    @rule(request_id=requests)
+    def swap_out(self, request_id):
+        if request_id not in self.blocks.tables:
+            return
+        before = self.blocks.block_ids(request_id)
+        moves = self.blocks.swap_out(request_id, self.computed[request_id])
+        if moves is None:
+            assert self.blocks.block_ids(request_id) == before, "all or nothing"
+        else:
+            self.move(moves)
+
+    @rule(request_id=requests)
+    def swap_in(self, request_id):
+        if request_id not in self.blocks.host.tables:
+            return
+        moves = self.blocks.swap_in(request_id, self.computed[request_id], len(self.tokens[request_id]), reserve=0)
+        if moves is None:
+            assert request_id in self.blocks.host.tables, "all or nothing"
+        else:
+            self.move(moves)
 
     @rule(request_id=consumes(requests), forget=st.booleans())
     def end(self, request_id, forget):
@@ -106,7 +131,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def reference_counts_add_up(self):
         for group, pool in enumerate(self.blocks.pools):
-            held = Counter(block_id for tables in self.blocks.tables.values() for block_id in tables[group])
+            held = Counter(block_id for tables in self.blocks.tables.values() for block_id in tables[group] if block_id != HOLE)
             assert pool.ref_counts == [held[block_id] for block_id in range(NUM_BLOCKS)]
 
     @invariant()
@@ -114,6 +139,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for pool in self.blocks.pools:
             used = {block_id for block_id in range(NUM_BLOCKS) if pool.ref_counts[block_id]}
             assert used.isdisjoint(pool.free) and len(used) + len(pool.free) == NUM_BLOCKS
+
+    @invariant()
+    def host_blocks_are_held_once(self):
+        for group, free in enumerate(self.blocks.host._free):
+            held = [block_id for tables in self.blocks.host.tables.values() for block_id in tables[group] if block_id != HOLE]
+            assert sorted([*held, *free]) == list(range(6))
+        assert set(self.blocks.host.tables).isdisjoint(self.blocks.tables)
 
     @invariant()
     def names_point_at_full_blocks_that_hold_their_tokens(self):
@@ -125,9 +157,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def tables_hold_the_computed_tokens(self):
         for request_id, tables in self.blocks.tables.items():
-            for table, contents in zip(tables, self.contents, strict=True):
-                assert len(table) == -(-len(self.tokens[request_id]) // BLOCK)
-                for position in range(self.computed[request_id]):
+            for table, contents, window in zip(tables, self.contents, (1 << 30, WINDOW), strict=True):
+                computed = self.computed[request_id]
+                assert len(table) >= -(-computed // BLOCK)
+                for position in range(max(0, computed - window + 1), computed):
                     assert contents[table[position // BLOCK], position % BLOCK] == self.tokens[request_id][position]
 
 
@@ -252,3 +285,16 @@ def test_keys_depend_on_what_comes_before_and_on_the_salt():
     assert plain[0] == digests([1, 2, 3, 4])[0]
     assert plain[1] != digests([9, 2, 3, 4, 5, 6, 7, 8])[1]
     assert set(plain).isdisjoint(digests([1, 2, 3, 4, 5, 6, 7, 8], salt="tenant"))
+
+
+def test_a_fork_inside_a_full_block_copies_it_even_when_its_parent_is_gone():
+    blocks = manager()
+    run_request(blocks, "parent", list(range(8)), free=False)
+    blocks.fork("parent", "child", 6)
+    blocks.free("parent")
+    source = blocks.block_ids("child")[0][1]
+    grant = blocks.grow("child", 6, 7)
+    assert [(move.source, move.target) for move in grant.moves] == [(source, blocks.block_ids("child")[0][1])]
+    assert blocks.block_ids("child")[0][1] != source
+    blocks.free("child")
+    assert run_request(blocks, "again", list(range(9)))[0] == 8

@@ -32,14 +32,14 @@ def test_costs_are_lines_between_the_tables_points():
 
 @pytest.mark.parametrize(("policy", "count"), [("fcfs", 5000), ("fair", 5000), pytest.param("fcfs", 100_000, marks=pytest.mark.slow)])
 def test_a_hundred_thousand_requests_in_a_minute(policy, count):
-    """32 output tokens on average; all end, each with as many tokens as it asked for."""
+    """32 output tokens on average; all end, each with as many tokens as it asked for. Processor time: neighbours are not ours."""
     draw = random.Random(0)
     sizes = [(draw.randrange(1, 128), draw.randrange(1, 64)) for _ in range(count)]
     requests = [request_of(str(i), 0.0, *size, tenant=str(i % 3)) for i, size in enumerate(sizes)]
     sim = simulation(num_blocks=3000, budget=2048, max_num_seqs=256, max_model_len=2048, scheduling_policy=policy)
-    began = time.perf_counter()
+    began = time.thread_time()
     sim.run(requests)
-    elapsed = time.perf_counter() - began
+    elapsed = time.thread_time() - began
     assert [sim.met[str(i)].num_tokens for i in range(count)] == [output for _, output in sizes]
     assert elapsed < 60 * count / 100_000 + 1
 
@@ -136,17 +136,17 @@ def milliseconds_a_step(num_requests, num_steps=300):
     sim.core.step()
     scheduler, executor, times = sim.core.scheduler, sim.core.executor, []
     for _ in range(num_steps):
-        began = time.perf_counter()
+        began = time.thread_time()
         plan = scheduler.schedule(0.0)
-        between = time.perf_counter()
+        between = time.thread_time()
         result = executor.execute(plan)
-        resumed = time.perf_counter()
+        resumed = time.thread_time()
         scheduler.update(plan, result)
-        times.append(between - began + time.perf_counter() - resumed)
+        times.append(between - began + time.thread_time() - resumed)
     assert len(plan.rows) == num_requests
     return sorted(times)[num_steps // 2] * 1e3
 
 
 def test_the_schedulers_share_of_a_step_of_256():
-    """1.5 milliseconds are allowed; measured are about 0.5 (2 cores of a Xeon, 2026). A noisy neighbour gets two more chances."""
-    assert any(milliseconds_a_step(256) < 1.5 for _ in range(3))
+    """1.5 milliseconds are allowed; measured are about 0.6 (2 cores of a Xeon, 2026)."""
+    assert milliseconds_a_step(256) < 1.5
