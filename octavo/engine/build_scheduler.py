@@ -33,7 +33,7 @@ def build_scheduler(
         limits=StepLimits(
             options.max_num_batched_tokens,
             options.max_num_seqs,
-            max_chunk=options.long_prefill_token_threshold or options.max_num_batched_tokens,
+            max_chunk=(options.long_prefill_token_threshold or options.max_num_batched_tokens) if options.enable_chunked_prefill else None,
             keeps_kv=cache.kv_cache,
         ),
         admission=Admission(

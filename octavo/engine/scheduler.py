@@ -32,9 +32,13 @@ class StepLimits:
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    max_chunk: int
-    """Most tokens of one request."""
+    max_chunk: int | None
+    """Most tokens of one request; None where prompts are not chunked."""
     keeps_kv: bool = True
+
+    def chunk(self, policy: Policy) -> int:
+        """Most tokens of one request in the step to come."""
+        return self.max_num_batched_tokens if self.max_chunk is None else policy.max_chunk(self.max_chunk)
 
 
 class Scheduler:
@@ -121,7 +125,7 @@ class Scheduler:
     # -- a step is planned ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float, rates: Rates = UNMEASURED) -> StepPlan:
-        draft = Draft(now, rates, self._limits.max_num_batched_tokens, self._policy.max_chunk(self._limits.max_chunk))
+        draft = Draft(now, rates, self._limits.max_num_batched_tokens, self._limits.chunk(self._policy))
         self._times.begin_step(now)
         if self._prompt_since is not None:
             self._last_prompt = PromptStep(now, now - self._prompt_since)
