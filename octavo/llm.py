@@ -126,9 +126,9 @@ class LLM:
         """Gauges and counters after the last step."""
         return self._stats
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets what earlier prompts computed. False while requests run."""
-        return self._front.client.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forgets what earlier prompts computed, with `reset_connector` in host memory and on disk too. False while requests run."""
+        return self._front.client.reset_prefix_cache(reset_connector=reset_connector)
 
     def start_profile(self) -> None:
         """Times each kind of op of what is generated from now on; BackendUnavailable where the backend cannot."""
@@ -370,9 +370,9 @@ class AsyncLLM:
         """Samples (n of a request) waiting or running."""
         return self._front.outputs.num_unfinished
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         self.start()
-        return await asyncio.to_thread(self._front.client.reset_prefix_cache)
+        return await asyncio.to_thread(self._front.client.reset_prefix_cache, reset_connector=reset_connector)
 
     def close(self) -> None:
         """Ends the core; streams that still run get EngineDead."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from octavo.outputs import Profile
-from octavo.step import StepPlan, StepResult
+from octavo.step import (
+    BlockKey,
+    BlockMove,
+    BlockName,
+    ConnectorPlan,
+    ConnectorReport,
+    ConnectorStats,
+    StepPlan,
+    StepResult,
+)
 
 
 class Executor(Protocol):
@@ -29,6 +38,108 @@ class Profiler(Protocol):
         ...
 
     def stop_profile(self) -> Profile: ...
+
+
+class Connector(Protocol):
+    """The scheduler half of a place outside the device where KV blocks live: host memory, disk, another worker. Knows names, no byte.
+
+    Every block passes through a slot of host memory. What the connector decides leaves as moves and as a ConnectorPlan; what became of
+    it comes back in a ConnectorReport. `engine/connector.py` is one.
+    """
+
+    @property
+    def reaches(self) -> bool:
+        """Whether there is anything to be asked at all."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is to be made for its sake, though no request runs."""
+        ...
+
+    def has(self, group: int, key: BlockKey) -> bool:
+        """Whether the next step can load the block."""
+        ...
+
+    def can_fetch(self, group: int, key: BlockKey) -> bool:
+        """Whether it can be there after some steps, or is there. It may fail then."""
+        ...
+
+    def fetch(self, request_id: str, wanted: Iterable[tuple[int, BlockKey]]) -> bool:
+        """Brings blocks near, in this order, and keeps them for the request; False where nothing has to be waited for."""
+        ...
+
+    def has_fetched(self, request_id: str) -> bool: ...
+
+    def is_waiting(self, request_id: str) -> bool: ...
+
+    def release(self, request_id: str) -> None:
+        """The request has started or ended; one that never fetched is left alone."""
+        ...
+
+    def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
+        """Whether this step may still load blocks at these places, (group, index), without keeping others waiting."""
+        ...
+
+    def load(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
+        """Of a block that is there."""
+        ...
+
+    def touch(self, group: int, keys: Iterable[BlockKey]) -> None:
+        """They were found and used."""
+        ...
+
+    def offer(self, group: int, key: BlockKey) -> None:
+        """The device has a full block of that name; whether it is saved is the connector's choice."""
+        ...
+
+    def forget(self, group: int, keys: Iterable[BlockKey]) -> None: ...
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        ...
+
+    def knows(self, name: BlockName) -> bool:
+        """Whether it is kept beyond the engine's life, or will be."""
+        ...
+
+    def pin(self, names: Sequence[BlockName], until: float) -> None:
+        """Keeps them until then, in seconds since 1970; InvalidRequest where they are too many or nothing is kept at all."""
+        ...
+
+    def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
+        """Moves that come before all others; `find` says which block of the device has a name."""
+        ...
+
+    def end_step(self) -> ConnectorPlan | None: ...
+
+    def step_done(self, report: ConnectorReport | None) -> None: ...
+
+    def step_failed(self) -> None:
+        """Nobody knows how far its moves were made."""
+        ...
+
+    def snapshot(self) -> ConnectorStats: ...
+
+
+class ConnectorWorker(Protocol):
+    """The worker half: the bytes in the slots, and what goes on behind them while steps compute. `worker/connectors/tiers.py` is one."""
+
+    def slot(self, group: int, slot: int) -> Any:
+        """The bytes of one slot, `[KvLayout.block_bytes] uint8`, to be read or written."""
+        ...
+
+    def begin(self, plan: ConnectorPlan) -> None:
+        """Once the moves of the step are made. Returns at once."""
+        ...
+
+    def report(self, *, wait_s: float) -> ConnectorReport | None:
+        """What became of it since the last report; waits so long for the first thing to tell."""
+        ...
+
+    def close(self) -> None:
+        """Ends what goes on behind the slots, given a little time."""
+        ...
 
 
 class Tokenizer(Protocol):
@@ -102,6 +213,9 @@ class Checkpoint(Protocol):
 
     output_major: bool
     """Every matrix is `[out, in]`, those too that the family's safetensors keep as `[in, out]` (Weight.transposed)."""
+
+    weight_files: Sequence[Path]
+    """Which together hold every tensor."""
 
     def names(self) -> Collection[str]: ...
 

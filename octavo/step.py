@@ -5,7 +5,7 @@ Plain ids and numbers only: no tensor, no request object, no text. Both are msgp
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -50,13 +50,107 @@ class ScheduledRow(msgspec.Struct):
 class BlockMove(msgspec.Struct):
     """A whole block of one group, in every layer, copied before the step computes; a plan's moves are made in their order.
 
-    "copy": on the device. "swap_out": `target` is a host block. "swap_in": `source` is one.
+    "copy": on the device. "swap_out": `target` is a host block. "swap_in": `source` is one. "save" and "load" likewise, between the
+    device and a connector's slot.
     """
 
     group: int
     source: int
     target: int
-    kind: Literal["copy", "swap_out", "swap_in"] = "copy"
+    kind: Literal["copy", "swap_out", "swap_in", "save", "load"] = "copy"
+
+
+class BlockKey(NamedTuple):
+    """The name of a full block, and what it is checked against."""
+
+    digest: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+class BlockName(NamedTuple):
+    """One cache group's block of that digest, wherever it lies."""
+
+    group: int
+    digest: bytes
+
+
+class SlotBlock(msgspec.Struct):
+    """A block of one group in a connector's slot of host memory."""
+
+    group: int
+    slot: int
+    key: BlockKey
+
+    @property
+    def name(self) -> BlockName:
+        return BlockName(self.group, self.key.digest)
+
+
+class ConnectorPlan(msgspec.Struct):
+    """What a connector's worker half begins once the step's moves are made, and goes on with while steps compute.
+
+    What goes behind the slots is done in the order of the fields, and of the plans.
+    """
+
+    forget_all: bool = False
+    """All that was kept before this plan is to go."""
+    fetch: list[SlotBlock] = []
+    """To be brought into their slots."""
+    keep: list[SlotBlock] = []
+    """To be written behind their slots, which stay as they are until the report says so."""
+    touch: list[BlockName] = []
+    """Found and used, wherever that was: among the last to go."""
+    pin: list[BlockName] = []
+    """Not to go before `pin_until`; those that are not there yet, once they are."""
+    pin_until: float = 0.0
+    """Seconds since 1970."""
+    forget: list[BlockName] = []
+    """To go now."""
+
+
+class ConnectorReport(msgspec.Struct):
+    """What became of it since the last report."""
+
+    fetched: list[BlockName] = []
+    not_fetched: list[BlockName] = []
+    """Gone or damaged: they are computed instead."""
+    late: list[BlockName] = []
+    """Not to be waited for; they come all the same."""
+    kept: list[BlockName] = []
+    not_kept: list[BlockName] = []
+    found: list[BlockName] = []
+    """That lie behind the slots, unknown until now."""
+    gone: list[BlockName] = []
+    """That no longer do."""
+    stored: StoredBytes | None = None
+    """None: as before."""
+
+
+class StoredBytes(msgspec.Struct, frozen=True):
+    """What lies behind a connector's slots, of this model and others, and what has ever gone wrong there."""
+
+    num_bytes: int = 0
+    pinned_bytes: int = 0
+    num_damaged: int = 0
+    """Damaged files met, and removed."""
+    num_write_errors: int = 0
+
+
+class ConnectorStats(msgspec.Struct):
+    """Of a connector's scheduler half: gauges of this moment, then counts of blocks since the start."""
+
+    num_slots: int = 0
+    num_used_slots: int = 0
+    num_stored_blocks: int = 0
+    """Behind the slots, of this model."""
+    stored: StoredBytes = StoredBytes()
+    num_saved: int = 0
+    num_loaded: int = 0
+    num_fetched: int = 0
+    num_not_fetched: int = 0
+    num_kept: int = 0
+    num_not_kept: int = 0
 
 
 class StepPlan(msgspec.Struct):
@@ -67,6 +161,7 @@ class StepPlan(msgspec.Struct):
     new_rows: list[NewRow]
     moves: list[BlockMove]
     rows: list[ScheduledRow]
+    connector: ConnectorPlan | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -101,3 +196,4 @@ class StepResult(msgspec.Struct):
     busy_s: float = 0.0
     moved_s: float = 0.0
     """Of it, time spent moving blocks to the host and back."""
+    connector: ConnectorReport | None = None

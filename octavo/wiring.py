@@ -5,22 +5,24 @@ Everything is chosen by the frozen config; nothing is registered or looked up el
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from octavo import __version__
-from octavo.backends.base import BLOCK_SIZE, Backend, BackendOptions
+from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, Backend, BackendOptions, KvLayout
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.derive import derive
-from octavo.config.engine_config import EngineConfig
+from octavo.config.engine_config import CacheOptions, EngineConfig
+from octavo.config.sizes import format_bytes
 from octavo.engine.block_pool import BlockGroup
 from octavo.engine.build_scheduler import build_scheduler, prompt_limits
 from octavo.engine.client import EngineClient, EngineInfo, InProcessClient
+from octavo.engine.connector import Tiers
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, ModelLimits
 from octavo.engine.output_processor import OutputProcessor
@@ -31,11 +33,17 @@ from octavo.models.registry import build_programs
 from octavo.ports import Checkpoint, Executor, Profiler, Tokenizer, TokenizerSource
 from octavo.program.program import Program
 from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
+from octavo.worker.connectors.fingerprint import fingerprint
+from octavo.worker.connectors.tiers import TierWorker
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.machine import Machine
 from octavo.worker.memory import GroupSize, KvBudget, Load, plan_kv
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
+
+DEFAULT_OFFLOADING_BYTES = 1 << 30
+"""Between the device and a prefix_cache_dir; memory that is never written costs nothing."""
 
 Report = Callable[[str], None]
 """Told in words what is being done."""
@@ -128,23 +136,27 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     kv = backend.allocate(program.groups, [group.num_blocks for group in groups])
     layouts = [backend.kv_layout(group) for group in program.groups]
     host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
-    worker = Worker(runnable, CacheEngine(kv, host), rows, close=backend.close)
-    scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len)
+    tiers, tier_worker = _build_tiers(model, backend, layouts, program, report)
+    worker = Worker(runnable, CacheEngine(kv, host, tier_worker), rows, close=backend.close)
+    scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len, tiers=tiers)
     info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
-    return EngineCore(scheduler, worker, log=_log(config, budget, groups)), info, worker
+    return EngineCore(scheduler, worker, log=_log(config, budget, groups, tiers)), info, worker
 
 
-def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup]) -> Log:
+def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None) -> Log:
     if config.observe.record is None:
         return NoLog()
     log = Recorder(Path(config.observe.record))
     sizes = {"block_size": BLOCK_SIZE, "max_model_len": budget.load.max_model_len, "kv_bytes": budget.num_bytes}
-    log.write(Began(FORMAT, __version__, flat_options(config), config.scheduler, config.cache, groups, **sizes))
+    log.write(Began(FORMAT, __version__, flat_options(config), config.scheduler, config.cache, groups, **sizes, tiers=tiers))
     return log
 
 
 def build_executor(began: Began, *, model: str | None, report: Report) -> Executor:
     """What carries out the plans of a recording: the recorded model, or another copy of it, in the recorded KV blocks."""
+    if began.tiers is not None:
+        what = "the recording is of an engine with a prefix cache off the device, whose blocks are not in it"
+        raise ConfigError(f"{what}: its plans cannot be carried out", hint="replay it without --execute")
     options = began.options | {"record": None, "kv_cache_memory_bytes": began.kv_bytes}
     _, _, worker = _build_core(open_model(EngineConfig.from_options(**options | ({"model": model} if model else {}))), report)
     return worker
@@ -225,6 +237,51 @@ def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
     return [
         BlockGroup(count, group.window, min(count, num_host_blocks)) for count, group in zip(budget.num_blocks, budget.groups, strict=True)
     ]
+
+
+def _build_tiers(
+    model: Model, backend: Backend, layouts: Sequence[KvLayout], program: Program, report: Report
+) -> tuple[Tiers | None, TierWorker | None]:
+    """The prefix cache off the device: what its scheduler half is made of, and its worker half, where the options ask for them."""
+    cache = model.config.cache
+    block_bytes = [layout.block_bytes for layout in layouts]
+    num_slots = _num_slots(cache, sum(block_bytes))
+    if not num_slots:
+        return None, None
+    directory = None if cache.prefix_cache_dir is None else _block_directory(model, backend, layouts, program)
+    worker = TierWorker([HostShape(num_slots, size) for size in block_bytes], directory)
+    first = worker.report(wait_s=0.0)
+    if first is not None:
+        report(f"prefix cache in {cache.prefix_cache_dir}: {len(first.found):,} blocks of this model")
+    return Tiers(block_bytes, num_slots, directory is not None, cache.prefix_cache_size // 2, first), worker
+
+
+def _num_slots(cache: CacheOptions, block_bytes: int) -> int:
+    wanted = cache.kv_offloading_size
+    if wanted is None:
+        available = Machine().available_bytes()
+        default = DEFAULT_OFFLOADING_BYTES if available is None else min(DEFAULT_OFFLOADING_BYTES, available // 8)
+        wanted = 0 if cache.prefix_cache_dir is None else max(default, block_bytes)
+    if wanted < block_bytes and (wanted or cache.prefix_cache_dir is not None):
+        raise ConfigError(f"kv_offloading_size: got {format_bytes(wanted)}, allowed is at least one block, {format_bytes(block_bytes)}")
+    return wanted // block_bytes
+
+
+def _block_directory(model: Model, backend: Backend, layouts: Sequence[KvLayout], program: Program) -> BlockDirectory:
+    cache, checkpoint = model.config.cache, model.checkpoint
+    assert cache.prefix_cache_dir is not None
+    check_size(cache.prefix_cache_size, [layout.block_bytes for layout in layouts])
+    root = open_root(cache.prefix_cache_dir)
+    parts = {
+        "octavo": __version__,
+        "config": checkpoint.config,
+        "options": [model.config.model.dtype, model.config.model.quantization],
+        "backend": [backend.name, backend.numerics],
+        "groups": list(map(str, program.groups)),
+        "layouts": list(map(str, layouts)),
+        "block and split": [BLOCK_SIZE, SPLIT_KEYS],
+    }
+    return BlockDirectory(root, fingerprint(parts, checkpoint.weight_files, cache=root), max_bytes=cache.prefix_cache_size)
 
 
 def _front(model: Model, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None) -> Front:

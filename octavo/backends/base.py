@@ -179,6 +179,8 @@ class Backend(Protocol):
 
     name: str
     options: BackendOptions
+    numerics: str
+    """What, besides the options, the last bits of its numbers depend on: an instruction set, a library."""
 
     def prepare(self, program: Program, load: LoadWeight) -> Runnable:
         """Packs weights (each asked for once through `load`) and plans buffers; BackendUnavailable names an op it cannot run."""

@@ -94,6 +94,7 @@ class ReferenceBackend:
     """Implements `base.Backend`."""
 
     name = "reference"
+    numerics = f"NumPy {np.__version__}"
 
     def __init__(self, options: BackendOptions | None = None) -> None:
         self.options = options or BackendOptions()

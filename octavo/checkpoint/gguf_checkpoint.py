@@ -5,7 +5,7 @@ Joins `gguf.py` (bytes) and `gguf_families.py` (names); knows nothing of Program
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.weight_files: Sequence[Path] = [path]
         self._file = read_gguf(path)
         architecture = self._file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in FAMILIES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ class SafetensorsCheckpoint:
         self.config: dict[str, Any] = read_json(path / "config.json")
         self.generation_config: dict[str, Any] = read_json_if_there(path / "generation_config.json")
         self._entries: dict[str, _Entry] = {}
-        for file in _weight_files(path):
+        self.weight_files: Sequence[Path] = _weight_files(path)
+        for file in self.weight_files:
             self._entries |= _read_header(file)
         self._check_index()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from octavo.config.engine_config import EngineConfig, SchedulerOptions
+from octavo.config.engine_config import CacheOptions, EngineConfig, SchedulerOptions
 from octavo.errors import ConfigError
 
 
@@ -37,8 +37,15 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with chunked prefill", hint=hint)
     if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
         raise ConfigError("long_prefill_token_threshold: allowed only with chunked prefill", hint="leave enable_chunked_prefill as it is")
+    _check_prefix_cache(config.cache)
     if options.watermark >= 1:
         raise ConfigError(f"watermark: got {options.watermark:g}, allowed is a share below 1")
+
+
+def _check_prefix_cache(cache: CacheOptions) -> None:
+    for name in ("prefix_cache_dir", "kv_offloading_size"):
+        if getattr(cache, name) is not None and not (cache.enable_prefix_caching and cache.kv_cache):
+            raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
 
 
 def tenant_weights(options: SchedulerOptions) -> dict[str, float]:

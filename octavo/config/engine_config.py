@@ -51,6 +51,13 @@ class CacheOptions:
         unit="bytes",
         low=0,
     )
+    kv_offloading_size: int | None = option(
+        None,
+        "host memory in which the prefix cache keeps blocks that left the device; default none, with prefix_cache_dir 1GiB",
+        unit="bytes",
+    )
+    prefix_cache_dir: str | None = option(None, "directory in which the prefix cache outlives the engine; several engines may share it")
+    prefix_cache_size: int = option(10 << 30, "most bytes in prefix_cache_dir, e.g. 50GiB; default 10GiB", unit="bytes", low=1)
     kv_cache: bool = option(True, "keep K and V; without, every step computes all of a request's tokens again (for comparison)")
 
 

@@ -87,6 +87,7 @@ class Admission:
 
 
 NO_BLOCKS = Answer(Verdict.LATER, "KV full")
+READING = Answer(Verdict.LATER, "reading the prefix cache")
 NO_PROMPT = Answer(Verdict.LATER, "the prompt that it shares is not computed")
 
 HELD_BACK = "held back by the policy"

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.block_pool import HOLE, BlockGroup, BlockPool
+from octavo.engine.connector import no_connector
 from octavo.engine.host_blocks import HostBlocks
-from octavo.engine.prefix_cache import BlockKey, PrefixCache, extend_keys, root_digest
+from octavo.engine.prefix_cache import PrefixCache, extend_keys, root_digest
 from octavo.engine.prefix_finder import NO_HIT, Hit, Kept, PrefixFinder
-from octavo.step import BlockMove
+from octavo.ports import Connector
+from octavo.step import BlockKey, BlockMove
 
 UNBOUNDED = 1 << 48
 
@@ -33,6 +35,18 @@ NOTHING = Grant()
 
 
 @dataclass(frozen=True, slots=True)
+class Nearer:
+    """Whether what is stored of a prompt has to be waited for, and what of it is loaded meanwhile."""
+
+    is_waiting: bool
+    moves: list[BlockMove] = field(default_factory=list)
+
+
+HERE = Nearer(is_waiting=False)
+COMING = Nearer(is_waiting=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """How many of a request's tokens are already computed, once the moves are made."""
 
@@ -44,11 +58,18 @@ class BlockManager:
     """Blocks for requests, by request id. A step computes at most `max_step_tokens` tokens."""
 
     def __init__(
-        self, groups: Sequence[BlockGroup], *, block_size: int, enable_prefix_caching: bool, max_step_tokens: int = UNBOUNDED
+        self,
+        groups: Sequence[BlockGroup],
+        *,
+        block_size: int,
+        enable_prefix_caching: bool,
+        max_step_tokens: int = UNBOUNDED,
+        connector: Connector | None = None,
     ) -> None:
         self.block_size = block_size
         self.pools = [BlockPool(group) for group in groups]
         self.host = HostBlocks(groups)
+        self.connector: Connector = connector or no_connector(len(groups))
         self.tables: dict[str, list[list[int]]] = {}
         """Per request and group its block ids, in the order of its tokens."""
         self.num_query_tokens = 0
@@ -56,7 +77,7 @@ class BlockManager:
         self.capacity_tokens = min(self._capacity(pool, max_step_tokens) for pool in self.pools)
         """The longest request that fits when it is alone."""
         self._caching = enable_prefix_caching
-        self._finder = PrefixFinder(self.pools, block_size)
+        self._finder = PrefixFinder(self.pools, block_size, self.connector)
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
         self._keys: dict[str, list[BlockKey]] = {}
         self._num_named: dict[str, int] = {}
@@ -95,10 +116,29 @@ class BlockManager:
         if placed is None:
             return None
         self._num_named[request_id] = placed.num_blocks
+        loads = self._load(request_id, placed)
         if reads:
-            self.num_query_tokens += len(token_ids)
-            self.num_hit_tokens += placed.num_tokens
-        return Start(placed.num_tokens, self._copies(request_id, placed))
+            self._count(request_id, len(token_ids), placed)
+        return Start(placed.num_tokens, loads + self._copies(request_id, placed))
+
+    def read_ahead(
+        self, request_id: str, token_ids: Sequence[int], *, salt: str, max_cached_tokens: int, reserve: int, at_once: bool
+    ) -> Nearer:
+        """Before `start`: brings what is stored of the prompt nearer. Where that takes steps, `start` is to wait for it.
+
+        Unless `at_once`, a step loads only so much that it does not keep others waiting; loaded ahead are blocks that nobody holds.
+        """
+        limit = min(len(token_ids) - 1, max_cached_tokens)
+        if not self.connector.reaches or not self._caching or limit <= 0:
+            return HERE
+        if self.connector.is_waiting(request_id):
+            return COMING
+        keys = self._keys_of(request_id, token_ids, limit // self.block_size, salt)
+        if not self.connector.has_fetched(request_id):
+            stored = self._finder.find_whole(keys).stored()
+            if self.connector.fetch(request_id, [(group, keys[index]) for group, index in stored]):
+                return COMING
+        return HERE if at_once else self._load_ahead(keys, reserve)
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
         """Whether the parent still has every block that the token after the first `num_tokens` reads."""
@@ -167,10 +207,11 @@ class BlockManager:
             return
         keys = self._keys.setdefault(request_id, [])
         extend_keys(keys, token_ids, num_full, block_size=self.block_size, salt=salt)
-        for pool, table in zip(self.pools, self.tables[request_id], strict=True):
+        for group, (pool, table) in enumerate(zip(self.pools, self.tables[request_id], strict=True)):
             for index in range(num_named, num_full):
                 if table[index] != HOLE:
                     pool.cache.add(table[index], keys[index])
+                    self.connector.offer(group, keys[index])
         self._num_named[request_id] = num_full
 
     # -- a request leaves, for good or for a while ----------------------------------------------------------------------
@@ -179,8 +220,10 @@ class BlockManager:
         """Releases all of a request's blocks, if it has any. With `forget` what they hold is not found again (a failed request's KV)."""
         keys, num_named = self._keys.pop(request_id, []), self._num_named.pop(request_id, 0)
         if forget:
-            for pool in self.pools:
+            for group, pool in enumerate(self.pools):
                 pool.cache.forget_keys(keys[:num_named])
+                self.connector.forget(group, keys[:num_named])
+        self.connector.release(request_id)
         self._release(request_id)
         self.host.drop(request_id)
 
@@ -211,13 +254,19 @@ class BlockManager:
                     pool.cache.add(table[index], keys[index])
         return self.host.take(request_id, tables, missing)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets every name. False, and nothing done, while requests hold blocks."""
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forgets every name, with `reset_connector` off the device too. False, and nothing done, while requests hold blocks."""
         if self.tables or self.host.tables:
             return False
         for pool in self.pools:
             pool.cache = PrefixCache()
+        if reset_connector:
+            self.connector.reset()
         return True
+
+    def begin_step(self) -> list[BlockMove]:
+        """Moves that come before all others of the step."""
+        return self.connector.begin_step(lambda group, key: self.pools[group].cache.find(key))
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
@@ -235,10 +284,43 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def _find_hit(self, request_id: str, token_ids: Sequence[int], salt: str) -> Hit:
+        keys = self._keys_of(request_id, token_ids, len(token_ids) // self.block_size, salt)
+        return self._finder.find(keys, token_ids, root=root_digest(salt))
+
+    def _keys_of(self, request_id: str, token_ids: Sequence[int], num_blocks: int, salt: str) -> list[BlockKey]:
         keys = self._keys.setdefault(request_id, [])
-        num_full = len(token_ids) // self.block_size
-        extend_keys(keys, token_ids, num_full, block_size=self.block_size, salt=salt)
-        return self._finder.find(keys[:num_full], token_ids, root=root_digest(salt))
+        extend_keys(keys, token_ids, num_blocks, block_size=self.block_size, salt=salt)
+        return keys[:num_blocks]
+
+    def _load_ahead(self, keys: Sequence[BlockKey], reserve: int) -> Nearer:
+        """Where a hit has more to load than a step may: some of it now, into free blocks, found by name at the next step."""
+        stored = self._finder.find(keys, (), root=b"").stored()
+        if self.connector.may_load(stored) or any(len(pool.free) - reserve < len(keys) for pool in self.pools):
+            return HERE
+        moves: list[BlockMove] = []
+        for group, index in stored:
+            pool = self.pools[group]
+            if not self.connector.may_load([(group, index)]):
+                break
+            moves.append(self._load_block(group, keys[index], pool.take()))
+            pool.release(moves[-1].target)
+        return Nearer(is_waiting=bool(moves), moves=moves)
+
+    def _load(self, request_id: str, hit: Hit) -> list[BlockMove]:
+        """The request has blocks for them; they bear their names from now on."""
+        tables, keys = self.tables[request_id], self._keys.get(request_id, [])
+        self.connector.release(request_id)
+        return [self._load_block(group, keys[index], tables[group][index]) for group, index in hit.stored()]
+
+    def _load_block(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
+        self.pools[group].cache.add(block_id, key)
+        return self.connector.load(group, key, block_id)
+
+    def _count(self, request_id: str, num_tokens: int, hit: Hit) -> None:
+        self.num_query_tokens += num_tokens
+        self.num_hit_tokens += hit.num_tokens
+        for group in range(len(self.pools)):
+            self.connector.touch(group, self._keys[request_id][: hit.num_blocks])
 
     def _place_hit(self, request_id: str, hit: Hit, num_tokens: int, step_tokens: int, reserve: int) -> Hit | None:
         """The request's tables, and the hit as far as there is room for it; None, and nothing changed, where there is not."""

@@ -14,19 +14,27 @@ from octavo.engine.admission import Admission, PromptLimits
 from octavo.engine.batching import build_batching
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.block_pool import BlockGroup
+from octavo.engine.connector import TierConnector, Tiers
 from octavo.engine.policy import Fair, FirstComeFirstServed, Policy, Priority
 from octavo.engine.preemption import Preemption
 from octavo.engine.scheduler import Scheduler, StepLimits
 
 
 def build_scheduler(
-    options: SchedulerOptions, cache: CacheOptions, groups: Sequence[BlockGroup], *, block_size: int, max_model_len: int
+    options: SchedulerOptions,
+    cache: CacheOptions,
+    groups: Sequence[BlockGroup],
+    *,
+    block_size: int,
+    max_model_len: int,
+    tiers: Tiers | None = None,
 ) -> Scheduler:
     blocks = BlockManager(
         groups,
         block_size=block_size,
         enable_prefix_caching=cache.enable_prefix_caching and cache.kv_cache,
         max_step_tokens=options.max_num_batched_tokens,
+        connector=None if tiers is None else TierConnector(tiers),
     )
     return Scheduler(
         blocks,

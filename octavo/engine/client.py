@@ -39,8 +39,8 @@ class EngineClient(Protocol):
         """What the next step gave; blocks, without using the CPU, while there is nothing to do. None: the time is up, or closed."""
         ...
 
-    def reset_prefix_cache(self) -> bool:
-        """False while requests hold blocks."""
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """False while requests hold blocks. With `reset_connector` off the device too."""
         ...
 
     def close(self) -> None: ...
@@ -55,7 +55,7 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True):
-    pass
+    reset_connector: bool = False
 
 
 class Close(msgspec.Struct, tag=True):
@@ -95,10 +95,10 @@ class InProcessClient:
                 return None
             return self._core.step()
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         self._take_commands(wait=False, timeout_s=None)
         with self._lock:
-            return self._core.reset_prefix_cache()
+            return self._core.reset_prefix_cache(reset_connector=reset_connector)
 
     def close(self) -> None:
         """Ends a `receive` that waits, then the core."""

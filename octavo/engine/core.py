@@ -19,6 +19,8 @@ from octavo.engine.stats import EngineStats
 from octavo.ports import Executor
 from octavo.step import RowResult, StepPlan, StepResult
 
+CLOSE_S = 2.0
+
 
 class CoreOutputs(msgspec.Struct):
     """What one step gave."""
@@ -51,9 +53,9 @@ class EngineCore:
         self._log.write(Aborted(request_id))
         self.scheduler.abort(request_id)
 
-    def reset_prefix_cache(self) -> bool:
-        self._log.write(CacheReset())
-        return self.scheduler.blocks.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        self._log.write(CacheReset(reset_connector))
+        return self.scheduler.blocks.reset_prefix_cache(reset_connector=reset_connector)
 
     def pause_s(self) -> float:
         """For how long a step would do nothing, unless a request comes or goes."""
@@ -82,5 +84,9 @@ class EngineCore:
         return result
 
     def close(self) -> None:
+        """What the connector has still to save is saved, given a little time."""
+        end = time.monotonic() + CLOSE_S
+        while self.scheduler.blocks.connector.has_work and time.monotonic() < end:
+            self.step()
         self.executor.close()
         self._log.close()

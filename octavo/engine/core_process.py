@@ -122,7 +122,7 @@ class CoreLoop:
             if isinstance(command, Close):
                 return False
             if isinstance(command, ResetPrefixCache):
-                self.send(ResetDone(core.reset_prefix_cache()))
+                self.send(ResetDone(core.reset_prefix_cache(reset_connector=command.reset_connector)))
             else:
                 apply_command(core, command)
         return True

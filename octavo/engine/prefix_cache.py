@@ -13,13 +13,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-
-class BlockKey(NamedTuple):
-    """The name of a full block, and what it is checked against."""
-
-    digest: bytes
-    parent: bytes
-    token_ids: tuple[int, ...]
+from octavo.step import BlockKey
 
 
 class Start(NamedTuple):

@@ -102,9 +102,9 @@ class ProcessClient:
             elif reply is None:
                 return None
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Needs another thread in `receive`."""
-        self._send(ResetPrefixCache())
+        self._send(ResetPrefixCache(reset_connector))
         return self._resets.get(timeout=60)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.block_pool import BlockGroup
+from octavo.engine.connector import Tiers
 from octavo.engine.rates import Rates
 from octavo.engine.request import EngineRequest
 from octavo.errors import ConfigError
@@ -40,6 +41,7 @@ class Began(msgspec.Struct, tag=True):
     max_model_len: int
     kv_bytes: int
     """Of all groups' blocks: who asks for so many gets these groups."""
+    tiers: Tiers | None = None
 
 
 class Added(msgspec.Struct, tag=True):
@@ -51,7 +53,7 @@ class Aborted(msgspec.Struct, tag=True):
 
 
 class CacheReset(msgspec.Struct, tag=True):
-    pass
+    reset_connector: bool = False
 
 
 class Planned(msgspec.Struct, tag=True):

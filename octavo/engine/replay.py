@@ -57,7 +57,7 @@ class Replay:
         elif isinstance(event, Aborted):
             self._scheduler.abort(event.request_id)
         elif isinstance(event, CacheReset):
-            self._scheduler.blocks.reset_prefix_cache()
+            self._scheduler.blocks.reset_prefix_cache(reset_connector=event.reset_connector)
         elif isinstance(event, Planned):
             self._schedule(event)
         elif isinstance(event, Computed):
@@ -98,7 +98,8 @@ class Replay:
 
 def scheduler_of(began: Began) -> Scheduler:
     """As it was when the recording began."""
-    return build_scheduler(began.scheduler, began.cache, began.groups, block_size=began.block_size, max_model_len=began.max_model_len)
+    sizes = {"block_size": began.block_size, "max_model_len": began.max_model_len}
+    return build_scheduler(began.scheduler, began.cache, began.groups, **sizes, tiers=began.tiers)
 
 
 def _difference(then: StepPlan, now: StepPlan) -> str:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from octavo.engine.admission import HELD_BACK, NO_BLOCKS, NO_PROMPT, OK, Admission, Answer, Verdict
+from octavo.engine.admission import HELD_BACK, NO_BLOCKS, NO_PROMPT, OK, READING, Admission, Answer, Verdict
 from octavo.engine.batching import Batching, Crowd, PromptStep
-from octavo.engine.block_manager import BlockManager, Grant
+from octavo.engine.block_manager import HERE, BlockManager, Grant, Nearer
 from octavo.engine.draft import Draft
 from octavo.engine.policy import Policy
 from octavo.engine.preemption import Preemption
@@ -80,7 +80,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._outputs)
+        return bool(self._requests or self._outputs or self.blocks.connector.has_work)
 
     @property
     def waiting(self) -> list[Request]:
@@ -94,7 +94,7 @@ class Scheduler:
 
     def pause_s(self, now: float) -> float:
         """For how long a step would do nothing, if nobody comes or goes: a batch may wait until it is full."""
-        if self.running or self.swapped or self._outputs or not self._requests:
+        if self.running or self.swapped or self._outputs or not self._requests or self.blocks.connector.has_work:
             return 0.0
         return max(0.0, self._batching.opens_at(self._crowd(now)) - now)
 
@@ -112,6 +112,8 @@ class Scheduler:
             return
         self._requests[request.request_id] = request
         self._wait(request)
+        if request.fork_of is None:
+            self._read_ahead(request, at_once=True)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its blocks at once; an unknown one (it may have just finished) is left alone."""
@@ -129,6 +131,7 @@ class Scheduler:
         self._times.begin_step(now)
         if self._prompt_since is not None:
             self._last_prompt = PromptStep(now, now - self._prompt_since)
+        draft.moves += self.blocks.begin_step()
         self._continue_running(draft)
         if not draft.preempted:
             self._return_swapped(draft)
@@ -206,7 +209,7 @@ class Scheduler:
                 started.append(request)
                 continue
             draft.waits_for = answer.reason
-            if answer is not NO_PROMPT:
+            if answer not in (NO_PROMPT, READING):
                 break
         for request in started:
             self._leave(request)
@@ -216,6 +219,10 @@ class Scheduler:
         parent = self._parent_of(request)
         if parent is not None and not self._has_prompt(parent):
             return NO_PROMPT
+        nearer = HERE if parent is not None else self._read_ahead(request, at_once=not self.running)
+        draft.moves += nearer.moves
+        if nearer.is_waiting:
+            return READING
         if request.num_preemptions:  # it is of the batch already
             room = self._limits.max_num_seqs - len(self.running)
         answer = self._admission.may_start(request.num_tokens, budget=draft.budget, room=room)
@@ -243,6 +250,16 @@ class Scheduler:
     def _has_prompt(self, parent: Request) -> bool:
         """On the device, but for its last token. One that is swapped out is waited for."""
         return parent.status is RequestStatus.RUNNING and parent.num_computed_tokens >= parent.num_prompt_tokens - 1
+
+    def _read_ahead(self, request: Request, *, at_once: bool) -> Nearer:
+        return self.blocks.read_ahead(
+            request.request_id,
+            request.token_ids,
+            salt=request.source.cache_salt,
+            max_cached_tokens=request.max_cached_tokens,
+            reserve=self._admission.reserve(len(self.running)),
+            at_once=at_once,
+        )
 
     def _take_blocks(self, request: Request, draft: Draft) -> Grant | None:
         start = self.blocks.start(
@@ -283,7 +300,7 @@ class Scheduler:
         draft.add_row(request, draft.end_of(request), Grant(self.blocks.block_ids(request.request_id)))
 
     def _finish_draft(self, draft: Draft) -> StepPlan:
-        plan = StepPlan(self._stats.num_steps, self._freed_rows, draft.new_rows, draft.moves, draft.rows)
+        plan = StepPlan(self._stats.num_steps, self._freed_rows, draft.new_rows, draft.moves, draft.rows, self.blocks.connector.end_step())
         self._freed_rows, self._swapped_out = [], draft.swapped_out
         self._prompt_since = draft.now if draft.has_prompt else None
         self._stats.num_steps += 1
@@ -314,6 +331,7 @@ class Scheduler:
         The requests that were to be computed fail at `update`.
         """
         self._freed_rows += plan.freed_rows
+        self.blocks.connector.step_failed()
         for request in self._swapped_out:
             if request.status is RequestStatus.SWAPPED:
                 self.swapped.remove(request)
@@ -332,6 +350,7 @@ class Scheduler:
         """Advances the plan's requests, finishes and frees; returns what each of them got."""
         self._times.computed(result.busy_s)
         outputs, self._outputs = self._outputs, []
+        self.blocks.connector.step_done(result.connector)
         any_finished = False
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = self._requests[row.request_id]
@@ -429,4 +448,5 @@ class Scheduler:
         stats.num_host_blocks = self.blocks.host.num_used_blocks
         stats.prefix_query_tokens = self.blocks.num_query_tokens
         stats.prefix_hit_tokens = self.blocks.num_hit_tokens
+        stats.connector = self.blocks.connector.snapshot()
         return msgspec.structs.replace(stats)

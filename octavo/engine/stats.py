@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.step import ConnectorStats
+
 
 class EngineStats(msgspec.Struct, array_like=True):
     """Gauges of this moment, then counts since the start."""
@@ -31,6 +33,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_added: int = 0
     """Requests that ever came, and their tokens: what a front has sent beyond these is still on its way."""
     num_added_tokens: int = 0
+
+    connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
+    """The prefix cache off the device."""
 
     @property
     def kv_usage(self) -> float:

@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 
 from octavo.backends.base import Runnable
 from octavo.outputs import Profile
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import ConnectorReport, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.request_rows import RequestRows
 
 logger = logging.getLogger(__name__)
+
+WAIT_S = 0.005
+"""So long may a step that computes nothing hold up a request that comes."""
 
 
 class Worker:
@@ -33,7 +36,8 @@ class Worker:
         began = time.perf_counter()
         moved_s = self._apply(plan)
         results = self._run(plan.rows) if plan.rows else []
-        return StepResult(plan.step, results, time.perf_counter() - began, moved_s)
+        busy_s = time.perf_counter() - began
+        return StepResult(plan.step, results, busy_s, moved_s, self._report(waits=not plan.rows))
 
     def _apply(self, plan: StepPlan) -> float:
         """Says for how many seconds blocks were moved."""
@@ -47,7 +51,14 @@ class Worker:
         for row in plan.rows:
             if row.new_block_ids or row.replaced_blocks:
                 self._rows.update_tables(row)
+        if plan.connector is not None and self._cache_engine.connector is not None:
+            self._cache_engine.connector.begin(plan.connector)
         return moved_s
+
+    def _report(self, *, waits: bool) -> ConnectorReport | None:
+        """Where a step computes nothing it waits a little for what the connector brings."""
+        connector = self._cache_engine.connector
+        return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
 
     def _run(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
         """Runs them together; where that raises, one by one. To compute a position twice writes the same KV twice."""
@@ -67,6 +78,8 @@ class Worker:
         return self._runnable.stop_profile()
 
     def close(self) -> None:
+        if self._cache_engine.connector is not None:
+            self._cache_engine.connector.close()
         self._close()
 
 

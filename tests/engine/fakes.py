@@ -15,6 +15,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.sampling_params import SamplingParams
 from octavo.step import BlockMove, RowResult, StepPlan, StepResult, TokenLogprobs
+from tests.engine.fake_tiers import FakeTiers, tiers_of
 
 VOCAB = 1000
 BLOCK = 16
@@ -38,10 +39,11 @@ class FakeRow:
 class FakeExecutor:
     """`windows`: per group the keys that a query sees, None for all."""
 
-    def __init__(self, num_groups: int = 1, *, windows: Sequence[int | None] | None = None) -> None:
+    def __init__(self, num_groups: int = 1, *, windows: Sequence[int | None] | None = None, tiers: FakeTiers | None = None) -> None:
         self.windows = windows or [None] * num_groups
         self.kv: list[dict[tuple[int, int], int]] = [{} for _ in self.windows]
         self.host: list[dict[tuple[int, int], int]] = [{} for _ in self.windows]
+        self.tiers = tiers or FakeTiers(len(self.windows), None)
         self.rows: dict[str, FakeRow] = {}
         self.plans: list[StepPlan] = []
         self.raise_on: set[str] = set()
@@ -59,11 +61,15 @@ class FakeExecutor:
             self._move(move)
         if bad := self.raise_on & {row.request_id for row in plan.rows}:
             raise RuntimeError(f"no luck with {sorted(bad)}")
-        return StepResult(plan.step, [self._run(row) for row in plan.rows])
+        self.tiers.begin(plan.connector)
+        return StepResult(plan.step, [self._run(row) for row in plan.rows], connector=self.tiers.report())
 
     def _move(self, move: BlockMove) -> None:
-        kv, host = self.kv[move.group], self.host[move.group]
-        source, target = {"copy": (kv, kv), "swap_out": (kv, host), "swap_in": (host, kv)}[move.kind]
+        kv, host, slots = self.kv[move.group], self.host[move.group], self.tiers.slots[move.group]
+        if move.kind in ("save", "load"):
+            self.tiers.check(move)
+        places = {"copy": (kv, kv), "swap_out": (kv, host), "swap_in": (host, kv), "save": (kv, slots), "load": (slots, kv)}
+        source, target = places[move.kind]
         for offset in range(BLOCK):
             if (move.source, offset) in source:
                 target[move.target, offset] = source[move.source, offset]
@@ -113,9 +119,11 @@ def make_core(
     kv_cache: bool = True,
     budget: int = 64,
     max_num_seqs: int = 8,
+    num_slots: int = 0,
     **options,
 ) -> EngineCore:
-    """`options` are the scheduler's; with `windows` each group has its own."""
+    """`options` are the scheduler's; with `windows` each group has its own; with `num_slots` the executor's tiers are used."""
+    executor = executor or FakeExecutor(num_groups, windows=windows)
     groups = [BlockGroup(num_blocks, window, num_host_blocks) for window in windows or [None] * num_groups]
     scheduler = build_scheduler(
         SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **options),
@@ -123,8 +131,9 @@ def make_core(
         groups,
         block_size=BLOCK,
         max_model_len=max_model_len,
+        tiers=tiers_of(len(groups), executor.tiers, num_slots) if num_slots else None,
     )
-    return EngineCore(scheduler, executor or FakeExecutor(windows=[group.window for group in groups]), clock=clock)
+    return EngineCore(scheduler, executor, clock=clock)
 
 
 def make_request(request_id: str, prompt: list[int], *, max_tokens: int | None = 8, eos: tuple[int, ...] = (), **fields) -> EngineRequest:

@@ -1,21 +1,35 @@
 """BlockManager and Scheduler together under a hypothesis state machine, with a pseudo-model whose tokens depend on every KV entry.
 
 Requests of a small alphabet (so that prefixes meet) come, fork, are stepped, preempted, swapped, aborted and failed by the device, in a
-cache that is far too small for them, under every policy; a group with a window stands beside one without.
+cache that is far too small for them, under every policy; a group with a window stands beside one without. Blocks go to slots of host
+memory and on to a disk, which is slow, loses blocks, fills up, and is shared with another engine; the engine crashes and comes back.
 """
 
+import random
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from octavo.engine.block_pool import HOLE
+from tests.engine.fake_tiers import FakeTiers
 from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request
 
 NUM_BLOCKS = 9
 WINDOW = 21
 MAX_NUM_SEQS = 5
+
+
+PROMPTS = st.builds(
+    lambda blocks, tail: [token for token in blocks for _ in range(16)] + tail,
+    st.lists(st.integers(0, 1), max_size=5),
+    st.lists(st.integers(0, 1), min_size=1, max_size=10),
+)
+"""Few different blocks, so that prefixes meet."""
+
+WHICH = st.integers(0, 100)
 
 
 class ControlPlaneMachine(RuleBasedStateMachine):
@@ -28,24 +42,34 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         windows=st.sampled_from([[None], [None, WINDOW], [WINDOW]]),
         budget=st.sampled_from([3, 20, 64]),
         num_host_blocks=st.sampled_from([0, 4, 100]),
+        num_slots=st.sampled_from([50, 6, 2, 0]),
+        has_disk=st.sampled_from([True, True, True, False]),
     )
-    def begin(self, policy, mode, caching, windows, budget, num_host_blocks):
-        self.executor = FakeExecutor(windows=windows)
-        self.core = make_core(
-            num_blocks=NUM_BLOCKS,
-            windows=windows,
-            num_host_blocks=num_host_blocks,
-            budget=budget,
-            max_num_seqs=MAX_NUM_SEQS,
-            caching=caching,
-            executor=self.executor,
-            scheduling_policy=policy,
-            preemption_mode=mode,
-        )
-        self.given, self.tokens, self.finals, self.count = {}, {}, {}, 0
+    def begin(self, policy, mode, caching, windows, budget, num_host_blocks, num_slots, has_disk):
+        self.windows, self.disk = windows, {} if has_disk else None
+        self.options = {
+            "num_blocks": NUM_BLOCKS,
+            "windows": windows,
+            "num_host_blocks": num_host_blocks,
+            "num_slots": num_slots,
+            "budget": budget,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "caching": caching,
+            "scheduling_policy": policy,
+            "preemption_mode": mode,
+        }
+        self.count = 0
+        self.load()
+
+    def load(self):
+        """An engine that knows only what the disk has."""
+        self.tiers = FakeTiers(len(self.windows), self.disk)
+        self.executor = FakeExecutor(windows=self.windows, tiers=self.tiers)
+        self.core = make_core(executor=self.executor, **self.options)
+        self.given, self.tokens, self.finals = {}, {}, {}
 
     @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=90),
+        prompt=PROMPTS,
         max_tokens=st.integers(1, 60),
         priority=st.integers(-1, 1),
         tenant=st.sampled_from("ab"),
@@ -62,34 +86,51 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             self.core.add(make_request(request_id, prompt, max_tokens=max_tokens, sample_index=index, fork_of=fork_of, **fields))
             self.given[request_id] = (prompt, max_tokens, index)
 
-    @rule(count=st.integers(1, 12))
+    @rule(count=st.integers(1, 40))
     def step(self, count):
         for _ in range(count):
             if self.core.has_work:
                 self.take(self.core.step())
 
-    @rule(data=st.data())
-    def abort(self, data):
+    def one_alive(self, which):
         alive = sorted(set(self.given) - set(self.finals))
-        if alive:
-            self.core.abort(data.draw(st.sampled_from(alive)))
+        return alive[which % len(alive)] if alive else None
 
-    @rule(data=st.data(), row_only=st.booleans())
-    def fail(self, data, row_only):
+    @rule(which=WHICH)
+    def abort(self, which):
+        if request_id := self.one_alive(which):
+            self.core.abort(request_id)
+
+    @rule(which=WHICH, row_only=st.booleans())
+    def fail(self, which, row_only):
         """A request whose next step raises, or yields NaN."""
-        alive = sorted(set(self.given) - set(self.finals))
-        if not alive:
+        request_id = self.one_alive(which)
+        if request_id is None:
             return
-        request_id = data.draw(st.sampled_from(alive))
         if row_only:
             self.executor.fail_on = {request_id: "NaN"}
         else:
             self.executor.raise_on = {request_id}
 
-    @rule()
-    def reset(self):
+    @rule(connector=st.booleans())
+    def reset(self, connector):
         holds = bool(self.core.scheduler.blocks.tables or self.core.scheduler.swapped)
-        assert self.core.reset_prefix_cache() != holds
+        assert self.core.reset_prefix_cache(reset_connector=connector) != holds
+
+    @rule()
+    def crash(self):
+        self.load()
+
+    @rule(pace=st.integers(0, 3), refuses=st.booleans(), looks=st.booleans())
+    def change_the_disk(self, pace, refuses, looks):
+        self.tiers.pace, self.tiers.refuses = pace, refuses
+        if looks:
+            self.tiers.look()
+
+    @rule(which=WHICH)
+    def lose_a_stored_block(self, which):
+        if self.disk:
+            del self.disk[sorted(self.disk)[which % len(self.disk)]]
 
     def take(self, step):
         for output in step.outputs:
@@ -125,10 +166,28 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         assert sorted(found) == sorted(scheduler._requests) and len(scheduler.running) <= MAX_NUM_SEQS
         assert set(scheduler.blocks.tables) == {request.request_id for request in scheduler.running}
 
+    @invariant()
+    def slots_are_free_idle_or_held(self):
+        connector = self.core.scheduler.blocks.connector
+        held = Counter()
+        for under_way in (connector._saving, connector._fetching, connector._keeping):
+            held.update(under_way.values())
+        for request_id, entries in connector._held.items():
+            assert request_id in self.core.scheduler._requests
+            held.update(slot for _, slot in entries)
+        for slots in connector._slots:
+            named = set(slots._slots.values())
+            assert all(slot.num_holds == held[slot] for slot in named) and not any(slot.dropped for slot in named)
+            assert set(slots._idle.values()) == {slot for slot in named if not held[slot]}
+        assert sum(len(slots._free) + len(slots) for slots in connector._slots) + sum(slot.dropped for slot in held) == sum(
+            slots.num_slots for slots in connector._slots
+        )
+
     def teardown(self):
         if not hasattr(self, "core"):
             return
         self.executor.fail_on, self.executor.raise_on = {}, set()
+        self.tiers.pace = 3
         for _ in range(5000):
             if not self.core.has_work:
                 break
@@ -147,4 +206,44 @@ class ControlPlaneMachine(RuleBasedStateMachine):
 
 
 TestControlPlane = ControlPlaneMachine.TestCase
-TestControlPlane.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestControlPlane.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_long_runs(seed):
+    """What hypothesis is too short for: hundreds of requests, most of which meet, and a disk that is mostly well."""
+    draw = random.Random(seed)
+    machine = ControlPlaneMachine()
+    machine.begin(
+        policy=draw.choice(["fcfs", "priority", "fair"]),
+        mode=draw.choice(["auto", "swap", "recompute"]),
+        caching=True,
+        windows=draw.choice([[None], [None, WINDOW], [WINDOW]]),
+        budget=draw.choice([3, 20, 64]),
+        num_host_blocks=draw.choice([0, 4, 100]),
+        num_slots=draw.choice([2, 6, 50]),
+        has_disk=draw.random() < 0.8,
+    )
+    for _ in range(150):
+        blocks = [draw.randrange(2) for _ in range(draw.randrange(6))]
+        prompt = [token for token in blocks for _ in range(16)] + [draw.randrange(2) for _ in range(draw.randint(1, 10))]
+        machine.add(
+            prompt, draw.randint(1, 40), draw.randint(-1, 1), draw.choice("ab"), draw.choice(["", "", "", "x"]), draw.choice([1, 1, 2])
+        )
+        machine.step(draw.randint(1, 30))
+        for chance, act in (
+            (0.05, lambda: machine.abort(draw.randrange(100))),
+            (0.02, lambda: machine.fail(draw.randrange(100), draw.random() < 0.5)),
+            (0.03, lambda: machine.reset(draw.random() < 0.5)),
+            (0.02, machine.crash),
+            (0.1, lambda: machine.change_the_disk(draw.choice([0, 1, 1, 3]), draw.random() < 0.1, draw.random() < 0.5)),
+            (0.05, lambda: machine.lose_a_stored_block(draw.randrange(100))),
+        ):
+            if draw.random() < chance:
+                act()
+        for name in INVARIANTS:
+            getattr(machine, name)()
+    machine.teardown()
+
+
+INVARIANTS = [name for name in vars(ControlPlaneMachine) if hasattr(getattr(ControlPlaneMachine, name), "hypothesis_stateful_invariant")]

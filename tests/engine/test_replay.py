@@ -14,6 +14,7 @@ from octavo.engine.recorder import FORMAT, Began, Computed, Planned, Recorder, r
 from octavo.engine.replay import Replay
 from octavo.errors import ConfigError
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
+from tests.engine.fake_tiers import FakeTiers, tiers_of
 from tests.engine.fakes import BLOCK, FakeExecutor, make_request
 from tests.llm_tools import make_llm, prompts_of
 
@@ -28,11 +29,12 @@ class MovingClock(SimulatedClock):
         return self.now
 
 
-def recorded_core(path, executor, clock, **options):
+def recorded_core(path, executor, clock, *, tiers=None, **options):
     scheduler, cache = SchedulerOptions(max_num_batched_tokens=48, max_num_seqs=6, **options), CacheOptions()
     log = Recorder(path)
-    log.write(Began(FORMAT, __version__, {}, scheduler, cache, GROUPS, BLOCK, 256, 0))
-    return EngineCore(build_scheduler(scheduler, cache, GROUPS, block_size=BLOCK, max_model_len=256), executor, clock=clock, log=log)
+    log.write(Began(FORMAT, __version__, {}, scheduler, cache, GROUPS, BLOCK, 256, 0, tiers))
+    made = build_scheduler(scheduler, cache, GROUPS, block_size=BLOCK, max_model_len=256, tiers=tiers)
+    return EngineCore(made, executor, clock=clock, log=log)
 
 
 def traffic(core, seed, *, num_requests=60):
@@ -74,6 +76,18 @@ def test_every_plan_is_made_again(tmp_path, policy, seed):
     again.raise_on, again.fail_on = {"7"}, {"9": "bad luck"}
     assert Replay(began, again).run(events).differences == []
     assert again.plans == executor.plans
+
+
+def test_blocks_that_left_the_device_are_in_the_plans_too(tmp_path):
+    disk = {}
+    for name in ("first", "second"):
+        executor = FakeExecutor(windows=[None, 40], tiers=FakeTiers(2, disk))
+        core = recorded_core(tmp_path / name, executor, MovingClock(), tiers=tiers_of(2, executor.tiers, 20))
+        traffic(core, 3)
+        began, events = read_log(tmp_path / name)
+        assert Replay(began).run(events).differences == []
+    stats = core.scheduler.stats().connector
+    assert stats.num_fetched > 0 and stats.num_kept > 0
 
 
 def test_measured_times_are_recorded(tmp_path):

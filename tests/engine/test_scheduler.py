@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.fake_tiers import FakeTiers
 from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
 
 PROMPTS = [[(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))]
@@ -113,6 +114,24 @@ def test_other_salts_and_prompt_logprobs_do_not_read_the_cache():
         core.add(make_request(request_id, prompt, **fields))
         found = run_all(core)[request_id]
         assert found[0].num_cached_tokens == (32 if request_id == "hit" else 0)
+
+
+def test_a_block_that_was_forgotten_while_it_is_kept_is_kept_anew():
+    tiers = FakeTiers(1, {}, pace=0)
+    core = make_core(executor=FakeExecutor(tiers=tiers), num_slots=20)
+    prompt = list(range(40))
+    for _ in range(2):
+        core.add(make_request("a", prompt))
+        while core.scheduler._requests:
+            core.step()
+        core.step()
+        assert core.reset_prefix_cache(reset_connector=True)
+    core.add(make_request("b", prompt))
+    tiers.pace = 1
+    run_all(core)
+    while tiers._jobs:
+        core.step()
+    assert {key.token_ids[0] for key, _ in tiers.disk.values()} == {0, 16}
 
 
 @pytest.mark.parametrize("budget", [64, 7])

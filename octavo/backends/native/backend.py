@@ -74,6 +74,7 @@ class NativeBackend:
             raise BackendUnavailable(f"instruction set level {level!r}: this machine runs {', '.join(supported)}")
         kernels = Path(native.__file__).parent
         self._device = native.Device(options.num_threads or 1, str(kernels), level or supported[-1])
+        self.numerics = self.level
         self._computes_fp32 = options.dtype == "float32"
 
     @property

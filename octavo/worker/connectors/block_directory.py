@@ -1,0 +1,275 @@
+"""A directory of KV blocks in files, named by what they hold, for any number of engines at once; the least recently used go first.
+
+    ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv        ROOT/tmp/ for files being written
+
+A file's time of change says when it was last used; one in the future, until when it is pinned. So nothing has to agree with anything
+else after a crash, or between engines: each sees what is there, and a file that another one removed is a miss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import ConfigError
+from octavo.step import BlockName, SlotBlock, StoredBytes
+from octavo.worker.connectors.block_file import DamagedFile, header_of, read_block_file, write_block_file
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".kv"
+TOUCH_S = 60.0
+"""A file's time of use is not written anew within so many seconds."""
+ABANDONED_S = 60.0
+"""A file that has been being written for so long is a crashed engine's."""
+ROOM = 0.1
+"""Of the size is freed at a time, so that the directory is not listed for every block."""
+
+
+class DirectoryFull(Exception):
+    """What is pinned leaves no room."""
+
+
+@dataclass(slots=True)
+class Stored:
+    num_bytes: int
+    used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Since the directory was last looked at, of this fingerprint."""
+
+    found: list[BlockName]
+    gone: list[BlockName]
+
+
+class BlockDirectory:
+    """Used by two threads: one reads, one does all else. `clock`: seconds since 1970."""
+
+    def __init__(self, root: Path, fingerprint: bytes, *, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+        self.max_bytes = max_bytes
+        self._root = root
+        self._fingerprint = fingerprint
+        self._folder = root / fingerprint.hex()[:32]
+        self._temporary = root / "tmp"
+        self._clock = clock
+        self._counter = itertools.count()
+        self._files: dict[Path, Stored] = {}
+        self._num_bytes = 0
+        self._pinned_bytes = 0
+        self._pins: dict[BlockName, float] = {}
+        """Of blocks that are not there yet."""
+        self._num_damaged = 0
+        self._num_write_errors = 0
+        for folder in (self._folder, self._temporary):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def look(self) -> Changes:
+        """Lists the directory, removes what crashed engines left half written, and the oldest where there is too much."""
+        before = self._names()
+        self._list_anew()
+        self._remove_abandoned()
+        self._make_room(0)
+        now = self._names()
+        return Changes(sorted(now - before), sorted(before - now))
+
+    def stored(self) -> StoredBytes:
+        """As far as this engine knows without looking."""
+        return StoredBytes(self._num_bytes, self._pinned_bytes, self._num_damaged, self._num_write_errors)
+
+    # -- one block ------------------------------------------------------------------------------------------------------
+
+    def write(self, block: SlotBlock, data: memoryview) -> list[BlockName]:
+        """Says which others had to go. OSError or DirectoryFull where it cannot be kept; then nothing of it is left."""
+        path = self._path_of(block.name)
+        header = header_of(self._fingerprint, block.group, block.key, len(data))
+        gone = self._make_room(len(header) + len(data))
+        try:
+            num_bytes = write_block_file(path, self._new_temporary(), header, data)
+        except OSError:
+            self._num_write_errors += 1
+            raise
+        self._drop(path)
+        self._files[path] = Stored(num_bytes, self._clock())
+        self._num_bytes += num_bytes
+        until = self._pins.pop(block.name, None)
+        if until is not None:
+            self._set_time(path, until)
+        return gone
+
+    def read(self, block: SlotBlock, into: memoryview) -> bool:
+        """False where it is not there, or damaged; a damaged file is reported and removed."""
+        path = self._path_of(block.name)
+        try:
+            read_block_file(path, header_of(self._fingerprint, block.group, block.key, len(into)), into)
+        except FileNotFoundError:
+            return False
+        except DamagedFile as error:
+            logger.warning("%s is removed from the prefix cache: %s", path, error)
+            self._num_damaged += 1
+            _unlink(path)
+            return False
+        except OSError as error:
+            logger.warning("%s cannot be read, it is computed instead: %s", path, error)
+            return False
+        return True
+
+    def touch(self, name: BlockName) -> None:
+        """Used now."""
+        path, now = self._path_of(name), self._clock()
+        entry = self._files.get(path)
+        if entry is not None and entry.used_at < now - TOUCH_S:
+            self._set_time(path, now)
+
+    def pin(self, name: BlockName, until: float) -> None:
+        """Not to go before then; a time that is past unpins it."""
+        path = self._path_of(name)
+        if path in self._files:
+            self._set_time(path, max(until, self._clock()))
+            self._count_pinned()
+        else:
+            self._pins[name] = until
+
+    def remove(self, name: BlockName) -> None:
+        path = self._path_of(name)
+        self._pins.pop(name, None)
+        self._drop(path)
+        _unlink(path)
+
+    def remove_all(self) -> None:
+        """Of this fingerprint."""
+        self._list_anew()
+        for path in [path for path in self._files if self._name_of(path) is not None]:
+            self._drop(path)
+            _unlink(path)
+        self._pins.clear()
+        self._count_pinned()
+
+    # -- the files ------------------------------------------------------------------------------------------------------
+
+    def _list(self) -> Iterator[tuple[Path, Stored]]:
+        for folder in _folders(self._root):
+            if folder == self._temporary:
+                continue
+            for part in _folders(folder):
+                for entry in _entries(part):
+                    if entry.name.endswith(SUFFIX) and (status := _status(entry)) is not None:
+                        yield Path(entry.path), Stored(status.st_size, status.st_mtime)
+
+    def _list_anew(self) -> None:
+        self._files = dict(self._list())
+        self._num_bytes = sum(entry.num_bytes for entry in self._files.values())
+        self._count_pinned()
+
+    def _count_pinned(self) -> None:
+        now = self._clock()
+        self._pinned_bytes = sum(entry.num_bytes for entry in self._files.values() if entry.used_at > now)
+
+    def _names(self) -> set[BlockName]:
+        return {name for path in self._files if (name := self._name_of(path)) is not None}
+
+    def _drop(self, path: Path) -> None:
+        entry = self._files.pop(path, None)
+        self._num_bytes -= 0 if entry is None else entry.num_bytes
+
+    def _remove_abandoned(self) -> None:
+        for entry in _entries(self._temporary):
+            status = _status(entry)
+            if status is not None and status.st_mtime < self._clock() - ABANDONED_S:
+                logger.warning("%s was left half written by an engine that ended; it is removed", entry.path)
+                _unlink(Path(entry.path))
+
+    def _make_room(self, num_bytes: int) -> list[BlockName]:
+        """Removes the least recently used until so many bytes more fit, and some room besides; DirectoryFull where they cannot."""
+        if self._num_bytes + num_bytes <= self.max_bytes:
+            return []
+        before = self._names()
+        if num_bytes:
+            self._list_anew()  # others use and remove blocks too
+        now, room_for = self._clock(), self.max_bytes * (1 - ROOM) - num_bytes
+        for path, entry in sorted(self._files.items(), key=lambda item: item[1].used_at):
+            if self._num_bytes <= room_for or entry.used_at > now:
+                break
+            _unlink(path)
+            self._drop(path)
+        if num_bytes and self._num_bytes + num_bytes > self.max_bytes:
+            raise DirectoryFull
+        return sorted(before - self._names())
+
+    def _set_time(self, path: Path, when: float) -> None:
+        try:
+            os.utime(path, (when, when))
+        except OSError:  # another engine has removed it
+            self._drop(path)
+            return
+        self._files[path].used_at = when
+
+    def _new_temporary(self) -> Path:
+        return self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}"
+
+    def _path_of(self, name: BlockName) -> Path:
+        digest = name.digest.hex()
+        return self._folder / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
+
+    def _name_of(self, path: Path) -> BlockName | None:
+        """None for another fingerprint's, and for what is no block at all."""
+        if path.parent.parent != self._folder:
+            return None
+        digest, _, group = path.stem.partition("-")
+        try:
+            return BlockName(int(group), bytes.fromhex(digest))
+        except ValueError:
+            return None
+
+
+def open_root(text: str) -> Path:
+    """The directory that an option names, made where it is not there; ConfigError where nothing can be written into it."""
+    root = Path(text).expanduser().absolute()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe = root / f"probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"prefix_cache_dir: {root} cannot be written into: {error.strerror}") from error
+    return root
+
+
+def check_size(max_bytes: int, block_bytes: Sequence[int]) -> None:
+    if max_bytes < sum(block_bytes):
+        raise ConfigError(
+            f"prefix_cache_size: got {max_bytes}, allowed is at least one block of each cache group, {sum(block_bytes)} bytes"
+        )
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [Path(entry.path) for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:
+        return []
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None where another engine has removed it meanwhile."""
+    try:
+        return entry.stat(follow_symlinks=False)
+    except OSError:
+        return None
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        logger.debug("%s is gone already", path)

@@ -1,0 +1,91 @@
+"""One KV block as a file: what it is, its bytes, a checksum. Written whole under another name first, so that a crash leaves none half done.
+
+    magic 8 | version, group, tokens u32 | bytes u64 | fingerprint 32 | digest 16 | parent 16 | token ids i32 | the block | crc32 u32
+
+All numbers little-endian. The fingerprint is that of the model and of all else that a block's bytes depend on (`fingerprint.py`). The
+checksum finds damage, not malice: whoever may write into the directory is trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+from octavo.step import BlockKey
+
+MAGIC = b"OCTAVOKV"
+VERSION = 1
+TAIL = struct.Struct("<I")
+
+
+class DamagedFile(Exception):
+    """A file that is not the block which its name says, or not whole."""
+
+
+def header_of(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -> bytes:
+    """All that comes before the block; what is read is compared with it."""
+    count = len(key.token_ids)
+    numbers = struct.pack("<8sIIIQ", MAGIC, VERSION, group, count, num_bytes)
+    return numbers + fingerprint + key.digest + key.parent + struct.pack(f"<{count}i", *key.token_ids)
+
+
+def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryview) -> int:
+    """Says how many bytes the file has. OSError where it cannot be written; then nothing of it is left."""
+    try:
+        with open(temporary, "wb", buffering=0, opener=_open_private) as file:
+            num_bytes = 0
+            for part in (header, data, TAIL.pack(_checksum(header, data))):
+                num_bytes += _write(file.fileno(), memoryview(part))
+        path.parent.mkdir(exist_ok=True)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return num_bytes
+
+
+def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
+    """DamagedFile where it is not that block, whole; FileNotFoundError where there is none."""
+    with path.open("rb", buffering=0) as file:
+        size, wanted = os.fstat(file.fileno()).st_size, len(header) + len(into) + TAIL.size
+        if size != wanted:
+            raise DamagedFile(f"it has {size} bytes, should have {wanted}")
+        if _read(file.fileno(), len(header)) != header:
+            raise DamagedFile("its header is not that of the block it is named after")
+        _read_into(file.fileno(), into)
+        (checksum,) = TAIL.unpack(_read(file.fileno(), TAIL.size))
+    if checksum != _checksum(header, into):
+        raise DamagedFile("its checksum is wrong")
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Prompts can be read from these files."""
+    return os.open(path, flags, 0o600)
+
+
+def _checksum(header: bytes, data: memoryview) -> int:
+    return zlib.crc32(data, zlib.crc32(header))
+
+
+def _write(file: int, part: memoryview) -> int:
+    done = 0
+    while done < len(part):
+        done += os.write(file, part[done:])
+    return done
+
+
+def _read(file: int, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    _read_into(file, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(file: int, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        count = os.readv(file, [into[done:]])
+        if count == 0:
+            raise DamagedFile("it ends early")
+        done += count

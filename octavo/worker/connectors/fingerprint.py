@@ -1,0 +1,54 @@
+"""What a stored block's bytes depend on, as one number: the weights, and everything about how they are computed with and laid out.
+
+The weights are known by a hash of their files' contents. It is kept beside the blocks, for as long as a file's size, time and place on
+its disk are the same, so that a second start reads nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+DIGESTS = "weights.json"
+
+
+def fingerprint(parts: Mapping[str, Any], weight_files: Sequence[Path], *, cache: Path) -> bytes:
+    """32 bytes. `cache`: the directory in which the files' hashes are kept."""
+    known = _read(cache / DIGESTS)
+    with ThreadPoolExecutor() as pool:
+        entries = list(pool.map(lambda path: _entry(path, known), weight_files))
+    found = dict(zip(map(str, weight_files), entries, strict=True))
+    if any(known.get(path) != entry for path, entry in found.items()):
+        _write(cache / DIGESTS, known | found)
+    digests = sorted(entry["sha256"] for entry in entries)
+    return hashlib.sha256(json.dumps({**parts, "weights": digests}, sort_keys=True, default=str).encode()).digest()
+
+
+def _entry(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    status = path.stat()
+    state = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+    entry = known.get(str(path))
+    if isinstance(entry, dict) and {name: entry.get(name) for name in state} == state and isinstance(entry.get("sha256"), str):
+        return entry
+    with path.open("rb") as file:
+        return {**state, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """{} where there is none, or none that can be read: it is made anew."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, entries: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(entries))
+    temporary.replace(path)

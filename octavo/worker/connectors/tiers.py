@@ -1,0 +1,190 @@
+"""The worker half of the prefix cache's lower tiers: blocks in slots of host memory, and behind them files on disk.
+
+Owns the slots' bytes and two threads: one reads ahead, one writes behind. What is written stays in its slot until it is, so the
+memory is bounded. Decides nothing: which block lies in which slot is the scheduler half's (`engine/connector.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.step import BlockName, ConnectorPlan, ConnectorReport, SlotBlock
+from octavo.worker.cache_engine import HostShape
+from octavo.worker.connectors.block_directory import BlockDirectory, Changes, DirectoryFull
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 5.0
+"""Whoever waits longer for a file computes instead."""
+LOOK_S = 30.0
+"""How often the directory is listed for what other engines have done, while there is something to do."""
+PAUSE_S = 30.0
+"""For how long nothing is written after the disk has refused it."""
+CLOSE_S = 3.0
+"""How long writes may go on after the end."""
+NICENESS = 10
+"""Of the thread that writes: computing goes first."""
+
+
+class TierWorker:
+    """Implements `ports.ConnectorWorker`. `shapes`: per cache group its slots. Without a directory nothing lies behind them."""
+
+    def __init__(self, shapes: Sequence[HostShape], directory: BlockDirectory | None = None) -> None:
+        self._slots = [np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes]
+        self._directory = directory
+        self._report = ConnectorReport()
+        self._changed = threading.Condition()
+        """Guards the report; told whenever something is added."""
+        self._fetching: dict[BlockName, float] = {}
+        """And since when. What is late is no longer in it."""
+        self._num_under_way = 0
+        self._closing = False
+        self._paused_until = 0.0
+        self._looked_at = float("-inf")
+        self._reader = _Lane("octavo-cache-read")
+        self._writer = _Lane("octavo-cache-write", niceness=NICENESS)
+        if directory is not None:
+            self._look()
+
+    def slot(self, group: int, slot: int) -> NDArray[np.uint8]:
+        found: NDArray[np.uint8] = self._slots[group][slot]
+        return found
+
+    def begin(self, plan: ConnectorPlan) -> None:
+        if self._directory is None:
+            return
+        directory, write = self._directory, self._writer.put
+        with self._changed:
+            self._num_under_way += len(plan.fetch) + len(plan.keep)
+            self._fetching.update(dict.fromkeys((block.name for block in plan.fetch), time.monotonic()))
+        if plan.forget_all:
+            write(directory.remove_all)
+        for block in plan.fetch:
+            self._reader.put(partial(self._fetch, block))
+        for block in plan.keep:
+            write(partial(self._keep, block))
+        for name in plan.touch:
+            write(partial(directory.touch, name))
+        for name in plan.pin:
+            write(partial(directory.pin, name, plan.pin_until))
+        for name in plan.forget:
+            write(partial(directory.remove, name))
+        write(self._look)
+
+    def report(self, *, wait_s: float) -> ConnectorReport | None:
+        with self._changed:
+            if self._report == EMPTY and self._num_under_way and wait_s:
+                self._changed.wait(wait_s)
+            late = [name for name, since in self._fetching.items() if time.monotonic() - since > LATE_S]
+            for name in late:
+                del self._fetching[name]
+            self._report.late += late
+            report, self._report = self._report, ConnectorReport()
+        if report == EMPTY:
+            return None
+        report.stored = None if self._directory is None else self._directory.stored()
+        return report
+
+    def close(self) -> None:
+        self._closing = True
+        self._reader.close(0.0)
+        self._writer.close(CLOSE_S)
+
+    # -- in the threads -------------------------------------------------------------------------------------------------
+
+    def _fetch(self, block: SlotBlock) -> None:
+        assert self._directory is not None
+        ok = False
+        try:
+            ok = not self._closing and self._directory.read(block, self.slot(block.group, block.slot).data)
+        finally:
+            with self._reporting() as report:
+                self._fetching.pop(block.name, None)
+                self._num_under_way -= 1
+                (report.fetched if ok else report.not_fetched).append(block.name)
+
+    def _keep(self, block: SlotBlock) -> None:
+        gone = None
+        try:
+            gone = self._write(block)
+        finally:
+            with self._reporting() as report:
+                self._num_under_way -= 1
+                report.gone += gone or []
+                (report.not_kept if gone is None else report.kept).append(block.name)
+
+    def _write(self, block: SlotBlock) -> list[BlockName] | None:
+        """The names of those that went for it; None where it could not be written."""
+        assert self._directory is not None
+        if time.monotonic() < self._paused_until:
+            return None
+        try:
+            return self._directory.write(block, self.slot(block.group, block.slot).data)
+        except DirectoryFull:
+            return None
+        except OSError as error:
+            logger.warning("the prefix cache writes nothing for %.0f s: %s", PAUSE_S, error)
+            self._paused_until = time.monotonic() + PAUSE_S
+            return None
+
+    def _look(self) -> None:
+        """At what there is now; the list itself is made every few seconds at most."""
+        assert self._directory is not None
+        changes = Changes([], [])
+        if time.monotonic() - self._looked_at > LOOK_S:
+            changes = self._directory.look()
+            self._looked_at = time.monotonic()
+        with self._reporting() as report:
+            report.found += changes.found
+            report.gone += changes.gone
+            report.stored = self._directory.stored()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[ConnectorReport]:
+        with self._changed:
+            yield self._report
+            self._changed.notify_all()
+
+
+EMPTY = ConnectorReport()
+
+
+class _Lane:
+    """A thread that does one thing after another."""
+
+    def __init__(self, name: str, *, niceness: int = 0) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._niceness = niceness
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = False
+
+    def put(self, job: Callable[[], object]) -> None:
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        if self._started:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        if self._niceness and hasattr(os, "setpriority"):
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("the prefix cache's thread goes on after a fault")
