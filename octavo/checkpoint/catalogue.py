@@ -155,11 +155,24 @@ def _fetch_from_hub(name: str, *, progress: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES, etag_timeout=HUB_TIMEOUT_S))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        tried = f"no local path, no short name ({', '.join(CATALOGUE)}), and as a Hugging Face repository: {reason}"
+        tried = f"no local path, no short name ({', '.join(CATALOGUE)}), and {_what_the_hub_said(error)}"
         raise DownloadFailed(f"model {name!r}: {tried}", hint=_hint(name)) from error
     finally:
         (disable_progress_bars if silent else enable_progress_bars)()
+
+
+def _what_the_hub_said(error: Exception) -> str:
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    match error:
+        case HFValidationError():
+            return "not the name of a Hugging Face repository (ORGANISATION/NAME)"
+        case LocalEntryNotFoundError():
+            return "Hugging Face, which may have it, cannot be reached from here"
+        case RepositoryNotFoundError():
+            return "Hugging Face has no such repository, or none that is open without a token"
+    lines = str(error).strip().splitlines()
+    return f"fetching it from Hugging Face failed: {lines[0] if lines else type(error).__name__}"
 
 
 def _hint(name: str) -> str:

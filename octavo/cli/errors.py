@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -35,7 +36,19 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
     if possible:
         return error.message, f"did you mean {' or '.join(possible)}?"
     context = getattr(error, "ctx", None)
-    return error.format_message(), f"{context.command_path} --help says what there is" if context is not None else None
+    given = _given(getattr(error, "param", None))
+    message = error.format_message() + (f", got {given!r}" if given is not None else "")
+    return message, f"{context.command_path} --help says what there is" if context is not None else None
+
+
+def _given(param: Any) -> str | None:
+    """What the command line has as a parameter's value, for parsers that do not say it."""
+    names = tuple(getattr(param, "opts", ()))
+    for at, argument in enumerate(sys.argv):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            return value if equals else next(iter(sys.argv[at + 1 :]), None)
+    return None
 
 
 def _say(message: str, hint: str | None) -> None:

@@ -116,7 +116,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     ("name", "message"),
     [
         ("smollm", r"'smollm': no local path, no short name \(smollm2, .*\nhint: did you mean smollm2\?"),
-        ("nobody/nothing", r"'nobody/nothing': no local path, .* as a Hugging Face repository: "),
+        ("nobody/nothing", r"'nobody/nothing': no local path, .* Hugging Face"),
         ("./x.gguf", r"no such file or directory"),
         ("/nowhere/at/all", r"no such file or directory"),
         ("x.gguf", r"no such file or directory"),
