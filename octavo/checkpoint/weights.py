@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Checkpoint
-from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
+from octavo.program.ops import Act, ActMul, Embedding, GroupedLinear, KvWrite, Linear, Route
 from octavo.program.program import Program, Weight
 from octavo.quant.online import pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
@@ -28,14 +28,17 @@ WIDE_TYPES: dict[str, np.dtype] = {"float32": np.dtype(np.float32), "bfloat16": 
 def packing_plan(program: Program, quantization: Quantization) -> dict[str, Quantization]:
     """Which weights are packed at load, and how: matrices of linears, experts and token embeddings.
 
-    Embeddings (and output layers tied to them) keep 8 bits: at 4 they alone raise SmolLM2's perplexity by 6% (four windows of
-    Opticks). Routers stay floats: a token that goes to other experts is no rounding error. Norms, biases and position tables stay floats.
+    With int4, some keep 8 bits, for at 4 each of them alone raises SmolLM2's perplexity by 6 to 9% (Opticks): embeddings (and output layers
+    tied to them), the products that make values, and those behind a gate or an activation (the block's `down`). Routers stay floats: a token that goes to other experts is no rounding error. Norms, biases and position tables stay floats.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
+    values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}
+    activated = {out.name for op in program.ops if isinstance(op, Act | ActMul) for out in op.outputs}
     plan: dict[str, Quantization] = {}
     for op in program.ops:
         if isinstance(op, Linear) and not any(out.name in routed for out in op.outs):
-            plan |= {weight.name: quantization for weight in op.weights_ if weight.name not in plan}
+            sensitive = op.x.name in activated or any(out.name in values for out in op.outs)
+            plan |= {weight.name: "int8" if sensitive else quantization for weight in op.weights_ if weight.name not in plan}
         elif isinstance(op, GroupedLinear):
             plan[op.weight.name] = quantization
         elif isinstance(op, Embedding) and not op.by_position:
