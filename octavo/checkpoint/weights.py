@@ -29,7 +29,8 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[str, Quan
     """Which weights are packed at load, and how: matrices of linears, experts and token embeddings.
 
     With int4, some keep 8 bits, for at 4 each of them alone raises SmolLM2's perplexity by 6 to 9% (Opticks): embeddings (and output layers
-    tied to them), the products that make values, and those behind a gate or an activation (the block's `down`). Routers stay floats: a token that goes to other experts is no rounding error. Norms, biases and position tables stay floats.
+    tied to them), the products that make values, and those behind a gate or an activation (the block's `down`).
+    Routers stay floats: a token that goes to other experts is no rounding error. Norms, biases and position tables stay floats.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
     values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}

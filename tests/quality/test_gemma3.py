@@ -1,4 +1,4 @@
-"""Gemma 3 270M from its GGUF (Q4_K_M, Q6_K, windows and full layers) on the native backend: fp32 equals transformers', packed stays close."""
+"""Gemma 3 270M from its GGUF (Q4_K, Q6_K; windows and full layers) on native: fp32 equals transformers', packed stays close."""
 
 import numpy as np
 import pytest
