@@ -202,14 +202,22 @@ class TokenizerSource:
     chat_template: str | None = None
 
 
-class Checkpoint(Protocol):
-    """A model on disk, read lazily. Tensors go by the family's safetensors names and row orders, whatever the file is."""
+class ModelHeader(Protocol):
+    """What a model on disk says of itself before any weight is read."""
 
     path: Path
 
     config: dict[str, Any]
     """config.json, or what a GGUF header says in the same words."""
     generation_config: dict[str, Any]
+
+    def format_of(self, name: str) -> str:
+        """How a tensor is stored, by GGUF's names: F32, BF16, Q4_K ..."""
+        ...
+
+
+class Checkpoint(ModelHeader, Protocol):
+    """A model on disk, read lazily. Tensors go by the family's safetensors names and row orders, whatever the file is."""
 
     output_major: bool
     """Every matrix is `[out, in]`, those too that the family's safetensors keep as `[in, out]` (Weight.transposed)."""

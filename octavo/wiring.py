@@ -5,17 +5,18 @@ Everything is chosen by the frozen config; nothing is registered or looked up el
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from octavo import __version__
-from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, Backend, BackendOptions, KvLayout
-from octavo.checkpoint.catalogue import resolve
+from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, Backend, BackendOptions, Footprint, KvLayout
+from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
-from octavo.checkpoint.open import open_checkpoint
-from octavo.checkpoint.weights import WeightReader
+from octavo.checkpoint.open import open_checkpoint, open_header
+from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.derive import derive
 from octavo.config.engine_config import CacheOptions, EngineConfig
 from octavo.config.sizes import format_bytes
@@ -30,9 +31,11 @@ from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
-from octavo.ports import Checkpoint, Executor, Profiler, Tokenizer, TokenizerSource
+from octavo.ports import Checkpoint, Executor, ModelHeader, Profiler, Tokenizer, TokenizerSource
 from octavo.program.program import Program
+from octavo.program.work import Work, work_of
 from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.capacity import Capacity, capacity_of
 from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
 from octavo.worker.connectors.fingerprint import fingerprint
 from octavo.worker.connectors.tiers import TierWorker
@@ -64,12 +67,39 @@ class Front:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What a model would take and give, made of its header alone."""
+
+    config: EngineConfig
+    info: ModelInfo
+    num_parameters: int
+    capacity: Capacity
+    footprint: Footprint
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """An opened model and the config derived from it."""
 
     config: EngineConfig
     checkpoint: Checkpoint
     info: ModelInfo
+
+
+def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
+    """Loads no weight and starts no engine."""
+    header = open_header(resolve_header(config.model.model))
+    info = model_info(header.config, header.generation_config)
+    config = derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads())
+    program = build_programs(header.config)["decoder"]
+    footprint = _footprint(config, build_backend(config), header, program)
+    num_parameters = sum(math.prod(weight.shape) for weight in program.weights)
+    return ModelPlan(config, info, num_parameters, capacity_of(config, program, footprint, memory_bytes), footprint, work_of(program))
+
+
+def _footprint(config: EngineConfig, backend: Backend, header: ModelHeader, program: Program) -> Footprint:
+    return backend.footprint(program, loaded_formats(header, config.model.dtype, config.model.quantization, program))
 
 
 def build_in_process(config: EngineConfig, report: Report) -> Front:
@@ -119,7 +149,7 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     config = model.config
     program = _decoder(model)
     backend = build_backend(config)
-    report(f"loading {config.model.served_model_name}")
+    _check_fits(model, backend, program, report)
     reader = WeightReader(model.checkpoint, config.model.dtype, config.model.quantization, program)
     with LoadBar(reader.load, len(program.weights)) as bar:
         runnable = backend.prepare(program, bar.load)
@@ -150,6 +180,16 @@ def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers
     sizes = {"block_size": BLOCK_SIZE, "max_model_len": budget.load.max_model_len, "kv_bytes": budget.num_bytes}
     log.write(Began(FORMAT, __version__, flat_options(config), config.scheduler, config.cache, groups, **sizes, tiers=tiers))
     return log
+
+
+def _check_fits(model: Model, backend: Backend, program: Program, report: Report) -> None:
+    """ConfigError, before anything is loaded, where it cannot fit."""
+    config, name = model.config, str(model.config.model.served_model_name)
+    footprint = _footprint(config, backend, model.checkpoint, program)
+    available_bytes = Machine().available_bytes()
+    if available_bytes is not None:
+        capacity_of(config, program, footprint, available_bytes).check(name)
+    report(f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}")
 
 
 def build_executor(began: Began, *, model: str | None, report: Report) -> Executor:

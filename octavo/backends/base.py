@@ -5,7 +5,7 @@ Knows Programs, packed weights, arrays. Knows nothing of requests, files or mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,9 @@ SPLIT_KEYS = 256
 """Keys in a split of the attention's definition (see ops.Attention)."""
 
 LoadWeight = Callable[[Weight], PackedWeight]
+
+FormatOf = Callable[[Weight], str]
+"""How a weight is stored once it is loaded, by GGUF's names: F32, BF16, Q8_0, Q4_K ..."""
 
 
 @dataclass(slots=True)
@@ -141,6 +144,26 @@ class KvLayout:
         return self.layer_bytes * self.num_layers
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a Program takes before it is prepared: bytes of each weight as packed, and of the buffers of the largest step."""
+
+    weight_bytes: Mapping[Weight, int]
+    step_bytes: int
+    kv_layouts: tuple[KvLayout, ...]
+    """By cache group."""
+    code: str
+    """In which most of the weights are packed, for `Backend.measure`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The most that a machine gives: bytes per second from memory, operations per second of many rows' products."""
+
+    bandwidth: float
+    operations: float
+
+
 class KvCache(Protocol):
     """KV bytes of one backend, made by `allocate`; opaque but for whole blocks."""
 
@@ -184,6 +207,14 @@ class Backend(Protocol):
 
     def prepare(self, program: Program, load: LoadWeight) -> Runnable:
         """Packs weights (each asked for once through `load`) and plans buffers; BackendUnavailable names an op it cannot run."""
+        ...
+
+    def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
+        """What `prepare` would take, from the weights' formats alone. Asks not whether it can run."""
+        ...
+
+    def measure(self, num_bytes: int, code: str) -> Ceilings:
+        """Of this machine, in some tenths of a second: reading so many bytes, multiplying weights of that code."""
         ...
 
     def kv_layout(self, group: CacheGroup) -> KvLayout: ...

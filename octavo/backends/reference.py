@@ -7,6 +7,7 @@ float64 whatever `BackendOptions.dtype` says, from the weights as packed; K and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,18 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE, BackendOptions, KvCache, KvLayout, LoadWeight, StepBatch, StepOutput
+from octavo.backends.base import (
+    BLOCK_SIZE,
+    BackendOptions,
+    Ceilings,
+    Footprint,
+    FormatOf,
+    KvCache,
+    KvLayout,
+    LoadWeight,
+    StepBatch,
+    StepOutput,
+)
 from octavo.backends.reference_attention import ATTENTION_FORMULAS
 from octavo.backends.reference_ops import ROW_FORMULAS, Floats, GroupArrays, Step
 from octavo.backends.sampling import sample
@@ -106,6 +118,16 @@ class ReferenceBackend:
             if group.kind == "state":
                 raise _refused(program, f"cache groups of kind {group.kind}")
         return ReferenceRunnable(program, {weight: _load(weight, load) for weight in program.weights})
+
+    def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
+        """Everything is float64, and every Value of a step lives to its end."""
+        sizes = {weight: 8 * math.prod(weight.shape) for weight in program.weights}
+        widths = sum(value.width for op in program.ops for value in op.outputs if value.axis == "tokens")
+        layouts = tuple(self.kv_layout(group) for group in program.groups)
+        return Footprint(sizes, 8 * widths * self.options.max_tokens, layouts, "fp64")
+
+    def measure(self, num_bytes: int, code: str) -> Ceilings:
+        raise BackendUnavailable("the reference backend is not made for speed", hint="give --bandwidth and --flops, or plan for native")
 
     def kv_layout(self, group: CacheGroup) -> KvLayout:
         dtype = self._kv_dtype

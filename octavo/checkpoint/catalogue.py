@@ -14,6 +14,7 @@ from pathlib import Path
 
 from octavo.errors import DownloadFailed
 
+REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
@@ -127,9 +128,21 @@ def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".") or path.suffix == ".gguf":
+    if not REPOSITORY.fullmatch(name) or name.startswith(".") or path.suffix == ".gguf":
         raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))
     return _fetch_from_hub(name, progress=progress)
+
+
+def resolve_header(name: str) -> Path:
+    """The local path of what says what a model is: of a Hugging Face repository config.json alone, of others what `resolve` gives."""
+    if name in CATALOGUE or Path(name).expanduser().exists() or not REPOSITORY.fullmatch(name) or name.startswith("."):
+        return resolve(name, progress=True)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _not_found(name, error) from error
 
 
 def _fetch_catalogued(name: str, model: CatalogueModel, *, progress: bool, verify: bool) -> Path:
@@ -155,10 +168,14 @@ def _fetch_from_hub(name: str, *, progress: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES, etag_timeout=HUB_TIMEOUT_S))
     except (OSError, ValueError, RuntimeError) as error:
-        tried = f"no local path, no short name ({', '.join(CATALOGUE)}), and {_what_the_hub_said(error)}"
-        raise DownloadFailed(f"model {name!r}: {tried}", hint=_hint(name)) from error
+        raise _not_found(name, error) from error
     finally:
         (disable_progress_bars if silent else enable_progress_bars)()
+
+
+def _not_found(name: str, error: Exception) -> DownloadFailed:
+    tried = f"no local path, no short name ({', '.join(CATALOGUE)}), and {_what_the_hub_said(error)}"
+    return DownloadFailed(f"model {name!r}: {tried}", hint=_hint(name))
 
 
 def _what_the_hub_said(error: Exception) -> str:

@@ -52,10 +52,11 @@ class GgufCheckpoint:
     def names(self) -> Collection[str]:
         return self._gguf_names.keys()
 
+    def format_of(self, name: str) -> str:
+        return self._file.tensors[self._source(name)].kind.name
+
     def tensor(self, name: str) -> PackedWeight:
-        source = self._gguf_names.get(name)
-        if source is None:
-            raise WeightMismatch(f"{self.path}: the tensor {name} is missing")
+        source = self._source(name)
         packed = self._file.tensor(source)
         stem = source.rpartition(".")[0].rpartition(".")[2]
         if stem in self._family.interleaved:
@@ -63,6 +64,12 @@ class GgufCheckpoint:
         if self._family.norm_offset and stem.endswith("norm"):
             packed = PackedWeight.plain(packed.dequantize() - np.float32(self._family.norm_offset))
         return packed
+
+    def _source(self, name: str) -> str:
+        source = self._gguf_names.get(name)
+        if source is None:
+            raise WeightMismatch(f"{self.path}: the tensor {name} is missing")
+        return source
 
     def tokenizer_source(self) -> TokenizerSource | None:
         tokens = self._get("tokenizer.ggml.tokens", list, [])

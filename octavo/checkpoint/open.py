@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.safetensors import SafetensorsCheckpoint
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import Checkpoint
+from octavo.ports import Checkpoint, ModelHeader
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -26,3 +27,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if files:
         raise WeightMismatch(f"{path}: holds {len(files)} .gguf files", hint=f"name one of them, e.g. {files[0]}")
     raise WeightMismatch(f"{path}: holds neither config.json with *.safetensors nor a .gguf file")
+
+
+def open_header(path: Path) -> ModelHeader:
+    """What a model says of itself; a config.json, or a directory that has nothing else, is enough."""
+    if path.suffix == ".json" and path.is_file():
+        return ConfigFile(path)
+    if (path / "config.json").exists() and not list(path.glob("*.safetensors")):
+        return ConfigFile(path / "config.json")
+    return open_checkpoint(path)

@@ -67,6 +67,9 @@ class SafetensorsCheckpoint:
     def names(self) -> Collection[str]:
         return self._entries.keys()
 
+    def format_of(self, name: str) -> str:
+        return self._find(name).dtype
+
     def tensor(self, name: str) -> PackedWeight:
         """A view into the mapped file."""
         entry = self._find(name)

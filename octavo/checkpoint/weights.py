@@ -5,6 +5,7 @@ Sees a checkpoint only through its protocol, so a file format or family changes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import Checkpoint
+from octavo.ports import Checkpoint, ModelHeader
 from octavo.program.ops import Act, ActMul, Embedding, GroupedLinear, KvWrite, Linear, Route
 from octavo.program.program import Program, Weight
 from octavo.quant.online import pack_int4, pack_int8
@@ -45,6 +46,19 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[str, Quan
         elif isinstance(op, Embedding) and not op.by_position:
             plan[op.table.name] = "int8"
     return plan
+
+
+def loaded_formats(header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program) -> Callable[[Weight], str]:
+    """How `WeightReader.load` will have each weight, by GGUF's names, from headers alone."""
+    packed = {} if quantization is None else packing_plan(program, quantization)
+    wide = {"float32": "F32", "bfloat16": "BF16"}.get(dtype)
+
+    def format_of(weight: Weight) -> str:
+        if weight.name in packed:
+            return "Q8_0" if packed[weight.name] == "int8" else "Q4_1"
+        return header.format_of(weight.tensor_names[0]) if wide is None or len(weight.shape) < 2 else wide
+
+    return format_of
 
 
 class WeightReader:

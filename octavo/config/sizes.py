@@ -24,6 +24,15 @@ def parse_count(text: str, *, name: str) -> int:
     return _parse(text, _COUNTS, name=name, allowed="a whole number such as 8192, 8k (8,000) or 8K (8,192)")
 
 
+def parse_rate(text: str, *, name: str) -> float:
+    """A number in thousands: 50G is 50,000,000,000, 1.5T is 1,500,000,000,000."""
+    powers = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)\s*", text)
+    if not match or float(match[1]) == 0:
+        raise ConfigError(f"{name}: got {text!r}, allowed is a number above 0 such as 50G or 1.5T")
+    return float(match[1]) * 1000.0 ** powers[match[2]]
+
+
 def format_bytes(count: float) -> str:
     """ "2.0 GiB"."""
     for unit in ("B", "KiB", "MiB"):

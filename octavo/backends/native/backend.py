@@ -14,7 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BackendOptions, KvCache, KvLayout, LoadWeight, SampleResult, SamplingBatch, StepBatch, StepOutput
+from octavo.backends.base import (
+    BackendOptions,
+    Ceilings,
+    Footprint,
+    FormatOf,
+    KvCache,
+    KvLayout,
+    LoadWeight,
+    SampleResult,
+    SamplingBatch,
+    StepBatch,
+    StepOutput,
+)
+from octavo.backends.native.footprint import native_footprint
 from octavo.backends.native.lower import Lowering, check
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.outputs import OpProfile, Profile
@@ -76,13 +89,14 @@ class NativeBackend:
         self._device = native.Device(options.num_threads or 1, str(kernels), level or supported[-1])
         self.numerics = self.level
         self._computes_fp32 = options.dtype == "float32"
+        self._fused: tuple[Program, Program] | None = None
 
     @property
     def level(self) -> str:
         return str(self._device.level)
 
     def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
-        fused = fuse(program)
+        fused = self._fuse(program)
         check(fused)
         weights = _Weights(self._device, load, self.options.dtype)
         executor = native_module().Executor(self._device, self.options.max_tokens, program.vocab_size)
@@ -91,13 +105,19 @@ class NativeBackend:
         self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
         return NativeProgram(self._device, executor, program.vocab_size, weights.num_bytes)
 
+    def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
+        found = native_footprint(self._fuse(program), format_of, self.options.max_tokens)
+        layouts = tuple(self._layout(group, self._kv_is_bf16(computes_fp32=found.computes_fp32)) for group in program.groups)
+        return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
+
+    def measure(self, num_bytes: int, code: str) -> Ceilings:
+        return Ceilings(self._device.read_bandwidth(num_bytes), self._device.product_rate(code, MANY_ROWS))
+
     def kv_layout(self, group: CacheGroup) -> KvLayout:
-        bf16 = self._kv_is_bf16()
-        layer_bytes = native_module().kv_layer_bytes(group.num_kv_heads, group.k_width, group.v_width, bf16)
-        return KvLayout(layer_bytes, group.num_layers, "bf16" if bf16 else "fp32")
+        return self._layout(group, self._kv_is_bf16(computes_fp32=self._computes_fp32))
 
     def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> KvCache:
-        bf16 = self._kv_is_bf16()
+        bf16 = self._kv_is_bf16(computes_fp32=self._computes_fp32)
         shapes = [
             (group.num_layers, group.num_kv_heads, group.k_width, group.v_width, bf16, count)
             for group, count in zip(groups, num_blocks, strict=True)
@@ -112,9 +132,19 @@ class NativeBackend:
     def close(self) -> None:
         """Threads end with the last prepared program."""
 
-    def _kv_is_bf16(self) -> bool:
+    def _fuse(self, program: Program) -> Program:
+        """The last one is kept: what is asked for its footprint is prepared next."""
+        if self._fused is None or self._fused[0] is not program:
+            self._fused = (program, fuse(program))
+        return self._fused[1]
+
+    def _layout(self, group: CacheGroup, bf16: bool) -> KvLayout:
+        layer_bytes = native_module().kv_layer_bytes(group.num_kv_heads, group.k_width, group.v_width, bf16)
+        return KvLayout(layer_bytes, group.num_layers, "bf16" if bf16 else "fp32")
+
+    def _kv_is_bf16(self, *, computes_fp32: bool) -> bool:
         """Known once a Program is prepared: auto follows the precision of its products."""
-        return self.options.kv_cache_dtype == "bf16" or (self.options.kv_cache_dtype == "auto" and not self._computes_fp32)
+        return self.options.kv_cache_dtype == "bf16" or (self.options.kv_cache_dtype == "auto" and not computes_fp32)
 
 
 class NativeProgram:

@@ -1,0 +1,104 @@
+"""What the native backend would take for a Program, from how its weights are stored: no weight is read, no thread started.
+
+The counts are those of the tiles in csrc/core/packing.cpp and of the executor's buffers (csrc/core/executor.cpp); tests hold them to what
+`prepare` really takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from octavo.backends.base import FormatOf
+from octavo.backends.native.lower import GROUP, body_first, stages_of
+from octavo.errors import UnsupportedModel
+from octavo.program.ops import Embedding, GroupedLinear, Linear
+from octavo.program.passes.plan import plan
+from octavo.program.program import Program, Weight
+
+TILE_ROWS = 16
+CODES: dict[str, tuple[str, float]] = {
+    "F32": ("fp32", 32),
+    "F16": ("fp16", 16),
+    "BF16": ("bf16", 16),
+    "Q4_0": ("u4", 4.5),
+    "Q4_1": ("u4", 5),
+    "Q5_0": ("u8", 8.5),
+    "Q5_1": ("u8", 9),
+    "Q8_0": ("u8", 8.5),
+    "Q4_K": ("u4", 6),
+    "Q5_K": ("u8", 10),
+    "Q6_K": ("u8", 10),
+}
+"""By a tensor's format: its code in tiles, and bits of a weight: 4 or 8 for the code, and for each scale or min of a group of 32 half a
+bit where it is an fp16, one where two levels were multiplied out."""
+
+FP32_CODES = ("fp32", "fp16")
+"""Their products read fp32 rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeFootprint:
+    weight_bytes: dict[Weight, int]
+    step_bytes: int
+    code: str
+    """In which most of the weights are packed."""
+    computes_fp32: bool
+
+
+def native_footprint(fused: Program, format_of: FormatOf, max_tokens: int) -> NativeFootprint:
+    tiled = {weight for op in fused.ops for weight in _matrices(op)}
+    codes = {weight: _code(weight, format_of(weight)) for weight in tiled}
+    codes |= {weight: _wide(codes[weight]) for op in fused.ops for weight in _widened(op, codes)}
+    sizes = {weight: _tile_bytes(weight, codes[weight]) if weight in tiled else 4 * math.prod(weight.shape) for weight in fused.weights}
+    products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
+    bytes_of_codes = Counter[str]()
+    for weight in tiled:
+        bytes_of_codes[codes[weight][0]] += sizes[weight]
+    return NativeFootprint(
+        weight_bytes=sizes,
+        step_bytes=_step_bytes(fused, max_tokens),
+        code=bytes_of_codes.most_common(1)[0][0],
+        computes_fp32=all(codes[weight][0] in FP32_CODES for weight in products),
+    )
+
+
+def _matrices(op: object) -> tuple[Weight, ...]:
+    if isinstance(op, Linear):
+        return op.weights_
+    if isinstance(op, GroupedLinear):
+        return (op.weight,)
+    return (op.table,) if isinstance(op, Embedding) else ()
+
+
+def _code(weight: Weight, stored: str) -> tuple[str, float]:
+    if stored not in CODES:
+        raise UnsupportedModel(f"{weight.name} is stored as {stored}, supported are {', '.join(CODES)}")
+    return CODES[stored]
+
+
+def _widened(op: object, codes: dict[Weight, tuple[str, float]]) -> list[Weight]:
+    """Weights of 4 bits whose codes lie in bytes, because they are gate or up of one of 8."""
+    if not isinstance(op, Linear) or op.gate is None or {codes[weight][0] for weight in op.weights_} != {"u4", "u8"}:
+        return []
+    return [weight for weight in op.weights_ if codes[weight][0] == "u4"]
+
+
+def _wide(code: tuple[str, float]) -> tuple[str, float]:
+    return "u8", code[1] + 4
+
+
+def _tile_bytes(weight: Weight, code: tuple[str, float]) -> int:
+    """Rows are filled up to whole tiles, inputs to whole groups."""
+    *lead, rows, inputs = weight.shape
+    tiles, groups = -(-rows // TILE_ROWS), -(-inputs // GROUP)
+    return int(math.prod(lead) * tiles * TILE_ROWS * groups * GROUP * code[1] / 8)
+
+
+def _step_bytes(fused: Program, max_tokens: int) -> int:
+    """The arena, and two areas of rows converted for products: two digits or a bf16 for each input, four numbers for each group."""
+    program = body_first(fused)
+    floats = plan(program, stages_of(program)).row_floats
+    widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
+    return max_tokens * (4 * floats.get("tokens", 0) + 2 * (2 * widest + 16 * -(-widest // GROUP)))

@@ -1,0 +1,24 @@
+"""A model of which only config.json is there: enough to say what it would take, not to run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.json_file import read_json, read_json_if_there
+
+FORMATS = {"bfloat16": "BF16", "float16": "F16"}
+
+
+class ConfigFile:
+    """Implements `ports.ModelHeader`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: dict[str, Any] = read_json(path)
+        self.generation_config: dict[str, Any] = read_json_if_there(path.parent / "generation_config.json")
+
+    def format_of(self, name: str) -> str:
+        """The same for every tensor, as the config says."""
+        dtype = str(self.config.get("dtype") or self.config.get("torch_dtype"))
+        return FORMATS.get(dtype.removeprefix("torch."), "F32")

@@ -1,0 +1,226 @@
+"""`octavo plan MODEL`: what a model would take of a machine, how many requests then fit, and how fast it could be.
+
+From config.json or a GGUF header alone: no weight is read. Speeds are rooflines, which nothing exceeds and real engines stay below.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.flags import with_engine_flags
+from octavo.config.sizes import format_bytes, parse_bytes, parse_rate
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.backends.base import Ceilings
+    from octavo.wiring import ModelPlan
+
+CONTEXTS = (512, 2048, 8192, 32768, 131072)
+
+MEASURED_BYTES = 256 << 20
+"""Read to measure the bandwidth: more than any cache holds."""
+
+TYPICAL_CONTEXT = 2048
+"""Of requests, where the suggested number of them is counted."""
+
+
+@with_engine_flags(without=("model", "served_model_name", "record"))
+def plan(
+    *,
+    model: Annotated[str, typer.Argument(help="Short name, local path (config.json suffices) or Hugging Face repository.")],
+    memory: Annotated[str | None, typer.Option(help="Memory for all of it, e.g. 80GiB; default what is free here.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Bytes per second from memory, e.g. 50G; default measured.")] = None,
+    flops: Annotated[str | None, typer.Option(help="Operations per second of products, e.g. 1.5T; default measured.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    options: dict[str, Any],
+) -> None:
+    """Say what a model needs and whether it fits, before anything is loaded. Exit code 1 where it does not."""
+    from octavo.config.engine_config import EngineConfig
+    from octavo.wiring import plan_model
+
+    config = EngineConfig.from_options(**options, model=model)
+    memory_bytes = _memory(memory)
+    found = plan_model(config, memory_bytes=memory_bytes)
+    report = Report.of(found, _ceilings(found, bandwidth, flops), _suggestion(found, memory_bytes))
+    if json:
+        import json as json_format
+
+        print(json_format.dumps(asdict(report)))
+    else:
+        print("\n".join(report.lines()))
+    if report.shortfall_bytes:
+        print(f"octavo: {model} does not fit: {format_bytes(report.shortfall_bytes)} are missing", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Requests of one context: how many fit at once, and tokens per second of one prompt, of one request, of all that fit."""
+
+    context: int
+    requests: int
+    request_kv_bytes: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    batch: int
+    batch_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    model: str
+    model_type: str
+    num_parameters: int
+    max_model_len: int
+    code: str
+    memory_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    process_bytes: int
+    step_tokens: int
+    kv_dtype: str
+    kv_token_bytes: float
+    kv_bytes: int
+    least_kv_bytes: int
+    shortfall_bytes: int
+    bandwidth: float
+    flops: float
+    rows: list[Row]
+    flags: list[str]
+    """What to give to `octavo serve`; [] where nothing helps."""
+
+    @staticmethod
+    def of(found: ModelPlan, ceilings: Ceilings, flags: list[str]) -> Report:
+        from octavo.worker.capacity import PROCESS_BYTES
+
+        capacity, config = found.capacity, found.config
+        return Report(
+            model=config.model.model,
+            model_type=found.info.model_type,
+            num_parameters=found.num_parameters,
+            max_model_len=capacity.load.max_model_len,
+            code=found.footprint.code,
+            memory_bytes=capacity.memory_bytes,
+            weight_bytes=capacity.weight_bytes,
+            step_bytes=capacity.step_bytes,
+            process_bytes=PROCESS_BYTES,
+            step_tokens=capacity.load.max_step_tokens,
+            kv_dtype=found.footprint.kv_layouts[0].dtype,
+            kv_token_bytes=capacity.kv_token_bytes,
+            kv_bytes=capacity.kv_bytes,
+            least_kv_bytes=capacity.least_kv_bytes,
+            shortfall_bytes=capacity.shortfall_bytes,
+            bandwidth=ceilings.bandwidth,
+            flops=ceilings.operations,
+            rows=list(_rows(found, ceilings)),
+            flags=flags,
+        )
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.model}: {self.model_type}, {self.num_parameters / 1e6:,.0f} million parameters, context {self.max_model_len:,}"
+        bits = 8 * self.weight_bytes / self.num_parameters
+        yield _line("weights", self.weight_bytes, f"{bits:.1f} bits a parameter, mostly {self.code}")
+        yield _line("activations", self.step_bytes, f"a step of {self.step_tokens:,} tokens")
+        yield _line("processes", self.process_bytes, "and the vocabulary")
+        yield _line("KV, a token", self.kv_token_bytes, self.kv_dtype)
+        yield _line("KV, at least", self.least_kv_bytes, f"one request of {self.max_model_len:,} tokens, or what was asked for")
+        yield _line("memory", self.memory_bytes, "")
+        if self.shortfall_bytes:
+            yield _line("MISSING", self.shortfall_bytes, "it does not fit")
+        else:
+            yield _line("left for KV", self.kv_bytes, f"{self.kv_bytes / self.kv_token_bytes:,.0f} tokens")
+        yield ""
+        yield f"at most, with {self.bandwidth / 1e9:,.1f} GB/s and {self.flops / 1e9:,.0f} GFLOP/s:"
+        yield f"{'context':>9}{'requests':>10}{'KV of one':>12}{'prefill tok/s':>15}{'decode tok/s':>14}{'requests x decode tok/s':>26}"
+        for row in self.rows:
+            together = f"{row.batch:,} x {row.batch_tokens_per_s / row.batch:,.1f}" if row.batch else "-"
+            kv = format_bytes(row.request_kv_bytes)
+            speeds = f"{row.prefill_tokens_per_s:>15,.0f}{row.decode_tokens_per_s:>14,.1f}{together:>26}"
+            yield f"{row.context:>9,}{row.requests:>10,}{kv:>12}{speeds}"
+        yield ""
+        yield f"try: octavo serve {' '.join([self.model, *self.flags])}" if self.flags or not self.shortfall_bytes else NOTHING_HELPS
+
+
+NOTHING_HELPS = "no options make it fit: it needs a smaller model, or more memory"
+
+
+def _line(name: str, num_bytes: float, text: str) -> str:
+    return f"{name:14}{format_bytes(num_bytes):>12}  {text}".rstrip()
+
+
+def _memory(text: str | None) -> int:
+    from octavo.worker.machine import Machine
+
+    found = Machine().available_bytes() if text is None else parse_bytes(text, name="--memory")
+    if found is None:
+        raise ConfigError("--memory: this system does not say how much is free", hint="give it, e.g. --memory 8GiB")
+    return found
+
+
+def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
+    """As given; what is not given is measured here."""
+    from octavo.backends.base import Ceilings
+    from octavo.wiring import build_backend
+
+    given = {}
+    if bandwidth is not None:
+        given["bandwidth"] = parse_rate(bandwidth, name="--bandwidth")
+    if flops is not None:
+        given["operations"] = parse_rate(flops, name="--flops")
+    if len(given) == 2:
+        return Ceilings(**given)
+    backend = build_backend(found.config)
+    try:
+        return replace(backend.measure(min(found.capacity.weight_bytes, MEASURED_BYTES), found.footprint.code), **given)
+    finally:
+        backend.close()
+
+
+def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[Row]:
+    from octavo.worker.speed import Roofline
+
+    capacity = found.capacity
+    roofline = Roofline(found.work, found.footprint, capacity, ceilings)
+    longest = capacity.load.max_model_len
+    for context in [*(each for each in CONTEXTS if each < longest), longest]:
+        requests = capacity.max_requests(context)
+        batch = min(requests, capacity.load.max_num_seqs)
+        yield Row(
+            context,
+            requests,
+            capacity.request_bytes(context),
+            roofline.prefill_tokens_per_s(context),
+            roofline.decode_tokens_per_s(1, context),
+            batch,
+            roofline.decode_tokens_per_s(batch, context) if batch else 0.0,
+        )
+
+
+def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
+    """The fewest flags with which it fits: a shorter context, or weights packed at load, where these are floats."""
+    from octavo.wiring import plan_model
+
+    quantizations: list[Any] = [found.config.model.quantization]
+    if quantizations == [None] and found.footprint.code not in ("u4", "u8"):
+        quantizations += ["int8", "int4"]
+    for quantization in quantizations:
+        config = replace(found.config, model=replace(found.config.model, quantization=quantization))
+        tried = plan_model(config, memory_bytes=memory_bytes)
+        context = tried.capacity.max_context()
+        if context >= min(TYPICAL_CONTEXT, found.capacity.load.max_model_len):
+            return [*([] if quantization is None else [f"--quantization={quantization}"]), *_flags(tried, context)]
+    return []
+
+
+def _flags(found: ModelPlan, context: int) -> list[str]:
+    capacity = found.capacity
+    flags = [] if context == found.info.max_context_tokens else [f"--max-model-len={context // 16 * 16}"]
+    if capacity.wanted_kv_bytes is None:
+        flags.append(f"--kv-cache-memory-bytes={capacity.kv_bytes >> 20}MiB")
+    requests = capacity.max_requests(min(TYPICAL_CONTEXT, context))
+    return [*flags, f"--max-num-seqs={max(1, min(requests, 256))}"]

@@ -1,0 +1,62 @@
+"""How much a step of a Program computes: multiplications by token, by sampled row, and by pair of query and key.
+
+Counts products of matrices and attention, which is all that matters; knows no weight's bytes and no machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from octavo.program.ops import Attention, GroupedLinear, Linear, MlaAttention
+from octavo.program.program import Program, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Multiplications, each with its addition; `None` as a window: all keys before the query."""
+
+    per_token: int
+    per_sample: int
+    per_pair: dict[int | None, int]
+    """By window: for each query token and each key that it sees, in all layers of that window."""
+    read_by_all: tuple[Weight, ...]
+    """Weights that every step reads."""
+    read_by_some: tuple[tuple[Weight, float], ...]
+    """Experts' weights, and the share of them that one token reads."""
+
+    def pairs(self, first: int, end: int) -> int:
+        """Multiplications of attention for the tokens `first` to `end` of one request."""
+        return sum(count * _num_pairs(first, end, window) for window, count in self.per_pair.items())
+
+
+def work_of(program: Program) -> Work:
+    per_axis = Counter[str]()
+    per_pair = Counter[int | None]()
+    dense: dict[Weight, None] = {}
+    experts: dict[Weight, float] = {}
+    for op in program.ops:
+        if isinstance(op, Linear):
+            dense |= dict.fromkeys(op.weights_)
+            per_axis[op.x.axis] += op.x.width * sum(weight.shape[0] for weight in op.weights_)
+        elif isinstance(op, GroupedLinear):
+            num_experts, out, inputs = op.weight.shape
+            experts[op.weight] = op.ids.width / num_experts
+            per_axis["tokens"] += op.ids.width * out * inputs
+        elif isinstance(op, Attention):
+            per_pair[op.window] += op.q.width + op.out.width
+        elif isinstance(op, MlaAttention):
+            dense[op.kv_b] = None
+            per_axis["tokens"] += op.num_heads * (op.nope_width + op.v_width) * op.latent_width
+            per_pair[None] += op.num_heads * (2 * op.latent_width + op.rope_width)
+    return Work(per_axis["tokens"], per_axis["samples"], dict(per_pair), tuple(dense), tuple(experts.items()))
+
+
+def _num_pairs(first: int, end: int, window: int | None) -> int:
+    """Of the queries `first` to `end` and the keys they see, themselves included."""
+
+    def up_to(num_tokens: int) -> int:
+        inside = num_tokens if window is None else min(num_tokens, window)
+        return inside * (inside + 1) // 2 + (num_tokens - inside) * inside
+
+    return up_to(end) - up_to(first)

@@ -1,0 +1,72 @@
+"""What a backend says it will take, of the headers alone, is what it takes."""
+
+import pytest
+
+from octavo.backends.base import BackendOptions
+from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.footprint import CODES
+from octavo.backends.reference import ReferenceBackend
+from octavo.checkpoint.open import open_checkpoint, open_header
+from octavo.checkpoint.weights import WeightReader, loaded_formats
+from octavo.errors import UnsupportedModel
+from octavo.models.registry import build_programs
+from octavo.quant.gguf import BLOCK_TYPES
+from tests.tiny_models import FAMILIES, tiny_model
+
+NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
+FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]
+
+
+def decoder(family):
+    checkpoint = open_checkpoint(tiny_model(family).path)
+    return checkpoint, build_programs(checkpoint.config)["decoder"]
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
+@pytest.mark.parametrize("family", NATIVE)
+def test_native(family, dtype, quantization):
+    check_native(*decoder(family), dtype, quantization)
+
+
+def test_native_int4():
+    checkpoint = open_checkpoint(tiny_model("llama", hidden_size=64, intermediate_size=96).path)
+    check_native(checkpoint, build_programs(checkpoint.config)["decoder"], "auto", "int4")
+
+
+def check_native(checkpoint, program, dtype, quantization):
+    backend = NativeBackend(BackendOptions(dtype=dtype, max_tokens=64))
+    found = backend.footprint(program, loaded_formats(checkpoint, dtype, quantization, program))
+    runnable = backend.prepare(program, WeightReader(checkpoint, dtype, quantization, program).load)
+    assert sum(found.weight_bytes.values()) == runnable.weight_bytes
+    assert found.kv_layouts == tuple(backend.kv_layout(group) for group in program.groups)
+    assert found.step_bytes >= 64 * 4 * 2 * 64, "at least two rows of the hidden size for each token"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference(family):
+    checkpoint, program = decoder(family)
+    backend = ReferenceBackend()
+    found = backend.footprint(program, loaded_formats(checkpoint, "auto", None, program))
+    assert sum(found.weight_bytes.values()) == backend.prepare(program, WeightReader(checkpoint).load).weight_bytes
+    assert found.kv_layouts == tuple(backend.kv_layout(group) for group in program.groups)
+
+
+def test_every_format_that_is_read_has_a_size():
+    assert set(CODES) == {kind.name for kind in BLOCK_TYPES.values()}
+
+
+def test_a_config_alone_says_the_same(tmp_path):
+    checkpoint, program = decoder("llama")
+    (tmp_path / "config.json").write_text((tiny_model("llama").path / "config.json").read_text())
+    backend = NativeBackend(BackendOptions())
+    for path in (tmp_path, tmp_path / "config.json"):
+        header = open_header(path)
+        assert build_programs(header.config)["decoder"] == program
+        formats = [loaded_formats(one, "auto", "int8", program) for one in (header, checkpoint)]
+        assert backend.footprint(program, formats[0]) == backend.footprint(program, formats[1])
+
+
+def test_an_unknown_format_is_named():
+    _, program = decoder("llama")
+    with pytest.raises(UnsupportedModel, match="is stored as F8_E4M3, supported are F32, F16, BF16"):
+        NativeBackend(BackendOptions()).footprint(program, lambda weight: "F8_E4M3")
