@@ -6,6 +6,7 @@ process does (its standard input closes). Everything on the wire is msgpack.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import math
@@ -39,6 +40,10 @@ class Setup(msgspec.Struct):
     options: dict[str, Any]
 
 
+class Connected(msgspec.Struct, tag=True):
+    """The first reply: both ways are open, and the endpoints' files are needed no more."""
+
+
 class Progress(msgspec.Struct, tag=True):
     text: str
 
@@ -64,17 +69,17 @@ class ResetDone(msgspec.Struct, tag=True):
     ok: bool
 
 
-Reply = Progress | Ready | Failed | Stepped | ResetDone
+Reply = Connected | Progress | Ready | Failed | Stepped | ResetDone
 
 
 def main() -> None:
     """`python -c "from octavo.engine.core_process import main; main()" COMMANDS REPLIES`"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
     commands, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     if not _bind(commands, sys.argv[1]):
         return
+    threading.Thread(target=_end_with_parent, args=(sys.argv[1:3],), daemon=True).start()
     replies.connect(sys.argv[2])
     loop = CoreLoop(commands, replies)
     try:
@@ -104,6 +109,7 @@ class CoreLoop:
 
     def run(self) -> None:
         setup = msgspec.msgpack.decode(self._commands.recv(), type=Setup)
+        self.send(Connected())
         module, _, function = setup.build.partition(":")
         build: BuildCore = getattr(importlib.import_module(module), function)
         core, info = build(setup.options, lambda text: self.send(Progress(text)))
@@ -133,14 +139,25 @@ def _bind(commands: zmq.Socket, endpoint: str) -> bool:
     try:
         commands.bind(endpoint)
     except zmq.ZMQError:
-        if Path(endpoint.removeprefix("ipc://")).parent.exists():
+        if _file_of(endpoint).parent.exists():
             raise
         return False
     return True
 
 
-def _end_with_parent() -> None:
-    """Standard input is a pipe that nobody writes to; it ends when the front's process does."""
+def _file_of(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix("ipc://"))
+
+
+def _end_with_parent(endpoints: list[str]) -> None:
+    """Standard input is a pipe that nobody writes to; it ends when the front's process does.
+
+    A front that was killed before both were connected has left the endpoints' files and their folder.
+    """
     while os.read(0, 1):
         pass
+    with contextlib.suppress(OSError):
+        for endpoint in endpoints:
+            _file_of(endpoint).unlink(missing_ok=True)
+        _file_of(endpoints[0]).parent.rmdir()
     os._exit(0)

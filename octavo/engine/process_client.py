@@ -22,7 +22,7 @@ import zmq
 from octavo import errors
 from octavo.engine.client import Abort, Add, Close, Command, EngineInfo, ResetPrefixCache
 from octavo.engine.core import CoreOutputs
-from octavo.engine.core_process import Failed, Progress, Ready, Reply, Report, ResetDone, Setup, Stepped
+from octavo.engine.core_process import Connected, Failed, Progress, Ready, Reply, Report, ResetDone, Setup, Stepped
 from octavo.engine.request import EngineRequest
 from octavo.errors import EngineDead, OctavoError
 
@@ -163,6 +163,8 @@ class ProcessClient:
                 reply: Reply = self._decoder.decode(self._replies.recv())
                 if isinstance(reply, Failed):
                     raise _error_of(reply)
+                if isinstance(reply, Connected):
+                    self._folder.cleanup()  # so that nothing is left of a process that is killed
                 return reply
         if ended and not self._closing:
             raise EngineDead(f"the engine process has ended ({_describe_exit(self._process.wait())})")

@@ -136,6 +136,25 @@ def test_the_core_ends_with_its_parent():
     raise AssertionError("the core outlived its parent")
 
 
+@pytest.mark.parametrize("moment", ["at once", "ready"])
+def test_a_killed_front_leaves_no_folder(tmp_path, moment):
+    wait = {"at once": "", "ready": "client.wait_until_ready(lambda text: None)\n"}[moment]
+    script = (
+        "import os, signal\n"
+        "from octavo.engine.process_client import ProcessClient\n"
+        f"client = ProcessClient('{HERE}:build', {{}})\n"
+        f"{wait}"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], check=False, env=environment, timeout=60)
+    for _ in range(200):
+        if not list(tmp_path.iterdir()):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"left behind: {list(tmp_path.rglob('*'))}")
+
+
 def _alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
