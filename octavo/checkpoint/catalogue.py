@@ -126,7 +126,7 @@ def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
     if model is not None:
         return _fetch_catalogued(name, model, progress=progress, verify=verify)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return path
     if not REPOSITORY.fullmatch(name) or name.startswith(".") or path.suffix == ".gguf":
         raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))

@@ -133,8 +133,8 @@ class GgufCheckpoint:
         return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(kinds)), "float32") if len(kinds) == 1 else "float32"
 
     def _generation_config(self) -> dict[str, Any]:
-        metadata = self._file.metadata
-        found = {name: metadata[f"general.sampling.{key}"] for key, name in SAMPLING_KEYS.items() if f"general.sampling.{key}" in metadata}
+        found = {name: self._get(f"general.sampling.{key}", (int, float), None) for key, name in SAMPLING_KEYS.items()}
+        found = {name: value for name, value in found.items() if value is not None}
         if "temperature" in found:
             found["do_sample"] = found["temperature"] > 0
         return found | {"bos_token_id": self.config["bos_token_id"], "eos_token_id": list(self._eos_ids)}
@@ -147,11 +147,12 @@ class GgufCheckpoint:
         found += [int(i) for i in control if i < len(tokens) and tokens[i] in END_OF_TURN]
         return tuple(dict.fromkeys(i for i in found if i is not None))
 
-    def _get(self, key: str, kind: type, default: Any) -> Any:
-        """A metadata value of one type, the default where the key is missing."""
+    def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        """A metadata value of one type or some, the default where the key is missing."""
         value = self._file.metadata.get(key)
         if value is not None and not isinstance(value, kind):
-            raise WeightMismatch(f"{self.path}: {key} is a {type(value).__name__}, allowed is {kind.__name__}")
+            allowed = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+            raise WeightMismatch(f"{self.path}: {key} is a {type(value).__name__}, allowed is {allowed}")
         return default if value is None else value
 
     def _special_tokens(self, tokens: list[bytes]) -> dict[str, str]:

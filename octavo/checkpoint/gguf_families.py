@@ -54,6 +54,14 @@ class Header:
             raise WeightMismatch(f"{self.file.path}: {self.architecture}.{key} is {value!r}, allowed is a whole number of at least 1")
         return value
 
+    def num_blocks(self) -> int:
+        """Layers, as many as the file has tensors of."""
+        stated = self.count("block_count")
+        found = len({name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")})
+        if stated != found:
+            raise WeightMismatch(f"{self.file.path}: {self.architecture}.block_count is {stated}, the file has tensors of {found} blocks")
+        return stated
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -91,7 +99,7 @@ def _common_config(header: Header) -> dict[str, Any]:
     config = {
         "hidden_size": hidden,
         "intermediate_size": header.count("feed_forward_length"),
-        "num_hidden_layers": header.count("block_count"),
+        "num_hidden_layers": header.num_blocks(),
         "num_attention_heads": heads,
         "num_key_value_heads": header.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -117,9 +125,9 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
         both = {"short_factor": factors, "long_factor": factors}
         return {"rope_type": "longrope", **both, "attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": length}
     kind = header.get("rope.scaling.type", "none")
-    if kind == "none":
+    if isinstance(kind, str) and kind == "none":
         return None
-    if kind not in ("linear", "yarn"):
+    if not isinstance(kind, str) or kind not in ("linear", "yarn"):
         raise UnsupportedModel(f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear and yarn")
     scaling = {"rope_type": kind, "factor": float(header.number("rope.scaling.factor"))}
     if kind == "yarn":
@@ -170,7 +178,7 @@ def _gpt2_config(header: Header) -> dict[str, Any]:
     return {
         "n_embd": header.count("embedding_length"),
         "n_inner": header.count("feed_forward_length"),
-        "n_layer": header.count("block_count"),
+        "n_layer": header.num_blocks(),
         "n_head": header.count("attention.head_count"),
         "n_positions": header.count("context_length"),
         "layer_norm_epsilon": header.number("attention.layer_norm_epsilon"),

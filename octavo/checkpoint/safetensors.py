@@ -47,6 +47,7 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     start: int
+    num_bytes: int
 
 
 class SafetensorsCheckpoint:
@@ -106,10 +107,10 @@ def _weight_files(path: Path) -> list[Path]:
     index = path / INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise WeightMismatch(f"{index}: has no weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            raise WeightMismatch(f"{index}: has no weight_map from tensors to files")
         files = [path / name for name in sorted(set(weight_map.values()))]
-        missing = [file.name for file in files if not file.exists()]
+        missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise WeightMismatch(f"{path}: missing shards: {', '.join(missing)} ({len(missing)} of {len(files)})")
         return files
@@ -134,22 +135,29 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         header = json.loads(buffer[8 : 8 + length])
         header.pop("__metadata__", None)
         entries = {name: _entry(path, buffer, 8 + length, fields) for name, fields in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(path, "its header is damaged") from error
-    for name, fields in header.items():
-        _check_place(entries[name], name, fields["data_offsets"], size)
+    for name, entry in entries.items():
+        _check_place(entry, name, size)
     return entries
 
 
 def _entry(path: Path, buffer: mmap.mmap, data_start: int, fields: dict[str, Any]) -> _Entry:
-    begin, _ = fields["data_offsets"]
-    return _Entry(path, buffer, str(fields["dtype"]), tuple(int(n) for n in fields["shape"]), data_start + int(begin))
+    begin, end = _whole_numbers(fields["data_offsets"])
+    return _Entry(path, buffer, str(fields["dtype"]), _whole_numbers(fields["shape"]), data_start + begin, end - begin)
 
 
-def _check_place(entry: _Entry, name: str, offsets: list[int], size: int) -> None:
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    """ValueError where a value is anything else than a whole number of at least 0."""
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r} are no whole numbers")
+    return tuple(values)
+
+
+def _check_place(entry: _Entry, name: str, size: int) -> None:
     """The tensor lies inside the file and has the bytes that its shape needs."""
-    num_bytes = offsets[1] - offsets[0]
-    if offsets[0] < 0 or num_bytes < 0 or entry.start + num_bytes > size:
+    num_bytes = entry.num_bytes
+    if num_bytes < 0 or entry.start + num_bytes > size:
         raise _corrupt(entry.file, f"{name} should end at byte {entry.start + num_bytes:,}, the file has {size:,}")
     dtype = DTYPES.get(entry.dtype)
     if dtype is not None and num_bytes != math.prod(entry.shape) * dtype.itemsize:

@@ -160,9 +160,8 @@ def _transposed(packed: PackedWeight, name: str) -> PackedWeight:
 
 def _cut(packed: PackedWeight, weight: Weight, rows: tuple[int, ...]) -> PackedWeight:
     """The weight's own rows of the output axis."""
-    found = packed.shape[weight.row_axis]
-    if found != weight.source_rows:
-        raise WeightMismatch(f"{weight.name} has {found} rows, expected {weight.source_rows}")
+    if len(packed.shape) != len(weight.shape) or packed.shape[weight.row_axis] != weight.source_rows:
+        raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {weight.source_rows} rows of {weight.shape}")
     index = np.array(rows)
     if weight.row_axis == -2:
         return packed.rows(index)

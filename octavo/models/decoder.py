@@ -34,17 +34,17 @@ class DecoderShape:
     @staticmethod
     def read(config: HfConfig, *, head_dim: int | None = None, norm_eps: float = 1e-6, tied: bool = False) -> DecoderShape:
         """The keyword arguments are the family's defaults; head_dim None: hidden_size / num_attention_heads."""
-        hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-        num_kv_heads = config.integer("num_key_value_heads", num_heads)
-        if not num_kv_heads or num_heads % num_kv_heads:
+        hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+        num_kv_heads = config.size("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
             raise UnsupportedModel(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
         return DecoderShape(
-            vocab_size=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size", low=1),
             hidden_size=hidden_size,
-            num_layers=config.integer("num_hidden_layers"),
+            num_layers=config.count("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=config.integer("head_dim", head_dim or hidden_size // num_heads),
+            head_dim=config.size("head_dim", head_dim or hidden_size // num_heads),
             norm_eps=config.number("rms_norm_eps", norm_eps),
             tied=config.flag("tie_word_embeddings", tied),
         )

@@ -44,7 +44,7 @@ class LatentAttention:
 
     @staticmethod
     def read(config: HfConfig, num_heads: int) -> LatentAttention:
-        nope, rotary = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
+        nope, rotary = config.size("qk_nope_head_dim", 128), config.size("qk_rope_head_dim", 64)
         rope = rope_parameters(config)
         all_dim = 0.0 if rope.kind == "default" else rope.number("mscale_all_dim", 0.0)
         temperature = yarn_mscale(rope.number("factor"), all_dim) ** 2 if all_dim else 1.0
@@ -52,9 +52,9 @@ class LatentAttention:
             num_heads=num_heads,
             nope_width=nope,
             rope_width=rotary,
-            v_width=config.integer("v_head_dim", 128),
-            latent_width=config.integer("kv_lora_rank", 512),
-            q_latent_width=config.optional_integer("q_lora_rank"),
+            v_width=config.size("v_head_dim", 128),
+            latent_width=config.size("kv_lora_rank", 512),
+            q_latent_width=None if config.values.get("q_lora_rank") is None else config.size("q_lora_rank"),
             rope=rope.table(rotary),
             rope_style="interleaved" if config.flag("rope_interleave", True) else "half",
             scale=(nope + rotary) ** -0.5 * temperature,
@@ -116,9 +116,9 @@ class DeepseekMlp:
     def read(config: HfConfig) -> DeepseekMlp:
         return DeepseekMlp(
             config=config,
-            num_experts=config.integer("n_routed_experts"),
-            top_k=config.integer("num_experts_per_tok"),
-            width=config.integer("moe_intermediate_size"),
+            num_experts=config.count("n_routed_experts"),
+            top_k=config.count("num_experts_per_tok"),
+            width=config.size("moe_intermediate_size"),
             first_routed=config.integer("first_k_dense_replace", 3),
         )
 
@@ -126,18 +126,18 @@ class DeepseekMlp:
         config, name = self.config, f"model.layers.{layer}.mlp"
         activation = config.activation("hidden_act", "silu")
         if layer < self.first_routed:
-            return gated_mlp(b, x, name, config.integer("intermediate_size"), activation)
+            return gated_mlp(b, x, name, config.size("intermediate_size"), activation)
         routed = b.route(
             x,
             b.linear(x, f"{name}.gate", self.num_experts),
             self.top_k,
             score="sigmoid",
             bias=Weight(f"{name}.gate.e_score_correction_bias", (self.num_experts,)),
-            num_groups=config.integer("n_group", 1),
-            top_groups=config.integer("topk_group", 1),
+            num_groups=config.count("n_group", 1),
+            top_groups=config.count("topk_group", 1),
             normalize=config.flag("norm_topk_prob", True),
             scale=config.number("routed_scaling_factor", 2.5),
         )
         chosen = gated_experts(b, routed, f"{name}.experts", num_experts=self.num_experts, width=self.width, activation=activation)
-        shared_width = self.width * config.integer("n_shared_experts", 1)
+        shared_width = self.width * config.count("n_shared_experts", 1)
         return b.add(chosen, gated_mlp(b, x, f"{name}.shared_experts", shared_width, activation))

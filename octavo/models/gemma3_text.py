@@ -18,17 +18,17 @@ def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("attn_logit_softcapping")
     config.refuse_unless("use_bidirectional_attention", False)
     shape = DecoderShape.read(config, head_dim=256, tied=True)
-    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6), low=1)
     windows = config.layer_windows(shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0)
     cache = plan_cache(shape, windows)
     sliding, full = rope_tables(config, shape.head_dim)
     bias = config.flag("attention_bias", False)
-    width, activation = config.integer("intermediate_size"), config.activation("hidden_activation", "gelu_pytorch_tanh")
+    width, activation = config.size("intermediate_size"), config.activation("hidden_activation", "gelu_pytorch_tanh")
     attention = SelfAttention(
         shape=shape,
         caches=cache.layers,
         ropes=[full if window is None else sliding for window in windows],
-        scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        scale=config.positive("query_pre_attn_scalar", 256) ** -0.5,
         qkv_bias=bias,
         out_bias=bias,
         head_norms=True,
@@ -49,10 +49,10 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 def rope_tables(config: HfConfig, head_dim: int) -> tuple[RopeTable, RopeTable]:
     """(sliding, full). New configs keep one set a layer type; old ones scale the full layers' only."""
-    by_type = config.values.get("rope_parameters") or {}
+    by_type = config.table("rope_parameters")
     sliding = by_type.get("sliding_attention") or {}
-    full = {**(by_type.get("full_attention") or {}), **(config.values.get("rope_scaling") or {})}
-    positions = config.integer("max_position_embeddings", 131_072)
+    full = {**(by_type.get("full_attention") or {}), **config.table("rope_scaling")}
+    positions = config.integer("max_position_embeddings", 131_072, low=1)
     local_theta, theta = config.number("rope_local_base_freq", 10_000.0), config.number("rope_theta", 1_000_000.0)
     return (
         RopeParameters(sliding, theta=local_theta, max_positions=positions).table(head_dim),

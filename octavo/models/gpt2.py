@@ -5,6 +5,7 @@ Its checkpoints keep matrices as `[in, out]` and q, k, v side by side in one ten
 
 from __future__ import annotations
 
+from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.program.builder import Builder
 from octavo.program.program import CacheGroup, Program, Value, Weight
@@ -12,15 +13,17 @@ from octavo.program.program import CacheGroup, Program, Value, Weight
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("add_cross_attention", False)
-    width, num_heads, num_layers = config.integer("n_embd"), config.integer("n_head"), config.integer("n_layer")
-    vocab_size = config.integer("vocab_size")
+    width, num_heads, num_layers = config.size("n_embd"), config.size("n_head"), config.count("n_layer")
+    vocab_size = config.integer("vocab_size", low=1)
+    if width % num_heads:
+        raise UnsupportedModel(f"config.json: n_embd {width} is no multiple of n_head {num_heads}")
     head_dim, eps = width // num_heads, config.number("layer_norm_epsilon", 1e-5)
     activation = config.activation("activation_function", "gelu_new")
     base_scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
     b = Builder("decoder", (CacheGroup("full", "full", num_layers, num_heads, head_dim, head_dim),), vocab_size)
     x = b.embedding(b.token_ids(), "transformer.wte", vocab_size, width)
-    x = b.add(x, b.position_embedding("transformer.wpe", config.integer("n_positions"), width))
+    x = b.add(x, b.position_embedding("transformer.wpe", config.integer("n_positions", low=1), width))
     for i in range(num_layers):
         name = f"transformer.h.{i}"
         h = b.layer_norm(x, f"{name}.ln_1", eps)
@@ -29,7 +32,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         h = b.attention(q, "full", i, num_heads=num_heads, scale=base_scale / (i + 1) if by_layer else base_scale)
         x = b.add(x, conv1d(b, h, f"{name}.attn.c_proj", width))
         h = b.layer_norm(x, f"{name}.ln_2", eps)
-        h = conv1d(b, h, f"{name}.mlp.c_fc", config.integer("n_inner", 4 * width))
+        h = conv1d(b, h, f"{name}.mlp.c_fc", config.size("n_inner", 4 * width))
         x = b.add(x, conv1d(b, b.act(h, activation), f"{name}.mlp.c_proj", width))
     x = b.layer_norm(b.gather_rows(x), "transformer.ln_f", eps)
     tied = config.flag("tie_word_embeddings", True)

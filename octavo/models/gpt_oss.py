@@ -20,8 +20,8 @@ def build(config: HfConfig) -> dict[str, Program]:
     windows = config.layer_windows(shape.num_layers, config.integer("sliding_window", 128), lambda i: i % 2 == 0)
     cache = plan_cache(shape, windows)
     bias = config.flag("attention_bias", True)
-    num_experts, top_k = config.integer("num_local_experts"), config.integer("num_experts_per_tok")
-    width = config.integer("intermediate_size")
+    num_experts, top_k = config.count("num_local_experts"), config.count("num_experts_per_tok")
+    width = config.size("intermediate_size")
     limit, alpha = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
 
     def mlp(b: Builder, x: Value, i: int) -> Value:
@@ -51,7 +51,7 @@ def rope(config: HfConfig) -> RopeParameters:
     if config.values.get("rope_parameters") or config.values.get("rope_scaling"):
         return rope_parameters(config, default_theta=DEFAULT_THETA)
     theta = config.number("rope_theta", DEFAULT_THETA)
-    return RopeParameters(DEFAULT_ROPE, theta=theta, max_positions=config.integer("max_position_embeddings", 131_072))
+    return RopeParameters(DEFAULT_ROPE, theta=theta, max_positions=config.integer("max_position_embeddings", 131_072, low=1))
 
 
 def interleaved(name: str, num_experts: int, width: int, in_width: int, *, part: int) -> tuple[Weight, Weight]:

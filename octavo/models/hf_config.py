@@ -6,6 +6,7 @@ name. Knows no family; source of names and defaults: the configuration classes o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ ACTIVATIONS: dict[str, Activation] = {
 DEFAULT_CONTEXT_TOKENS = 512
 """Of models with relative positions only, whose config names no length (T5 was trained with 512)."""
 
+MAX_WHOLE, MAX_SIZE, MAX_COUNT = (1 << 31) - 1, 1 << 20, 10_000
+"""Whole numbers of any kind; widths and heads; layers and experts. No model comes near; a damaged file would build Programs for hours."""
+
 
 class HfConfig:
     """config.json with types. A getter without a default demands the key; `null` counts as missing."""
@@ -37,17 +41,31 @@ class HfConfig:
     def model_type(self) -> str:
         return self.text("model_type")
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, low: int = 0, most: int = MAX_WHOLE) -> int:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(name, value, "a whole number of at least 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+            raise self._wrong(name, value, f"a whole number from {low} to {most:,}")
         return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A width, or how many heads there are."""
+        return self.integer(name, default, low=1, most=MAX_SIZE)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """How many layers or experts there are."""
+        return self.integer(name, default, low=1, most=MAX_COUNT)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self._wrong(name, value, "a number")
         return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise self._wrong(name, value, "a number above 0")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
@@ -60,6 +78,21 @@ class HfConfig:
         if not isinstance(value, str):
             raise self._wrong(name, value, "a text")
         return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; {} where it is missing."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self._wrong(name, value, "an object")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """One or several, such as token ids; () where there are none."""
+        value = self._get(name, [])
+        numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+            raise self._wrong(name, value, "a whole number or a list of them")
+        return numbers
 
     def optional_integer(self, name: str) -> int | None:
         return None if self.values.get(name) is None else self.integer(name)
@@ -82,8 +115,9 @@ class HfConfig:
         types = self.values.get("layer_types")
         if types is None:
             types = ["sliding_attention" if window and is_sliding(i) else "full_attention" for i in range(num_layers)]
-        if len(types) != num_layers:
-            raise self._wrong("layer_types", f"{len(types)} layers", f"{num_layers}, as num_hidden_layers says")
+        if not isinstance(types, list) or len(types) != num_layers:
+            got = f"{len(types)} layers" if isinstance(types, list) else types
+            raise self._wrong("layer_types", got, f"a list of {num_layers}, as num_hidden_layers says")
         for name in types:
             if name not in ("full_attention", "sliding_attention"):
                 raise self._wrong("layer_types", name, "full_attention or sliding_attention")
@@ -132,12 +166,11 @@ def model_info(config: Mapping[str, Any], generation_config: Mapping[str, Any] |
     """Token ids come from generation_config.json where it has them, as transformers' generate takes them."""
     hf = HfConfig(config)
     ids = {**config, **{name: value for name, value in (generation_config or {}).items() if value is not None}}
-    eos = ids.get("eos_token_id")
     return ModelInfo(
         model_type=hf.model_type,
         max_context_tokens=_first_integer(hf, ("max_position_embeddings", "n_positions"), DEFAULT_CONTEXT_TOKENS),
-        vocab_size=hf.integer("vocab_size"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
+        vocab_size=hf.integer("vocab_size", low=1),
+        eos_token_ids=HfConfig(ids).integers("eos_token_id"),
         bos_token_id=ids.get("bos_token_id"),
         dtype=_dtype(config),
         is_encoder_decoder=hf.flag("is_encoder_decoder", False),
@@ -146,7 +179,7 @@ def model_info(config: Mapping[str, Any], generation_config: Mapping[str, Any] |
 
 
 def _first_integer(config: HfConfig, names: tuple[str, ...], default: int) -> int:
-    return next((config.integer(name) for name in names if config.values.get(name) is not None), default)
+    return next((config.integer(name, low=1) for name in names if config.values.get(name) is not None), default)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers")
     bias = config.flag("attention_bias", False)
     return build_llama(config, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", False))
 
@@ -30,7 +30,7 @@ def build_llama(
     shape = DecoderShape.read(config, head_dim=head_dim)
     cache = plan_cache(shape, windows)
     rope = rope_parameters(config).table(shape.head_dim)
-    width, activation = config.integer("intermediate_size"), config.activation("hidden_act", "silu")
+    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
     attention = SelfAttention(
         shape=shape,
         caches=cache.layers,

@@ -9,4 +9,4 @@ from octavo.program.program import Program
 
 def build(config: HfConfig) -> dict[str, Program]:
     window = config.optional_integer("sliding_window")
-    return build_llama(config, windows=config.layer_windows(config.integer("num_hidden_layers"), window, lambda i: True))
+    return build_llama(config, windows=config.layer_windows(config.count("num_hidden_layers"), window, lambda i: True))

@@ -15,4 +15,4 @@ def upper_windows(config: HfConfig) -> tuple[int | None, ...]:
     """Windows from layer max_window_layers on, where use_sliding_window says so."""
     window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
     first = config.integer("max_window_layers", 28)
-    return config.layer_windows(config.integer("num_hidden_layers"), window, lambda i: i >= first)
+    return config.layer_windows(config.count("num_hidden_layers"), window, lambda i: i >= first)

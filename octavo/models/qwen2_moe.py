@@ -13,12 +13,12 @@ def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config)
     cache = plan_cache(shape, alternating_windows(config, shape.num_layers))
     activation = config.activation("hidden_act", "silu")
-    num_experts, top_k = config.integer("num_experts"), config.integer("num_experts_per_tok")
-    width, dense_width = config.integer("moe_intermediate_size"), config.integer("intermediate_size")
-    shared_width = config.integer("shared_expert_intermediate_size")
+    num_experts, top_k = config.count("num_experts"), config.count("num_experts_per_tok")
+    width, dense_width = config.size("moe_intermediate_size"), config.size("intermediate_size")
+    shared_width = config.size("shared_expert_intermediate_size")
     normalize = config.flag("norm_topk_prob", False)
-    dense = set(config.values.get("mlp_only_layers") or ())
-    step = config.integer("decoder_sparse_step", 1)
+    dense = set(config.integers("mlp_only_layers"))
+    step = config.integer("decoder_sparse_step", 1, low=1)
 
     def mlp(b: Builder, x: Value, i: int) -> Value:
         name = f"model.layers.{i}.mlp"

@@ -27,25 +27,31 @@ class RopeParameters:
             raise UnsupportedModel(f"config.json: rope_parameters by layer type ({', '.join(nested)}) are not supported for this family")
         self._given = given
         self.kind = str(given.get("rope_type") or given.get("type") or "default")
-        self.theta = self.number("rope_theta", theta)
+        self.theta = self.positive("rope_theta", theta)
         self.max_positions = max_positions
-        self.original_positions = self.number("original_max_position_embeddings", max_positions)
+        self.original_positions = self.positive("original_max_position_embeddings", max_positions)
         if self.number("partial_rotary_factor", 1.0) != 1.0 or given.get("mrope_section") is not None:
             raise UnsupportedModel("config.json: partial_rotary_factor and mrope_section are not supported for this family")
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._given.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise UnsupportedModel(f"config.json: rope type {self.kind} needs the number {name}, got {value!r}")
         return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise UnsupportedModel(f"config.json: {name} is {value!r}, allowed is a number above 0")
+        return value
 
     def optional(self, name: str) -> float | None:
         return None if self._given.get(name) is None else self.number(name)
 
     def numbers(self, name: str, count: int) -> list[float]:
         value = self._given.get(name)
-        if not isinstance(value, list) or len(value) != count:
+        if not isinstance(value, list) or len(value) != count or not all(isinstance(item, int | float) and item for item in value):
             raise UnsupportedModel(f"config.json: rope type {self.kind} needs {name}, a list of {count} numbers")
         return [float(item) for item in value]
 
@@ -62,10 +68,12 @@ class RopeParameters:
 
 def rope_parameters(config: HfConfig, *, default_theta: float = DEFAULT_THETA) -> RopeParameters:
     """The model's one set of parameters. Where both spellings stand, `rope_scaling` wins, as in transformers."""
-    given = dict(config.values.get("rope_scaling") or config.values.get("rope_parameters") or {})
+    given = dict(config.table("rope_scaling") or config.table("rope_parameters"))
     if config.values.get("partial_rotary_factor") is not None:
         given.setdefault("partial_rotary_factor", config.values["partial_rotary_factor"])
-    return RopeParameters(given, theta=config.number("rope_theta", default_theta), max_positions=config.integer("max_position_embeddings"))
+    return RopeParameters(
+        given, theta=config.number("rope_theta", default_theta), max_positions=config.integer("max_position_embeddings", low=1)
+    )
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
@@ -82,13 +90,13 @@ def _default(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _linear(p: RopeParameters, dim: int) -> RopeTable:
-    factor = p.number("factor")
+    factor = p.positive("factor")
     return RopeTable(tuple(f / factor for f in _plain(p, dim)))
 
 
 def _llama3(p: RopeParameters, dim: int) -> RopeTable:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    factor, low, high = p.number("factor"), p.number("low_freq_factor"), p.number("high_freq_factor")
+    factor, low, high = p.positive("factor"), p.number("low_freq_factor"), p.number("high_freq_factor")
 
     def stretched(frequency: float) -> float:
         turns = p.original_positions * frequency / (2 * math.pi)
@@ -104,7 +112,7 @@ def _llama3(p: RopeParameters, dim: int) -> RopeTable:
 
 def _yarn(p: RopeParameters, dim: int) -> RopeTable:
     """Interpolated below `low`, kept above `high` (columns that make beta_fast and beta_slow turns over the original context)."""
-    factor = p.number("factor")
+    factor = p.positive("factor")
 
     def column(turns: float) -> float:
         return dim * math.log(p.original_positions / (turns * 2 * math.pi)) / (2 * math.log(p.theta))
@@ -138,7 +146,7 @@ def _longrope(p: RopeParameters, dim: int) -> RopeTable:
     short, long = p.numbers("short_factor", dim // 2), p.numbers("long_factor", dim // 2)
     if short != long:
         raise UnsupportedModel("config.json: rope type longrope is supported only where short_factor and long_factor are the same")
-    given, factor = p.optional("attention_factor"), p.number("factor", p.max_positions / p.original_positions)
+    given, factor = p.optional("attention_factor"), p.positive("factor", p.max_positions / p.original_positions)
     attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(p.original_positions))
     return RopeTable(tuple(f / s for f, s in zip(_plain(p, dim), short, strict=True)), attention if given is None else given)
 

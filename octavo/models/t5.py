@@ -55,17 +55,17 @@ def read_shape(config: HfConfig) -> T5Shape:
     if projection.count("-") > gated:
         raise UnsupportedModel(f"config.json: feed_forward_proj is {projection!r}, allowed is ACTIVATION or gated-ACTIVATION")
     own_head = config.values.get("tie_word_embeddings") is False or config.values.get("scale_decoder_outputs") is False
-    num_layers = config.integer("num_layers")
+    num_layers = config.count("num_layers")
     return T5Shape(
-        vocab_size=config.integer("vocab_size"),
-        width=config.integer("d_model"),
-        head_dim=config.integer("d_kv"),
-        num_heads=config.integer("num_heads"),
-        hidden_width=config.integer("d_ff"),
+        vocab_size=config.integer("vocab_size", low=1),
+        width=config.size("d_model"),
+        head_dim=config.size("d_kv"),
+        num_heads=config.size("num_heads"),
+        hidden_width=config.size("d_ff"),
         num_encoder_layers=num_layers,
-        num_decoder_layers=config.integer("num_decoder_layers", num_layers),
-        num_buckets=config.integer("relative_attention_num_buckets", 32),
-        max_distance=config.integer("relative_attention_max_distance", 128),
+        num_decoder_layers=config.count("num_decoder_layers", num_layers),
+        num_buckets=config.size("relative_attention_num_buckets", 32),
+        max_distance=config.integer("relative_attention_max_distance", 128, low=1),
         eps=config.number("layer_norm_epsilon", 1e-6),
         activation="gelu_tanh" if projection == "gated-gelu" else activation_named(name, where="feed_forward_proj"),
         gated=gated,

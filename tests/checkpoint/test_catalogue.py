@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.checkpoint import catalogue, wheel_download
-from octavo.checkpoint.catalogue import CATALOGUE, CatalogueModel, ModelFile, WheelMember, names, resolve
+from octavo.checkpoint.catalogue import CATALOGUE, CatalogueModel, ModelFile, WheelMember, names, resolve, resolve_header
 from octavo.errors import DownloadFailed
 
 PARTS = [b"first half, " * 1000, b"second half"]
@@ -125,6 +125,12 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 def test_unknown_names_say_what_was_tried(name: str, message: str) -> None:
     with pytest.raises(DownloadFailed, match=f"(?s){message}"):
         resolve(name)
+
+
+def test_no_name_at_all_is_no_directory() -> None:
+    for find in (resolve, resolve_header):
+        with pytest.raises(DownloadFailed, match="model '': no such file or directory"):
+            find("")
 
 
 def test_nothing_heavy_is_imported_for_a_local_path() -> None:

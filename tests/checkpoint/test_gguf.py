@@ -88,6 +88,16 @@ def test_rope_scaling(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+def test_header_values_of_wrong_types(tmp_path: Path) -> None:
+    for key, message in {
+        "general.sampling.temp": "general.sampling.temp is a str, allowed is int or float",
+        "llama.rope.freq_base": "llama.rope.freq_base is 'hot', allowed is a number",
+    }.items():
+        path = write_tiny_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), extra={key: "hot"})
+        with pytest.raises(WeightMismatch, match=message):
+            open_checkpoint(path)
+
+
 def test_end_ids_and_sampling_defaults(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), tokens=96, extra={"general.sampling.temp": 0.7})
     checkpoint = open_checkpoint(path)
@@ -139,6 +149,8 @@ def test_unknown_things_are_named(llama: Path, tmp_path: Path) -> None:
         ): ("architecture 'mamba', supported in GGUF are llama, qwen2, qwen3, gemma3, gpt2"),
         content.replace(b"blk.1.attn_norm.weight", b"blk.1.attn_gate.weight"): "blk.1.attn_gate.weight is unknown in the family llama",
         content.replace(b"llama.block_count", b"llama.block_kount"): "the header lacks llama.block_count",
+        content.replace(b"llama.block_count\x04\0\0\0\x02", b"llama.block_count\x04\0\0\0\x01"): "block_count is 1, the file has .* 2 bl",
+        content.replace(b"llama.block_count\x04\0\0\0\x02", b"llama.block_count\x04\0\0\0\xff"): "block_count is 255, the file",
     }
     for number, (changed, message) in enumerate(cases.items()):
         path = tmp_path / f"{number}.gguf"

@@ -84,6 +84,44 @@ def test_index_that_promises_too_much(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("weight_map", [5, {}, {"a": 5}, {"a": None}, ["a"]])
+def test_index_without_a_weight_map(tmp_path: Path, weight_map: object) -> None:
+    write(tmp_path, {"a": torch.ones(3)})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightMismatch, match="has no weight_map from tensors to files"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"data_offsets": ["0", "12"]},
+        {"data_offsets": [-12, 0]},
+        {"data_offsets": [12, 0]},
+        {"data_offsets": [0, 1e400]},
+        {"data_offsets": [0, 12, 24]},
+        {"data_offsets": None},
+        {"shape": [-3, -1]},
+        {"shape": [1.5, 2]},
+        {"shape": 3},
+    ],
+)
+def test_a_header_with_wrong_fields(tmp_path: Path, fields: dict[str, object]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]} | fields}).encode()
+    write(tmp_path, {"a": torch.ones(3)})
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+    with pytest.raises(WeightMismatch, match=r"model\.safetensors: not a sound safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b"1", b'"x"', b"\xff"])
+def test_a_header_that_is_no_table(tmp_path: Path, text: bytes) -> None:
+    write(tmp_path, {"a": torch.ones(3)})
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(WeightMismatch, match="its header is damaged"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("cut", [0, 7, 30, 200, -1])
 def test_truncated(tmp_path: Path, cut: int) -> None:
     file = write(tmp_path, {"a": torch.ones(100), "b": torch.ones(50)}) / "model.safetensors"
@@ -94,9 +132,10 @@ def test_truncated(tmp_path: Path, cut: int) -> None:
 
 def test_bad_json(tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(3)})
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(WeightMismatch, match=r"config\.json: not valid JSON"):
-        open_checkpoint(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(WeightMismatch, match=r"config\.json: not valid JSON"):
+            open_checkpoint(tmp_path)
 
 
 @settings(max_examples=200, deadline=None)

@@ -77,10 +77,15 @@ REFUSED = [
     ("llama", {"hidden_act": "mish"}, "hidden_act is 'mish', supported are silu"),
     ("llama", {"hidden_size": None}, "hidden_size is missing, llama needs it"),
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', allowed is a whole number"),
+    ("llama", {"num_hidden_layers": 1 << 31}, "num_hidden_layers is 2147483648, allowed is a whole number from 1 to 10,000"),
+    ("llama", {"head_dim": 0}, "head_dim is 0, allowed is a whole number from 1 to 1,048,576"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0.0, allowed is a number above 0"),
+    ("llama", {"rope_parameters": 3}, "rope_parameters is 3, allowed is an object"),
+    ("gpt2", {"n_head": 5}, "n_embd 72 is no multiple of n_head 5"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is 'linear_attention'"),
-    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is '1 layers', allowed is 2"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is '1 layers', allowed is a list of 2"),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4096}, "sliding_window is 4096"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, supported is null for gemma3_text"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True, supported is False"),
@@ -95,6 +100,22 @@ def test_refused_by_name(family, changes, message):
     with pytest.raises(UnsupportedModel) as error:
         build_programs({**tiny_model(family).config, **changes})
     assert message in str(error.value)
+
+
+DAMAGE = [0, -1, 1, 10**9, 2**70, 1.5, float("nan"), "x", [], [1], {"a": 1}, True, {"rope_type": "yarn", "factor": 2}, {"rope_type": 5}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_damaged_value_does_worse_than_being_refused(family):
+    """Nor does it build Programs without end."""
+    config = tiny_model("llama" if family == "mistral" else family).config | {"model_type": family}
+    for key in [*config, "rope_scaling", "sliding_window", "layer_types", "n_inner", "rope_theta", "eos_token_id"]:
+        for value in DAMAGE:
+            try:
+                model_info({**config, key: value})
+                build_programs({**config, key: value})
+            except UnsupportedModel:
+                continue
 
 
 def test_unknown_family_lists_the_known():
