@@ -20,7 +20,7 @@ from octavo.engine.core import CoreOutputs
 from octavo.engine.input_processor import FrontRequest, Origin, Prompt, default_sampling_params
 from octavo.engine.queue_limit import QueueLimit, Size
 from octavo.engine.stats import EngineStats
-from octavo.errors import EngineDead, InvalidRequest, OctavoError
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
 from octavo.outputs import Profile, RequestOutput
 from octavo.ports import Profiler, Tokenizer
 from octavo.progress import Bar
@@ -311,7 +311,7 @@ class AsyncLLM:
         tenant: str = "",
     ) -> RequestStream:
         """Starts a request; a user's fault is raised here, before anything runs, and Overloaded where too many wait already."""
-        self.check_health()
+        self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self._check_queue(Size(params.n))
         request_id = request_id or f"request-{next(self._request_ids)}"
@@ -351,9 +351,10 @@ class AsyncLLM:
         self._front.client.abort(self._front.outputs.unfinished_ids(request_id))
 
     def check_health(self) -> None:
-        """EngineDead once the core has ended."""
-        if self._dead is not None:
-            raise self._dead
+        """EngineDead once the core has ended, Unavailable while one that hung is being replaced."""
+        self._check_alive()
+        if self._front.client.trouble:
+            raise Unavailable(self._front.client.trouble)
 
     def get_tokenizer(self) -> Tokenizer:
         return _need_tokenizer(self._front)
@@ -429,6 +430,10 @@ class AsyncLLM:
         if self._streams.pop(request_id, None) is not None:
             self._front.client.abort(self._front.outputs.unfinished_ids(request_id))
             self._front.outputs.forget(request_id)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
 
     def _check_queue(self, more: Size) -> None:
         self._queue.check(more, num_unfinished=self.num_unfinished, now=time.monotonic())

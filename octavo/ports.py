@@ -27,6 +27,11 @@ class Executor(Protocol):
         """Never raises for the fault of a single row: that row's result carries `failure`."""
         ...
 
+    @property
+    def progress(self) -> int:
+        """Changes as a step gets ahead; read by another thread while it is computed. One that stands still for long hangs."""
+        ...
+
     def close(self) -> None: ...
 
 

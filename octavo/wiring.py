@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo import __version__
 from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, Backend, BackendOptions, Footprint, KvLayout
@@ -44,6 +44,10 @@ from octavo.worker.machine import Machine
 from octavo.worker.memory import GroupSize, KvBudget, Load, plan_kv
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from octavo.engine.process_client import ProcessClient
+    from octavo.engine.supervised_client import SupervisedClient
 
 DEFAULT_OFFLOADING_BYTES = 1 << 30
 """Between the device and a prefix_cache_dir; memory that is never written costs nothing."""
@@ -112,11 +116,8 @@ def build_in_process(config: EngineConfig, report: Report) -> Front:
 
 def build_with_process(config: EngineConfig, report: Report) -> Front:
     """The core in a process of its own, which loads while this one reads the tokenizer: `serve`."""
-    from octavo.engine.process_client import ProcessClient
-
     model = open_model(config)
-    options = flat_options(model.config) | {"model": str(model.checkpoint.path)}
-    client = ProcessClient("octavo.wiring:build_core_of_options", options)
+    client = _start_process(model, report)
     try:
         tokenizer = build_tokenizer(model)
         info = client.wait_until_ready(report)
@@ -124,6 +125,21 @@ def build_with_process(config: EngineConfig, report: Report) -> Front:
         client.close()
         raise
     return _front(model, client, info, tokenizer)
+
+
+def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedClient:
+    from octavo.engine.process_client import ProcessClient
+    from octavo.engine.supervised_client import SupervisedClient
+
+    observe = model.config.observe
+    options = flat_options(model.config) | {"model": str(model.checkpoint.path)}
+
+    def start(num_before: int) -> ProcessClient:
+        """What an earlier core has recorded stays as it is."""
+        record = observe.record if observe.record is None or num_before == 0 else f"{observe.record}.{num_before}"
+        return ProcessClient("octavo.wiring:build_core_of_options", options | {"record": record})
+
+    return SupervisedClient(start, stall_timeout_s=observe.stall_timeout, report=report) if observe.stall_timeout else start(0)
 
 
 def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[EngineCore, EngineInfo]:
@@ -170,7 +186,8 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     worker = Worker(runnable, CacheEngine(kv, host, tier_worker), rows, close=backend.close)
     scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len, tiers=tiers)
     info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
-    return EngineCore(scheduler, worker, log=_log(config, budget, groups, tiers)), info, worker
+    log = _log(config, budget, groups, tiers)
+    return EngineCore(scheduler, worker, log=log, stall_timeout_s=config.observe.stall_timeout), info, worker
 
 
 def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None) -> Log:

@@ -268,6 +268,7 @@ struct Walk : ThreadPool::Work {
     int pieces(int index) const override { return stage(index).pieces(view(index)); }
     void run(int index, int piece, int thread) override { stage(index).run(view(index), piece, executor.threads_[thread], index); }
     void finished(int index) override {
+        executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
         if (!executor.profiling_) return;
         const auto now = std::chrono::steady_clock::now();
         StageTime& time = executor.profiled_[stage(index).name()];

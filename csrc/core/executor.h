@@ -6,6 +6,7 @@
 // logits never need more memory than that.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -159,6 +160,9 @@ class Executor {
     // -- running ------------------------------------------------------------------------------------------------------------
     void run(const Batch& batch, const KvMemory& kv);
 
+    // Stages computed, ever: grows while a step runs, and any thread may look.
+    uint64_t stages_done() const { return stages_done_.load(std::memory_order_relaxed); }
+
     // Times each stage of the steps from now on, from zero.
     void profile(bool on);
     const std::map<std::string, StageTime>& profiled() const { return profiled_; }
@@ -188,6 +192,7 @@ class Executor {
     std::vector<std::unique_ptr<PreparedRows>> rows_;
     std::unique_ptr<Memory> tokens_, samples_, partials_, areas_[2];
     std::vector<ThreadState> threads_;
+    std::atomic<uint64_t> stages_done_{0};
     bool profiling_ = false;
     std::map<std::string, StageTime> profiled_;
     size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0, attention_scratch_ = 0;  // largest over the stages

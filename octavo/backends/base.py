@@ -188,6 +188,11 @@ class Runnable(Protocol):
         ...
 
     @property
+    def progress(self) -> int:
+        """Changes as a step gets ahead; read by another thread while it runs."""
+        ...
+
+    @property
     def weight_bytes(self) -> int: ...
 
     def start_profile(self) -> None:

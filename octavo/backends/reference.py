@@ -71,12 +71,14 @@ def _group_arrays(group: CacheGroup, num_blocks: int, dtype: np.dtype) -> GroupA
     return GroupArrays(np.zeros((*shape, group.k_width), dtype), np.zeros((*shape, group.v_width), dtype))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReferenceRunnable:
     """A Program and its weights. Implements `base.Runnable`."""
 
     program: Program
     weights: dict[Weight, Floats]
+    progress: int = 0
+    """Ops computed, ever."""
 
     @property
     def weight_bytes(self) -> int:
@@ -96,6 +98,7 @@ class ReferenceRunnable:
                 made = FORMULAS[type(op)](op, step)
                 for value, array in zip(op.outputs, made, strict=True):
                     step.values[value.name] = np.ascontiguousarray(array)
+                self.progress += 1
             outputs = {name: step.values[value.name] for name, value in self.program.outputs.items()}
             if batch.sampling is None:
                 return StepOutput(arrays=outputs)

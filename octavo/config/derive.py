@@ -8,6 +8,9 @@ from dataclasses import replace
 from octavo.config.engine_config import CacheOptions, EngineConfig, SchedulerOptions
 from octavo.errors import ConfigError
 
+MIN_STALL_S = 1.0
+"""A step shows that it gets ahead some times in it."""
+
 
 def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int) -> EngineConfig:
     """max_model_len from the model, threads from the machine, the served name from the model's; what was given stays.
@@ -38,6 +41,8 @@ def _check(config: EngineConfig) -> None:
     if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
         raise ConfigError("long_prefill_token_threshold: allowed only with chunked prefill", hint="leave enable_chunked_prefill as it is")
     _check_prefix_cache(config.cache)
+    if 0 < config.observe.stall_timeout < MIN_STALL_S:
+        raise ConfigError(f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least {MIN_STALL_S:g} second")
     if options.watermark >= 1:
         raise ConfigError(f"watermark: got {options.watermark:g}, allowed is a share below 1")
 

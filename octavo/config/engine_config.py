@@ -100,6 +100,9 @@ class BackendChoice:
 @dataclass(frozen=True, slots=True)
 class ObserveOptions:
     record: str | None = option(None, "file that every request, plan and result is written to, for `octavo replay`; made anew")
+    stall_timeout: float = option(
+        60.0, "seconds in which a step must get ahead: a server's engine that hangs is replaced, who hung it fails; 0 waits forever", low=0
+    )
 
 
 @dataclass(frozen=True, slots=True)

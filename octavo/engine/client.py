@@ -28,6 +28,8 @@ class EngineInfo(msgspec.Struct):
 
 class EngineClient(Protocol):
     info: EngineInfo
+    trouble: str
+    """Why nothing is computed just now, though the core has not ended for good; "" where all is well."""
 
     def add(self, requests: list[EngineRequest]) -> None: ...
 
@@ -66,7 +68,9 @@ Command = Add | Abort | ResetPrefixCache | Close
 
 
 class InProcessClient:
-    """A core in this process: `receive` is a step."""
+    """A core in this process: `receive` is a step. One that hangs cannot be replaced, nor does anybody watch it."""
+
+    trouble = ""
 
     def __init__(self, core: EngineCore, info: EngineInfo) -> None:
         self.info = info

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from octavo.engine.rates import RateMeter
-from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, Log, NoLog, Planned
+from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, GivenUp, Log, NoLog, Planned
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
@@ -33,13 +33,23 @@ class EngineCore:
     """Requests in, steps, outputs out. Every request added ends in exactly one output with a finish_reason."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, clock: Callable[[], float] = time.monotonic, log: Log | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        log: Log | None = None,
+        stall_timeout_s: float = 0.0,
     ) -> None:
+        """`stall_timeout_s`: for how long steps may compute nothing though requests wait, before the first of these fails; 0: for ever."""
         self.scheduler = scheduler
         self.executor = executor
         self._log = log or NoLog()
         self._clock = clock
         self._meter = RateMeter()
+        self._stall_timeout_s = stall_timeout_s
+        self._moved: float | None = None
+        """When a step last computed anything, or nobody waited for one; None before the first step of those that are here."""
 
     @property
     def has_work(self) -> bool:
@@ -47,6 +57,8 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         self._log.write(Added(request))
+        if not self.has_work:
+            self._moved = None
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -65,6 +77,7 @@ class EngineCore:
         now, rates = self._clock(), self._meter.rates
         plan = self.scheduler.schedule(now, rates)
         self._log.write(Planned(now, rates, plan, self.scheduler.waits_for))
+        self._end_starvation(plan, now)
         result = self._execute(plan)
         self._meter.observe(plan, result)
         outputs = self.scheduler.update(plan, result)
@@ -82,6 +95,18 @@ class EngineCore:
         else:
             self._log.write(Computed(result))
         return result
+
+    def _end_starvation(self, plan: StepPlan, now: float) -> None:
+        """Steps go on, but nobody is computed: whoever keeps the others waiting fails, so that they come to their turn."""
+        first = None if plan.rows or self.scheduler.pause_s(now) else self.scheduler.next_to_run
+        if first is None or self._moved is None:
+            self._moved = now
+        elif 0 < self._stall_timeout_s <= now - self._moved:
+            reason = self.scheduler.waits_for or "nobody knows why"
+            error = f"no step could start it for {self._stall_timeout_s:g} s (stall_timeout): {reason}"
+            self._log.write(GivenUp(first, error))
+            self.scheduler.fail(first, error)
+            self._moved = now
 
     def close(self) -> None:
         """What the connector has still to save is saved, given a little time."""

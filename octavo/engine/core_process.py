@@ -23,6 +23,7 @@ import zmq
 
 from octavo.engine.client import Close, Command, EngineInfo, ResetPrefixCache, apply_command
 from octavo.engine.core import CoreOutputs, EngineCore
+from octavo.engine.slate import PULSE_S, Pulse, Slate, Watched
 from octavo.errors import OctavoError
 
 Report: TypeAlias = Callable[[str], None]
@@ -73,7 +74,7 @@ Reply = Connected | Progress | Ready | Failed | Stepped | ResetDone
 
 
 def main() -> None:
-    """`python -c "from octavo.engine.core_process import main; main()" COMMANDS REPLIES`"""
+    """`python -c "from octavo.engine.core_process import main; main()" COMMANDS REPLIES SLATE`, the last a file descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     context = zmq.Context()
     commands, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -81,7 +82,7 @@ def main() -> None:
         return
     threading.Thread(target=_end_with_parent, args=(sys.argv[1:3],), daemon=True).start()
     replies.connect(sys.argv[2])
-    loop = CoreLoop(commands, replies)
+    loop = CoreLoop(commands, replies, Slate(int(sys.argv[3])))
     try:
         loop.run()
     except Exception as error:
@@ -98,9 +99,10 @@ def main() -> None:
 class CoreLoop:
     """Commands in, steps, replies out."""
 
-    def __init__(self, commands: zmq.Socket, replies: zmq.Socket) -> None:
+    def __init__(self, commands: zmq.Socket, replies: zmq.Socket, slate: Slate) -> None:
         self._commands = commands
         self._replies = replies
+        self._slate = slate
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
 
@@ -113,18 +115,24 @@ class CoreLoop:
         module, _, function = setup.build.partition(":")
         build: BuildCore = getattr(importlib.import_module(module), function)
         core, info = build(setup.options, lambda text: self.send(Progress(text)))
+        core.executor = Watched(core.executor, self._slate)
+        pulse = Pulse(core.executor, self._slate)
         self.send(Ready(info))
         try:
-            while self._take_commands(core):
+            while self._take_commands(core, pulse):
                 if core.has_work:
                     self.send(Stepped(core.step()))
         finally:
+            pulse.close()
             core.close()
 
-    def _take_commands(self, core: EngineCore) -> bool:
+    def _take_commands(self, core: EngineCore, pulse: Pulse) -> bool:
         """All that have come, waiting for one while there is no work. False: it is time to end."""
-        while not core.has_work or self._commands.poll(math.ceil(1000 * core.pause_s())):
+        while not core.has_work or self._commands.poll(math.ceil(1000 * min(core.pause_s(), PULSE_S))):
+            if not core.has_work:
+                pulse.rest()
             command = self._decoder.decode(self._commands.recv())
+            pulse.wake()
             if isinstance(command, Close):
                 return False
             if isinstance(command, ResetPrefixCache):

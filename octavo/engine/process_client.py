@@ -24,11 +24,14 @@ from octavo.engine.client import Abort, Add, Close, Command, EngineInfo, ResetPr
 from octavo.engine.core import CoreOutputs
 from octavo.engine.core_process import Connected, Failed, Progress, Ready, Reply, Report, ResetDone, Setup, Stepped
 from octavo.engine.request import EngineRequest
-from octavo.errors import EngineDead, OctavoError
+from octavo.engine.slate import PAGE_BYTES, Slate
+from octavo.errors import EngineDead, OctavoError, Unavailable
 
 START = "from octavo.engine.core_process import main; main()"
 END_S = 5.0
 """How long a closed core may take to end before it is killed."""
+ANSWER_S = 60.0
+"""How long a core may take to do what is no step."""
 LAST_WORDS_MS = 200
 """How long what a process said before its end may still be on its way."""
 
@@ -37,6 +40,7 @@ class ProcessClient:
     """Starts the process at once; `wait_until_ready` must return before the first request."""
 
     info: EngineInfo
+    trouble = ""
 
     def __init__(self, build: str, options: dict[str, Any]) -> None:
         """`build` names the function ("module:function") that builds the core in the child."""
@@ -53,10 +57,16 @@ class ProcessClient:
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._resets: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._closing = False
+        self.is_ready = False
         life, child_end = os.pipe()
         self._life = os.fdopen(life, "rb", buffering=0)
         try:
-            self._process = self._start(child_end)
+            with tempfile.TemporaryFile() as page:
+                page.write(bytes(PAGE_BYTES))
+                page.flush()
+                self.slate = Slate(page.fileno())
+                """What the core is doing."""
+                self._process = self._start(child_end, page.fileno())
         finally:
             os.close(child_end)
         self._poller = zmq.Poller()
@@ -76,7 +86,6 @@ class ProcessClient:
                 if isinstance(reply, Progress):
                     report(reply.text)
                 elif isinstance(reply, Ready):
-                    self.info = reply.info
                     return reply.info
                 elif reply is None:
                     raise EngineDead("the engine was closed while it started")
@@ -105,7 +114,21 @@ class ProcessClient:
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Needs another thread in `receive`."""
         self._send(ResetPrefixCache(reset_connector))
-        return self._resets.get(timeout=60)
+        try:
+            return self._resets.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise Unavailable(f"the engine has not answered for {ANSWER_S:g} s") from None
+
+    def kill(self) -> list[CoreOutputs]:
+        """Ends a process that hangs, and the client; returns what was still on its way."""
+        self._process.kill()
+        self._process.wait()
+        last = []
+        with contextlib.suppress(OctavoError):
+            while (step := self.receive(0)) is not None:
+                last.append(step)
+        self.close()
+        return last
 
     def close(self) -> None:
         """Ends the process; a `receive` that waits returns None, and so does every later one."""
@@ -137,13 +160,13 @@ class ProcessClient:
     def _endpoint(self, name: str) -> str:
         return f"ipc://{Path(self._folder.name) / name}"
 
-    def _start(self, child_end: int) -> subprocess.Popen[bytes]:
+    def _start(self, child_end: int, page: int) -> subprocess.Popen[bytes]:
         """-P: the child finds modules where this process does, and not first in the current directory."""
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", START, self._endpoint("commands"), self._endpoint("replies")],
+            [sys.executable, "-P", "-c", START, self._endpoint("commands"), self._endpoint("replies"), str(page)],
             stdin=subprocess.PIPE,
-            pass_fds=[child_end],
+            pass_fds=[child_end, page],
             env=environment,
         )
 
@@ -161,14 +184,19 @@ class ProcessClient:
             ended = self._life.fileno() in ready
             if self._replies in ready or (ended and self._replies.poll(LAST_WORDS_MS)):
                 reply: Reply = self._decoder.decode(self._replies.recv())
-                if isinstance(reply, Failed):
-                    raise _error_of(reply)
-                if isinstance(reply, Connected):
-                    self._folder.cleanup()  # so that nothing is left of a process that is killed
+                self._note(reply)
                 return reply
         if ended and not self._closing:
             raise EngineDead(f"the engine process has ended ({_describe_exit(self._process.wait())})")
         return None
+
+    def _note(self, reply: Reply) -> None:
+        if isinstance(reply, Failed):
+            raise _error_of(reply)
+        if isinstance(reply, Connected):
+            self._folder.cleanup()  # so that nothing is left of a process that is killed
+        if isinstance(reply, Ready):
+            self.info, self.is_ready = reply.info, True
 
 
 def _error_of(failed: Failed) -> OctavoError:

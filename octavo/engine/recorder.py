@@ -52,6 +52,13 @@ class Aborted(msgspec.Struct, tag=True):
     request_id: str
 
 
+class GivenUp(msgspec.Struct, tag=True):
+    """A request that no step has started."""
+
+    request_id: str
+    error: str
+
+
 class CacheReset(msgspec.Struct, tag=True):
     reset_connector: bool = False
 
@@ -70,7 +77,7 @@ class Computed(msgspec.Struct, tag=True):
     """As a whole: nobody knows how far the plan was carried out."""
 
 
-Event = Began | Added | Aborted | CacheReset | Planned | Computed
+Event = Began | Added | Aborted | GivenUp | CacheReset | Planned | Computed
 
 
 class Log(Protocol):

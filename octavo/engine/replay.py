@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.engine.build_scheduler import build_scheduler
-from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, Planned, lean_row
+from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Planned, lean_row
 from octavo.engine.scheduler import Scheduler
 from octavo.ports import Executor
 from octavo.step import RowResult, StepPlan, StepResult
@@ -56,6 +56,8 @@ class Replay:
             self._scheduler.add(event.request)
         elif isinstance(event, Aborted):
             self._scheduler.abort(event.request_id)
+        elif isinstance(event, GivenUp):
+            self._scheduler.fail(event.request_id, event.error)
         elif isinstance(event, CacheReset):
             self._scheduler.blocks.reset_prefix_cache(reset_connector=event.reset_connector)
         elif isinstance(event, Planned):

@@ -37,6 +37,8 @@ class EngineRequest(msgspec.Struct):
     """Among whom a fair policy shares."""
     arrival_time: float = 0.0
     """On the monotonic clock of the machine."""
+    output_token_ids: list[int] = []
+    """What an earlier core has sampled for it already."""
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
@@ -106,8 +108,8 @@ class Request:
         self.source = source
         self.request_id = source.request_id
         self.params = params
-        self.token_ids = list(source.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids = [*source.prompt_token_ids, *source.output_token_ids]
+        self.num_prompt_tokens = len(source.prompt_token_ids)
         self.num_computed_tokens = 0
         self.max_num_tokens = max_num_tokens
         if params.max_tokens is not None:

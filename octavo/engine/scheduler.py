@@ -88,6 +88,12 @@ class Scheduler:
         return list(self._policy.order())
 
     @property
+    def next_to_run(self) -> str | None:
+        """Who of those that do not run is to run before the others: swapped out, or waiting."""
+        first = self.swapped[0] if self.swapped else next(self._policy.order(), None)
+        return None if first is None else first.request_id
+
+    @property
     def waits_for(self) -> str:
         """What kept the first of the waiting from starting in the last plan; "" where nobody waits."""
         return self._times.waits_for
@@ -117,12 +123,19 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its blocks at once; an unknown one (it may have just finished) is left alone."""
+        self._give_up(request_id, Finish("abort"))
+
+    def fail(self, request_id: str, error: str) -> None:
+        """`abort`, for a reason that is not the user's."""
+        self._give_up(request_id, Finish("error", error=error))
+
+    def _give_up(self, request_id: str, finish: Finish) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-        self._outputs.append(self._finish(request, Finish("abort")))
+        self._outputs.append(self._finish(request, finish))
 
     # -- a step is planned ----------------------------------------------------------------------------------------------
 
@@ -377,7 +390,7 @@ class Scheduler:
 
     def _take_tokens(self, request: Request, result: RowResult) -> EngineOutput:
         is_first = request.num_output_tokens == 0
-        if is_first:
+        if request.watch.first_token is None:
             self._times.yielded(request.watch)
         finish = None
         num_taken = 0

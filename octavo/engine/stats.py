@@ -33,6 +33,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_added: int = 0
     """Requests that ever came, and their tokens: what a front has sent beyond these is still on its way."""
     num_added_tokens: int = 0
+    num_restarts: int = 0
+    """Cores that were replaced because they hung."""
 
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
     """The prefix cache off the device."""
@@ -41,3 +43,14 @@ class EngineStats(msgspec.Struct, array_like=True):
     def kv_usage(self) -> float:
         """Share of the KV blocks that requests hold, 0 to 1."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """With what a core had counted that this one has replaced."""
+        return msgspec.structs.replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in COUNTS})
+
+
+COUNTS = (
+    *("num_steps", "num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "busy_s"),
+    *("num_swaps", "num_added", "num_added_tokens", "num_restarts"),
+)
+"""What grows from the start on; all else is of the moment."""

@@ -45,6 +45,7 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda stats: stats.prefix_hit_tokens),
     "num_preemptions": ("Requests that had to give up their KV blocks.", lambda stats: stats.num_preemptions),
     "num_swaps": ("Preemptions to host memory.", lambda stats: stats.num_swaps),
+    "num_engine_restarts": ("Engines replaced because a step made no progress.", lambda stats: stats.num_restarts),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("From arrival to the first token.", TOKEN_SECONDS),

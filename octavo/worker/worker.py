@@ -39,6 +39,10 @@ class Worker:
         busy_s = time.perf_counter() - began
         return StepResult(plan.step, results, busy_s, moved_s, self._report(waits=not plan.rows))
 
+    @property
+    def progress(self) -> int:
+        return self._runnable.progress
+
     def _apply(self, plan: StepPlan) -> float:
         """Says for how many seconds blocks were moved."""
         for request_id in plan.freed_rows:

@@ -59,3 +59,10 @@ def test_derived_values_fill_gaps_only():
     assert (bare.model.max_model_len, bare.backend.threads, bare.model.served_model_name) == (512, 3, "m")
     given = EngineConfig.from_options(model="m", max_model_len=100, threads=1, served_model_name="name")
     assert derive(given, model_context_tokens=512, num_threads=3) == given
+
+
+def test_a_stall_timeout_is_long_enough_to_see_anything_move():
+    for value in (0, 1, 60):
+        derive(EngineConfig.from_options(stall_timeout=value), model_context_tokens=512, num_threads=1)
+    with pytest.raises(ConfigError, match=r"stall_timeout: got 0\.5, allowed is 0 \(off\) or at least 1 second"):
+        derive(EngineConfig.from_options(stall_timeout=0.5), model_context_tokens=512, num_threads=1)

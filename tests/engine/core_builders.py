@@ -5,7 +5,7 @@ import time
 
 from octavo.engine.client import EngineInfo
 from octavo.errors import ConfigError
-from tests.engine.fakes import VOCAB, FakeExecutor, make_core
+from tests.engine.fakes import VOCAB, FakeExecutor, FakeRow, make_core
 
 INFO = EngineInfo(VOCAB, 512, 1024, "a fake cache")
 
@@ -23,9 +23,36 @@ class SlowExecutor(FakeExecutor):
         return super().execute(plan)
 
 
+BAD = VOCAB + 1
+"""In a row of a step, the token that makes a HangingExecutor hang."""
+SICK = VOCAB + 2
+"""One that makes it hang with another one like it in the step, and not alone."""
+
+
+class HangingExecutor(FakeExecutor):
+    def execute(self, plan):
+        for new in plan.new_rows:
+            self.rows.setdefault(new.request_id, FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index))
+        tokens = [self.rows[row.request_id].tokens[row.start : row.start + row.num_tokens] for row in plan.rows]
+        if any(BAD in some for some in tokens) or sum(SICK in some for some in tokens) > 1:
+            time.sleep(3600)
+        time.sleep(0.002)
+        return super().execute(plan)
+
+
+class LongExecutor(FakeExecutor):
+    """Its steps last longer than they may stand still, but they get ahead."""
+
+    def execute(self, plan):
+        for _ in range(6):
+            time.sleep(0.3)
+            self.progress += 1
+        return super().execute(plan)
+
+
 def build(options, report):
     report("loading nothing")
-    kinds = {"die": DyingExecutor, "slow": SlowExecutor}
+    kinds = {"die": DyingExecutor, "slow": SlowExecutor, "hang": HangingExecutor, "long": LongExecutor}
     return make_core(executor=kinds.get(options.get("kind"), FakeExecutor)()), INFO
 
 

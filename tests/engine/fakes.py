@@ -48,6 +48,7 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self.raise_on: set[str] = set()
         self.fail_on: dict[str, str] = {}
+        self.progress = 0
         self.closed = False
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -137,7 +138,7 @@ def make_core(
 
 
 def make_request(request_id: str, prompt: list[int], *, max_tokens: int | None = 8, eos: tuple[int, ...] = (), **fields) -> EngineRequest:
-    names = ("sample_index", "fork_of", "cache_salt", "priority", "tenant", "arrival_time")
+    names = ("sample_index", "fork_of", "cache_salt", "priority", "tenant", "arrival_time", "output_token_ids")
     own = {name: fields.pop(name) for name in names if name in fields}
     return EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, **fields), seed=1, eos_token_ids=list(eos), **own)
 

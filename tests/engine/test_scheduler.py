@@ -2,6 +2,7 @@
 
 import pytest
 
+from octavo.engine.core import EngineCore
 from tests.engine.fake_tiers import FakeTiers
 from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
 
@@ -274,3 +275,35 @@ def test_every_request_has_exactly_one_final_output():
     for request_id, outputs in core2.items():
         found[request_id] = sum(output.finish_reason is not None for output in outputs)
     assert all(count == 1 for count in found.values()) and "2" in found
+
+
+def test_one_that_an_earlier_core_began_goes_on():
+    """With what it had yielded, the tokens that follow are those that would have followed; the limit counts them all."""
+    prompt = [3, 1, 4, 1, 5]
+    expected = expected_tokens(prompt, 12)
+    core = make_core()
+    core.add(make_request("a", prompt, max_tokens=12, output_token_ids=expected[:5], fork_of="gone"))
+    (outputs,) = run_all(core).values()
+    assert tokens_of(outputs) == expected[5:] and outputs[-1].finish_reason == "length"
+    assert outputs[-1].timings.decode_s >= 0 and core.scheduler.stats().prompt_tokens == 0
+
+
+def test_steps_that_compute_nothing_end_in_a_failure():
+    """A scheduler that starts nobody is a bug, or blocks that others hold; whoever stands first fails with what it waited for."""
+    now = [0.0]
+    core = make_core(num_blocks=8, clock=lambda: now[0])
+    core = EngineCore(core.scheduler, core.executor, clock=lambda: now[0], stall_timeout_s=60)
+    core.scheduler.blocks.start("other", list(range(100)), salt="", max_cached_tokens=0, reserve=0, step_tokens=100)
+    core.add(make_request("a", [1] * 40))
+    core.add(make_request("b", [1] * 3, max_tokens=2))
+    core.step()
+    now[0] = 59.0
+    assert core.step().outputs == []
+    now[0] = 60.0
+    (output,) = core.step().outputs
+    assert (output.request_id, output.finish_reason) == ("a", "error")
+    assert output.error == "no step could start it for 60 s (stall_timeout): KV full"
+    assert [end.request_id for end in run_all(core)["b"] if end.finish_reason == "length"] == ["b"]
+    now[0] = 500.0
+    core.add(make_request("c", [1] * 40))
+    assert core.step().outputs == [], "time without work does not count"

@@ -28,6 +28,7 @@ class FakeKv:
 
 class FakeRunnable:
     weight_bytes = 0
+    progress = 0
 
     def __init__(self) -> None:
         self.batches: list[StepBatch] = []

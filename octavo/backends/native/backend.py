@@ -160,6 +160,10 @@ class NativeProgram:
     def weight_bytes(self) -> int:
         return self._weight_bytes
 
+    @property
+    def progress(self) -> int:
+        return int(self._executor.stages_done)
+
     def start_profile(self) -> None:
         self._executor.profile(True)
 
