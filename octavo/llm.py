@@ -101,16 +101,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to one conversation or several, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        variables = dict(chat_template_kwargs or {})
-        prompts = [
-            self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, **variables)  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "chat_template_kwargs": chat_template_kwargs}
+        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
+    def chat_prompt(
+        self, messages: Messages, *, add_generation_prompt: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
-        return self._front.inputs.chat_prompt(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._front.inputs.chat_prompt(messages, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """One request's outputs as they grow, each with all of it so far; leaving the loop aborts it."""
@@ -290,11 +289,6 @@ class AsyncLLM:
         """Vocabulary, context and what the KV cache holds."""
         return self._front.client.info
 
-    @property
-    def description(self) -> str:
-        """What fits, for people: "KV cache 2.0 GiB: ..."."""
-        return self.info.description
-
     def start(self) -> None:
         """Listens to the core from now on, in this event loop, so that its death is known though nobody asks for anything."""
         if self._reader is None:
@@ -342,9 +336,11 @@ class AsyncLLM:
         finally:
             await stream.aclose()
 
-    def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
+    def chat_prompt(
+        self, messages: Messages, *, add_generation_prompt: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """A conversation as a prompt for `generate`, through the model's chat template."""
-        return self._front.inputs.chat_prompt(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._front.inputs.chat_prompt(messages, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gets a final output with finish_reason "abort"."""

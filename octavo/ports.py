@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -169,7 +169,9 @@ class Tokenizer(Protocol):
         """A text is its tokens' bytes end to end, in UTF-8. Empty for ids without a token."""
         ...
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Ids of a conversation; special-token text inside a message stays text."""
         ...
 

@@ -185,7 +185,7 @@ def test_the_start_is_reported_from_the_process():
     llm = make_async(in_process=False, report=lines.append)
     llm.close()
     assert lines[0].startswith("loading ") and lines[-1].startswith("KV cache ")
-    assert llm.description == lines[-1]
+    assert llm.info.description == lines[-1]
 
 
 def test_text_and_stop_strings():

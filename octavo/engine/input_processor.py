@@ -24,6 +24,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,18 @@ class InputProcessor:
         )
         return FrontRequest(request_id, text, token_ids, params, _samples(first, params), arrival_time)
 
-    def chat_prompt(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
-        """A conversation as a prompt of token ids."""
+    def chat_prompt(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """A conversation as a prompt of token ids. `variables` are the template's, beside what it always gets."""
+        for name in variables or ():
+            if name in TEMPLATE_ARGUMENTS:
+                message = f"chat_template_kwargs: got {name!r}, which has a field of its own"
+                raise InvalidRequest(message, param="chat_template_kwargs")
         tokenizer = self._need_tokenizer("a conversation needs the model's tokenizer and chat template", "prompt")
-        return {"prompt_token_ids": tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **variables)}
+        return {
+            "prompt_token_ids": tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        }
 
     # -- prompts --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from octavo.config.engine_config import SchedulerOptions
 from octavo.engine.stats import EngineStats
-from octavo.errors import Overloaded
+from octavo.errors import InvalidRequest, Overloaded
 
 MEASURED_S = 10.0
 """Over so long the rate is measured,"""
@@ -61,10 +61,14 @@ class QueueLimit:
             self._left.popleft()
 
     def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
-        """Whether so much more may be sent, beside what finds a place among the running.
+        """Whether so much more may be sent, beside what finds a place among the running; InvalidRequest where it never may.
 
         Those who have gone away since the last step are not among the unfinished.
         """
+        most = self._max_running + self._max_reqs
+        if more.requests > most:
+            hint = "ask for fewer samples, or raise max_num_queued_reqs"
+            raise InvalidRequest(f"n: got {more.requests}, allowed are at most {most}, that run and wait at once", param="n", hint=hint)
         waiting = _waiting(self._stats) + self._sent - _added(self._stats)
         num_waiting = min(waiting.requests, num_unfinished)
         num_places = max(0, self._max_running - self._stats.num_running - self._stats.num_swapped)

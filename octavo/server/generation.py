@@ -89,12 +89,12 @@ async def prompt_of(llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool =
     return {"prompt_token_ids": token_ids, "cache_salt": cache_salt}
 
 
-async def chat_prompt_of(llm: AsyncLLM, messages: list[dict[str, Any]], *, cache_salt: str | None, **variables: Any) -> dict[str, Any]:
-    """A conversation, through the model's template."""
+async def chat_prompt_of(llm: AsyncLLM, messages: list[dict[str, Any]], *, cache_salt: str | None, **options: Any) -> dict[str, Any]:
+    """A conversation, through the model's template. `options` are those of `AsyncLLM.chat_prompt`."""
     if sum(len(message["content"] or "") for message in messages) > LONG_TEXT_CHARACTERS:
-        prompt = await asyncio.to_thread(llm.chat_prompt, messages, **variables)
+        prompt = await asyncio.to_thread(llm.chat_prompt, messages, **options)
     else:
-        prompt = llm.chat_prompt(messages, **variables)
+        prompt = llm.chat_prompt(messages, **options)
     return prompt | {"cache_salt": cache_salt}
 
 

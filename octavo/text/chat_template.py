@@ -33,7 +33,7 @@ class ChatTemplate:
             )
         known = self._special_tokens | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._compiled.render(**{"tools": None, "documents": None} | known | dict(variables))
+            return self._compiled.render({"tools": None, "documents": None} | known | dict(variables))
         except Exception as error:  # a template can fail with any error of the values it is given
             raise InvalidRequest(f"messages: the chat template failed: {error}", param="messages") from error
 

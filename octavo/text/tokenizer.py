@@ -6,7 +6,7 @@ Knows nothing of checkpoints beyond a `TokenizerSource`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -88,10 +88,12 @@ class TextTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes[token_id]
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Special-token text in messages or variables stays text. Without any, the ids are those of the rendered text as a whole."""
         guard = self._special_text.guard()
-        rendered = self._template.render(guard.protect(list(messages)), add_generation_prompt, guard.protect(variables))
+        rendered = self._template.render(guard.protect(list(messages)), add_generation_prompt, guard.protect(variables or {}))
         if not guard.used:
             return self.encode(rendered, add_special_tokens=False, allow_special_text=True)
         ids: list[int] = []

@@ -5,7 +5,7 @@ import pytest
 from octavo.config.engine_config import SchedulerOptions
 from octavo.engine.queue_limit import MAX_S, QueueLimit, Size
 from octavo.engine.stats import EngineStats
-from octavo.errors import Overloaded
+from octavo.errors import InvalidRequest, Overloaded
 
 
 def limit_of(**options):
@@ -54,4 +54,18 @@ def test_retry_after_follows_the_measured_rate():
         limit.take(EngineStats(num_running=2, num_waiting=10, num_added=added), float(second))
     assert refused(limit, Size(1), now=29.0).retry_after_s == pytest.approx(0.5)
     assert refused(limit, Size(8), now=29.0).retry_after_s == pytest.approx(4.0)
-    assert refused(limit, Size(10_000), now=29.0).retry_after_s == MAX_S
+
+
+def test_nobody_is_told_to_wait_for_longer_than_some_minutes():
+    limit = limit_of(max_num_queued_reqs=10)
+    limit.sent(Size(16))
+    for moment, added in ((0.0, 12), (1000.0, 14), (2000.0, 16)):
+        limit.take(EngineStats(num_running=2, num_waiting=10, num_added=added), moment)
+    assert refused(limit, Size(1), now=2000.0).retry_after_s == MAX_S
+
+
+def test_more_than_ever_has_room_is_refused_for_good():
+    limit = limit_of(max_num_queued_reqs=3)
+    limit.check(Size(5), num_unfinished=0, now=0.0)
+    with pytest.raises(InvalidRequest, match="n: got 6, allowed are at most 5, that run and wait at once"):
+        limit.check(Size(6), num_unfinished=0, now=0.0)

@@ -132,3 +132,15 @@ def test_a_picture_is_refused_by_name(http):
 
 def test_plain_text_may_be_asked_for(client):
     assert chat(client, response_format={"type": "text"}, tool_choice="none").choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_template_variables_take_no_field_s_place(http, name):
+    param, message = refusal(http, chat_template_kwargs={name: 5})
+    assert (param, message) == ("chat_template_kwargs", f"chat_template_kwargs: got {name!r}, which has a field of its own")
+
+
+@pytest.mark.parametrize("name", ["self", "llm", "cache_salt", "variables", "tools", "bos_token"])
+def test_any_other_name_may_be_a_template_variable(http, name):
+    body = {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {name: 5}}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200

@@ -45,7 +45,7 @@ def test_tools_and_functions_equal_transformers() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "é <b>'\"", "parameters": {}}}]
     rendered, _ = render_jinja_template([TALK], chat_template=TOOLS, tools=tools, add_generation_prompt=False)
     ours = tokenizer(TOOLS)
-    assert ours.decode(ours.apply_chat_template(TALK, tools=tools), skip_special_tokens=False) == rendered[0]
+    assert ours.decode(ours.apply_chat_template(TALK, variables={"tools": tools}), skip_special_tokens=False) == rendered[0]
 
 
 @settings(max_examples=400, deadline=None)
@@ -79,7 +79,7 @@ def test_plain_messages_are_encoded_as_one_text(content: str) -> None:
 
 def test_variables_are_guarded_too() -> None:
     ours = tokenizer("{{ documents[0].text }}<|im_end|>")
-    ids = ours.apply_chat_template([], documents=[{"text": "x<|im_end|>"}])
+    ids = ours.apply_chat_template([], variables={"documents": [{"text": "x<|im_end|>"}]})
     assert ids.count(2) == 1 and ours.decode(ids, skip_special_tokens=False) == "x<|im_end|><|im_end|>"
 
 

@@ -40,8 +40,13 @@ async def chat(
     llm = service.slot.llm
     _check(body)
     params = _params(body, llm.get_default_sampling_params())
-    variables = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
-    prompt = await chat_prompt_of(llm, plain_messages(body.messages), cache_salt=body.cache_salt, **variables)
+    prompt = await chat_prompt_of(
+        llm,
+        plain_messages(body.messages),
+        cache_salt=body.cache_salt,
+        add_generation_prompt=body.add_generation_prompt,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
     answer = ChatAnswer(body, params, model, tokenizer_of(llm))
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
     generation = Generation(llm, service.metrics, [prompt], params, answer.id, origin=origin)
