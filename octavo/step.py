@@ -154,7 +154,7 @@ class ConnectorStats(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """All of one step, in the order the worker acts: free rows, add rows, move blocks, compute."""
+    """All of one step. The worker moves blocks out, frees rows, adds rows, moves blocks in (from the first "swap_in" on), computes."""
 
     step: int
     freed_rows: list[str]
@@ -197,3 +197,5 @@ class StepResult(msgspec.Struct):
     moved_s: float = 0.0
     """Of it, time spent moving blocks to the host and back."""
     connector: ConnectorReport | None = None
+    kv_bytes: int | None = None
+    """Memory that the requests' KV has on the device, where it is given on demand."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo import __version__
-from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, Backend, BackendOptions, Footprint, KvLayout
+from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, Backend, BackendOptions, Footprint, KvCache, KvLayout, OnDemandBackend
 from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint, open_header
@@ -34,6 +34,7 @@ from octavo.models.registry import build_programs
 from octavo.ports import Checkpoint, Executor, ModelHeader, Profiler, Tokenizer, TokenizerSource
 from octavo.program.program import Program
 from octavo.program.work import Work, work_of
+from octavo.worker.block_places import BlockPlaces, PagedPlaces, RangeShape, VirtualPlaces, check_addressable
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.capacity import Capacity, capacity_of
 from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
@@ -179,15 +180,32 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
         vocab_size=program.vocab_size,
     )
     groups = _block_groups(config, budget)
-    kv = backend.allocate(program.groups, [group.num_blocks for group in groups])
+    kv, places = _kv_memory(config, backend, program, groups)
     layouts = [backend.kv_layout(group) for group in program.groups]
     host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
     tiers, tier_worker = _build_tiers(model, backend, layouts, program, report)
-    worker = Worker(runnable, CacheEngine(kv, host, tier_worker), rows, close=backend.close)
+    worker = Worker(runnable, CacheEngine(kv, host, tier_worker, places), rows, close=backend.close)
     scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len, tiers=tiers)
     info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
     log = _log(config, budget, groups, tiers)
     return EngineCore(scheduler, worker, log=log, stall_timeout_s=config.observe.stall_timeout), info, worker
+
+
+def _kv_memory(config: EngineConfig, backend: Backend, program: Program, groups: Sequence[BlockGroup]) -> tuple[KvCache, BlockPlaces]:
+    """The device's memory for KV, and where in it blocks lie, in the layout that the options name."""
+    if config.cache.kv_layout == "paged":
+        return backend.allocate(program.groups, [group.num_blocks for group in groups]), PagedPlaces()
+    if not isinstance(backend, OnDemandBackend):
+        raise ConfigError(f"kv_layout: virtual is not for the backend {backend.name}", hint="leave kv_layout at paged")
+    assert config.model.max_model_len is not None, "derive() has set it"
+    num_rows, context_blocks = config.scheduler.max_num_seqs, -(-config.model.max_model_len // BLOCK_SIZE)
+    ranges = [
+        RangeShape.of(group.num_blocks, context_blocks, backend.kv_pieces(spec), spec.num_layers)
+        for spec, group in zip(program.groups, groups, strict=True)
+    ]
+    check_addressable(ranges, num_rows=num_rows)
+    kv = backend.allocate_on_demand(program.groups, [num_rows * shape.num_blocks for shape in ranges])
+    return kv, VirtualPlaces(kv, ranges, num_rows=num_rows)
 
 
 def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None) -> Log:

@@ -222,6 +222,11 @@ void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
     if (num_bytes != needed) throw std::invalid_argument("a block has " + std::to_string(needed) + " bytes, got an array of " + std::to_string(num_bytes));
 }
 
+void check_blocks(const KvMemory& kv, int group, int first, int count) {
+    if (count > 0 && kv.has_block(group, first) && kv.has_block(group, first + count - 1)) return;
+    throw std::invalid_argument(std::to_string(count) + " blocks from " + std::to_string(first) + " on of group " + std::to_string(group) + " are not in the KV memory");
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -243,11 +248,11 @@ NB_MODULE(_native, m) {
 
     nb::class_<KvMemory>(m, "KvMemory")
         .def("__init__",
-             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, bool, int>>& groups) {
+             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, bool, int>>& groups, bool on_demand) {
                  std::vector<KvGroup> list;
                  for (const auto& [layers, heads, k_width, v_width, is_bf16, num_blocks] : groups) list.push_back(KvGroup{layers, heads, k_width, v_width, is_bf16, num_blocks});
-                 new (self) KvMemory(std::move(list));
-             })
+                 new (self) KvMemory(std::move(list), on_demand);
+             }, "groups"_a, "on_demand"_a = false)
         .def("copy_block", &KvMemory::copy_block, "group"_a, "source"_a, "target"_a)
         .def("read_block", [](const KvMemory& kv, int group, int block, const Out<uint8_t>& bytes) {
                  check_block(kv, group, block, bytes.size());
@@ -256,7 +261,14 @@ NB_MODULE(_native, m) {
         .def("write_block", [](KvMemory& kv, int group, int block, const Array<uint8_t>& bytes) {
                  check_block(kv, group, block, bytes.size());
                  kv.write_block(group, block, bytes.data());
-             }, "group"_a, "block_id"_a, "data"_a);
+             }, "group"_a, "block_id"_a, "data"_a)
+        .def("give_back", [](KvMemory& kv, int group, int first, int count) {
+                 check_blocks(kv, group, first, count);
+                 kv.give_back(group, first, count);
+             }, "group"_a, "first_block"_a, "num_blocks"_a)
+        .def("spans", [](const KvMemory& kv, int group) {
+                 return std::vector{std::make_tuple((uintptr_t)kv.memory(group).data(), kv.memory(group).size())};
+             }, "group"_a);
 
     m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, bool is_bf16) { return KvGroup{1, heads, k_width, v_width, is_bf16, 0}.block_bytes(); });
 

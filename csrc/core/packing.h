@@ -9,15 +9,18 @@
 
 namespace octavo {
 
-// 64-byte aligned memory that costs nothing until it is touched, in huge pages where the system gives them.
+// 64-byte aligned memory that costs nothing until it is touched, in huge pages where the system gives them, or always in small ones, so
+// that no more is given than what is touched.
 class Memory {
   public:
-    explicit Memory(size_t bytes);
+    explicit Memory(size_t bytes, bool small_pages = false);
     ~Memory();
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
+    // The system takes back the whole pages within these bytes; read again they are zeros.
+    void give_back(size_t offset, size_t bytes);
 
   private:
     uint8_t* data_;

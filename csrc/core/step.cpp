@@ -4,8 +4,8 @@
 
 namespace octavo {
 
-KvMemory::KvMemory(std::vector<KvGroup> groups) : groups_(std::move(groups)) {
-    for (const auto& g : groups_) memory_.push_back(std::make_unique<Memory>((size_t)g.num_blocks * g.num_layers * g.block_bytes()));
+KvMemory::KvMemory(std::vector<KvGroup> groups, bool on_demand) : groups_(std::move(groups)) {
+    for (const auto& g : groups_) memory_.push_back(std::make_unique<Memory>((size_t)g.num_blocks * g.num_layers * g.block_bytes(), on_demand));
 }
 
 KvLayer KvMemory::layer(int group, int layer) const {
@@ -35,6 +35,10 @@ void KvMemory::read_block(int group, int block, uint8_t* to) const {
 
 void KvMemory::write_block(int group, int block, const uint8_t* from) {
     for_each_part(group, [&](int part, size_t bytes) { std::memcpy(at(group, part, block), from + part * bytes, bytes); });
+}
+
+void KvMemory::give_back(int group, int block, int count) {
+    for_each_part(group, [&](int part, size_t bytes) { memory_[group]->give_back(at(group, part, block) - memory_[group]->data(), count * bytes); });
 }
 
 }  // namespace octavo

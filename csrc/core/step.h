@@ -26,7 +26,8 @@ struct KvGroup {
 // together, and costs nothing until it is written.
 class KvMemory {
   public:
-    explicit KvMemory(std::vector<KvGroup> groups);
+    // on_demand: in small pages, for blocks that are given back.
+    explicit KvMemory(std::vector<KvGroup> groups, bool on_demand = false);
     KvMemory(const KvMemory&) = delete;
     KvMemory& operator=(const KvMemory&) = delete;
     KvLayer layer(int group, int layer) const;
@@ -36,6 +37,9 @@ class KvMemory {
     // A block's bytes, [layer][head]: num_layers * block_bytes.
     void read_block(int group, int block, uint8_t* bytes) const;
     void write_block(int group, int block, const uint8_t* bytes);
+    // The memory of whole pages within `count` neighbouring blocks; what they held is lost.
+    void give_back(int group, int block, int count);
+    const Memory& memory(int group) const { return *memory_[group]; }
     bool has_block(int group, int block) const { return group >= 0 && group < num_groups() && block >= 0 && block < groups_[group].num_blocks; }
 
   private:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,6 +180,18 @@ class KvCache(Protocol):
         ...
 
 
+class OnDemandKvCache(KvCache, Protocol):
+    """One whose blocks get memory when they are written and give it back when they are told to, in whole pages."""
+
+    def give_back(self, group: int, first_block: int, num_blocks: int) -> None:
+        """What these neighbouring blocks hold is lost. Pages that reach beyond them stay."""
+        ...
+
+    def spans(self, group: int) -> Sequence[tuple[int, int]]:
+        """Addresses and sizes in bytes of a group's blocks, so that one can see what the system has given."""
+        ...
+
+
 class Runnable(Protocol):
     """A prepared Program."""
 
@@ -229,3 +241,16 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class OnDemandBackend(Protocol):
+    """A backend whose KV memory may be given on demand."""
+
+    def kv_pieces(self, group: CacheGroup) -> tuple[int, ...]:
+        """Sizes of the pieces of a block in one layer; the same piece of the next block lies behind it."""
+        ...
+
+    def allocate_on_demand(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> OnDemandKvCache:
+        """Addresses for so many blocks, and no memory yet. ConfigError where the system has not so many."""
+        ...

@@ -24,10 +24,12 @@ from octavo.backends.base import (
     KvCache,
     KvLayout,
     LoadWeight,
+    OnDemandKvCache,
     StepBatch,
     StepOutput,
 )
 from octavo.backends.reference_attention import ATTENTION_FORMULAS
+from octavo.backends.reference_on_demand import OnDemandArrays
 from octavo.backends.reference_ops import ROW_FORMULAS, Floats, GroupArrays, Step
 from octavo.backends.sampling import sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
@@ -45,10 +47,11 @@ MASKS = ("causal", "window", "full")
 
 
 class ReferenceKvCache:
-    """KV bytes of all groups. Implements `base.KvCache`."""
+    """KV bytes of all groups. Implements `base.OnDemandKvCache`."""
 
     def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], dtype: np.dtype) -> None:
-        self.groups = [_group_arrays(group, count, dtype) for group, count in zip(groups, num_blocks, strict=True)]
+        self._memory = [OnDemandArrays(_shapes(group, count), dtype) for group, count in zip(groups, num_blocks, strict=True)]
+        self.groups = [GroupArrays(*memory.arrays) for memory in self._memory]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         for array in (self.groups[group].k, self.groups[group].v):
@@ -65,10 +68,16 @@ class ReferenceKvCache:
         k[...] = data[: k.nbytes].view(k.dtype).reshape(k.shape)
         v[...] = data[k.nbytes :].view(v.dtype).reshape(v.shape)
 
+    def give_back(self, group: int, first_block: int, num_blocks: int) -> None:
+        self._memory[group].give_back(first_block, num_blocks)
 
-def _group_arrays(group: CacheGroup, num_blocks: int, dtype: np.dtype) -> GroupArrays:
+    def spans(self, group: int) -> list[tuple[int, int]]:
+        return [(array.ctypes.data, array.nbytes) for array in self._memory[group].arrays]
+
+
+def _shapes(group: CacheGroup, num_blocks: int) -> list[tuple[int, ...]]:
     shape = (group.num_layers, num_blocks, BLOCK_SIZE, group.num_kv_heads)
-    return GroupArrays(np.zeros((*shape, group.k_width), dtype), np.zeros((*shape, group.v_width), dtype))
+    return [(*shape, group.k_width), (*shape, group.v_width)]
 
 
 @dataclass(slots=True)
@@ -142,6 +151,13 @@ class ReferenceBackend:
             return ReferenceKvCache(groups, num_blocks, self._kv_dtype)
         except MemoryError:
             raise ConfigError(f"no memory for {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes") from None
+
+    def kv_pieces(self, group: CacheGroup) -> tuple[int, ...]:
+        number = BLOCK_SIZE * group.num_kv_heads * self._kv_dtype.itemsize
+        return (number * group.k_width, number * group.v_width)
+
+    def allocate_on_demand(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> OnDemandKvCache:
+        return self.allocate(groups, num_blocks)
 
     def close(self) -> None:
         """Nothing is held outside Python."""

@@ -43,6 +43,7 @@ def _check(config: EngineConfig) -> None:
     _check_prefix_cache(config.cache)
     if 0 < config.observe.stall_timeout < MIN_STALL_S:
         raise ConfigError(f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least {MIN_STALL_S:g} second")
+    _check_layout(config.cache)
     if options.watermark >= 1:
         raise ConfigError(f"watermark: got {options.watermark:g}, allowed is a share below 1")
 
@@ -51,6 +52,12 @@ def _check_prefix_cache(cache: CacheOptions) -> None:
     for name in ("prefix_cache_dir", "kv_offloading_size"):
         if getattr(cache, name) is not None and not (cache.enable_prefix_caching and cache.kv_cache):
             raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
+
+
+def _check_layout(cache: CacheOptions) -> None:
+    if cache.kv_layout == "virtual" and cache.enable_prefix_caching:
+        what = "kv_layout: virtual gives each request addresses of its own, prefix caching needs shared blocks"
+        raise ConfigError(what, hint="set enable_prefix_caching to False, or leave kv_layout at paged")
 
 
 def tenant_weights(options: SchedulerOptions) -> dict[str, float]:

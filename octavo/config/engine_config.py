@@ -44,6 +44,9 @@ class CacheOptions:
     kv_cache_dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16"
     )
+    kv_layout: Literal["paged", "virtual"] = option(
+        "paged", "where blocks lie: anywhere; or virtual, each request's in a range of addresses of its own, without sharing (Linux)"
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that start alike")
     swap_space: int = option(
         1 << 30,

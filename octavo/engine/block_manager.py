@@ -63,6 +63,7 @@ class BlockManager:
         *,
         block_size: int,
         enable_prefix_caching: bool,
+        shares_blocks: bool = True,
         max_step_tokens: int = UNBOUNDED,
         connector: Connector | None = None,
     ) -> None:
@@ -76,6 +77,8 @@ class BlockManager:
         self.num_hit_tokens = 0
         self.capacity_tokens = min(self._capacity(pool, max_step_tokens) for pool in self.pools)
         """The longest request that fits when it is alone."""
+        self.shares_blocks = shares_blocks
+        """Whether requests may hold the same block. Prefix caching needs it."""
         self._caching = enable_prefix_caching
         self._finder = PrefixFinder(self.pools, block_size, self.connector)
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]

@@ -33,6 +33,7 @@ def build_scheduler(
         groups,
         block_size=block_size,
         enable_prefix_caching=cache.enable_prefix_caching and cache.kv_cache,
+        shares_blocks=cache.kv_cache and cache.kv_layout == "paged",
         max_step_tokens=options.max_num_batched_tokens,
         connector=None if tiers is None else TierConnector(tiers),
     )

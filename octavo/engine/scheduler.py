@@ -251,7 +251,7 @@ class Scheduler:
 
     def _parent_of(self, request: Request) -> Request | None:
         """Whose blocks the request is to share; None where it has none, or that one ended or no longer has what is to be shared."""
-        if request.fork_of is None or not self._limits.keeps_kv:
+        if request.fork_of is None or not self.blocks.shares_blocks:
             return None
         parent = self._requests.get(request.fork_of)
         if parent is None or (parent.status is RequestStatus.WAITING and parent.num_preemptions):

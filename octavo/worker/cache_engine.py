@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from octavo.backends.base import KvCache
 from octavo.ports import ConnectorWorker
 from octavo.step import BlockMove
+from octavo.worker.block_places import BlockPlaces, PagedPlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +27,31 @@ class HostShape:
 
 
 class CacheEngine:
-    """`host`: per group, for swapped requests; memory that is never written costs nothing."""
+    """`host`: per group, for swapped requests; memory that is never written costs nothing. `places`: where a block of `kv` lies."""
 
-    def __init__(self, kv: KvCache, host: Sequence[HostShape] = (), connector: ConnectorWorker | None = None) -> None:
+    def __init__(
+        self,
+        kv: KvCache,
+        host: Sequence[HostShape] = (),
+        connector: ConnectorWorker | None = None,
+        places: BlockPlaces | None = None,
+    ) -> None:
         self.kv = kv
         self.connector = connector
+        self.places: BlockPlaces = places or PagedPlaces()
         self._host = [np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in host]
         """Per group `[blocks, bytes of a block in every layer]`"""
 
     def apply(self, moves: Sequence[BlockMove]) -> None:
         """In the plan's order, before the step computes."""
+        find = self.places.find
         for move in moves:
             if move.kind == "copy":
-                self.kv.copy_block(move.group, move.source, move.target)
+                self.kv.copy_block(move.group, find(move.group, move.source), find(move.group, move.target))
             elif move.kind in ("swap_out", "save"):
-                self.kv.read_block(move.group, move.source, self._off_device(move, move.target))
+                self.kv.read_block(move.group, find(move.group, move.source), self._off_device(move, move.target))
             else:
-                self.kv.write_block(move.group, move.target, self._off_device(move, move.source))
+                self.kv.write_block(move.group, find(move.group, move.target), self._off_device(move, move.source))
 
     def _off_device(self, move: BlockMove, index: int) -> NDArray[np.uint8]:
         """`[block_bytes]`"""

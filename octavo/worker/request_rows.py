@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import BLOCK_SIZE
 from octavo.step import NewRow, ScheduledRow
+from octavo.worker.block_places import BlockPlaces
 from octavo.worker.sampling_rows import SamplingRows
 
 
@@ -34,11 +35,12 @@ class RequestRows:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._row_of
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str, places: BlockPlaces) -> None:
         """Gives a request's row back; one without a row is left alone."""
         row = self._row_of.pop(request_id, None)
         if row is None:
             return
+        places.clear(row)
         self.block_tables[:, row] = -1
         self.sampling.free(row)
         self._free.append(row)
@@ -52,15 +54,15 @@ class RequestRows:
             num_blocks[row] = 0
         self.sampling.add(row, new)
 
-    def update_tables(self, scheduled: ScheduledRow) -> None:
-        """Takes in the blocks that a plan adds or replaces."""
+    def update_tables(self, scheduled: ScheduledRow, places: BlockPlaces) -> None:
+        """Takes in the blocks that a plan adds or replaces, by their places."""
         row = self._row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
             first = self._num_blocks[group][row]
-            self.block_tables[group, row, first : first + len(added)] = added
+            self.block_tables[group, row, first : first + len(added)] = places.put(group, row, first, added)
             self._num_blocks[group][row] = first + len(added)
         for group, index, block_id in scheduled.replaced_blocks:
-            self.block_tables[group, row, index] = block_id
+            self.block_tables[group, row, index] = places.put(group, row, index, [block_id])[0]
 
     def indices(self, scheduled: Sequence[ScheduledRow]) -> NDArray[np.intp]:
         """[R]"""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from octavo.backends.base import Runnable
 from octavo.outputs import Profile
-from octavo.step import ConnectorReport, RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import BlockMove, ConnectorReport, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.request_rows import RequestRows
@@ -37,27 +37,34 @@ class Worker:
         moved_s = self._apply(plan)
         results = self._run(plan.rows) if plan.rows else []
         busy_s = time.perf_counter() - began
-        return StepResult(plan.step, results, busy_s, moved_s, self._report(waits=not plan.rows))
+        kv_bytes = self._cache_engine.places.num_bytes
+        return StepResult(plan.step, results, busy_s, moved_s, self._report(waits=not plan.rows), kv_bytes)
 
     @property
     def progress(self) -> int:
         return self._runnable.progress
 
     def _apply(self, plan: StepPlan) -> float:
-        """Says for how many seconds blocks were moved."""
+        """Says for how many seconds blocks were moved: out before their places are given up, in when they have new ones."""
+        places = self._cache_engine.places
+        returning = next((index for index, move in enumerate(plan.moves) if move.kind == "swap_in"), len(plan.moves))
+        moved_s = self._move(plan.moves[:returning])
         for request_id in plan.freed_rows:
-            self._rows.free(request_id)
+            self._rows.free(request_id, places)
         for new in plan.new_rows:
             self._rows.add(new)
-        began = time.perf_counter()
-        self._cache_engine.apply(plan.moves)
-        moved_s = time.perf_counter() - began
         for row in plan.rows:
             if row.new_block_ids or row.replaced_blocks:
-                self._rows.update_tables(row)
+                self._rows.update_tables(row, places)
+        moved_s += self._move(plan.moves[returning:])
         if plan.connector is not None and self._cache_engine.connector is not None:
             self._cache_engine.connector.begin(plan.connector)
         return moved_s
+
+    def _move(self, moves: Sequence[BlockMove]) -> float:
+        began = time.perf_counter()
+        self._cache_engine.apply(moves)
+        return time.perf_counter() - began
 
     def _report(self, *, waits: bool) -> ConnectorReport | None:
         """Where a step computes nothing it waits a little for what the connector brings."""

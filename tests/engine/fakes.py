@@ -118,6 +118,7 @@ def make_core(
     clock: Callable[[], float] = lambda: 0.0,
     caching: bool = True,
     kv_cache: bool = True,
+    kv_layout: str = "paged",
     budget: int = 64,
     max_num_seqs: int = 8,
     num_slots: int = 0,
@@ -128,7 +129,7 @@ def make_core(
     groups = [BlockGroup(num_blocks, window, num_host_blocks) for window in windows or [None] * num_groups]
     scheduler = build_scheduler(
         SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **options),
-        CacheOptions(enable_prefix_caching=caching, kv_cache=kv_cache),
+        CacheOptions(enable_prefix_caching=caching, kv_cache=kv_cache, kv_layout=kv_layout),
         groups,
         block_size=BLOCK,
         max_model_len=max_model_len,

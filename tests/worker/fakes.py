@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from mmap import PAGESIZE
+
 import numpy as np
 
 from octavo.backends.base import BLOCK_SIZE, SampleResult, StepBatch, StepOutput
+from octavo.worker.block_places import RangeShape, VirtualPlaces
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
@@ -12,8 +15,16 @@ from tests.engine.fakes import VOCAB, pseudo_token
 
 
 class FakeKv:
+    """Memory that is not written, or was given back, holds -7."""
+
     def __init__(self, num_groups: int, num_blocks: int) -> None:
         self.tokens = np.full((num_groups, num_blocks * BLOCK_SIZE), -7, np.int64)
+
+    def give_back(self, group: int, first_block: int, num_blocks: int) -> None:
+        self.tokens[group, first_block * BLOCK_SIZE : (first_block + num_blocks) * BLOCK_SIZE] = -7
+
+    def spans(self, group: int) -> list[tuple[int, int]]:
+        raise NotImplementedError
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         blocks = self.tokens[group].reshape(-1, BLOCK_SIZE)
@@ -70,8 +81,13 @@ class FakeRunnable:
 
 
 def make_worker(
-    runnable: FakeRunnable, *, num_groups: int = 1, num_blocks: int = 64, max_rows: int = 8, max_model_len: int = 512
+    runnable: FakeRunnable, *, num_groups: int = 1, num_blocks: int = 64, max_rows: int = 8, max_model_len: int = 512, virtual: bool = False
 ) -> Worker:
     rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len, num_groups=num_groups, vocab_size=VOCAB)
-    cache_engine = CacheEngine(FakeKv(num_groups, num_blocks), [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups)
+    kv, places = FakeKv(num_groups, num_blocks), None
+    if virtual:
+        shape = RangeShape.of(num_blocks, -(-max_model_len // BLOCK_SIZE), (PAGESIZE,), 1)
+        kv = FakeKv(num_groups, max_rows * shape.num_blocks)
+        places = VirtualPlaces(kv, [shape] * num_groups, num_rows=max_rows)
+    cache_engine = CacheEngine(kv, [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups, places=places)
     return Worker(runnable, cache_engine, rows, close=lambda: None)

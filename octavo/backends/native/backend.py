@@ -22,6 +22,7 @@ from octavo.backends.base import (
     KvCache,
     KvLayout,
     LoadWeight,
+    OnDemandKvCache,
     SampleResult,
     SamplingBatch,
     StepBatch,
@@ -116,17 +117,27 @@ class NativeBackend:
     def kv_layout(self, group: CacheGroup) -> KvLayout:
         return self._layout(group, self._kv_is_bf16(computes_fp32=self._computes_fp32))
 
+    def kv_pieces(self, group: CacheGroup) -> tuple[int, ...]:
+        return (self.kv_layout(group).layer_bytes // group.num_kv_heads,) * group.num_kv_heads
+
     def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> KvCache:
+        return self._allocate(groups, num_blocks, on_demand=False)
+
+    def allocate_on_demand(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> OnDemandKvCache:
+        return self._allocate(groups, num_blocks, on_demand=True)
+
+    def _allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], *, on_demand: bool) -> OnDemandKvCache:
         bf16 = self._kv_is_bf16(computes_fp32=self._computes_fp32)
         shapes = [
             (group.num_layers, group.num_kv_heads, group.k_width, group.v_width, bf16, count)
             for group, count in zip(groups, num_blocks, strict=True)
         ]
         try:
-            memory: KvCache = native_module().KvMemory(shapes)
+            memory: OnDemandKvCache = native_module().KvMemory(shapes, **({"on_demand": True} if on_demand else {}))
         except MemoryError:
             needed = sum(self.kv_layout(group).block_bytes * count for group, count in zip(groups, num_blocks, strict=True))
-            raise ConfigError(f"the KV cache needs {needed} bytes, which the system does not give") from None
+            what = "addresses" if on_demand else "bytes"
+            raise ConfigError(f"the KV cache needs {needed} {what}, which the system does not give") from None
         return memory
 
     def close(self) -> None:
