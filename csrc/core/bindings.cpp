@@ -200,12 +200,12 @@ struct Builder {
 Code code_of(const std::string& name) {
     for (int i = 0; i < kNumCodes; i++)
         if (name == kCodeNames[i]) return (Code)i;
-    throw std::invalid_argument("code " + name + ": allowed are u4, u8, bf16, fp16, fp32");
+    throw std::invalid_argument("code " + name + ": allowed are u4, u8, i8, bf16, fp16, fp32");
 }
 
 std::shared_ptr<PackedTiles> pack_codes(Device& device, const nb::tuple& codes, const nb::tuple& scales, const nb::object& mins, const nb::object& super_scales,
-                                        const nb::object& super_mins, int bits, bool halves, int group, int zero_point, int num_inputs, bool wide) {
-    const QuantisedSource source{bits, halves, group, zero_point, num_inputs, matrix_or_none(codes), matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide};
+                                        const nb::object& super_mins, int bits, bool halves, int group, int zero_point, int num_inputs, bool wide, bool whole_rows) {
+    const QuantisedSource source{bits, halves, group, zero_point, num_inputs, matrix_or_none(codes), matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide, whole_rows};
     nb::gil_scoped_release release;
     return std::make_shared<PackedTiles>(pack_quantised(source, device.pool));
 }
@@ -236,7 +236,7 @@ NB_MODULE(_native, m) {
     nb::class_<Device>(m, "Device")
         .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)
         .def_prop_ro("level", [](const Device& d) { return std::string(d.kernels.name); })
-        .def("pack_codes", &pack_codes, "codes"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "bits"_a, "halves"_a, "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a)
+        .def("pack_codes", &pack_codes, "codes"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "bits"_a, "halves"_a, "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a)
         .def("pack_values", &pack_values, "values"_a, "code"_a)
         .def("read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); }, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
         .def("product_rate", [](Device& d, const std::string& code, int rows) { return product_rate(d.pool, d.kernels, code_of(code), rows); }, "code"_a, "rows"_a,
@@ -244,7 +244,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<PackedTiles>(m, "PackedTiles")
         .def_prop_ro("num_bytes", &PackedTiles::num_bytes)
-        .def_prop_ro("code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; }, "u4, u8, bf16, fp16 or fp32");
+        .def_prop_ro("code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; }, "u4, u8, i8, bf16, fp16 or fp32");
 
     nb::class_<KvMemory>(m, "KvMemory")
         .def("__init__",

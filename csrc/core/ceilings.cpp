@@ -32,7 +32,7 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     Matrix m{};
     m.data = (const uint8_t*)zeros.data();
     m.rows = 2 * kTile, m.columns = kInputs;
-    if (code != Code::u4 && code != Code::u8) {
+    if (code != Code::u4 && code != Code::u8 && code != Code::i8) {
         m.kind = Matrix::Kind::fp32;
         m.row_stride = kInputs * sizeof(float), m.column_stride = sizeof(float);
         return pack_floats(m, code, pool);
@@ -45,9 +45,11 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     levels.kind = Matrix::Kind::fp16;
     levels.data = m.data, levels.rows = 2 * kTile, levels.columns = kInputs / kGroup;
     levels.row_stride = levels.columns * 2, levels.column_stride = 2;
-    const QuantisedSource source{bits, true, kGroup, 0, kInputs, m, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}, false};
+    const QuantisedSource source{bits, true, kGroup, 0, kInputs, m, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}, false, code == Code::i8};
     return pack_quantised(source, pool);
 }
+
+bool code_has_digits(Code code) { return code == Code::u4 || code == Code::i8; }
 
 // One thread's operands.
 struct Bench {
@@ -60,7 +62,7 @@ struct Bench {
         : tiles(std::move(t)), values(2 * kTile * kInputs * sizeof(float)), scales(2 * kTile * (kInputs / kGroup) * 16), scratch(kernels.scratch_bytes(tiles.tiles)), acc((size_t)4 * kTile * kTile) {
         const size_t each = (size_t)2 * kTile * (kInputs / kGroup);
         float* at = (float*)scales.data();
-        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), kernels.row_type(tiles.tiles.code) == RowType::digits ? 2 * kInputs : kInputs, at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup};
+        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), (int64_t)kInputs * (code_has_digits(tiles.tiles.code) ? 2 : 1), at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup};
     }
     void run(const KernelTable& kernels, int num_rows) {
         const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()}, {&tiles.tiles, 1, acc.data() + 2 * kTile * kTile}};

@@ -59,6 +59,7 @@ struct PrepareOp : RowOp {
     void run(const View& view, int64_t row) const override { view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, *rows, row); }
 };
 
+int digits_of(RowType type) { return type == RowType::digits || type == RowType::whole ? 2 : 1; }
 size_t element_bytes(RowType type) { return type == RowType::fp32 ? 4 : type == RowType::bf16 ? 2 : 1; }
 
 // -- products ------------------------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ Rows* Executor::new_rows(const Tiles& w, int area) {
     rows_.back()->area = area;
     Rows& rows = rows_.back()->rows;
     const RowType type = kernels_.row_type(w.code);
-    const int64_t stride = (int64_t)w.num_groups * kGroup * (type == RowType::digits ? 2 : 1);
+    const int64_t stride = (int64_t)w.num_groups * kGroup * digits_of(type);
     rows = Rows{type, nullptr, stride, nullptr, nullptr, nullptr, w.num_groups};
     row_bytes_ = std::max(row_bytes_, rows.stride * element_bytes(rows.type));
     groups_ = std::max(groups_, (size_t)w.num_groups);

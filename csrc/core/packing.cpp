@@ -149,9 +149,36 @@ PackedTiles allocate(Tiles tiles) {
     return PackedTiles{tiles, memory};
 }
 
+// Codes with one scale an output.
+PackedTiles pack_whole_rows(const QuantisedSource& s, ThreadPool& pool) {
+    if (s.bits != 8 || s.codes.kind != Matrix::Kind::i8 || s.zero_point || s.mins.data || s.super_scales.data)
+        throw std::invalid_argument("weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
+    Tiles t{};
+    t.code = Code::i8;
+    t.scale_type = ScaleType::fp32;
+    t.num_rows = (int32_t)s.codes.rows;
+    t.num_inputs = s.num_inputs;
+    t.num_groups = (s.num_inputs + 2 * kGroup - 1) / (2 * kGroup) * 2;
+    const size_t codes_bytes = (size_t)t.num_groups * kGroup * kTile;
+    t.tile_bytes = codes_bytes + kTile * sizeof(float);
+    const PackedTiles packed = allocate(t);
+    pool.parallel_for((t.num_rows + kTile - 1) / kTile, [&](int tile, int) {
+        uint8_t* data = packed.memory->data() + tile * t.tile_bytes;
+        for (int lane = 0; lane < kTile; lane++) {
+            const int64_t row = (int64_t)tile * kTile + lane;
+            if (row >= t.num_rows) return;
+            const uint8_t* codes = s.codes.data + row * s.codes.row_stride;
+            for (int k = 0; k < s.num_inputs; k++) data[(size_t)(k / 4) * 64 + 4 * lane + k % 4] = codes[k * s.codes.column_stride];
+            ((float*)(data + codes_bytes))[lane] = value_at(s.scales, row, 0);
+        }
+    });
+    return packed;
+}
+
 }  // namespace
 
 PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool) {
+    if (s.whole_rows) return pack_whole_rows(s, pool);
     const bool half_groups = s.group == 16;
     if (!half_groups && s.group % kGroup != 0) throw std::invalid_argument("weights are packed in groups of 16 or a multiple of 32, got " + std::to_string(s.group));
     if (half_groups && s.bits == 4) throw std::invalid_argument("4-bit weights are packed in groups of a multiple of 32, got 16");

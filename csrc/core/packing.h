@@ -48,6 +48,7 @@ struct QuantisedSource {
     int group, zero_point, num_inputs;
     Matrix codes, scales, mins, super_scales, super_mins;  // `data` null where there is none
     bool wide = false;  // 4-bit codes as bytes: for a product beside one that has 8 bits
+    bool whole_rows = false;  // one scale an output, in scales [rows][1]; signed codes of 8 bits
 };
 
 PackedTiles pack_quantised(const QuantisedSource& source, ThreadPool& pool);

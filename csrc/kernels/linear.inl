@@ -2,7 +2,8 @@
 //
 // One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g of 32 inputs,
 // in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where isum is the exact int32 sum of
-// (code - zero_point) * q and sum that of q (with 4 bits, q has two digits). Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
+// (code - zero_point) * q and sum that of q (with 4 bits, q has two digits). With one scale an output and one a row, the exact
+// sums of both digits run over all inputs and are scaled once, by `scale_whole`. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
 // `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
 #pragma once
 #include "simd.h"
@@ -102,6 +103,42 @@ void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
     for (int m = 0; m < M; m++) store(acc_out + 16 * m, acc[m]);
 }
 
+// -- 8-bit with one scale an output --------------------------------------------------------------------------------------
+
+// What the sums over all inputs of code * digit, for the two digits of a row, come to.
+OCTAVO_INLINE vf scale_whole(const Rows& x, int64_t row, vf scale, vi first, vi second) {
+    return fma(to_float(first), splat(kWholeDigit), to_float(second)) * (scale * x.scales[x.at(row, 0)]);
+}
+
+OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) { return load((const float*)(tile + w.tile_bytes) - kTile); }
+
+// Codes become unsigned for the instruction by adding 128, which 128 times the sum of the digits undoes. Few rows take several vectors of
+// weights at a time, so that sums need not wait for one another.
+template <int M>
+void product_i8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
+    constexpr int kChains = M == 1 ? 4 : M == 2 ? 2 : 1;
+    const int inputs = w.num_groups * kGroup;
+    const int8_t* q = (const int8_t*)x.values + row * x.stride;
+    vi first[M][kChains] = {}, second[M][kChains] = {};
+    for (int k = 0; k < inputs; k += 4 * kChains) {
+        if (M <= 2) prefetch_ahead<64 * kChains>(tile + 16 * (size_t)k);
+        for (int c = 0; c < kChains; c++) {
+            const vi codes = load_i(tile + 16 * (size_t)(k + 4 * c)) ^ (int32_t)0x80808080;
+            for (int m = 0; m < M; m++) {
+                const int8_t* at = q + m * x.stride + k + 4 * c;
+                first[m][c] = dot4(first[m][c], codes, broadcast4(at));
+                second[m][c] = dot4(second[m][c], codes, broadcast4(at + inputs));
+            }
+        }
+    }
+    const vf scale = scales_of(w, tile);
+    for (int m = 0; m < M; m++) {
+        for (int c = 1; c < kChains; c++) first[m][0] += first[m][c], second[m][0] += second[m][c];
+        const int32_t* sums = x.sums + x.half_at(row + m, 0, 0);
+        store(acc_out + 16 * m, scale_whole(x, row + m, scale, first[m][0] - 128 * sums[0], second[m][0] - 128 * sums[kTile]));
+    }
+}
+
 // -- floats --------------------------------------------------------------------------------------------------------------
 
 template <int M>
@@ -152,6 +189,7 @@ Product choose_scaled(const Tiles& w) {
 template <int M>
 Product choose(const Tiles& w) {
     switch (w.code) {
+        case Code::i8: return product_i8<M>;
         case Code::bf16: return product_bf16<M>;
         case Code::fp16: return product_float<M, true>;
         case Code::fp32: return product_float<M, false>;
@@ -162,7 +200,7 @@ Product choose(const Tiles& w) {
 // As many rows at a time as registers hold: eight of the quantised kinds, four of the floats.
 void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc) {
     const uint8_t* data = w.data + (size_t)tile * w.tile_bytes;
-    const bool quantised = x.type == RowType::int8 || x.type == RowType::digits;
+    const bool quantised = x.type == RowType::int8 || x.type == RowType::digits || x.type == RowType::whole;
     int done = 0;
     const auto run = [&](Product product, int rows) {
         for (; num_rows - done >= rows; done += rows) product(w, data, x, row0 + done, acc + 16 * done);
@@ -177,6 +215,7 @@ RowType row_type(Code code) {
     switch (code) {
         case Code::u4: return RowType::digits;
         case Code::u8: return RowType::int8;
+        case Code::i8: return RowType::whole;
         case Code::bf16: return RowType::bf16;
         default: return RowType::fp32;
     }
@@ -215,9 +254,11 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
 void read_row(const Tiles& w, int row, float factor, float* out) {
     const uint8_t* tile = w.data + (size_t)(row / kTile) * w.tile_bytes;
     const int lane = row % kTile;
+    const float scale = w.code == Code::i8 ? scales_of(w, tile)[lane] : 1;
     for (int k = 0; k < w.num_inputs; k++) {
         float value;
         switch (w.code) {
+            case Code::i8: value = (float)(int8_t)tile[(size_t)(k / 4) * 64 + 4 * lane + k % 4] * scale; break;
             case Code::bf16: value = bf16_to_float(((const uint16_t*)tile)[(k / 2) * 32 + 2 * lane + k % 2]); break;
             case Code::fp16: value = fp16_to_float(((const uint16_t*)tile)[k * kTile + lane]); break;
             case Code::fp32: value = ((const float*)tile)[k * kTile + lane]; break;

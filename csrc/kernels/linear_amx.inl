@@ -133,9 +133,75 @@ void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num
     run(w, data, codes, x, row0, num_rows, acc);
 }
 
-// -- bf16 ----------------------------------------------------------------------------------------------------------------
-
 OCTAVO_INLINE const uint8_t* tile_data(const TileRef& ref) { return ref.weight->data + (size_t)ref.tile * ref.weight->tile_bytes; }
+
+// Asks for 1 KiB of what these two tiles' successors have at the same place, into the second-level cache.
+OCTAVO_INLINE void prefetch_successor(const TileRef* refs, const uint8_t* p) {
+    const size_t ahead = refs[0].weight == refs[1].weight ? 2 * refs->weight->tile_bytes : refs->weight->tile_bytes;
+    for (size_t line = 0; line < 1024; line += 64) __builtin_prefetch(p + ahead + line, 0, 2);
+}
+
+// -- integers with one scale an output ------------------------------------------------------------------------------------
+
+// Exact sums of two tiles (or one of them alone) with up to 16 rows in two digits, into `sums [2 tiles][2 digits][rows][16 o]`: four loads
+// for four multiplications. `kFirst`: the weights come from memory, for the first time in this step. The codes are multiplied as they
+// lie.
+template <bool kFirst, bool kBoth>
+OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t row, int32_t (*sums)[kTile * kTile]) {
+    const int inputs = refs->weight->num_groups * kGroup;
+    const uint8_t *left = tile_data(refs[0]), *right = kBoth ? tile_data(refs[1]) : left;
+    const int8_t* q = (const int8_t*)x.values + row * x.stride;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int k = 0; k < inputs; k += 64) {
+        if (kFirst && kBoth) prefetch_successor(refs, left + (size_t)k * 16);
+        _tile_loadd(6, left + (size_t)k * 16, 64);
+        _tile_loadd(4, q + k, x.stride);
+        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(5, q + inputs + k, x.stride);
+        _tile_dpbssd(1, 5, 6);
+        if (!kBoth) continue;
+        if (kFirst) prefetch_successor(refs, right + (size_t)k * 16);
+        _tile_loadd(7, right + (size_t)k * 16, 64);
+        _tile_dpbssd(2, 4, 7);
+        _tile_dpbssd(3, 5, 7);
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    if (!kBoth) return;
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+}
+
+// Those sums, scaled, to rows done .. of the tiles' accumulators.
+OCTAVO_INLINE void scale_all(const TileRef* refs, int count, const Rows& x, int64_t row, int rows, int done, const int32_t (*sums)[kTile * kTile]) {
+    for (int t = 0; t < count; t++) {
+        const vf scale = scales_of(*refs[t].weight, tile_data(refs[t]));
+        for (int m = 0; m < rows; m++) store(refs[t].acc + 16 * (done + m), scale_whole(x, row + m, scale, load_i(sums[2 * t] + 16 * m), load_i(sums[2 * t + 1] + 16 * m)));
+    }
+}
+
+// While the tile unit multiplies 16 rows, the vector unit scales the 16 before them.
+void whole_products(const TileRef* refs, int count, const Rows& x, int64_t row0, int num_rows) {
+    alignas(64) int32_t sums[2][4][kTile * kTile];
+    const auto rows_at = [&](int done) { return num_rows - done < kTile ? num_rows - done : kTile; };
+    for (int done = 0; done < num_rows + kTile; done += kTile) {
+        if (done < num_rows) {
+            configure_product(rows_at(done), 64);
+            auto* to = sums[done / kTile % 2];
+            if (count == 1)
+                multiply_whole<false, false>(refs, x, row0 + done, to);
+            else
+                done ? multiply_whole<false, true>(refs, x, row0 + done, to) : multiply_whole<true, true>(refs, x, row0 + done, to);
+        }
+        const int before = done - kTile;
+        if (before >= 0) scale_all(refs, count, x, row0 + before, rows_at(before), before, sums[before / kTile % 2]);
+    }
+}
+
+// -- bf16 ----------------------------------------------------------------------------------------------------------------
 
 // One tile with up to 16 rows.
 void bf16_one(const TileRef& ref, const uint16_t* values, int64_t stride, int done) {
@@ -166,12 +232,6 @@ void bf16_two(const TileRef* refs, const uint16_t* values, int64_t stride, int d
     }
     _tile_stored(0, refs[0].acc + 16 * done, 64);
     _tile_stored(1, refs[1].acc + 16 * done, 64);
-}
-
-// Asks for 1 KiB of what these two tiles' successors have at the same place, into the second-level cache.
-OCTAVO_INLINE void prefetch_successor(const TileRef* refs, const uint8_t* p) {
-    const size_t ahead = refs[0].weight == refs[1].weight ? 2 * refs->weight->tile_bytes : refs->weight->tile_bytes;
-    for (size_t line = 0; line < 1024; line += 64) __builtin_prefetch(p + ahead + line, 0, 2);
 }
 
 // Two tiles with 32 rows: four loads for four multiplications, which is what keeps the tile unit busy. `kFirst`: the weights come
@@ -221,6 +281,7 @@ void bf16_products(const TileRef* refs, int count, const Rows& x, int64_t row0, 
 
 void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t* scratch) {
     if (tiles->weight->code == Code::bf16) return bf16_products(tiles, count, x, row0, num_rows);
+    if (tiles->weight->code == Code::i8 && num_rows >= kAmxMinRows) return whole_products(tiles, count, x, row0, num_rows);
     for (int i = 0; i < count; i++) {
         const Tiles& w = *tiles[i].weight;
         const bool integers = is_integer(w.code) && !w.half_groups && fits_signed(w) && num_rows >= kAmxMinRows;

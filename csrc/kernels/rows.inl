@@ -1,4 +1,4 @@
-// Rows before a product: RMS norm, layer norm, and conversion to int8 groups (one digit or two), bf16 or fp32. One row never sees another.
+// Rows before a product: RMS norm, layer norm, and conversion to integers (groups or whole rows, one digit or two), bf16 or fp32. One row never sees another.
 #pragma once
 #include "simd.h"
 #include "table.h"
@@ -101,6 +101,7 @@ OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t inde
     switch (rows.type) {
         case RowType::int8: return put_integers<false>(half, rows, index, g);
         case RowType::digits: return put_integers<true>(half, rows, index, g);
+        case RowType::whole: return;  // not by groups: put_whole
         case RowType::bf16:
             store_bf16((uint16_t*)rows.values + at, half[0]);
             return store_bf16((uint16_t*)rows.values + at + kLanes, half[1]);
@@ -110,8 +111,36 @@ OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t inde
     }
 }
 
+// A row that shares d = absmax / 16319, in two digits of a byte. Not-a-numbers show as in put_integers.
+template <typename Lanes>
+OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int64_t index) {
+    constexpr float kLargest = 127.0f * kWholeDigit + (kWholeDigit / 2 - 1);
+    const int padded = rows.num_groups * kGroup;
+    int8_t* q = (int8_t*)rows.values + index * rows.stride;
+    vf most{}, bad{};
+    for (int i = 0; i < k; i += kLanes) {
+        const vf v = lanes_at(i);
+        most = max(most, absolute(v));
+        bad += v * 0.0f;
+    }
+    const float largest = max_lanes(most), check = sum_lanes(bad);  // 0, or NaN where a value is not finite
+    const float inverse = largest > 0 && check == 0 ? kLargest / largest : 0.0f;
+    vi sums[2] = {};
+    for (int i = 0; i < padded; i += kLanes) {
+        const vi whole = i < k && check == 0 ? round_to_int(lanes_at(i) * inverse) : vi{};
+        const vi first = (whole + kWholeDigit / 2) >> 7, second = whole - first * kWholeDigit;
+        store_int8(q + i, first);
+        store_int8(q + padded + i, second);
+        sums[0] += first;
+        sums[1] += second;
+    }
+    for (int digit = 0; digit < 2; digit++) rows.sums[rows.half_at(index, 0, digit)] = sum_lanes_i(sums[digit]);
+    rows.scales[rows.at(index, 0)] = largest / kLargest + check;
+}
+
 void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
     const Normalizer normal(x, k, norm);
+    if (rows.type == RowType::whole) return put_whole([&](int i) { return normal.at(x, i, k - i < kLanes ? k - i : kLanes); }, k, rows, index);
     for (int g = 0; g < rows.num_groups; g++) {
         vf half[2];
         for (int h = 0; h < 2; h++) {

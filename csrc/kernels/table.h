@@ -21,11 +21,12 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //        then scales [16 o], then mins [16 o] where there are any
 //   u8   per group of 32 inputs: 8 vectors of [16 o][4 bytes], byte b of vector v = code(k = 4v + b); then scales (one
 //        row [16 o] a group of 32, or two where they change every 16 inputs, which then has no mins), then mins
+//   i8   signed codes alone, ordered as u8's, of inputs padded to a multiple of 64; at the end of the tile scales [16 o], fp32, one an output
 //   bf16 [K/2][16 o][2]      fp16, fp32 [K][16 o]
 // value = (code - zero_point) * scale + min.
-enum class Code : int32_t { u4, u8, bf16, fp16, fp32 };
-constexpr int kNumCodes = 5;
-constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "bf16", "fp16", "fp32"};
+enum class Code : int32_t { u4, u8, i8, bf16, fp16, fp32 };
+constexpr int kNumCodes = 6;
+constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "i8", "bf16", "fp16", "fp32"};
 enum class ScaleType : int32_t { fp16, fp32 };
 
 struct Tiles {
@@ -36,7 +37,7 @@ struct Tiles {
     int32_t zero_point;
     int32_t num_rows;     // N, outputs
     int32_t num_inputs;   // K as the model has it
-    int32_t num_groups;   // ceil(K / 32)
+    int32_t num_groups;   // ceil(K / 32); even with i8
     size_t tile_bytes;
     const uint8_t* data;  // [ceil(N / 16)][tile_bytes], 64-byte aligned
 };
@@ -51,14 +52,17 @@ struct TileRef {
 
 // -- rows on their way into a product ------------------------------------------------------------------------------------
 
-enum class RowType : int32_t { int8, digits, bf16, fp32 };
-constexpr int kDigit = 8;  // what the first of two digits counts
+enum class RowType : int32_t { int8, digits, whole, bf16, fp32 };
+constexpr int kDigit = 8;         // what the first of two digits counts
+constexpr int kWholeDigit = 128;  // and where a whole row shares its scale
 
 // Rows as a product reads them. int8 (8-bit weights) and digits (4-bit weights): per group of 32 inputs d (`scales`), the sums of
 // the group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`). These three lie in blocks of 16 rows, so that a
 // kernel finds the numbers of its rows side by side: [rows / 16][groups][16] (sums: [rows / 16][groups][2][16]).
 //   int8    d = absmax / 127, q = x / d:           values [rows][groups][32]
 //   digits  d = absmax / 1016, q = 8 first + second: values [rows][groups][2 digits][32], first in -127 .. 127, second in -4 .. 3
+// whole (weights with one scale an output): one d for the row, absmax / 16319, and q = 128 first + second:
+//   values [rows][2 digits][32 groups], first in -127 .. 127, second in -64 .. 63; `scales` and `sums` (of each digit) lie where group 0's do
 // bf16, fp32: values [rows][stride]. Strides count elements.
 struct Rows {
     RowType type;

@@ -55,6 +55,7 @@ struct Example {
         s.scales = supers ? matrix(Matrix::Kind::i8, small.data(), groups(), 1) : matrix(Matrix::Kind::fp16, scales.data(), groups(), 2);
         if (supers) s.super_scales = matrix(Matrix::Kind::fp16, scales.data(), 1, 2);
         if (mins) s.mins = matrix(Matrix::Kind::fp32, least.data(), groups(), 4);
+        s.whole_rows = group >= inputs && bits == 8;
         return s;
     }
 };
@@ -77,7 +78,7 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
     for (int r = 0; r < kRows; r++)
         for (int k = 0; k < e.inputs; k += kGroup) x[(size_t)r * e.inputs + k] = 127.0f / 64;
     const RowType type = kernels.row_type(packed.tiles.code);
-    const int stride = type == RowType::digits ? 2 * padded : padded;
+    const int stride = type == RowType::digits || type == RowType::whole ? 2 * padded : padded;
     Memory values((size_t)blocks * stride), scales((size_t)blocks * packed.tiles.num_groups * 4), sums(scales.size() * 2), scaled(scales.size());
     const Rows rows{type, values.data(), stride, (float*)scales.data(), (int32_t*)sums.data(), (float*)scaled.data(), packed.tiles.num_groups};
     for (int r = 0; r < kRows; r++) kernels.prepare_row(x.data() + (size_t)r * e.inputs, e.inputs, Norm{}, rows, r);
@@ -126,7 +127,9 @@ void test_packing(const KernelTable& kernels) {
         Example(5, 96, 4, 32, 8, true, false, false, false),   Example(40, 64, 4, 32, 0, true, false, true, false),
         Example(17, 256, 4, 128, 8, false, false, false, false), Example(33, 100, 8, 32, 0, false, true, false, false),
         Example(16, 160, 8, 32, 0, false, false, true, false), Example(20, 80, 8, 16, 0, false, true, false, true),
-        Example(1, 32, 8, 32, 0, false, true, false, true),
+        Example(1, 64, 8, 32, 0, false, true, false, true),
+        // one scale an output
+        Example(37, 100, 8, 100, 0, false, true, false, false), Example(16, 192, 8, 192, 0, false, true, false, false),
     };
     for (const Example& e : examples) {
         const PackedTiles packed = pack_quantised(e.source(), pool);

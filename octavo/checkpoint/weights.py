@@ -49,13 +49,13 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[str, Quan
 
 
 def loaded_formats(header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program) -> Callable[[Weight], str]:
-    """How `WeightReader.load` will have each weight, by GGUF's names, from headers alone."""
+    """How `WeightReader.load` will have each weight, by GGUF's names (and I8: one scale an output), from headers alone."""
     packed = {} if quantization is None else packing_plan(program, quantization)
     wide = {"float32": "F32", "bfloat16": "BF16"}.get(dtype)
 
     def format_of(weight: Weight) -> str:
         if weight.name in packed:
-            return "Q8_0" if packed[weight.name] == "int8" else "Q4_1"
+            return "I8" if packed[weight.name] == "int8" else "Q4_1"
         return header.format_of(weight.tensor_names[0]) if wide is None or len(weight.shape) < 2 else wide
 
     return format_of

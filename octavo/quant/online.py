@@ -1,7 +1,7 @@
-"""Packing at load: float matrices to int8 or int4 codes in groups of 32 inputs.
+"""Packing at load: float matrices to int8 codes with one scale an output, or to int4 codes in groups of 32 inputs.
 
-Owns how scales and mins are chosen; knows nothing of models or files. Both make what kernels already run: int8 as Q8_0's
-(symmetric, fp16 scale), int4 as Q4_1's (fp16 scale and min, nibbles in halves).
+Owns how scales and mins are chosen; knows nothing of models or files. int8 is symmetric with an fp32 scale; int4 is as Q4_1 (fp16 scale
+and min, nibbles in halves).
 Source of the search: least squares over candidate grids, as in ggml's k-quants (`make_qkx2_quants`), without their weighting.
 """
 
@@ -26,25 +26,21 @@ values a second on one core; five are half as fast and lower the error by 0.4% (
 
 
 def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
-    """`weight [..., out, in]` as int8 codes in [-127, 127] times an fp16 scale per group; a last group may be shorter."""
+    """`weight [..., out, in]` as int8 codes in [-127, 127] times one fp32 scale an output."""
     width = weight.shape[-1]
-    num_groups = -(-width // GROUP)
     flat = weight.reshape(-1, width)
     codes = np.empty(flat.shape, np.int8)
-    scales = np.empty((len(flat), num_groups), np.float16)
+    scales = np.abs(flat).max(axis=-1, keepdims=True, initial=0) / np.float32(127)
     for rows in _chunks(flat):
-        groups = _grouped(flat[rows], num_groups)
-        scales[rows] = _fp16(np.abs(groups).max(axis=-1) / 127)
-        rounded = np.rint(groups * _inverse(scales[rows])[..., None])
-        codes[rows] = np.clip(rounded, -127, 127).astype(np.int8).reshape(len(groups), -1)[:, :width]
+        codes[rows] = np.clip(np.rint(flat[rows] * _inverse(scales[rows])), -127, 127).astype(np.int8)
     return PackedWeight(
         shape=weight.shape,
         bits=8,
         code="int",
         codes=codes.reshape(weight.shape),
-        group=GROUP,
-        scales=Levels(scales.reshape(*weight.shape[:-1], num_groups)),
-        activation="per_group",
+        group=width,
+        scales=Levels(scales.reshape(*weight.shape[:-1], 1)),
+        activation="per_token",
     )
 
 

@@ -1,7 +1,8 @@
 """Products of the native backend at every level and weight format, against an exact emulation of the documented arithmetic.
 
 Codes of 8 bits or fewer: each group of 32 inputs of a row is quantised to d = absmax / 127 and q = round-half-even(x * (127 / absmax)) in
-fp32, and y = sum over groups of scale * d * sum(code q) + min * d * sum(q). bf16: the row is rounded to bf16. Native stays within
+fp32, and y = sum over groups of scale * d * sum(code q) + min * d * sum(q). With one scale an output the whole row is such a group, with
+d = absmax / 16319. bf16: the row is rounded to bf16. Native stays within
 2e-6 of the sum of the terms' magnitudes from that, and within what the rounding of the rows implies from the reference.
 """
 
@@ -23,7 +24,7 @@ from tests.quant.test_gguf import random_blocks
 
 GGUF = {kind.name: number for number, kind in BLOCK_TYPES.items() if kind.dtype is None}
 FLOATS = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
-OTHERS = ("int8", "int4", "uint8", "groups of 16", "pairs of 128")
+OTHERS = ("int8", "int4", "int8 groups", "uint8", "groups of 16", "pairs of 128")
 FORMATS = (*FLOATS, *GGUF, *OTHERS)
 
 GROUP = 32
@@ -38,7 +39,7 @@ def weight_of(kind, n, k, seed=0):
         return BLOCK_TYPES[GGUF[kind]].packed(random_blocks(GGUF[kind], (n, k), seed), (n, k))
     if kind in ("int8", "int4"):
         return (pack_int8 if kind == "int8" else pack_int4)(normal(n, k, seed=seed))
-    group = {"uint8": 32, "groups of 16": 16, "pairs of 128": 128}[kind]
+    group = {"uint8": 32, "int8 groups": 32, "groups of 16": 16, "pairs of 128": 128}[kind]
     scales = Levels(normal(n, -(-k // group), seed=seed + 1))
     if kind == "pairs of 128":
         codes = rng(seed).integers(0, 256, (n, k // 2), dtype=np.uint8)
@@ -50,9 +51,9 @@ def weight_of(kind, n, k, seed=0):
     return PackedWeight((n, k), 8, "int", rng(seed).integers(-128, 128, (n, k), dtype=np.int8), group, scales, activation="per_group")
 
 
-def quantised(x, largest_code):
-    """`q [T, groups, 32]` and `d [T, groups]` of rows `x [T, K]`, in fp32 as the kernels do."""
-    groups = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP).astype(np.float32)
+def quantised(x, largest_code, group):
+    """`q [T, groups, group]` and `d [T, groups]` of rows `x [T, K]`, in fp32 as the kernels do."""
+    groups = np.pad(x, ((0, 0), (0, -x.shape[1] % group))).reshape(len(x), -1, group).astype(np.float32)
     largest = abs(groups).max(axis=-1)
     inverse = np.divide(np.float32(largest_code), largest, out=np.zeros_like(largest), where=largest > 0)
     return np.rint(groups * inverse[..., None]).astype(np.float64), (largest / np.float32(largest_code)).astype(np.float64)
@@ -65,9 +66,13 @@ def as_multiplied(weight, x):
         return rounded, abs(x) * 2.0**-8
     if weight.is_float:
         return x.astype(np.float64), np.zeros(x.shape)
-    q, d = quantised(x, 1016 if weight.bits == 4 else 127)
+    if weight.activation == "per_token":
+        largest_code, group = 16319, x.shape[1]
+    else:
+        largest_code, group = 1016 if weight.bits == 4 else 127, GROUP
+    q, d = quantised(x, largest_code, group)
     seen = (q * d[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
-    return seen, np.repeat(d, GROUP, axis=1)[:, : x.shape[1]] * 0.5001
+    return seen, np.repeat(d, group, axis=1)[:, : x.shape[1]] * 0.5001
 
 
 def product(weight, x):

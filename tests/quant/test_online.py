@@ -20,7 +20,7 @@ def relative_error(packed: PackedWeight, weight: np.ndarray) -> float:
     return float(np.sqrt(np.square(packed.dequantize() - weight).mean()) / weight.std())
 
 
-@pytest.mark.parametrize(("pack", "bound"), [(pack_int8, 0.006), (pack_int4, 0.085)])
+@pytest.mark.parametrize(("pack", "bound"), [(pack_int8, 0.008), (pack_int4, 0.085)])
 @pytest.mark.parametrize("shape", [(1, 32), (300, 576), (4, 7, 96)], ids=str)
 def test_error_of_normal_weights(pack, bound: float, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)
@@ -29,12 +29,12 @@ def test_error_of_normal_weights(pack, bound: float, shape: tuple[int, ...]) -> 
     assert relative_error(packed, weight) < bound
 
 
-def test_int8_keeps_short_last_groups_and_zeros() -> None:
+def test_int8_has_one_scale_an_output_and_keeps_zeros() -> None:
     weight = normal(5, 40)
     weight[2] = 0
     packed = pack_int8(weight)
-    assert packed.scales is not None and packed.scales.values.shape == (5, 2)
-    assert relative_error(packed, weight) < 0.006
+    assert packed.scales is not None and packed.scales.values.shape == (5, 1)
+    assert relative_error(packed, weight) < 0.008
     assert not packed.dequantize()[2].any()
     assert packed.codes.min() >= -127
 

@@ -37,7 +37,7 @@ from octavo.program.passes.fuse import fuse
 from octavo.program.program import CacheGroup, Program, Weight
 from octavo.quant.packed import Levels, PackedWeight
 
-ROW_TYPES = {"u4": "digits", "u8": "int8", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
+ROW_TYPES = {"u4": "digits", "u8": "int8", "i8": "whole", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
 
 MANY_ROWS = 32
 """Of a product whose rate is the machine's: two tiles of rows."""
@@ -252,6 +252,7 @@ class _Weights:
                 zero_point=packed.zero_point,
                 num_inputs=packed.shape[-1],
                 wide=wide,
+                whole_rows=packed.activation == "per_token",
             )
         except ValueError as error:
             raise BackendUnavailable(f"the native backend cannot pack {weight.name}: {error}") from None

@@ -27,12 +27,13 @@ CODES: dict[str, tuple[str, float]] = {
     "Q5_0": ("u8", 8.5),
     "Q5_1": ("u8", 9),
     "Q8_0": ("u8", 8.5),
+    "I8": ("i8", 8),
     "Q4_K": ("u4", 6),
     "Q5_K": ("u8", 10),
     "Q6_K": ("u8", 10),
 }
 """By a tensor's format: its code in tiles, and bits of a weight: 4 or 8 for the code, and for each scale or min of a group of 32 half a
-bit where it is an fp16, one where two levels were multiplied out."""
+bit where it is an fp16, one where two levels were multiplied out. "I8" has one scale an output instead."""
 
 FP32_CODES = ("fp32", "fp16")
 """Their products read fp32 rows."""
@@ -90,8 +91,10 @@ def _wide(code: tuple[str, float]) -> tuple[str, float]:
 
 
 def _tile_bytes(weight: Weight, code: tuple[str, float]) -> int:
-    """Rows are filled up to whole tiles, inputs to whole groups."""
+    """Rows are filled up to whole tiles, inputs to whole groups, or pairs of groups where a tile ends with its scales."""
     *lead, rows, inputs = weight.shape
+    if code[0] == "i8":
+        return int(math.prod(lead) * -(-rows // TILE_ROWS) * TILE_ROWS * (-(-inputs // (2 * GROUP)) * 2 * GROUP + 4))
     tiles, groups = -(-rows // TILE_ROWS), -(-inputs // GROUP)
     return int(math.prod(lead) * tiles * TILE_ROWS * groups * GROUP * code[1] / 8)
 

@@ -176,9 +176,12 @@ class Lowering:
             self._builder.linear(self._span(op.x), norm, parts, converted, op.gate is not None, *_gate_numbers(gate))
 
     def _comes_converted(self, op: ops.Linear) -> bool:
-        """Whether the op before may write x as this product reads it: where nobody else reads x, and its groups of 32 are whole there."""
+        """Whether the op before may write x as this product reads it: where nobody else reads x, it is converted in groups of 32, and these
+        are whole there."""
         before = self._program.ops[self._program.ops.index(op) - 1]
         if op.norm is not None or op.x not in before.outputs or op.x in self._program.outputs.values():
+            return False
+        if any(self._tiles(weight).row_type == "whole" for weight in op.weights_):
             return False
         if sum(value == op.x for other in self._program.ops for value in other.inputs) > 1:
             return False
