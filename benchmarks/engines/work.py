@@ -27,11 +27,11 @@ def measure(run: Run, requests: int, prompt: int, output: int) -> None:
     warm = [[draw.randint(10, 40000) for _ in range(prompt)] for _ in range(2)]
     run(warm, 8)
     took = _timed(run, prompts[:1], output)
-    _report("single", output / took)
+    report("single", output / took)
     took = _timed(run, prompts, output)
-    _report("batch", requests * (prompt + output) / took)
+    report("batch", requests * (prompt + output) / took)
     took = _timed(run, prompts, 1)
-    _report("prefill", requests * prompt / took)
+    report("prefill", requests * prompt / took)
 
 
 def _timed(run: Run, prompts: list[list[int]], num_output: int) -> float:
@@ -43,5 +43,5 @@ def _timed(run: Run, prompts: list[list[int]], num_output: int) -> float:
     return took
 
 
-def _report(work: str, rate: float) -> None:
+def report(work: str, rate: float) -> None:
     print("RESULT " + json.dumps({"work": work, "tokens_per_second": round(rate, 1)}), flush=True)
