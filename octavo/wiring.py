@@ -26,6 +26,7 @@ from octavo.engine.client import EngineClient, EngineInfo, InProcessClient
 from octavo.engine.connector import Tiers
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, ModelLimits
+from octavo.engine.kv_meter import KvMeter
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder
 from octavo.errors import ConfigError, UnsupportedModel
@@ -188,7 +189,9 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len, tiers=tiers)
     info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
     log = _log(config, budget, groups, tiers)
-    return EngineCore(scheduler, worker, log=log, stall_timeout_s=config.observe.stall_timeout), info, worker
+    meter = KvMeter([layout.block_bytes for layout in layouts], max_model_len=max_model_len)
+    core = EngineCore(scheduler, worker, log=log, stall_timeout_s=config.observe.stall_timeout, kv_meter=meter)
+    return core, info, worker
 
 
 def _kv_memory(config: EngineConfig, backend: Backend, program: Program, groups: Sequence[BlockGroup]) -> tuple[KvCache, BlockPlaces]:

@@ -23,9 +23,11 @@ import typer
 from octavo.cli import roofline
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.model import fetched
+from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError, WorkerFailed
 
 if TYPE_CHECKING:
+    from octavo.engine.stats import EngineStats
     from octavo.llm import LLM
     from octavo.outputs import Profile, RequestOutput
 
@@ -34,6 +36,9 @@ PERCENTS = (50, 90, 99)
 NumPrompts = Annotated[int, typer.Option(help="Requests in a round.", min=1)]
 InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)]
 OutputLen = Annotated[int, typer.Option(help="Tokens of each answer.", min=1)]
+RangeRatio = Annotated[
+    float, typer.Option(help="Draws each length between (1 - RATIO) and (1 + RATIO) times what is given.", min=0.0, max=0.99)
+]
 Rounds = Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)]
 Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
 Profiled = Annotated[
@@ -58,6 +63,7 @@ def throughput(
     num_prompts: NumPrompts = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
+    range_ratio: RangeRatio = 0.0,
     rounds: Rounds = 1,
     seed: Seed = 0,
     profile: Profiled = False,
@@ -66,9 +72,8 @@ def throughput(
     options: dict[str, Any],
 ) -> None:
     """All requests at once."""
-    _bench(
-        Workload("throughput", num_prompts, input_len, output_len, rounds, seed), options, picture=picture if profile else None, json=json
-    )
+    work = Workload("throughput", num_prompts, input_len, output_len, range_ratio, rounds, seed)
+    _bench(work, options, picture=picture if profile else None, json=json)
 
 
 @with_engine_flags(without=("seed",))
@@ -77,6 +82,7 @@ def latency(
     num_prompts: NumPrompts = 8,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
+    range_ratio: RangeRatio = 0.0,
     rounds: Rounds = 1,
     seed: Seed = 0,
     profile: Profiled = False,
@@ -85,7 +91,8 @@ def latency(
     options: dict[str, Any],
 ) -> None:
     """One request after another."""
-    _bench(Workload("latency", num_prompts, input_len, output_len, rounds, seed), options, picture=picture if profile else None, json=json)
+    work = Workload("latency", num_prompts, input_len, output_len, range_ratio, rounds, seed)
+    _bench(work, options, picture=picture if profile else None, json=json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +101,12 @@ class Workload:
     num_prompts: int
     input_len: int
     output_len: int
+    range_ratio: float
     rounds: int
     seed: int
+
+    def draw_len(self, draw: random.Random, mean: int) -> int:
+        return draw.randint(max(1, round(mean * (1 - self.range_ratio))), round(mean * (1 + self.range_ratio)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,24 @@ class Round:
     inter_token_ms: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """Means over the steps of all rounds. Whole contexts: one range of the longest context for each request that runs."""
+
+    layout: str
+    used_bytes: float
+    reserved_bytes: float
+    whole_contexts_bytes: float
+    utilisation: float
+    utilisation_of_whole_contexts: float
+
+    @staticmethod
+    def between(layout: str, before: EngineStats, after: EngineStats) -> KvUse:
+        num_steps, kv = after.num_steps - before.num_steps, after.kv_sums - before.kv_sums
+        used, reserved, whole = kv.used / num_steps, kv.reserved / num_steps, kv.whole_contexts / num_steps
+        return KvUse(layout, used, reserved, whole, kv.utilisation, used / whole)
+
+
 def _bench(work: Workload, options: dict[str, Any], *, picture: Path | None, json: bool) -> None:
     from octavo.llm import LLM
 
@@ -121,11 +150,13 @@ def _bench(work: Workload, options: dict[str, Any], *, picture: Path | None, jso
         load_s = time.monotonic() - started
         _check_fits(work, llm)
         draw = random.Random(work.seed)
-        _run(llm, work, [_prompt(draw, llm, 8)], num_tokens=min(8, work.output_len))
+        _run(llm, work, [_prompt(draw, llm, 8)], [min(8, work.output_len)])
+        before = llm.get_metrics()
         rounds = [_round(llm, work, draw, number) for number in range(1, work.rounds + 1)]
+        kv = KvUse.between(llm.config.cache.kv_layout, before, llm.get_metrics())
         settings = {"model": llm.config.model.served_model_name, "load_s": load_s, **asdict(work), "engine": asdict(llm.config)}
         profile = None if picture is None else _profile(llm, work, draw)
-    _print(settings, rounds, profile, json=json)
+    _print(settings, rounds, kv, profile, json=json)
     if profile is not None and picture is not None:
         picture.write_text(
             roofline.picture(profile, f"{settings['model']}: {work.bench}, {work.input_len} + {work.output_len} tokens"), encoding="utf-8"
@@ -141,17 +172,19 @@ def _profile(llm: LLM, work: Workload, draw: random.Random) -> Profile:
 
 
 def _check_fits(work: Workload, llm: LLM) -> None:
-    needed, allowed = work.input_len + work.output_len, llm.info.max_model_len
+    longest = round(work.input_len * (1 + work.range_ratio)), round(work.output_len * (1 + work.range_ratio))
+    needed, allowed = sum(longest), llm.info.max_model_len
     if needed > allowed:
         raise ConfigError(f"input_len + output_len: got {needed}, allowed is at most the context, {allowed}")
 
 
 def _round(llm: LLM, work: Workload, draw: random.Random, number: int) -> Round:
-    prompts = [_prompt(draw, llm, work.input_len) for _ in range(work.num_prompts)]
+    prompts = [_prompt(draw, llm, work.draw_len(draw, work.input_len)) for _ in range(work.num_prompts)]
+    output_lens = [work.draw_len(draw, work.output_len) for _ in prompts]
     name = "profile" if number > work.rounds else f"round {number} of {work.rounds}"
     print(f"{name}: {work.num_prompts} prompts", file=sys.stderr)
     started = time.monotonic()
-    outputs = _run(llm, work, prompts, num_tokens=work.output_len)
+    outputs = _run(llm, work, prompts, output_lens)
     return _measure(outputs, time.monotonic() - started)
 
 
@@ -159,14 +192,16 @@ def _prompt(draw: random.Random, llm: LLM, num_tokens: int) -> list[int]:
     return [draw.randrange(llm.info.vocab_size) for _ in range(num_tokens)]
 
 
-def _run(llm: LLM, work: Workload, prompts: Prompts, *, num_tokens: int) -> list[RequestOutput]:
-    """The outputs, each of exactly `num_tokens` tokens."""
+def _run(llm: LLM, work: Workload, prompts: Prompts, output_lens: Sequence[int]) -> list[RequestOutput]:
+    """The outputs, each of exactly so many tokens."""
     from octavo.sampling_params import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    batches = [prompts] if work.bench == "throughput" else [[prompt] for prompt in prompts]
-    outputs = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False)]
-    for output in outputs:
+    params = [SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True) for num_tokens in output_lens]
+    if work.bench == "throughput":
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    else:
+        outputs = [llm.generate(prompt, given, use_tqdm=False)[0] for prompt, given in zip(prompts, params, strict=True)]
+    for output, num_tokens in zip(outputs, output_lens, strict=True):
         got = len(output.outputs[0].token_ids)
         if output.error is not None or got != num_tokens:
             raise WorkerFailed(output.error or f"a request ended after {got} tokens, expected were {num_tokens}")
@@ -198,8 +233,8 @@ def _percentiles(seconds: Iterator[float]) -> dict[str, float]:
     return {f"p{percent}": 1000 * ranked[math.ceil(len(ranked) * percent / 100) - 1] for percent in PERCENTS}
 
 
-def _print(settings: dict[str, Any], rounds: Sequence[Round], profile: Profile | None, *, json: bool) -> None:
-    result = {**settings, **_median([asdict(one) for one in rounds])}
+def _print(settings: dict[str, Any], rounds: Sequence[Round], kv: KvUse, profile: Profile | None, *, json: bool) -> None:
+    result = {**settings, **_median([asdict(one) for one in rounds]), "kv": asdict(kv)}
     if profile is not None:
         result["profile"] = asdict(profile)
     if json:
@@ -212,6 +247,9 @@ def _print(settings: dict[str, Any], rounds: Sequence[Round], profile: Profile |
         print(f"{name + ' tokens/s':24}{result[name + '_tokens_per_s']:10.1f}")
     for name in ("time_to_first_token_ms", "inter_token_ms", "request_latency_ms"):
         print(f"{name.replace('_', ' '):24}" + "  ".join(f"{key} {value:8.2f}" for key, value in result[name].items()))
+    print(f"{'KV utilisation':24}{kv.utilisation:10.1%}  {format_bytes(kv.used_bytes)} of {format_bytes(kv.reserved_bytes)} ({kv.layout})")
+    whole = f"of {format_bytes(kv.whole_contexts_bytes)}, were the longest context reserved for each request"
+    print(f"{'':24}{kv.utilisation_of_whole_contexts:10.1%}  {whole}")
     if profile is not None:
         print(roofline.table(profile))
 

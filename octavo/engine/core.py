@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from octavo.engine.kv_meter import KvMeter
 from octavo.engine.rates import RateMeter
 from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, GivenUp, Log, NoLog, Planned
 from octavo.engine.request import EngineOutput, EngineRequest
@@ -40,6 +41,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         log: Log | None = None,
         stall_timeout_s: float = 0.0,
+        kv_meter: KvMeter | None = None,
     ) -> None:
         """`stall_timeout_s`: for how long steps may compute nothing though requests wait, before the first of these fails; 0: for ever."""
         self.scheduler = scheduler
@@ -47,6 +49,7 @@ class EngineCore:
         self._log = log or NoLog()
         self._clock = clock
         self._meter = RateMeter()
+        self._kv_meter = kv_meter or KvMeter()
         self._stall_timeout_s = stall_timeout_s
         self._moved: float | None = None
         """When a step last computed anything, or nobody waited for one; None before the first step of those that are here."""
@@ -80,8 +83,14 @@ class EngineCore:
         self._end_starvation(plan, now)
         result = self._execute(plan)
         self._meter.observe(plan, result)
+        self._kv_meter.observe(plan, result, self.scheduler)
         outputs = self.scheduler.update(plan, result)
-        return CoreOutputs(outputs, self.scheduler.stats())
+        return CoreOutputs(outputs, self._stats())
+
+    def _stats(self) -> EngineStats:
+        stats = self.scheduler.stats()
+        stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
+        return stats
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """An exception fails the step's requests and no other: their blocks and rows are freed, and the engine goes on."""

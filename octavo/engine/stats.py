@@ -7,6 +7,27 @@ import msgspec
 from octavo.step import ConnectorStats
 
 
+class KvBytes(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of K and V on the device, of the requests that run."""
+
+    used: float = 0.0
+    """By computed tokens."""
+    reserved: float = 0.0
+    whole_contexts: float = 0.0
+    """What reserving the longest context for each of them would take."""
+
+    def __add__(self, other: KvBytes) -> KvBytes:
+        return KvBytes(self.used + other.used, self.reserved + other.reserved, self.whole_contexts + other.whole_contexts)
+
+    def __sub__(self, other: KvBytes) -> KvBytes:
+        return KvBytes(self.used - other.used, self.reserved - other.reserved, self.whole_contexts - other.whole_contexts)
+
+    @property
+    def utilisation(self) -> float:
+        """Used of reserved, 0 to 1."""
+        return self.used / self.reserved if self.reserved else 0.0
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """Gauges of this moment, then counts since the start."""
 
@@ -36,6 +57,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_restarts: int = 0
     """Cores that were replaced because they hung."""
 
+    kv: KvBytes = KvBytes()
+    """In the last step that computed something."""
+    kv_sums: KvBytes = KvBytes()
+    """Of all such steps: their means, once divided by each other."""
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
     """The prefix cache off the device."""
 
@@ -51,6 +76,6 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 COUNTS = (
     *("num_steps", "num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "busy_s"),
-    *("num_swaps", "num_added", "num_added_tokens", "num_restarts"),
+    *("num_swaps", "num_added", "num_added_tokens", "num_restarts", "kv_sums"),
 )
 """What grows from the start on; all else is of the moment."""

@@ -36,6 +36,10 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_swapped": ("Requests whose KV blocks are in host memory.", lambda stats: stats.num_swapped),
     "num_waiting_tokens": ("Tokens of the requests in the queue.", lambda stats: stats.num_waiting_tokens),
     "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", lambda stats: stats.kv_usage),
+    "kv_cache_utilisation": (
+        "Share of the bytes reserved for running requests' KV that hold any, 0 to 1.",
+        lambda stats: stats.kv.utilisation,
+    ),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens),

@@ -24,9 +24,31 @@ def test_counts_and_rates(octavo, tiny, kind):
     assert result["engine"]["backend"] == {"backend": "native", "threads": 1}
 
 
+@pytest.mark.parametrize("layout", ["paged", "virtual"])
+def test_kv_utilisation(octavo, tiny, layout):
+    """One request of 20 + 12 tokens: 31 computed ones in 2 blocks at the end; in a context of 256 for each of what runs."""
+    sizes = ("--num-prompts=2", "--input-len=20", "--output-len=12", "--no-enable-prefix-caching")
+    kv = json.loads(octavo("bench", "latency", *tiny, *sizes, f"--kv-layout={layout}", "--json").out)["kv"]
+    used, blocks = sum(range(20, 32)) / 12, 2
+    assert kv["layout"] == layout
+    assert kv["utilisation_of_whole_contexts"] == pytest.approx(used / 256)
+    assert kv["used_bytes"] / kv["whole_contexts_bytes"] == pytest.approx(used / 256)
+    if layout == "paged":
+        assert kv["utilisation"] == pytest.approx(used / (blocks * 16))
+    else:
+        assert 0 < kv["utilisation"] <= used / (blocks * 16), "whole pages"
+
+
+def test_lengths_drawn_from_a_range(octavo, tiny):
+    sizes = ("--num-prompts=8", "--input-len=20", "--output-len=10", "--range-ratio=0.5", "--json")
+    first, second = (json.loads(octavo("bench", "throughput", *tiny, *sizes).out) for _ in range(2))
+    assert 8 * 10 <= first["prompt_tokens"] <= 8 * 30 and 8 * 5 <= first["output_tokens"] <= 8 * 15
+    assert first["prompt_tokens"] == second["prompt_tokens"] != 160
+
+
 def test_a_table_for_people(octavo, tiny):
     out = octavo("bench", "latency", *tiny, *SIZES).out
-    assert "output tokens/s" in out and "inter token ms" in out
+    assert "output tokens/s" in out and "inter token ms" in out and "KV utilisation" in out
 
 
 def test_one_token_has_no_gaps(octavo, tiny):

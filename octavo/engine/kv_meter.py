@@ -1,0 +1,41 @@
+"""How much of the memory that is reserved for K and V holds any: the utilisation that paging is for (PagedAttention, Kwon et al. 2023).
+
+Looks on from the core, step by step. Reserved are the blocks that requests hold, or what the worker says where it gives memory on demand;
+used, what tokens fill of them (shared blocks counted once). Beside it, what one range of the longest context for each request would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.stats import KvBytes
+from octavo.step import StepPlan, StepResult
+
+
+class KvMeter:
+    """`block_bytes` by cache group; none: nothing is known of bytes."""
+
+    def __init__(self, block_bytes: Sequence[int] = (), *, max_model_len: int = 0) -> None:
+        self.now = KvBytes()
+        self.sums = KvBytes()
+        """Over all steps that computed something."""
+        self._block_bytes = block_bytes
+        self._max_model_len = max_model_len
+
+    def observe(self, plan: StepPlan, result: StepResult, scheduler: Scheduler) -> None:
+        """Between a step and its update: its tokens are computed, and no block is free yet."""
+        if not plan.rows or not self._block_bytes:
+            return
+        blocks, running = scheduler.blocks, scheduler.running
+        num_computed = sum(request.num_computed_tokens for request in running) + plan.num_tokens
+        tables = [blocks.tables[request.request_id] for request in running]
+        used = reserved = whole = 0.0
+        for group, (pool, block_bytes) in enumerate(zip(blocks.pools, self._block_bytes, strict=True)):
+            num_held = pool.num_blocks - len(pool.free)
+            num_empty_tokens = sum(len(table[group]) for table in tables) * blocks.block_size - num_computed
+            used += (num_held - num_empty_tokens / blocks.block_size) * block_bytes
+            reserved += num_held * block_bytes
+            whole += len(running) * -(-self._max_model_len // blocks.block_size) * block_bytes
+        self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
+        self.sums += self.now
