@@ -1,4 +1,4 @@
-"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids drawn after the start.
+"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids drawn after the start. `serve` has its own file.
 
 Ends of sequence are ignored and the tokens counted, so that every run does the work that was asked for. Figures are this machine's, for
 these options; each round draws new prompts, so that nothing is found in the prefix cache. One short request before the first round
@@ -8,21 +8,21 @@ warms up.
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli import roofline
+from octavo.cli import bench_serve, roofline
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.model import fetched
+from octavo.cli.percentiles import percentiles
 from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError, WorkerFailed
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from octavo.engine.stats import EngineStats
     from octavo.llm import LLM
     from octavo.outputs import Profile, RequestOutput
-
-PERCENTS = (50, 90, 99)
 
 NumPrompts = Annotated[int, typer.Option(help="Requests in a round.", min=1)]
 InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)]
@@ -54,6 +52,7 @@ def build_app() -> typer.Typer:
     app = typer.Typer(help="Measure how fast a model generates here.", rich_markup_mode=None)
     app.command("throughput")(throughput)
     app.command("latency")(latency)
+    app.command("serve")(bench_serve.serve)
     return app
 
 
@@ -219,18 +218,10 @@ def _measure(outputs: Sequence[RequestOutput], elapsed_s: float) -> Round:
         prompt_tokens_per_s=prompt_tokens / elapsed_s,
         output_tokens_per_s=output_tokens / elapsed_s,
         total_tokens_per_s=(prompt_tokens + output_tokens) / elapsed_s,
-        request_latency_ms=_percentiles(one.token_times[-1] - one.arrival_time for one in moments),
-        time_to_first_token_ms=_percentiles(one.token_times[0] - one.arrival_time for one in moments),
-        inter_token_ms=_percentiles(later - earlier for one in moments for earlier, later in itertools.pairwise(one.token_times)),
+        request_latency_ms=percentiles(one.token_times[-1] - one.arrival_time for one in moments),
+        time_to_first_token_ms=percentiles(one.token_times[0] - one.arrival_time for one in moments),
+        inter_token_ms=percentiles(later - earlier for one in moments for earlier, later in itertools.pairwise(one.token_times)),
     )
-
-
-def _percentiles(seconds: Iterator[float]) -> dict[str, float]:
-    """The smallest value that at least so many percent do not exceed, in milliseconds; {} where there are none."""
-    ranked = sorted(seconds)
-    if not ranked:
-        return {}
-    return {f"p{percent}": 1000 * ranked[math.ceil(len(ranked) * percent / 100) - 1] for percent in PERCENTS}
 
 
 def _print(settings: dict[str, Any], rounds: Sequence[Round], kv: KvUse, profile: Profile | None, *, json: bool) -> None:

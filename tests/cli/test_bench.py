@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octavo.cli.bench import _percentiles
+from octavo.cli.percentiles import percentiles
 
 SIZES = ("--num-prompts=3", "--input-len=10", "--output-len=7")
 
@@ -62,5 +62,5 @@ def test_what_does_not_fit_the_context_is_refused(octavo, tiny):
 
 
 def test_percentiles_by_nearest_rank():
-    assert _percentiles(value / 1000 for value in range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
-    assert _percentiles(iter([0.001])) == {"p50": 1, "p90": 1, "p99": 1}
+    assert percentiles(value / 1000 for value in range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles(iter([0.001])) == {"p50": 1, "p90": 1, "p99": 1}

@@ -1,0 +1,67 @@
+"""A server for as long as a benchmark lasts: `octavo serve` in a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from octavo.errors import ConfigError
+
+END_S = 20.0
+
+
+@contextmanager
+def own_server(options: Mapping[str, Any]) -> Iterator[str]:
+    """Its URL, once it serves; what it says goes to stderr. `options` are the engine's, by their flat names."""
+    arguments = ["serve", "--port=0", *(flag for name, value in options.items() for flag in _flags(name, value))]
+    environment = {name: value for name, value in os.environ.items() if name != "OCTAVO_API_KEY"}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "octavo.cli.main", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+    )
+    try:
+        yield _url(process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _url(process: subprocess.Popen[str]) -> str:
+    """Waits for it; what the server says later is passed on by a thread."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        found = re.match(r"serving .* on (http\S+)$", line)
+        if found:
+            threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True).start()
+            return found[1]
+        sys.stderr.write(line)
+    raise ConfigError(f"the server did not start (exit code {process.wait()})")
+
+
+def _pass_on(lines: Iterator[str]) -> None:
+    for line in lines:
+        if not line.startswith("try: "):
+            sys.stderr.write(line)
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    """As a shell has them. The model is an argument."""
+    flag = name.replace("_", "-")
+    if name == "model":
+        return [value]
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    values = value if isinstance(value, tuple) else (value,)
+    return [f"--{flag}={one}" for one in values]

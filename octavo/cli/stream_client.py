@@ -1,0 +1,192 @@
+"""A client of the completions API that looks at the clock: a connection for each request, answers read as they come.
+
+HTTP is parsed by httptools, as in the server, so that little is taken from the cores which client and server share. Knows nothing of what
+is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from octavo.errors import ConfigError, WorkerFailed
+
+CHUNK_BYTES = 1 << 16
+
+
+class Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Event(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Streamed:
+    """What came of one request; moments on the clock of `time.perf_counter`."""
+
+    sent: float
+    token_times: list[float] = field(default_factory=list)
+    """One for each event that brought tokens."""
+    num_tokens: int = 0
+    ended: float = 0.0
+    usage: Usage | None = None
+    finished: bool = False
+
+
+class Response:
+    """One answer while it comes; httptools calls the `on_` methods."""
+
+    def __init__(self, on_bytes: Callable[[bytes], None]) -> None:
+        self.complete = False
+        self.body = bytearray()
+        self.parser = httptools.HttpResponseParser(self)
+        self._on_bytes = on_bytes
+
+    @property
+    def status(self) -> int:
+        status: int = self.parser.get_status_code()
+        return status
+
+    def on_body(self, data: bytes) -> None:
+        if self.status == 200:
+            self._on_bytes(data)
+        else:
+            self.body += data
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+class StreamClient:
+    """Of one server."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        parts = urlsplit(self.url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigError(f"url: got {url!r}, allowed is http://HOST:PORT or https://HOST")
+        self._host = parts.hostname
+        self._port = port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = parts.path
+        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nUser-Agent: octavo\r\nConnection: close\r\n{key}"
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The cards of what is served. ConfigError where nobody answers."""
+        body = bytearray()
+        try:
+            await self._exchange("GET", "/v1/models", b"", body.extend)
+            cards: list[dict[str, Any]] = msgspec.json.decode(body)["data"]
+        except (OSError, httptools.HttpParserError) as error:
+            hint = "start one with `octavo serve`, or leave --url out"
+            raise ConfigError(f"url: no server answers at {self.url}: {_describe(error)}", hint=hint) from error
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"url: {self.url}/v1/models is no list of models") from error
+        except WorkerFailed as error:
+            raise ConfigError(f"url: {self.url}/v1/models answers {error.message}") from error
+        return cards
+
+    async def complete(self, body: bytes) -> Streamed:
+        """Streams one completion to its end; WorkerFailed says what the server answered instead."""
+        streamed = Streamed(time.perf_counter())
+        reader = EventReader(streamed)
+        try:
+            await self._exchange("POST", "/v1/completions", body, reader.feed)
+        except (OSError, httptools.HttpParserError) as error:
+            raise WorkerFailed(_describe(error)) from error
+        if reader.error is not None:
+            raise WorkerFailed(reader.error)
+        if not streamed.finished:
+            raise WorkerFailed("the stream ended before the answer did")
+        streamed.ended = streamed.token_times[-1] if streamed.token_times else time.perf_counter()
+        return streamed
+
+    async def _exchange(self, method: str, path: str, body: bytes, on_bytes: Callable[[bytes], Any]) -> None:
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        try:
+            content = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+            writer.write(f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{content}\r\n".encode() + body)
+            response = Response(on_bytes)
+            while not response.complete:
+                data = await reader.read(CHUNK_BYTES)
+                if not data:
+                    raise ConnectionError("the server closed the connection")
+                response.parser.feed_data(data)
+            if response.status != 200:
+                raise WorkerFailed(f"HTTP {response.status}: {_message(bytes(response.body))}")
+        finally:
+            writer.close()
+
+
+class EventReader:
+    """Takes server-sent events apart and notes when tokens came."""
+
+    def __init__(self, streamed: Streamed) -> None:
+        self.error: str | None = None
+        self._streamed = streamed
+        self._rest = b""
+        self._decoder = msgspec.json.Decoder(Event)
+
+    def feed(self, data: bytes) -> None:
+        now = time.perf_counter()
+        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for text in whole:
+            payload = text.removeprefix(b"data:").strip()
+            if text.startswith(b"data:") and payload != b"[DONE]":
+                try:
+                    self._take(self._decoder.decode(payload), now)
+                except msgspec.MsgspecError as error:
+                    self.error = self.error or f"an event is no completion: {error}"
+
+    def _take(self, event: Event, now: float) -> None:
+        streamed = self._streamed
+        if event.error is not None:
+            self.error = str(event.error.get("message", event.error))
+        streamed.usage = event.usage or streamed.usage
+        for choice in event.choices:
+            num_tokens = bool(choice.text) if choice.token_ids is None else len(choice.token_ids)
+            if num_tokens:
+                streamed.token_times.append(now)
+                streamed.num_tokens += num_tokens
+            streamed.finished = streamed.finished or choice.finish_reason is not None
+
+
+def _message(body: bytes) -> str:
+    """What an error's body says, in OpenAI's form or any other."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:200].decode(errors="replace") or "no reason given"
+
+
+def _describe(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
