@@ -19,6 +19,8 @@ from octavo.worker.cache_engine import CacheEngine
 from tests.llm_tools import GREEDY, PENALISED, SAMPLED, alone, fingerprint, make_llm, prompts_of
 from tests.tiny_models import tiny_model
 
+MakeError = Callable[[], Exception]
+
 BAD = 240
 """In none of the prompts: the token whose embedding is NaN, or whose presence in a step raises."""
 
@@ -100,21 +102,21 @@ def bytes_of_blocks(make: Callable[..., LLM], num_blocks: int) -> int:
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
-    """Lets every step that computes BAD raise, after it has written its KV."""
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[MakeError], None]:
+    """Lets every step that computes BAD raise, after it has written its KV. Anew each time: a raised error keeps its frames alive."""
 
-    def break_with(error: Exception) -> None:
+    def break_with(error: MakeError) -> None:
         for kind in (NativeProgram, ReferenceRunnable):
             monkeypatch.setattr(kind, "run", _raising(kind.run, error))
 
     return break_with
 
 
-def _raising(run: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+def _raising(run: Callable[..., Any], error: MakeError) -> Callable[..., Any]:
     def run_or_raise(self: Any, batch: Any, kv: Any) -> Any:
         output = run(self, batch, kv)
         if BAD in batch.token_ids:
-            raise error
+            raise error()
         return output
 
     return run_or_raise
@@ -122,10 +124,10 @@ def _raising(run: Callable[..., Any], error: Exception) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(RuntimeError("kernel fault"), "the step failed: RuntimeError: kernel fault"), (MemoryError(), "the step ran out of memory")],
+    [(lambda: RuntimeError("kernel fault"), "the step failed: RuntimeError: kernel fault"), (MemoryError, "the step ran out of memory")],
     ids=["fault", "memory"],
 )
-def test_an_exception_within_a_step_fails_the_request_that_raises_it(backend: str, broken: Any, error: Exception, message: str) -> None:
+def test_an_exception_within_a_step_fails_the_request_that_raises_it(backend: str, broken: Any, error: MakeError, message: str) -> None:
     with make_llm(backend=backend) as llm:
         expected = expected_of(llm)
         assert llm.reset_prefix_cache()
