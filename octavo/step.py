@@ -11,9 +11,6 @@ import msgspec
 
 from octavo.sampling_params import SamplingParams
 
-FROM_DEVICE = -1
-"""As a token id of a plan: the token that this row sampled last, which the worker knows."""
-
 
 class NewRow(msgspec.Struct):
     """A request the worker does not know (new, or returning after a preemption, swapped or not): it gets a permanent row."""
