@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import __version__
 from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, Backend, BackendOptions, Footprint, KvCache, KvLayout, OnDemandBackend
+from octavo.backends.devices import choose_device, default_backend
 from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.derive import derive
-from octavo.config.engine_config import CacheOptions, EngineConfig
+from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.engine.block_pool import BlockGroup
 from octavo.engine.build_scheduler import build_scheduler, prompt_limits
@@ -97,7 +98,7 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     """Loads no weight and starts no engine."""
     header = open_header(resolve_header(config.model.model))
     info = model_info(header.config, header.generation_config)
-    config = derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads())
+    config = _derived(config, info)
     program = build_programs(header.config)["decoder"]
     footprint = _footprint(config, build_backend(config), header, program)
     num_parameters = sum(math.prod(weight.shape) for weight in program.weights)
@@ -153,8 +154,12 @@ def open_model(config: EngineConfig) -> Model:
     """Finds the model (fetching it where it has to be), reads its headers, derives the config."""
     checkpoint = open_checkpoint(resolve(config.model.model, progress=True))
     info = model_info(checkpoint.config, checkpoint.generation_config)
-    derived = derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads())
-    return Model(derived, checkpoint, info)
+    return Model(_derived(config, info), checkpoint, info)
+
+
+def _derived(config: EngineConfig, info: ModelInfo) -> EngineConfig:
+    backend = config.backend.backend or default_backend()
+    return derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads(), backend=backend)
 
 
 def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
@@ -249,14 +254,25 @@ def build_backend(config: EngineConfig) -> Backend:
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
         max_context=config.model.max_model_len,
+        batch_invariant=config.backend.batch_invariant,
     )
     if config.backend.backend == "reference":
         from octavo.backends.reference import ReferenceBackend
 
         return ReferenceBackend(options)
+    if config.backend.backend == "torch":
+        return _torch_backend(options, config.backend)
     from octavo.backends.native.backend import NativeBackend
 
     return NativeBackend(options)
+
+
+def _torch_backend(options: BackendOptions, choice: BackendChoice) -> Backend:
+    """PyTorch is imported here, and nowhere before."""
+    device = choose_device(choice.device)
+    from octavo.backends.torch.backend import TorchBackend
+
+    return TorchBackend(options, device)
 
 
 def build_tokenizer(model: Model) -> Tokenizer | None:

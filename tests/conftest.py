@@ -4,8 +4,31 @@ import subprocess
 
 import pytest
 
-BACKENDS = ["reference", "native"]
+BACKENDS = ["reference", "native", "torch"]
 """Backends that the engine's own tests run on."""
+
+
+LONG_ON_TORCH = {"test_llm_faults.py"}
+"""Files whose tests on torch, which computes a batch-invariant step row by row, run in make test-all only."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--backend", choices=BACKENDS, help="only this one of the backends that tests have as a parameter")
+
+
+def pytest_collection_modifyitems(config, items):
+    wanted = config.getoption("--backend")
+    if wanted is not None:
+        items[:] = [item for item in items if backend_of(item) in (None, wanted)]
+    for item in items:
+        if backend_of(item) == "torch" and item.path.name in LONG_ON_TORCH:
+            item.add_marker(pytest.mark.slow)
+
+
+def backend_of(item):
+    """That a test has as a parameter, by itself or within a setup; None where it has none."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return params.get("backend") or getattr(params.get("setup"), "backend", None)
 
 
 @pytest.fixture(params=BACKENDS, scope="session")

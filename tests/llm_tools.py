@@ -10,7 +10,8 @@ from tests.tiny_models import tiny_model
 
 
 def make_llm(family: str = "llama", *, model_path: Path | None = None, **options) -> LLM:
-    """Token-id prompts only, contexts of 256 tokens, on the reference backend, unless said otherwise."""
+    """Token-id prompts only, contexts of 256 tokens, on the reference backend, unless said otherwise; torch batch-invariant."""
+    options = {"batch_invariant": options.get("backend") == "torch"} | options
     return LLM(**small_options(family, model_path=model_path) | {"report": lambda text: None} | options)
 
 

@@ -156,7 +156,7 @@ SETUPS = {
     "context": ({"max_model_len": 4096}, ConfigError, "max_model_len: got 4096, allowed is at most the model's context, 2048"),
     "short": ({"max_model_len": 1}, ConfigError, "max_model_len: got 1, allowed is at least 2"),
     "memory": ({"kv_cache_memory_bytes": "100KiB"}, ConfigError, "kv_cache_memory_bytes: got 100.0 KiB, needed are"),
-    "backend": ({"backend": "cuda"}, ConfigError, "backend: got 'cuda', allowed is 'native' or 'reference'"),
+    "backend": ({"backend": "cuda"}, ConfigError, "backend: got 'cuda', allowed is 'native' or 'torch' or 'reference'"),
 }
 
 

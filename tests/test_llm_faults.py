@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from octavo import LLM, SamplingParams
 from octavo.backends.native.backend import NativeProgram
 from octavo.backends.reference import ReferenceRunnable
+from octavo.backends.torch.program import TorchProgram
 from octavo.worker.cache_engine import CacheEngine
 from tests.llm_tools import GREEDY, PENALISED, SAMPLED, alone, fingerprint, make_llm, prompts_of
 from tests.tiny_models import tiny_model
@@ -106,7 +107,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[MakeError], None]:
     """Lets every step that computes BAD raise, after it has written its KV. Anew each time: a raised error keeps its frames alive."""
 
     def break_with(error: MakeError) -> None:
-        for kind in (NativeProgram, ReferenceRunnable):
+        for kind in (NativeProgram, ReferenceRunnable, TorchProgram):
             monkeypatch.setattr(kind, "run", _raising(kind.run, error))
 
     return break_with

@@ -129,6 +129,8 @@ class BackendOptions:
     """Rows of the largest step."""
     max_requests: int = 128
     max_context: int = 8192
+    batch_invariant: bool = False
+    """A row's numbers are the same bits in any company, on backends where that costs speed."""
 
 
 @dataclass(frozen=True, slots=True)

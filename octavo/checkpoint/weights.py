@@ -20,10 +20,14 @@ from octavo.program.program import Program, Weight
 from octavo.quant.online import pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4"]
 
-WIDE_TYPES: dict[str, np.dtype] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+WIDE_TYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 
 
 def packing_plan(program: Program, quantization: Quantization) -> dict[str, Quantization]:
@@ -51,7 +55,7 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[str, Quan
 def loaded_formats(header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program) -> Callable[[Weight], str]:
     """How `WeightReader.load` will have each weight, by GGUF's names (and I8: one scale an output), from headers alone."""
     packed = {} if quantization is None else packing_plan(program, quantization)
-    wide = {"float32": "F32", "bfloat16": "BF16"}.get(dtype)
+    wide = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype)
 
     def format_of(weight: Weight) -> str:
         if weight.name in packed:
@@ -64,7 +68,7 @@ def loaded_formats(header: ModelHeader, dtype: Dtype, quantization: Quantization
 class WeightReader:
     """Loads each weight of a Program; `load` is what `Backend.prepare` calls.
 
-    `dtype`: "auto" keeps the file's precision; "float32" and "bfloat16" turn every matrix into that (quantised ones are dequantised),
+    `dtype`: "auto" keeps the file's precision; "float32" and the like turn every matrix into that (quantised ones are dequantised),
     vectors keep what the file has, for they cost nothing. `quantization` packs what `packing_plan(program)` names and needs the Program.
     """
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
-from octavo.config.engine_config import CacheOptions, EngineConfig, SchedulerOptions
+from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig, SchedulerOptions
 from octavo.errors import ConfigError
 
 MIN_STALL_S = 1.0
 """A step shows that it gets ahead some times in it."""
 
+BackendName = Literal["native", "torch", "reference"]
 
-def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int) -> EngineConfig:
-    """max_model_len from the model, threads from the machine, the served name from the model's; what was given stays.
+TORCH_ONLY = ("device",)
+"""Options that mean nothing elsewhere. The other backends are batch-invariant as they are."""
+
+
+def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int, backend: BackendName = "native") -> EngineConfig:
+    """max_model_len from the model, threads and the backend from the machine, the served name from the model's; what was given stays.
 
     Options that do not go together are refused.
     """
+    config = replace(config, backend=replace(config.backend, backend=config.backend.backend or backend))
     _check(config)
     return replace(
         config,
@@ -44,8 +51,15 @@ def _check(config: EngineConfig) -> None:
     if 0 < config.observe.stall_timeout < MIN_STALL_S:
         raise ConfigError(f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least {MIN_STALL_S:g} second")
     _check_layout(config.cache)
+    _check_backend(config.backend)
     if options.watermark >= 1:
         raise ConfigError(f"watermark: got {options.watermark:g}, allowed is a share below 1")
+
+
+def _check_backend(options: BackendChoice) -> None:
+    given = [name for name in TORCH_ONLY if getattr(options, name)]
+    if given and options.backend != "torch":
+        raise ConfigError(f"{given[0]}: allowed only with the torch backend, got {options.backend!r}", hint="set backend to torch")
 
 
 def _check_prefix_cache(cache: CacheOptions) -> None:

@@ -27,7 +27,7 @@ class ModelOptions:
     model: str = option(DEFAULT_MODEL, "short name, local path (directory or .gguf) or Hugging Face repository")
     tokenizer: str | None = option(None, "path of a tokenizer, where it is not the model's own")
     skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
-    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "precision of the arithmetic; auto keeps the file's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "precision of the arithmetic; auto keeps the file's")
     quantization: Literal["int8", "int4"] | None = option(None, "pack the weights at load")
     max_model_len: int | None = option(None, "longest context (prompt + output); default the model's", unit="count", low=1)
     served_model_name: str | None = option(None, "name in the API; default the model as given")
@@ -96,7 +96,15 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    backend: Literal["native", "reference"] = option("native", "what computes: native (C++ kernels) or reference (NumPy float64, slow)")
+    backend: Literal["native", "torch", "reference"] | None = option(
+        None,
+        "what computes: native (C++ kernels), torch (any device PyTorch has) or reference (NumPy float64, slow); "
+        "default torch where it has a CUDA device, else native",
+    )
+    device: Literal["cpu", "cuda"] | None = option(None, "where torch computes; default cuda where there is one, else cpu")
+    batch_invariant: bool = option(
+        False, "torch: a request's tokens and logprobs are the same bits in any company, as they always are on the others; slower"
+    )
     threads: int | None = option(None, "compute threads; default the physical cores this process may use", low=1)
 
 

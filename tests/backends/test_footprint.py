@@ -6,6 +6,8 @@ from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.native.footprint import CODES
 from octavo.backends.reference import ReferenceBackend
+from octavo.backends.torch.backend import TorchBackend
+from octavo.backends.torch.footprint import FLOATS, PACKED
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.errors import UnsupportedModel
@@ -42,6 +44,17 @@ def check_native(checkpoint, program, dtype, quantization):
     assert found.step_bytes >= 64 * 4 * 2 * 64, "at least two rows of the hidden size for each token"
 
 
+@pytest.mark.parametrize(("dtype", "quantization"), [*FORMATS, ("float16", None)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch(family, dtype, quantization):
+    checkpoint, program = decoder(family)
+    backend = TorchBackend(BackendOptions(dtype=dtype, max_tokens=64))
+    found = backend.footprint(program, loaded_formats(checkpoint, dtype, quantization, program))
+    runnable = backend.prepare(program, WeightReader(checkpoint, dtype, quantization, program).load)
+    assert sum(found.weight_bytes.values()) == runnable.weight_bytes
+    assert found.kv_layouts == tuple(backend.kv_layout(group) for group in program.groups)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reference(family):
     checkpoint, program = decoder(family)
@@ -52,7 +65,7 @@ def test_reference(family):
 
 
 def test_every_format_that_is_read_has_a_size():
-    assert set(CODES) == {kind.name for kind in BLOCK_TYPES.values()} | {"I8"}
+    assert set(CODES) == {*FLOATS, *PACKED} == {kind.name for kind in BLOCK_TYPES.values()} | {"I8"}
 
 
 def test_a_config_alone_says_the_same(tmp_path):

@@ -6,15 +6,16 @@ import pytest
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference import ReferenceBackend
+from octavo.backends.torch.backend import TorchBackend
 from octavo.program.program import CacheGroup
 
 GROUPS = (CacheGroup("full", "full", 3, 2, 8, 8), CacheGroup("window", "window", 2, 1, 5, 3, window=32))
 NUM_BLOCKS = [4, 2]
 
 
-@pytest.fixture(params=["reference", "native"])
+@pytest.fixture(params=["reference", "native", "torch"])
 def backend(request):
-    kind = ReferenceBackend if request.param == "reference" else NativeBackend
+    kind = {"reference": ReferenceBackend, "native": NativeBackend, "torch": TorchBackend}[request.param]
     return kind(BackendOptions(kv_cache_dtype="bf16", num_threads=1))
 
 

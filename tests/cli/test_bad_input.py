@@ -22,7 +22,7 @@ def model_copy(tmp_path):
         (["rum", "hi"], ["octavo: No such command 'rum'. Did you mean 'run'?", "hint: octavo --help says what there is"]),
         (["run"], ["octavo: Missing argument 'prompt'.", "hint: octavo run --help says what there is"]),
         (["run", "hi", "--threads=many"], ["octavo: threads: got 'many', allowed is a whole number of at least 1"]),
-        (["run", "hi", "--backend=gpu"], ["octavo: backend: got 'gpu', allowed is 'native' or 'reference'"]),
+        (["run", "hi", "--backend=gpu"], ["octavo: backend: got 'gpu', allowed is 'native' or 'torch' or 'reference'"]),
         (["run", "hi", "--temperature=-1"], ["octavo: temperature: got -1.0, allowed is a number from 0 to 2", "hint: 0 is greedy"]),
         (["run", "hi", "--top-p=1.5"], ["octavo: top_p: got 1.5, allowed is a number above 0 and at most 1"]),
         (

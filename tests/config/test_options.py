@@ -57,8 +57,16 @@ def test_every_option_has_a_help_text():
 def test_derived_values_fill_gaps_only():
     bare = derive(EngineConfig.from_options(model="m"), model_context_tokens=512, num_threads=3)
     assert (bare.model.max_model_len, bare.backend.threads, bare.model.served_model_name) == (512, 3, "m")
-    given = EngineConfig.from_options(model="m", max_model_len=100, threads=1, served_model_name="name")
+    assert bare.backend.backend == "native"
+    given = EngineConfig.from_options(model="m", max_model_len=100, threads=1, served_model_name="name", backend="torch", device="cpu")
     assert derive(given, model_context_tokens=512, num_threads=3) == given
+
+
+def test_options_of_the_torch_backend_are_refused_elsewhere():
+    given = EngineConfig.from_options(device="cpu")
+    assert derive(given, model_context_tokens=512, num_threads=1, backend="torch").backend.backend == "torch"
+    with pytest.raises(ConfigError, match="device: allowed only with the torch backend, got 'native'"):
+        derive(given, model_context_tokens=512, num_threads=1)
 
 
 def test_a_stall_timeout_is_long_enough_to_see_anything_move():

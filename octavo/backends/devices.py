@@ -1,0 +1,76 @@
+"""Whether PyTorch is here, in which build, and which device it computes on; asked before anything of `backends/torch` is imported.
+
+PyTorch is imported inside the functions, and only where the answer needs it. Knows the packages' names and no op.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal
+
+from octavo.errors import BackendUnavailable
+
+Device = Literal["cpu", "cuda"]
+
+LEAST_TORCH = (2, 9)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+INSTALL = "pip install 'octavo[torch]'"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def has_nvidia_driver(driver: Path = NVIDIA_DRIVER) -> bool:
+    """Costs one look at a file, where asking PyTorch costs its import."""
+    return driver.exists()
+
+
+def default_backend() -> Literal["torch", "native"]:
+    """torch where it has a CUDA device, else native."""
+    if not has_nvidia_driver() or importlib.util.find_spec("torch") is None:
+        return "native"
+    return "torch" if _torch().cuda.is_available() else "native"
+
+
+def require_torch() -> Any:
+    """The package, or BackendUnavailable with the command that installs it, and which build."""
+    try:
+        torch = _torch()
+    except ImportError as error:
+        raise BackendUnavailable(f"the torch backend needs PyTorch 2.9 or newer: {error}", hint=install_hint()) from error
+    if version_of(torch.__version__) < LEAST_TORCH:
+        raise BackendUnavailable(f"the torch backend needs PyTorch 2.9 or newer, got {torch.__version__}", hint=install_hint())
+    return torch
+
+
+def choose_device(wanted: Device | None) -> Device:
+    """The wanted one, by default cuda where there is one, else cpu; BackendUnavailable says why there is none."""
+    cuda = require_torch().cuda
+    if wanted == "cuda" and not cuda.is_available():
+        build = "this PyTorch is built without CUDA" if cuda_build() is None else "no NVIDIA GPU that its driver shows"
+        raise BackendUnavailable(f"device: got 'cuda', but {build}", hint="`octavo doctor` says what is here; --device cpu runs anywhere")
+    return wanted or ("cuda" if cuda.is_available() else "cpu")
+
+
+def cuda_build() -> str | None:
+    """The CUDA version that the installed PyTorch is built for."""
+    build = _torch().version.cuda
+    return None if build is None else str(build)
+
+
+def install_hint() -> str:
+    """The build that fits this machine."""
+    if has_nvidia_driver():
+        return f"{INSTALL} (the build with CUDA, which is PyPI's on Linux)"
+    return f"{INSTALL} --extra-index-url {CPU_INDEX} (the build for CPUs; this machine shows no NVIDIA driver)"
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """(major, minor) of a version such as 2.13.0+cpu."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

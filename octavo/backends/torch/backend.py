@@ -1,0 +1,153 @@
+"""The torch backend: Programs on any device PyTorch has, computed in fp32, bf16 or fp16.
+
+Owns the choice of device and precision, the weights on the device and the layout of the KV cache. Imported by the factory in `wiring.py`
+only, once `backends/devices.py` has found PyTorch; nothing here or below needs the compiled extension.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, KvLayout, LoadWeight
+from octavo.backends.torch.attention import AttentionChoice, Sdpa
+from octavo.backends.torch.footprint import torch_footprint
+from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
+from octavo.backends.torch.program import FORMULAS, Engine, TorchProgram
+from octavo.backends.torch.rates import measured_ceilings
+from octavo.backends.torch.weights import Weights
+from octavo.errors import BackendUnavailable, ConfigError
+from octavo.program import ops
+from octavo.program.passes.fuse import fuse
+from octavo.program.program import CacheGroup, Op, Program, Weight
+
+MASKS = ("causal", "window", "full")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES_OF_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TorchBackend:
+    """Implements `base.Backend`. `device` as `devices.choose_device` gives it."""
+
+    name = "torch"
+
+    def __init__(self, options: BackendOptions, device: str = "cpu") -> None:
+        if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
+            raise BackendUnavailable(f"kv_cache_dtype: the torch backend has {', '.join(KV_DTYPES)}, got {options.kv_cache_dtype}")
+        self.options = options
+        self.device = torch.device(device)
+        self.numerics = f"torch {torch.__version__} on {self.device_name}"
+        self._dtype = DTYPES.get(options.dtype, torch.float32)
+        self._attention: AttentionChoice = Sdpa()
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
+
+    def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
+        fused = fuse(program)
+        self._check(fused)
+        self._dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, load)
+        weights = self._load(fused, load)
+        options = self.options
+        engine = Engine(self.device, self._dtype, self._attention, options.batch_invariant, self._num_threads)
+        return TorchProgram(fused, weights, engine)
+
+    def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
+        found = torch_footprint(fuse(program), format_of, self.options.max_tokens, DTYPES.get(self.options.dtype), self._packed_dtype)
+        layouts = tuple(layout_of(group, self._kv_dtype(found.dtype)) for group in program.groups)
+        return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
+
+    def measure(self, num_bytes: int, code: str) -> Ceilings:
+        return measured_ceilings(num_bytes, DTYPES_OF_CODES.get(code, self._packed_dtype), self.device)
+
+    def kv_layout(self, group: CacheGroup) -> KvLayout:
+        return layout_of(group, self._kv_dtype(self._dtype))
+
+    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> TorchKvCache:
+        try:
+            return TorchKvCache(groups, num_blocks, self._kv_dtype(self._dtype), self.device)
+        except (MemoryError, RuntimeError) as error:
+            needed = sum(self.kv_layout(group).block_bytes * count for group, count in zip(groups, num_blocks, strict=True))
+            raise ConfigError(f"the KV cache needs {needed} bytes, which the device does not give: {error}") from None
+
+    def close(self) -> None:
+        """Memory goes with the tensors."""
+
+    @property
+    def _num_threads(self) -> int | None:
+        return self.options.num_threads if self.device.type == "cpu" else None
+
+    @property
+    def _packed_dtype(self) -> torch.dtype:
+        """In which products with packed weights are computed, where the options do not say."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        auto = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        return KV_DTYPES.get(self.options.kv_cache_dtype, auto)
+
+    def _dtype_of_products(self, program: Program, load: LoadWeight) -> torch.dtype:
+        """auto: what the first product's weight has in the file; it stands for all."""
+        first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
+        return self._packed_dtype if first is None else DTYPES_OF_CODES.get(load(first).code, self._packed_dtype)
+
+    def _load(self, program: Program, load: LoadWeight) -> Weights:
+        reads = Counter(weight for op in program.ops for weight in op.weights)
+        weights = Weights(load, self.device, self._dtype, {weight for weight, count in reads.items() if count > 1})
+        for op in program.ops:
+            _add_weights(op, weights)
+        return weights
+
+    def _check(self, program: Program) -> None:
+        for op in program.ops:
+            self._check_op(program, op)
+        for group in program.groups:
+            if group.kind == "state":
+                raise _refused(program, f"cache groups of kind {group.kind}")
+
+    def _check_op(self, program: Program, op: Op) -> None:
+        if type(op) not in FORMULAS:
+            raise _refused(program, f"the op {op.kind}")
+        if isinstance(op, ops.Attention) and op.mask not in MASKS:
+            raise _refused(program, f"attention with the mask {op.mask}")
+        if isinstance(op, ops.Attention) and op.mask == "full" and self.options.batch_invariant and _writes(program, op.group):
+            raise _refused(program, "attention to later tokens with batch_invariant")
+        if isinstance(op, ops.Attention | ops.MlaAttention) and (why := self._attention.refusal(op)):
+            raise _refused(program, f"attention with {self._attention.name}: {why}")
+
+
+def _writes(program: Program, group: str) -> bool:
+    return any(isinstance(op, ops.KvWrite) and op.group == group for op in program.ops)
+
+
+def _refused(program: Program, what: str) -> BackendUnavailable:
+    return BackendUnavailable(f"the torch backend cannot run {what} (in {program.name})")
+
+
+def _add_weights(op: Op, weights: Weights) -> None:
+    """Matrices as they are packed; everything else, vectors all, in fp32."""
+    matrices: tuple[Weight | None, ...] = ()
+    if isinstance(op, ops.Linear):
+        weights.add_product(op)
+        matrices = (*op.weights_, *op.biases)
+    elif isinstance(op, ops.Embedding):
+        matrices = (op.table,)
+        weights.add_matrix(op.table)
+    elif isinstance(op, ops.GroupedLinear):
+        matrices = (op.weight,)
+        weights.add_matrix(op.weight)
+    elif isinstance(op, ops.MlaAttention):
+        matrices = (op.kv_b,)
+        weights.add_matrix(op.kv_b)
+    elif isinstance(op, ops.Rope):
+        weights.add_constant(op.table, op.table.inv_freq)
+    elif isinstance(op, ops.Attention) and isinstance(op.bias, ops.AlibiBias):
+        weights.add_constant(op.bias, op.bias.slopes)
+    for weight in op.weights:
+        if weight not in matrices:
+            weights.add_vector(weight)

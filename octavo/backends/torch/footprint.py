@@ -1,0 +1,108 @@
+"""What the torch backend would take for a Program, from how its weights are stored: no weight is read.
+
+Weights lie on the device as `PackedWeight` has them; tests hold the counts to what `prepare` really takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from octavo.backends.base import FormatOf
+from octavo.errors import UnsupportedModel
+from octavo.program import ops
+from octavo.program.program import Op, Program, Weight
+
+FLOATS: dict[str, tuple[str, torch.dtype]] = {
+    "F32": ("fp32", torch.float32),
+    "F16": ("fp16", torch.float16),
+    "BF16": ("bf16", torch.bfloat16),
+}
+
+WHOLE_ROW = 1 << 40
+
+PACKED: dict[str, tuple[str, int, int, int]] = {
+    "Q4_0": ("u4", 4, 32, 16),
+    "Q4_1": ("u4", 4, 32, 32),
+    "Q5_0": ("u8", 8, 32, 16),
+    "Q5_1": ("u8", 8, 32, 32),
+    "Q8_0": ("u8", 8, 32, 16),
+    "I8": ("u8", 8, WHOLE_ROW, 32),
+    "Q4_K": ("u4", 4, 256, 160),
+    "Q5_K": ("u8", 8, 256, 160),
+    "Q6_K": ("u8", 8, 256, 144),
+}
+"""By a tensor's format: its code, bits of a code, and of how many neighbouring inputs the scales and mins take how many bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFootprint:
+    weight_bytes: dict[Weight, int]
+    step_bytes: int
+    code: str
+    """In which most of the weights are."""
+    dtype: torch.dtype
+    """Of the products."""
+
+
+def torch_footprint(
+    fused: Program, format_of: FormatOf, max_tokens: int, wanted: torch.dtype | None, packed_dtype: torch.dtype
+) -> TorchFootprint:
+    """`wanted`: the dtype that the options name; `packed_dtype`: that of products with packed weights otherwise."""
+    matrices = {weight for op in fused.ops for weight in _matrices(op)}
+    first = next((op.weights_[0] for op in fused.ops if isinstance(op, ops.Linear)), None)
+    stored = None if first is None else FLOATS.get(format_of(first))
+    dtype = wanted or (packed_dtype if stored is None else stored[1])
+    biases = {bias for op in fused.ops if isinstance(op, ops.Linear) for bias in op.biases if bias is not None}
+    sizes = {weight: math.prod(weight.shape) * (dtype.itemsize if weight in biases else 4) for weight in fused.weights}
+    sizes |= {weight: _matrix_bytes(weight, format_of(weight), dtype) for weight in matrices}
+    codes = Counter[str]()
+    for weight in matrices:
+        codes[_code(weight, format_of(weight))] += sizes[weight]
+    code = codes.most_common(1)[0][0] if codes else "fp32"
+    return TorchFootprint(sizes, _step_bytes(fused, max_tokens, dtype), code, dtype)
+
+
+def _matrices(op: Op) -> tuple[Weight, ...]:
+    if isinstance(op, ops.Linear):
+        return op.weights_
+    if isinstance(op, ops.GroupedLinear):
+        return (op.weight,)
+    if isinstance(op, ops.MlaAttention):
+        return (op.kv_b,)
+    return (op.table,) if isinstance(op, ops.Embedding) else ()
+
+
+def _code(weight: Weight, stored: str) -> str:
+    if stored not in FLOATS and stored not in PACKED:
+        raise UnsupportedModel(f"{weight.name} is stored as {stored}, supported are {', '.join([*FLOATS, *PACKED])}")
+    return FLOATS[stored][0] if stored in FLOATS else PACKED[stored][0]
+
+
+def _matrix_bytes(weight: Weight, stored: str, dtype: torch.dtype) -> int:
+    _code(weight, stored)
+    if stored in FLOATS:
+        return math.prod(weight.shape) * dtype.itemsize
+    *lead, inputs = weight.shape
+    _, bits, span, level_bits = PACKED[stored]
+    return math.prod(lead) * (-(-inputs * bits // 8) + -(-inputs // span) * level_bits // 8)
+
+
+def _step_bytes(fused: Program, max_tokens: int, dtype: torch.dtype) -> int:
+    """The Values alive at once, an op's copies of its widest in fp32, the largest matrix unpacked, and the scores of an attention."""
+    last = {value: at for at, op in enumerate(fused.ops) for value in op.inputs}
+    alive, most, widest = 0, 0, 0
+    dies = Counter[int]()
+    for at, op in enumerate(fused.ops):
+        made = sum(value.width for value in op.outputs if value.axis != "samples")
+        alive += made
+        for value in op.outputs:
+            if value.axis != "samples":
+                dies[last.get(value, at)] += value.width
+        most, widest = max(most, alive), max(widest, made)
+        alive -= dies[at]
+    largest = max((math.prod(weight.shape[-2:]) for op in fused.ops for weight in _matrices(op)), default=0)
+    return max_tokens * (most * dtype.itemsize + 3 * widest * 4) + largest * 8

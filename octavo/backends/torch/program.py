@@ -1,0 +1,173 @@
+"""A Program prepared for a PyTorch device, and its steps: inputs in one copy, ops in order, tokens drawn, results back.
+
+Rows of tokens go through the body once; rows that are sampled go through the head in chunks, so that no `[T, V]` array exists.
+With `batch_invariant` every row goes through alone, and no shape it is computed in depends on its company.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.backends.base import KvCache, SampleResult, StepBatch, StepOutput
+from octavo.backends.torch.attention import ATTENTION_FORMULAS, AttentionChoice
+from octavo.backends.torch.experts import EXPERT_FORMULAS
+from octavo.backends.torch.invariant import joined, rows_alone
+from octavo.backends.torch.kv_cache import TorchKvCache
+from octavo.backends.torch.row_ops import ROW_FORMULAS
+from octavo.backends.torch.sampling import Drawn, Wants, draw, draw_arrays, part_of, result_of, wants_of
+from octavo.backends.torch.step import Made, Staging, Step, step_arrays
+from octavo.backends.torch.weights import Weights
+from octavo.errors import BackendUnavailable
+from octavo.outputs import Profile
+from octavo.program.program import Op, Program, Value
+
+FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = ROW_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS
+
+HEAD_ROWS = 128
+"""Sampled rows that go through the head at once: with 150,000 tokens in a vocabulary an fp64 array of them takes 154 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An op, its formula, and the names of the Values that nobody reads after it."""
+
+    op: Op
+    formula: Callable[[Any, Step], Made]
+    dead: tuple[str, ...]
+
+    def run(self, step: Step) -> None:
+        made = self.formula(self.op, step)
+        for value, tensor in zip(self.op.outputs, made, strict=True):
+            step.values[value.name] = tensor
+        for name in self.dead:
+            del step.values[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What all prepared Programs of a backend share."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: AttentionChoice
+    batch_invariant: bool
+    num_threads: int | None
+
+
+class TorchProgram:
+    """Implements `base.Runnable`."""
+
+    def __init__(self, program: Program, weights: Weights, engine: Engine) -> None:
+        self._program = program
+        self._weights = weights
+        self._engine = engine
+        self._body, self._head = _instructions(program)
+        self._progress = 0
+        self._staging, self._late_staging = Staging(engine.device), Staging(engine.device)
+
+    @property
+    def progress(self) -> int:
+        """Counts ops."""
+        return self._progress
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weights.num_bytes
+
+    def start_profile(self) -> None:
+        raise BackendUnavailable("the torch backend times no ops", hint="profile with --backend native")
+
+    def stop_profile(self) -> Profile:
+        raise BackendUnavailable("no profile was started")
+
+    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        assert isinstance(kv, TorchKvCache)
+        self._set_threads()
+        try:
+            return self._step(batch, kv)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def _step(self, batch: StepBatch, kv: TorchKvCache) -> StepOutput:
+        with torch.inference_mode():
+            if not self._engine.batch_invariant:
+                return self._run(batch, kv)
+            found = [(part.sample, self._run(part.batch, kv)) for part in rows_alone(batch)]
+        return joined(batch, [output for sample, output in sorted(found, key=lambda entry: entry[0]) if sample >= 0])
+
+    def _run(self, batch: StepBatch, kv: TorchKvCache) -> StepOutput:
+        arrays = step_arrays(batch, [group.num_blocks for group in kv.groups])
+        chunks = [slice(start, min(start + HEAD_ROWS, len(batch.sample_rows))) for start in range(0, len(batch.sample_rows), HEAD_ROWS)]
+        wants = None
+        if batch.sampling is not None:
+            first = part_of(batch.sampling, (chunks or [slice(0, 0)])[0])
+            wants = wants_of(first, self._program.vocab_size)
+            arrays |= draw_arrays(first, wants)
+        engine, inputs = self._engine, self._staging.put(arrays)
+        step = Step(self._program, self._weights, engine.dtype, engine.device, batch, kv.groups, inputs, engine.attention)
+        self._execute(self._body, step)
+        return self._outputs(step, chunks, wants)
+
+    def _outputs(self, step: Step, chunks: list[slice], wants: Wants | None) -> StepOutput:
+        """Of the sampled rows, through the head; tokens where the batch asks for draws, else the Program's outputs."""
+        sample_rows, sampling = step.inputs["sample_rows"], step.batch.sampling
+        if sampling is None:
+            found = [self._head_values(step, sample_rows[chunk]) for chunk in chunks or [slice(0, 0)]]
+            return StepOutput(arrays={name: np.concatenate([part[name] for part in found]) for name in self._program.outputs})
+        drawn: list[Drawn] = []
+        for index, chunk in enumerate(chunks):
+            inputs = step.inputs
+            if index:
+                part = part_of(sampling, chunk)
+                wants = wants_of(part, self._program.vocab_size)
+                inputs = self._late_staging.put(draw_arrays(part, wants))
+            assert wants is not None
+            logits = self._through_head(step, sample_rows[chunk])[self._program.outputs["logits"].name]
+            drawn.append(draw(logits.float(), inputs, wants))
+        return StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
+
+    def _through_head(self, step: Step, sample_rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        head = dataclasses.replace(step, inputs=step.inputs | {"sample_rows": sample_rows})
+        head.values = dict(step.values)
+        self._execute(self._head, head)
+        return head.values
+
+    def _execute(self, instructions: list[Instruction], step: Step) -> None:
+        for instruction in instructions:
+            instruction.run(step)
+            self._progress += 1
+
+    def _head_values(self, step: Step, sample_rows: torch.Tensor) -> dict[str, np.ndarray]:
+        values = self._through_head(step, sample_rows)
+        return {name: values[value.name].float().cpu().numpy() for name, value in self._program.outputs.items()}
+
+    def _set_threads(self) -> None:
+        """PyTorch's threads are the process's; another engine in it may have set them."""
+        wanted = 1 if self._engine.batch_invariant else self._engine.num_threads
+        if wanted is not None and torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)
+
+
+def _instructions(program: Program) -> tuple[list[Instruction], list[Instruction]]:
+    """The body, and the head: what is made of gathered rows."""
+    sampled: set[Value] = set()
+    head: list[Op] = []
+    for op in program.ops:
+        if any(value.axis == "samples" for value in op.outputs) or any(value in sampled for value in op.inputs):
+            head.append(op)
+            sampled.update(op.outputs)
+    in_head = set(map(id, head))
+    body = [op for op in program.ops if id(op) not in in_head]
+    last = {value.name: at for at, op in enumerate(body) for value in op.inputs}
+    kept = {value.name for op in head for value in op.inputs} | {value.name for value in program.outputs.values()}
+    made = [
+        Instruction(op, FORMULAS[type(op)], tuple({v.name for v in (*op.inputs, *op.outputs) if last.get(v.name, at) == at} - kept))
+        for at, op in enumerate(body)
+    ]
+    return made, [Instruction(op, FORMULAS[type(op)], ()) for op in head]
