@@ -39,6 +39,8 @@ class EngineRequest(msgspec.Struct):
     """On the monotonic clock of the machine."""
     output_token_ids: list[int] = []
     """What an earlier core has sampled for it already."""
+    resumed: bool = False
+    """An earlier core knew it."""
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
@@ -121,7 +123,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_swaps = 0
-        self.watch = Stopwatch(source.arrival_time)
+        self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
 

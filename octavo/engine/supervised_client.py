@@ -39,9 +39,8 @@ class Unfinished:
 
     def again(self) -> EngineRequest:
         """As a core takes it that has never heard of it."""
-        if not self.token_ids:
-            return self.request
-        return msgspec.structs.replace(self.request, output_token_ids=self.token_ids, fork_of=None)
+        told = {"output_token_ids": self.token_ids, "fork_of": None} if self.token_ids else {}
+        return msgspec.structs.replace(self.request, resumed=True, **told)
 
 
 class Watch:

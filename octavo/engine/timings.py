@@ -13,7 +13,12 @@ from typing import NamedTuple
 from octavo.outputs import Timings
 
 STEP_RUNNING = "a step was running"
-"""What a request waits for that comes between two plans."""
+"""What a request waits for that comes between two plans; then, and where the engine was idle:"""
+ON_ITS_WAY = "on its way to the engine"
+ENGINE_REPLACED = "the engine hung and was replaced"
+"""All that came before this one, of a request that another core knew."""
+
+BEFORE_PLANS = (STEP_RUNNING, ON_ITS_WAY, ENGINE_REPLACED)
 
 
 class Stretch(NamedTuple):
@@ -29,10 +34,11 @@ class Stretch(NamedTuple):
 class Stopwatch:
     """What is known of one request so far; moments and seconds on the scheduler's clock."""
 
-    __slots__ = ("arrival", "first_token", "paused", "preempted_s", "since", "started", "stretches", "waits")
+    __slots__ = ("arrival", "first_token", "paused", "preempted_s", "resumed", "since", "started", "stretches", "waits")
 
-    def __init__(self, arrival: float) -> None:
+    def __init__(self, arrival: float, *, resumed: bool = False) -> None:
         self.arrival = arrival
+        self.resumed = resumed
         self.waits: dict[str, float] = {}
         """By reason; before it starts, what the totals have to be lowered by."""
         self.started: float | None = None
@@ -67,7 +73,7 @@ class Timekeeper:
         if self.waits_for:
             self._waited[self.waits_for] = self._waited.get(self.waits_for, 0.0) + now - self._now
         for watch in self._arrived:
-            watch.waits = {reason: -total for reason, total in self._waited.items()} | {STEP_RUNNING: max(0.0, now - watch.arrival)}
+            watch.waits = {reason: -total for reason, total in self._waited.items()} | self._before_plans(watch, now)
         self._arrived.clear()
         self._now = self._end = now
 
@@ -126,12 +132,19 @@ class Timekeeper:
             waits=self._waits(watch) if watch.started is None else watch.waits,
         )
 
+    def _before_plans(self, watch: Stopwatch, now: float) -> dict[str, float]:
+        """What it waited for until now, when a plan considers it first."""
+        if watch.resumed:
+            return {ENGINE_REPLACED: max(0.0, now - watch.arrival)}
+        running_s = max(0.0, min(self._end, now) - watch.arrival)
+        return {STEP_RUNNING: running_s, ON_ITS_WAY: max(0.0, now - watch.arrival - running_s)}
+
     def _waits(self, watch: Stopwatch) -> dict[str, float]:
         """Until now, of one that has not started."""
         if watch in self._arrived:
             return {}
         found = {reason: total + watch.waits.get(reason, 0.0) for reason, total in self._waited.items()}
-        found[STEP_RUNNING] = found.get(STEP_RUNNING, watch.waits[STEP_RUNNING])
+        found |= {reason: watch.waits[reason] for reason in BEFORE_PLANS if reason in watch.waits}
         return {reason: seconds for reason, seconds in found.items() if seconds > 0}
 
     def _stretch(self, watch: Stopwatch) -> Stretch:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.exceptions import HTTPException
@@ -26,7 +27,7 @@ from octavo.server.auth import tenant_of
 from octavo.server.body import body_of
 from octavo.server.errors import error_body
 from octavo.server.generation import Generation, prompt_of
-from octavo.server.openai.answer import usage_of
+from octavo.server.openai.answer import timings_of, usage_of
 from octavo.server.openai.protocol import SamplingBody
 from octavo.server.openai.sampling import sampling_params
 from octavo.server.service import Service, service_of
@@ -43,6 +44,7 @@ class Job:
     """One request. `finished_at` is on the monotonic clock."""
 
     request_id: str
+    wants_timings: bool = False
     task: asyncio.Task[None] | None = None
     latest: RequestOutput | None = None
     error: OctavoError | None = None
@@ -65,8 +67,8 @@ class Jobs:
         self._max_jobs = max_jobs
         self._ttl_s = ttl_s
 
-    def start(self, generation: Generation, request_id: str) -> Job:
-        job = self._jobs[request_id] = Job(request_id)
+    def start(self, generation: Generation, request_id: str, *, wants_timings: bool) -> Job:
+        job = self._jobs[request_id] = Job(request_id, wants_timings)
         self._jobs.move_to_end(request_id)  # it may be the name of one that has finished
         job.task = asyncio.create_task(_follow(job, generation))
         return job
@@ -114,7 +116,8 @@ async def generate(
     prompt = await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
     request_id = body.request_id or f"job-{secrets.token_hex(12)}"
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
-    job = service.jobs.start(Generation(llm, service.metrics, [prompt], params, request_id, origin=origin), request_id)
+    generation = Generation(llm, service.metrics, [prompt], params, request_id, origin=origin)
+    job = service.jobs.start(generation, request_id, wants_timings=body.timings)
     return {"request_id": job.request_id, "state": job.state}
 
 
@@ -151,7 +154,9 @@ def _report(job: Job) -> dict[str, Any]:
         for sample in job.latest.outputs
     ]
     usage = usage_of([job.latest])
-    return report | {"outputs": samples, "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}}
+    report |= {"outputs": samples, "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}}
+    timings = timings_of([job.latest]) if job.wants_timings else msgspec.UNSET
+    return report if timings is msgspec.UNSET else report | {"timings": msgspec.to_builtins(timings)}
 
 
 def _params(body: GenerateBody, llm: AsyncLLM) -> SamplingParams:

@@ -1,8 +1,9 @@
 """Where a request's time went, on a simulated clock where each step's cost is known."""
 
+import msgspec
 import pytest
 
-from octavo.engine.timings import STEP_RUNNING, Stopwatch, Timekeeper
+from octavo.engine.timings import ENGINE_REPLACED, ON_ITS_WAY, STEP_RUNNING, Stopwatch, Timekeeper
 from octavo.outputs import Timings
 from octavo.worker.simulated import StepCosts
 from tests.engine.simulation import request_of, simulation
@@ -74,6 +75,32 @@ def test_one_that_never_started():
     sim.core.abort("b")
     (timings,) = [output.timings for output in sim.core.step().outputs if output.request_id == "b"]
     assert (timings.queued_s, timings.prefill_s, timings.num_steps, timings.waits) == (2, 0, 0, {"batch full": 1})
+
+
+def test_who_comes_to_an_idle_engine_waits_for_no_step():
+    """Two steps until 2.0; then nobody is there."""
+    sim = simulation(costs=SECOND_A_STEP)
+    sim.run([request_of("a", 0.0, 10, 2)])
+    assert sim.clock.now == 2
+    for name, arrival, now, waits in [
+        ("b", 2.0, 2.25, {ON_ITS_WAY: 0.25}),
+        ("c", 4.0, 5.0, {ON_ITS_WAY: 1.0}),
+        ("d", 5.5, 6.5, {STEP_RUNNING: 0.5, ON_ITS_WAY: 0.5}),
+    ]:
+        sim.clock.now = now
+        sim.core.add(request_of(name, arrival, 10, 1))
+        (output,) = sim.core.step().outputs
+        assert output.timings.waits == waits and output.timings.queued_s == now - arrival
+
+
+def test_one_that_another_core_knew():
+    sim = simulation(costs=SECOND_A_STEP)
+    sim.clock.now = 60.0
+    sim.core.add(msgspec.structs.replace(request_of("a", 1.0, 10, 3), output_token_ids=[7], resumed=True))
+    sim.core.step()
+    (output,) = sim.core.step().outputs
+    assert output.timings.waits == {ENGINE_REPLACED: 59} and output.timings.reason == "waited 59.0 s: the engine hung and was replaced"
+    assert (output.timings.prefill_s, output.timings.decode_s) == (1, 1)
 
 
 def test_the_largest_batch_since_any_step():

@@ -28,6 +28,13 @@ def test_a_job_is_answered_later(http):
     assert result(http, request_id) == report
 
 
+def test_a_job_says_where_its_time_went(http):
+    request_id = start(http, timings=True)
+    assert until(lambda: result(http, request_id)["state"] == "finished")
+    timings = result(http, request_id)["timings"]
+    assert timings["num_steps"] == 6 and timings["prefill_s"] > 0 and isinstance(timings["reason"], str)
+
+
 def test_a_running_job_shows_what_there_is_and_can_be_forgotten(server, http):
     request_id = start(http, **LONG)
     assert result(http, request_id)["state"] in ("waiting", "running")

@@ -56,12 +56,8 @@ class Answer(ABC):
         return prompt_index * self.params.n + sample_index
 
     def timings(self, outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.UnsetType:
-        """Where they are asked for, of all that is answered together."""
-        parts = [output.timings for output in outputs if output.timings is not None]
-        if not self._wants_timings or not parts:
-            return msgspec.UNSET
-        timings = Timings.merged(parts)
-        return ResponseTimings(**asdict(timings), reason=timings.reason)
+        """Where they are asked for."""
+        return timings_of(outputs) if self._wants_timings else msgspec.UNSET
 
     async def events(self, generation: Generation) -> AsyncGenerator[list[Any], None]:
         """Chunks as the answer grows."""
@@ -99,6 +95,15 @@ class Answer(ABC):
 def whole_of(sample: CompletionOutput) -> Delta:
     """All of a sample at once."""
     return Delta(sample.text, 0, sample.token_ids, sample.logprobs, sample.finish_reason, sample.stop_reason)
+
+
+def timings_of(outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.UnsetType:
+    """Of all that is answered together, once it has ended."""
+    parts = [output.timings for output in outputs if output.timings is not None]
+    if not parts:
+        return msgspec.UNSET
+    timings = Timings.merged(parts)
+    return ResponseTimings(**asdict(timings), reason=timings.reason)
 
 
 def usage_of(outputs: Collection[RequestOutput]) -> Usage:

@@ -1,0 +1,61 @@
+"""Why it took so long, told over HTTP: whole answers, streams, chats and jobs."""
+
+import pytest
+
+from tests.server.live import LiveServer, events_of, until
+from tests.tiny_tokenizer import tiny_model_with_text
+
+PROMPTS = [[token] * 400 for token in range(40, 60)]
+HOLD = {"prompt": PROMPTS, "max_tokens": 100, "ignore_eos": True, "stream": True, "return_token_ids": True}
+"""One runs after the other, since none leaves room for another."""
+WAIT = {"prompt": [6] * 400, "max_tokens": 3, "ignore_eos": True, "timings": True}
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A server whose KV cache holds one such request."""
+    server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", "--kv-cache-memory-bytes=512KiB")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def full(small):
+    """While they are running."""
+    with small.http() as http, http.stream("POST", "/v1/completions", json=HOLD) as response:
+        lines = response.iter_lines()
+        next(lines)
+        yield small
+        assert events_of(lines)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def check(timings):
+    assert timings["waits"]["KV full"] > 0 and ": KV full" in timings["reason"]
+    assert timings["queued_s"] == pytest.approx(sum(timings["waits"].values()), abs=1e-3)
+
+
+def test_a_whole_answer(full):
+    with full.http() as http:
+        check(http.post("/v1/completions", json=WAIT).json()["timings"])
+
+
+def test_a_stream(full):
+    with full.http() as http:
+        *events, last = events_of(http.post("/v1/completions", json=WAIT | {"stream": True}).iter_lines())
+    check(last["timings"])
+    assert last["choices"] == [] and not any("timings" in event for event in events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat(full, stream):
+    body = {key: value for key, value in WAIT.items() if key != "prompt"} | {"messages": [{"role": "user", "content": "x" * 400}]}
+    with full.http() as http:
+        response = http.post("/v1/chat/completions", json=body | {"stream": stream})
+    check((events_of(response.iter_lines())[-1] if stream else response.json())["timings"])
+
+
+def test_a_job(full):
+    with full.http() as http:
+        request_id = http.post("/generate", json=WAIT).json()["request_id"]
+        assert until(lambda: http.get(f"/result/{request_id}").json()["state"] == "finished")
+        check(http.get(f"/result/{request_id}").json()["timings"])
