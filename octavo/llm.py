@@ -17,7 +17,7 @@ from typing import Any, Self
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.client import EngineInfo
 from octavo.engine.core import CoreOutputs
-from octavo.engine.input_processor import FrontRequest, Origin, Prompt, default_sampling_params
+from octavo.engine.input_processor import FrontRequest, Origin, Prompt, default_sampling_params, prompt_list
 from octavo.engine.queue_limit import QueueLimit, Size
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
@@ -82,7 +82,7 @@ class LLM:
         `sampling_params` and `priority`: one for all, or one for each; no params: the model's own defaults. All prompts are checked
         before any is computed. A request that fails while it is computed has an output with `error` set; the others are not touched.
         """
-        requests = self._requests(_as_list(prompts), sampling_params, priority)
+        requests = self._requests(prompt_list(prompts), sampling_params, priority)
         done: dict[str, RequestOutput] = {}
         with Bar("prompts", len(requests), enabled=use_tqdm) as bar:
             for output in self._run(requests, streaming=False):
@@ -433,15 +433,6 @@ class AsyncLLM:
 
     def _check_queue(self, more: Size) -> None:
         self._queue.check(more, num_unfinished=self.num_unfinished, now=time.monotonic())
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a text, a dict, a list of ids) or several."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _need_tokenizer(front: Front) -> Tokenizer:

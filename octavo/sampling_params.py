@@ -13,6 +13,9 @@ GREEDY_EPS = 1e-5
 MIN_TEMPERATURE = 0.01
 MAX_N = 16384
 
+FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
+LISTS = {"stop_token_ids": "a list of token ids", "allowed_token_ids": "a list of token ids", "bad_words": "a list of texts"}
+
 
 class SamplingParams(msgspec.Struct, kw_only=True):
     """Validated when made; limits that depend on the model are checked when a request is admitted.
@@ -50,6 +53,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """Filled by the input processor from `bad_words`."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._normalize()
         self._check_ranges()
         self._check_lists()
@@ -69,9 +73,18 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     def stop_strings(self) -> list[str]:
         return self.stop if isinstance(self.stop, list) else []
 
+    def _check_types(self) -> None:
+        for name in FLAGS:
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        for name, allowed in LISTS.items():
+            value = getattr(self, name)
+            _check(name, value, value is None or isinstance(value, list | tuple), allowed)
+        _check("stop", self.stop, self.stop is None or isinstance(self.stop, str | list | tuple), "one text or a list of texts")
+        _check("logit_bias", self.logit_bias, self.logit_bias is None or isinstance(self.logit_bias, dict), "numbers by token id")
+
     def _normalize(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
+        if self.stop is not None:
+            self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
         if self.seed == -1:
             self.seed = None
         if self.top_k == -1:
@@ -83,7 +96,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         if self.stop_token_ids is not None:
             self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
         if self.logit_bias is not None:
-            self.logit_bias = {_token_id(key): min(100.0, max(-100.0, float(value))) for key, value in self.logit_bias.items()}
+            self.logit_bias = {_token_id(key): _bias(key, value) for key, value in self.logit_bias.items()}
 
     def _check_ranges(self) -> None:
         _check("n", self.n, _is_int(self.n) and 1 <= self.n <= MAX_N, f"a whole number from 1 to {MAX_N}")
@@ -153,6 +166,11 @@ def _token_id(key: object) -> int:
         return int(str(key))
     except (TypeError, ValueError):
         raise InvalidRequest(f"logit_bias: got the key {key!r}, allowed are token ids", param="logit_bias") from None
+
+
+def _bias(key: object, value: float) -> float:
+    _check("logit_bias", value, _is_number(value), f"a number for token id {key}")
+    return min(100.0, max(-100.0, float(value)))
 
 
 def _check(name: str, value: object, ok: bool, allowed: str, hint: str | None = None) -> None:

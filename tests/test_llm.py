@@ -94,6 +94,7 @@ BAD_PROMPTS = {
     "outside": ([3, 320], r"prompt: got the token id 320, allowed are 0 to 319"),
     "float": ([3, 1.5], r"got 1.5 among token ids"),
     "number": (7, "prompt: got int"),
+    "ids as text": ({"prompt_token_ids": "abc"}, "prompt_token_ids: got a text, allowed are token ids"),
     "key": ({"prompt_ids": [1]}, "got the key 'prompt_ids', allowed are prompt, prompt_token_ids, cache_salt"),
     "empty dict": ({}, "a dict without a prompt"),
     "salt": ({"prompt_token_ids": [1], "cache_salt": 5}, "cache_salt: got 5"),

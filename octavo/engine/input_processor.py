@@ -137,6 +137,8 @@ class InputProcessor:
         given = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not given:
             raise InvalidRequest("prompt: got a dict without a prompt, needed is one of prompt, prompt_token_ids", param="prompt")
+        if isinstance(prompt.get("prompt_token_ids"), str):
+            raise InvalidRequest("prompt_token_ids: got a text, allowed are token ids", hint="a text is given as prompt", param="prompt")
         salt = prompt.get("cache_salt") or ""
         if not isinstance(salt, str):
             raise InvalidRequest(f"cache_salt: got {salt!r}, allowed is a text", param="cache_salt")
@@ -210,6 +212,17 @@ class InputProcessor:
         self._num_requests += 1
         digest = blake2b(f"{self._seed}/{self._num_requests}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a text, a dict, a list of ids) or several."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(f"prompts: got {type(prompts).__name__}, allowed are a text, token ids, a dict of one, or a list of them")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> None:
