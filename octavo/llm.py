@@ -307,10 +307,10 @@ class AsyncLLM:
         """Starts a request; a user's fault is raised here, before anything runs, and Overloaded where too many wait already."""
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        self._check_queue(Size(params.n))
+        self._check_queue(Size(params.num_samples))
         request_id = request_id or f"request-{next(self._request_ids)}"
         request = self._front.inputs.process(request_id, prompt, params, Origin(priority, tenant))
-        size = Size(params.n, params.n * len(request.prompt_token_ids))
+        size = Size(len(request.samples), len(request.samples) * len(request.prompt_token_ids))
         self._check_queue(size)
         self.start()
         self._front.outputs.add(request)

@@ -23,7 +23,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n samples so far."""
+    """One of a request's samples so far."""
 
     index: int
     text: str = ""

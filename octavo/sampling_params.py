@@ -25,6 +25,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """
 
     n: int = 1
+    best_of: int | None = None
+    """So many samples are made, and the n of them returned that have the highest cumulative logprob, best first; None: n."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -65,6 +67,16 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         return self.temperature < GREEDY_EPS
 
     @property
+    def num_samples(self) -> int:
+        """That are made."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """More samples are made than returned: which ones is known when all have ended."""
+        return self.num_samples > self.n
+
+    @property
     def first_prompt_logprob(self) -> int:
         """Index of the first prompt token that may have one: nothing precedes token 0."""
         return max(1, self.prompt_logprob_start or 0)
@@ -100,6 +112,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     def _check_ranges(self) -> None:
         _check("n", self.n, _is_int(self.n) and 1 <= self.n <= MAX_N, f"a whole number from 1 to {MAX_N}")
+        best_ok = self.best_of is None or (_is_int(self.best_of) and self.n <= self.best_of <= MAX_N)
+        _check("best_of", self.best_of, best_ok, f"None, or a whole number from n ({self.n}) to {MAX_N}")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(name, value, _is_number(value) and -2 <= value <= 2, "a number from -2 to 2")
@@ -149,7 +163,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             _check("bad_words", word, isinstance(word, str) and word.strip() != "", "texts, none of them empty")
 
     def _make_greedy(self) -> None:
-        _check("n", self.n, self.n == 1, "1 when the temperature is 0", hint="greedy samples are all alike; set temperature above 0")
+        for name, value in (("n", self.n), ("best_of", self.num_samples)):
+            _check(name, value, value == 1, "1 when the temperature is 0", hint="greedy samples are all alike; set temperature above 0")
         self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
 
 

@@ -38,7 +38,7 @@ class ModelLimits:
 
 @dataclass(slots=True)
 class FrontRequest:
-    """A user's request: what it asks for, and one EngineRequest for each of its n samples."""
+    """A user's request: what it asks for, and one EngineRequest for each of its samples."""
 
     request_id: str
     prompt: str | None
@@ -233,13 +233,16 @@ def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> No
 
 def _samples(first: EngineRequest, params: SamplingParams) -> list[EngineRequest]:
     """The first computes the prompt (and its logprobs); the others wait to share it."""
-    if params.n == 1:
-        return [first]
     replace = msgspec.structs.replace
+    if params.is_ranked and params.logprobs is None:
+        params = replace(params, logprobs=0)
+        first = replace(first, params=params)
+    if params.num_samples == 1:
+        return [first]
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None, prompt_logprob_start=None)
     return [first] + [
         replace(first, request_id=f"{first.request_id}#{index}", params=others, sample_index=index, fork_of=first.request_id)
-        for index in range(1, params.n)
+        for index in range(1, params.num_samples)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What the core yields, turned into what users read: text, stop strings, logprobs, the n samples of a request side by side.
+"""What the core yields, turned into what users read: text, stop strings, logprobs, the samples of a request side by side.
 
 Lives in the front process and owns the text so far (through the Detokenizer). Token ids are detokenized when someone looks at the
 text, or at once where a stop string may be in it.
@@ -7,7 +7,7 @@ text, or at once where a stop string may be in it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.engine.input_processor import FrontRequest
 from octavo.engine.request import EngineOutput, EngineRequest
@@ -21,7 +21,7 @@ from octavo.text.detokenizer import Detokenizer
 
 @dataclass(slots=True)
 class Sample:
-    """One of a request's n samples so far."""
+    """One of a request's samples so far."""
 
     index: int
     detokenizer: Detokenizer | None
@@ -55,6 +55,18 @@ class RequestState:
     error: str | None = None
     timings: list[Timings] = field(default_factory=list)
     """Of the samples that have ended."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Samples that are ranked are chosen among when all have ended."""
+        return self.num_unfinished == 0 or not self.request.params.is_ranked
+
+    def returned(self) -> list[Sample]:
+        """In the order of their index; the best ones first where they are ranked."""
+        if not self.request.params.is_ranked:
+            return self.samples
+        ranked = sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))
+        return [replace(sample, index=index) for index, sample in enumerate(ranked[: self.request.params.n])]
 
 
 @dataclass(slots=True)
@@ -104,7 +116,8 @@ class OutputProcessor:
             found = self._samples.get(output.request_id)
             if found is not None:
                 self._take(*found, output, now, changes)
-                changes.request_ids[found[0].request.request_id] = None
+                if found[0].is_readable:
+                    changes.request_ids[found[0].request.request_id] = None
         return changes
 
     def output(self, request_id: str) -> RequestOutput:
@@ -118,7 +131,7 @@ class OutputProcessor:
             request_id,
             request.prompt,
             request.prompt_token_ids,
-            [_completion(sample) for sample in state.samples],
+            [_completion(sample) for sample in state.returned()] if state.is_readable else [],
             finished,
             state.prompt_logprobs,
             state.num_cached_tokens,
@@ -137,7 +150,9 @@ class OutputProcessor:
         detokenizer = Detokenizer(self._tokenizer, params) if self._tokenizer is not None and params.detokenize else None
         sample = Sample(request.sample_index, detokenizer)
         if params.logprobs is not None:
-            sample.logprobs, sample.cumulative_logprob = [], 0.0
+            sample.logprobs = []
+        if params.logprobs is not None or params.is_ranked:
+            sample.cumulative_logprob = 0.0
         return sample
 
     def _take(self, state: RequestState, sample: Sample, output: EngineOutput, now: float, changes: Changes) -> None:
@@ -172,9 +187,10 @@ class OutputProcessor:
             state.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             state.prompt_logprobs = [*[None] * state.request.params.first_prompt_logprob, *map(self._readable, output.prompt_logprobs)]
-        if output.logprobs is not None and sample.logprobs is not None and sample.cumulative_logprob is not None:
-            sample.logprobs += map(self._readable, output.logprobs)
+        if output.logprobs is not None and sample.cumulative_logprob is not None:
             sample.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
+            if sample.logprobs is not None:
+                sample.logprobs += map(self._readable, output.logprobs)
 
     def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         text = self._tokenizer.token_text if self._tokenizer is not None else lambda _: None

@@ -74,6 +74,16 @@ def test_usage_at_the_end_of_a_stream(client):
     assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens == 24
 
 
+def test_the_best_of_several(client):
+    """Those of the n samples that are the most likely, in that order; all that were made are paid for."""
+    every = complete(client, n=5, logprobs=0).choices
+    ranked = sorted(every, key=lambda choice: -sum(choice.logprobs.token_logprobs))
+    answer = complete(client, n=2, best_of=5)
+    assert [choice.text for choice in answer.choices] == [choice.text for choice in ranked[:2]]
+    assert [choice.index for choice in answer.choices] == [0, 1] and answer.choices[0].logprobs is None
+    assert answer.usage.completion_tokens == 5 * 24
+
+
 def test_cached_prompt_tokens_are_counted(client):
     prompt = "This prompt fills more than one block of sixteen tokens."
     complete(client, prompt)

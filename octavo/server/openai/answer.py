@@ -108,6 +108,6 @@ def timings_of(outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.
 
 def usage_of(outputs: Collection[RequestOutput]) -> Usage:
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_new = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    num_new = sum(output.metrics.num_generation_tokens for output in outputs if output.metrics is not None)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return Usage(num_prompt, num_new, num_prompt + num_new, PromptTokensDetails(num_cached))

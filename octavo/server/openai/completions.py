@@ -122,8 +122,9 @@ class CompletionAnswer(Answer):
 
 def _check(body: CompletionBody) -> None:
     check_stream_options(body)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest(f"best_of: got {body.best_of}, allowed is the value of n ({body.n or 1})", param="best_of")
+    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
+        message = f"best_of: got {body.best_of} with stream, allowed is the value of n ({body.n or 1}): the best are known at the end"
+        raise InvalidRequest(message, param="best_of")
     if body.suffix:
         raise InvalidRequest("suffix: this server does not insert text", param="suffix")
     if body.max_tokens == 0 and (not body.echo or body.stream):
@@ -138,4 +139,5 @@ def _params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
         prompt_logprobs = body.logprobs
-    return sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+    others = {"prompt_logprobs": prompt_logprobs, "best_of": body.best_of}
+    return sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs, **others)
