@@ -29,7 +29,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, ModelLimits
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder
+from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder, check_writable
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
@@ -170,6 +170,8 @@ def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
 def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, Worker]:
     """Weights packed, KV cache allocated, scheduler in front."""
     config = model.config
+    if config.observe.record is not None:
+        check_writable(Path(config.observe.record))
     program = _decoder(model)
     backend = build_backend(config)
     _check_fits(model, backend, program, report)

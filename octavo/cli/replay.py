@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from octavo.errors import ConfigError
+
 MAX_DIFFERENCES = 10
 
 
@@ -25,6 +27,8 @@ def replay(
     from octavo.engine.replay import Replay
     from octavo.wiring import build_executor
 
+    if model is not None and not execute:
+        raise ConfigError(f"model: got {model!r}, allowed only with --execute: the plans alone need none")
     began, events = read_log(file)
     executor = build_executor(began, model=model, report=lambda text: print(text, file=sys.stderr)) if execute else None
     try:
@@ -38,6 +42,6 @@ def replay(
     for text in found.differences:
         print(text)
     if found.differences:
-        print(f"not the same (the first {len(found.differences)} differences are shown)")
+        print(f"not the same: {len(found.differences)} found, then it was ended")
         raise typer.Exit(1)
     print("every plan and every result is the same" if execute else "every plan is the same")

@@ -48,6 +48,8 @@ def _check(config: EngineConfig) -> None:
     if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
         raise ConfigError("long_prefill_token_threshold: allowed only with chunked prefill", hint="leave enable_chunked_prefill as it is")
     _check_prefix_cache(config.cache)
+    if config.observe.record == "":
+        raise ConfigError("record: got an empty name, allowed is the path of a file")
     if 0 < config.observe.stall_timeout < MIN_STALL_S:
         raise ConfigError(f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least {MIN_STALL_S:g} second")
     _check_layout(config.cache)

@@ -125,6 +125,14 @@ class Recorder:
             logger.error("%s: its last lines are lost", self._path)
 
 
+def check_writable(path: Path) -> None:
+    """ConfigError where a Recorder could not be made; what lies there stays as it is."""
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"record: cannot write {path}: {error.strerror}") from error
+
+
 def lean_row(row: RowResult) -> RowResult:
     """What the scheduler looks at: tokens, failures, and how many prompt logprobs came."""
     count = len(row.prompt_logprobs or ())

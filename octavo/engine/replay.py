@@ -14,6 +14,7 @@ import msgspec
 from octavo.engine.build_scheduler import build_scheduler
 from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Planned, lean_row
 from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError
 from octavo.ports import Executor
 from octavo.step import RowResult, StepPlan, StepResult
 
@@ -40,12 +41,13 @@ class Replay:
         self._plan: StepPlan | None = None
         self._result: StepResult | None = None
         self._failure: str | None = None
+        self._other_plan = False
 
     def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
-        """Ends early where it found so many differences."""
+        """Ends early where it found so many differences, and at the first plan that is another one: all that follows would be."""
         for event in events:
             self._take(event)
-            if len(self.found.differences) >= max_differences:
+            if self._other_plan or len(self.found.differences) >= max_differences:
                 return self.found
         self.found.unfinished_step = None if self._plan is None else self._plan.step
         return self.found
@@ -64,12 +66,18 @@ class Replay:
             self._schedule(event)
         elif isinstance(event, Computed):
             self._update(event)
+        else:
+            raise _damaged("it begins a second time")
 
     def _schedule(self, then: Planned) -> None:
+        if self._plan is not None:
+            raise _damaged(f"step {self._plan.step} has no result, but another follows")
         plan = self._scheduler.schedule(then.now, then.rates)
-        if plan != then.plan:
-            self.found.differences.append(_difference(then.plan, plan))
         self._plan = plan
+        if plan != then.plan:
+            self._other_plan = True
+            self.found.differences.append(_difference(then.plan, plan))
+            return
         if self._executor is not None:
             self._execute(self._executor, plan)
 
@@ -80,7 +88,10 @@ class Replay:
             self._failure = f"{type(error).__name__}: {error}"
 
     def _update(self, then: Computed) -> None:
-        assert self._plan is not None, "a result follows its plan"
+        if self._plan is None:
+            raise _damaged(f"step {then.result.step} has a result and no plan")
+        if [row.request_id for row in self._plan.rows] != [row.request_id for row in then.result.rows]:
+            raise _damaged(f"step {self._plan.step} has the result of another plan")
         if then.failed:
             self._scheduler.plan_failed(self._plan)
         elif self._failure is not None:
@@ -102,6 +113,10 @@ def scheduler_of(began: Began) -> Scheduler:
     """As it was when the recording began."""
     sizes = {"block_size": began.block_size, "max_model_len": began.max_model_len}
     return build_scheduler(began.scheduler, began.cache, began.groups, **sizes, tiers=began.tiers)
+
+
+def _damaged(what: str) -> ConfigError:
+    return ConfigError(f"the recording is damaged: {what}")
 
 
 def _difference(then: StepPlan, now: StepPlan) -> str:

@@ -34,6 +34,47 @@ def test_another_plan(octavo, log):
     assert ended.code == 1 and "step 0: rows was " in ended.out and "not the same" in ended.out
 
 
+def test_what_follows_another_plan_is_not_looked_at(octavo, log):
+    """The recorded request is gone, so its results fit no plan."""
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join(line for line in lines if json.loads(line)["type"] != "Added") + "\n")
+    ended = octavo("replay", log)
+    assert (ended.code, ended.err) == (1, "") and ended.out.count("step 0: ") == 1 and "not the same: 1 found" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0, 1, 3], "step 0 has a result and no plan"),
+        ([0, 1, 2, 4, 5], "step 0 has no result, but another follows"),
+        ([0, 1, 2, 3, 3], "step 0 has a result and no plan"),
+        ([0, 1, 2, 3, 0], "it begins a second time"),
+    ],
+)
+def test_lines_that_do_not_belong_together(octavo, log, order, message):
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join(lines[index] for index in order) + "\n")
+    ended = octavo("replay", log)
+    assert (ended.code, ended.message) == (2, [f"octavo: the recording is damaged: {message}"])
+
+
+def test_rows_that_are_no_plans(octavo, log):
+    lines = log.read_text().splitlines()
+    result = json.loads(lines[3])
+    result["result"]["rows"] = []
+    log.write_text("\n".join([*lines[:3], json.dumps(result)]) + "\n")
+    assert octavo("replay", log).message == ["octavo: the recording is damaged: step 0 has the result of another plan"]
+
+
+def test_bad_options(octavo, tiny, tmp_path, log):
+    ended = octavo("replay", log, "--model=other")
+    assert ended.message == ["octavo: model: got 'other', allowed only with --execute: the plans alone need none"]
+    for path, reason in [("", "got an empty name"), (tmp_path, "Is a directory"), (tmp_path / "none" / "log", "No such file")]:
+        ended = octavo("run", "hello", f"--record={path}", *tiny)
+        assert ended.code == 2 and "octavo: record: " in ended.err and reason in ended.err
+        assert "KV cache" not in ended.err, "it is known before a model is loaded"
+
+
 def test_no_recording(octavo, tmp_path):
     (tmp_path / "log").write_text("{}\n")
     ended = octavo("replay", tmp_path / "log")
