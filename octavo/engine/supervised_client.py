@@ -183,7 +183,7 @@ class SupervisedClient:
                 return None
             what = f"a step of {len(hung)} requests" if len(hung) > 1 else "a step" if hung else "the engine"
             stalled = f"{what} made no progress for {self._watch.timeout_s:g} s (stall_timeout)"
-            guilty = self._suspects.hung(hung or list(self._requests))
+            guilty = self._suspects.hung(hung or list(self._requests), in_step=bool(hung))
             outputs += self._end_aborted()
             outputs += self._fail(guilty, f"{stalled}; this request is given up, the engine was replaced")
             self.trouble = f"{stalled}: another engine is being started"

@@ -19,9 +19,12 @@ class Suspects:
         self._held: deque[str] = deque()
         self._on_trial: str | None = None
 
-    def hung(self, request_ids: Sequence[str]) -> list[str]:
-        """Whom to fail for a step of these that hung; of the others some may be held back from now on."""
-        if len(request_ids) == 1:
+    def hung(self, request_ids: Sequence[str], *, in_step: bool = True) -> list[str]:
+        """Whom to fail for a step of these that hung; of the others some may be held back from now on.
+
+        Without `in_step` no step is known: it may be any of them, or none.
+        """
+        if in_step and len(request_ids) == 1:
             guilty = list(request_ids)
         elif self._on_trial in request_ids:
             guilty = [self._on_trial] if self._on_trial is not None else []

@@ -131,6 +131,15 @@ def test_a_stopped_process_is_one_that_hangs(start):
         assert ends[name].finish_reason == "length" and tokens[name] == expected_tokens(prompt, 40)[-len(tokens[name]) :]
 
 
+def test_stopped_without_work(start):
+    """Who comes next has never been computed, and is not to blame."""
+    client = start("slow")
+    os.kill(client.pid, signal.SIGSTOP)
+    client.add(requests({"a": [1, 2]}))
+    collect_good(client, {"a": [1, 2]}, [])
+    assert client.starts == [0, 1] and client.said[0].startswith("the engine made no progress")
+
+
 def test_a_long_step_that_gets_ahead_is_no_hang(start):
     client = start("long")
     client.add([make_request("a", [1], max_tokens=2)])
@@ -193,3 +202,6 @@ def test_suspects_are_tried_one_by_one():
     assert suspects.hung(["a", "c", "new"]) == ["a", "c"], "sound alone, but not together"
     assert suspects.next_on_trial() == "new"
     assert suspects.hung(["only"]) == ["only"]
+    suspects = Suspects()
+    assert suspects.hung(["sent"], in_step=False) == [] and suspects.next_on_trial() == "sent"
+    assert suspects.hung(["sent", "later"], in_step=False) == ["sent"]
