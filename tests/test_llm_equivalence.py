@@ -1,6 +1,6 @@
 """A request's tokens and logprobs do not depend on its company, chunks, threads, the prefix cache, preemption or forks.
 
-All of it bitwise, through LLM, on tiny models of each family in each precision, on both backends, and on the real SmolLM2.
+All of it bitwise, through LLM, on tiny models of each family in each precision, on every backend (torch: batch-invariant), and on SmolLM2.
 """
 
 from __future__ import annotations
@@ -75,6 +75,12 @@ SETUPS = [
         Setup("native", family, precision).param()
         for family in ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
         for precision in ("fp32", "bf16", "int8")
+    ),
+    Setup("torch", "llama", "fp32", 3).param(),
+    *(
+        Setup("torch", family, precision, 6).param(pytest.mark.slow)
+        for family in ("llama", "gemma3_text", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3")
+        for precision in ("bf16", "int8")
     ),
     *(Setup("native", "smollm2", precision).param(pytest.mark.model, pytest.mark.slow) for precision in PRECISIONS),
 ]
@@ -252,7 +258,7 @@ def test_prompt_logprobs_name_the_prompts_own_tokens(setup: Setup, whole: list[A
             assert [step[0][0] for step in found[-1][1:]] == prompt[1:]
 
 
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("backend", ["reference", "native", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_window_of_few_blocks_is_as_good_as_one_of_many(backend: str) -> None:
     """Windows of 24 tokens beside full attention: contexts of 300, in a group that has blocks for a fraction of them."""
     setup = Setup(backend, "gemma3_text", "as packed")

@@ -23,6 +23,7 @@ from octavo.errors import BackendUnavailable, ConfigError
 from octavo.program import ops
 from octavo.program.passes.fuse import fuse
 from octavo.program.program import CacheGroup, Op, Program, Weight
+from octavo.quant.packed import PackedWeight
 
 MASKS = ("causal", "window", "full")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,8 +52,9 @@ class TorchBackend:
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
         fused = fuse(program)
         self._check(fused)
-        self._dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, load)
-        weights = self._load(fused, load)
+        once = _Once(load)
+        self._dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, once.load)
+        weights = self._load(fused, once.load)
         options = self.options
         engine = Engine(self.device, self._dtype, self._attention, options.batch_invariant, self._num_threads)
         return TorchProgram(fused, weights, engine)
@@ -119,6 +121,19 @@ class TorchBackend:
             raise _refused(program, "attention to later tokens with batch_invariant")
         if isinstance(op, ops.Attention | ops.MlaAttention) and (why := self._attention.refusal(op)):
             raise _refused(program, f"attention with {self._attention.name}: {why}")
+
+
+class _Once:
+    """Keeps the first weight that is asked for, which says how products are computed before it is packed."""
+
+    def __init__(self, load: LoadWeight) -> None:
+        self._load = load
+        self._first: tuple[Weight, PackedWeight] | None = None
+
+    def load(self, weight: Weight) -> PackedWeight:
+        if self._first is None:
+            self._first = (weight, self._load(weight))
+        return self._first[1] if self._first[0] == weight else self._load(weight)
 
 
 def _writes(program: Program, group: str) -> bool:

@@ -120,14 +120,26 @@ class DeviceWeight:
         """`[..., out, in]`; what is packed is computed in fp32, then rounded."""
         if self.scales is None:
             return self.codes.to(dtype)
-        codes = self._unpacked()
-        values = self.lookup[codes.long()] if self.lookup is not None else codes.float() - float(self.zero_point)
-        values = values * self._spread(self.scales)
+        values = self._values()
+        missing = -values.shape[-1] % self.group
+        if missing:
+            values = F.pad(values, (0, missing))
+        groups = values.view(*values.shape[:-1], -1, self.group)
+        groups.mul_(self.scales.expand()[..., None])
         if self.mins is not None:
-            values = values + self._spread(self.mins)
+            groups.add_(self.mins.expand()[..., None])
+        values = groups.flatten(-2)[..., : self.width]
         if self.inverse_permutation is not None:
             values = values[..., self.inverse_permutation]
         return values.to(dtype)
+
+    def _values(self) -> Tensor:
+        """What the codes stand for before scales and mins: a tensor of its own, `[..., out, in] fp32`."""
+        codes = self._unpacked()
+        if self.lookup is not None:
+            return self.lookup[codes.long()]
+        values = codes.float()
+        return values.sub_(self.zero_point) if self.zero_point else values
 
     def _unpacked(self) -> Tensor:
         """One code an element."""
@@ -139,9 +151,6 @@ class DeviceWeight:
             return torch.stack([low, high], dim=-1).reshape(*lead, self.width)
         split = (*lead, self.width // self.group, 1, self.group // 2)
         return torch.cat([low.reshape(split), high.reshape(split)], dim=-2).reshape(*lead, self.width)
-
-    def _spread(self, levels: DeviceLevels) -> Tensor:
-        return levels.expand().repeat_interleave(self.group, dim=-1)[..., : self.width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
