@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo import __version__
-from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, Backend, BackendOptions, Footprint, KvCache, KvLayout, OnDemandBackend
+from octavo.backends.base import (
+    BLOCK_SIZE,
+    SPLIT_KEYS,
+    Backend,
+    BackendOptions,
+    DeviceBackend,
+    DeviceMemory,
+    Footprint,
+    KvCache,
+    KvLayout,
+    OnDemandBackend,
+)
 from octavo.backends.devices import choose_device, default_backend
 from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
@@ -44,7 +55,7 @@ from octavo.worker.connectors.fingerprint import fingerprint
 from octavo.worker.connectors.tiers import TierWorker
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.machine import Machine
-from octavo.worker.memory import GroupSize, KvBudget, Load, plan_kv
+from octavo.worker.memory import SAFE_SHARE, GroupSize, KvBudget, Load, memory_table, plan_kv
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 
@@ -178,7 +189,10 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     reader = WeightReader(model.checkpoint, config.model.dtype, config.model.quantization, program)
     with LoadBar(reader.load, len(program.weights)) as bar:
         runnable = backend.prepare(program, bar.load)
-    budget = _kv_budget(config, backend, program)
+    memory = _device_memory(backend)
+    budget = _kv_budget(config, backend, program, memory)
+    if memory is not None:
+        report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
     max_model_len = budget.load.max_model_len
     rows = RequestRows(
@@ -231,9 +245,11 @@ def _check_fits(model: Model, backend: Backend, program: Program, report: Report
     """ConfigError, before anything is loaded, where it cannot fit."""
     config, name = model.config, str(model.config.model.served_model_name)
     footprint = _footprint(config, backend, model.checkpoint, program)
-    available_bytes = Machine().available_bytes()
+    memory = _device_memory(backend)
+    available_bytes = Machine().available_bytes() if memory is None else memory.kv_bytes
     if available_bytes is not None:
-        capacity_of(config, program, footprint, available_bytes).check(name)
+        share = SAFE_SHARE if memory is None else 1.0
+        capacity_of(config, program, footprint, available_bytes, share=share).check(name)
     report(f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}")
 
 
@@ -256,6 +272,7 @@ def build_backend(config: EngineConfig) -> Backend:
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
         max_context=config.model.max_model_len,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
         batch_invariant=config.backend.batch_invariant,
     )
     if config.backend.backend == "reference":
@@ -316,14 +333,20 @@ def _decoder(model: Model) -> Program:
     return programs["decoder"]
 
 
-def _kv_budget(config: EngineConfig, backend: Backend, program: Program) -> KvBudget:
+def _device_memory(backend: Backend) -> DeviceMemory | None:
+    return backend.memory() if isinstance(backend, DeviceBackend) else None
+
+
+def _kv_budget(config: EngineConfig, backend: Backend, program: Program, memory: DeviceMemory | None) -> KvBudget:
+    """Of the machine's memory a safe share; of a device's own all that is left of its."""
     assert config.model.max_model_len is not None, "derive() has set it"
     options = config.scheduler
     return plan_kv(
         [GroupSize(backend.kv_layout(group).block_bytes, group.window if config.cache.kv_cache else None) for group in program.groups],
         Load(config.model.max_model_len, options.max_num_seqs, options.max_num_batched_tokens),
         wanted_bytes=config.cache.kv_cache_memory_bytes,
-        available_bytes=Machine().available_bytes(),
+        available_bytes=Machine().available_bytes() if memory is None else memory.kv_bytes,
+        share=SAFE_SHARE if memory is None else 1.0,
     )
 
 

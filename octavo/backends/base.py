@@ -129,6 +129,8 @@ class BackendOptions:
     """Rows of the largest step."""
     max_requests: int = 128
     max_context: int = 8192
+    gpu_memory_utilization: float = 0.92
+    """Share of a device's own memory that may be taken in all."""
     batch_invariant: bool = False
     """A row's numbers are the same bits in any company, on backends where that costs speed."""
 
@@ -164,6 +166,15 @@ class Ceilings:
 
     bandwidth: float
     operations: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device's own, where weights and KV lie: what is taken, by name, and what the KV cache may have of the rest."""
+
+    total_bytes: int
+    parts: Mapping[str, int]
+    kv_bytes: int
 
 
 class KvCache(Protocol):
@@ -243,6 +254,15 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class DeviceBackend(Protocol):
+    """A backend whose weights and KV may lie elsewhere than in the machine's memory."""
+
+    def memory(self) -> DeviceMemory | None:
+        """As it is now: once a Program is prepared, with what its largest step takes. None: it is the machine's."""
+        ...
 
 
 @runtime_checkable

@@ -54,6 +54,9 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least {MIN_STALL_S:g} second")
     _check_layout(config.cache)
     _check_backend(config.backend)
+    if not 0 < config.cache.gpu_memory_utilization <= 1:
+        got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
+        raise ConfigError(f"{got}, allowed is a share above 0 and at most 1")
     if options.watermark >= 1:
         raise ConfigError(f"watermark: got {options.watermark:g}, allowed is a share below 1")
 

@@ -41,6 +41,7 @@ class CacheOptions:
     kv_cache_memory_bytes: int | None = option(
         None, "memory of the KV cache, e.g. 2GiB; default a safe share of what is free", unit="bytes", low=1
     )
+    gpu_memory_utilization: float = option(0.92, "share of a GPU's memory taken in all, where kv_cache_memory_bytes is not given", low=0)
     kv_cache_dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16"
     )

@@ -12,7 +12,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 from octavo.program.program import Program
-from octavo.worker.memory import GroupSize, KvBudget, Load, plan_kv
+from octavo.worker.memory import SAFE_SHARE, GroupSize, KvBudget, Load, plan_kv
 
 PROCESS_BYTES = 192 << 20
 """Of the two processes besides: 75 MiB with a vocabulary of 300 tokens, 170 MiB with one of 260,000 (November 2026)."""
@@ -31,6 +31,8 @@ class Capacity:
     groups: tuple[GroupSize, ...]
     load: Load
     wanted_kv_bytes: int | None = None
+    share: float = SAFE_SHARE
+    """Of what is left, given to the KV cache at most where nothing was asked for."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -96,10 +98,10 @@ class Capacity:
 
     def budget(self) -> KvBudget:
         """As the engine will make it."""
-        return plan_kv(self.groups, self.load, wanted_bytes=self.wanted_kv_bytes, available_bytes=self.left_bytes)
+        return plan_kv(self.groups, self.load, wanted_bytes=self.wanted_kv_bytes, available_bytes=self.left_bytes, share=self.share)
 
 
-def capacity_of(config: EngineConfig, program: Program, footprint: Footprint, memory_bytes: int) -> Capacity:
+def capacity_of(config: EngineConfig, program: Program, footprint: Footprint, memory_bytes: int, *, share: float = SAFE_SHARE) -> Capacity:
     assert config.model.max_model_len is not None, "derive() has set it"
     options, cache = config.scheduler, config.cache
     return Capacity(
@@ -112,6 +114,7 @@ def capacity_of(config: EngineConfig, program: Program, footprint: Footprint, me
         ),
         load=Load(config.model.max_model_len, options.max_num_seqs, options.max_num_batched_tokens),
         wanted_kv_bytes=cache.kv_cache_memory_bytes,
+        share=share,
     )
 
 

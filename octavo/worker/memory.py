@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.backends.base import BLOCK_SIZE
+from octavo.backends.base import BLOCK_SIZE, DeviceMemory
 from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 
@@ -81,22 +81,24 @@ class KvBudget:
         return f"{size}, {requests:,} request{'' if requests == 1 else 's'} of {self.load.max_model_len:,}"
 
 
-def plan_kv(groups: Sequence[GroupSize], load: Load, *, wanted_bytes: int | None, available_bytes: int | None) -> KvBudget:
-    """Blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts, within a safe share of what is free.
+def plan_kv(
+    groups: Sequence[GroupSize], load: Load, *, wanted_bytes: int | None, available_bytes: int | None, share: float = SAFE_SHARE
+) -> KvBudget:
+    """Blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts, within a share of what is free.
 
     All groups get the same number, but for those whose windows never need so many. ConfigError where not even one request of
     `max_model_len` tokens fits.
     """
     caps = [load.most_blocks(group) for group in groups]
     least = [load.least_blocks(group) for group in groups]
-    given = UNKNOWN_BYTES if available_bytes is None else int(available_bytes * SAFE_SHARE)
+    given = UNKNOWN_BYTES if available_bytes is None else int(available_bytes * share)
     num_blocks = _most_within(given if wanted_bytes is None else wanted_bytes, groups, caps)
     length = f"set max_model_len to at most {num_blocks * BLOCK_SIZE}"
     if wanted_bytes is not None:
         name, given, hint = "kv_cache_memory_bytes", wanted_bytes, f"raise kv_cache_memory_bytes, or {length}"
     else:
         name, hint = (
-            f"too little memory: {SAFE_SHARE:.0%} of what is free",
+            f"too little memory: {share:.0%} of what is free",
             f"free memory, {length}, or give kv_cache_memory_bytes yourself",
         )
         num_blocks = min(num_blocks, _blocks_for(load.max_model_len) * load.max_num_seqs)
@@ -105,6 +107,14 @@ def plan_kv(groups: Sequence[GroupSize], load: Load, *, wanted_bytes: int | None
         needed = f"needed are {format_bytes(least_bytes)} for one request of {load.max_model_len:,} tokens"
         raise ConfigError(f"{name}: got {format_bytes(given)}, {needed}", hint=hint if num_blocks else None)
     return KvBudget(tuple(min(num_blocks, cap) for cap in caps), tuple(groups), load)
+
+
+def memory_table(memory: DeviceMemory, kv_bytes: int) -> str:
+    """A device's memory once the KV cache lies in it, a line for each part."""
+    free = memory.total_bytes - sum(memory.parts.values()) - kv_bytes
+    rows = {"device": memory.total_bytes, **memory.parts, "KV cache": kv_bytes, "left free": free}
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {format_bytes(size):>10}" for name, size in rows.items())
 
 
 def _most_within(num_bytes: int, groups: Sequence[GroupSize], caps: Sequence[int]) -> int:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, KvLayout, LoadWeight
+from octavo.backends.base import BackendOptions, Ceilings, DeviceMemory, Footprint, FormatOf, KvLayout, LoadWeight
 from octavo.backends.torch.attention import AttentionChoice, Sdpa
 from octavo.backends.torch.footprint import torch_footprint
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
+from octavo.backends.torch.memory import CudaMemory, blocks_of, largest_step
 from octavo.backends.torch.program import FORMULAS, Engine, TorchProgram
 from octavo.backends.torch.rates import measured_ceilings
 from octavo.backends.torch.weights import Weights
@@ -44,6 +45,7 @@ class TorchBackend:
         self.numerics = f"torch {torch.__version__} on {self.device_name}"
         self._dtype = DTYPES.get(options.dtype, torch.float32)
         self._attention: AttentionChoice = Sdpa()
+        self._memory = CudaMemory(self.device, options.gpu_memory_utilization) if self.device.type == "cuda" else None
 
     @property
     def device_name(self) -> str:
@@ -57,7 +59,19 @@ class TorchBackend:
         weights = self._load(fused, once.load)
         options = self.options
         engine = Engine(self.device, self._dtype, self._attention, options.batch_invariant, self._num_threads)
-        return TorchProgram(fused, weights, engine)
+        prepared = TorchProgram(fused, weights, engine)
+        if self._memory is not None:
+            self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
+        return prepared
+
+    def run_largest_step(self, prepared: TorchProgram) -> None:
+        """Over a KV cache of its own, which goes with it."""
+        program = prepared.program
+        batch = largest_step(self.options, len(program.groups), program.vocab_size)
+        prepared.run(batch, self.allocate(program.groups, [blocks_of(batch)] * len(program.groups)))
+
+    def memory(self) -> DeviceMemory | None:
+        return None if self._memory is None else self._memory.now()
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         found = torch_footprint(fuse(program), format_of, self.options.max_tokens, DTYPES.get(self.options.dtype), self._packed_dtype)

@@ -64,7 +64,7 @@ class TorchProgram:
     """Implements `base.Runnable`."""
 
     def __init__(self, program: Program, weights: Weights, engine: Engine) -> None:
-        self._program = program
+        self.program = program
         self._weights = weights
         self._engine = engine
         self._body, self._head = _instructions(program)
@@ -107,10 +107,10 @@ class TorchProgram:
         wants = None
         if batch.sampling is not None:
             first = part_of(batch.sampling, (chunks or [slice(0, 0)])[0])
-            wants = wants_of(first, self._program.vocab_size)
+            wants = wants_of(first, self.program.vocab_size)
             arrays |= draw_arrays(first, wants)
         engine, inputs = self._engine, self._staging.put(arrays)
-        step = Step(self._program, self._weights, engine.dtype, engine.device, batch, kv.groups, inputs, engine.attention)
+        step = Step(self.program, self._weights, engine.dtype, engine.device, batch, kv.groups, inputs, engine.attention)
         self._execute(self._body, step)
         return self._outputs(step, chunks, wants)
 
@@ -119,16 +119,16 @@ class TorchProgram:
         sample_rows, sampling = step.inputs["sample_rows"], step.batch.sampling
         if sampling is None:
             found = [self._head_values(step, sample_rows[chunk]) for chunk in chunks or [slice(0, 0)]]
-            return StepOutput(arrays={name: np.concatenate([part[name] for part in found]) for name in self._program.outputs})
+            return StepOutput(arrays={name: np.concatenate([part[name] for part in found]) for name in self.program.outputs})
         drawn: list[Drawn] = []
         for index, chunk in enumerate(chunks):
             inputs = step.inputs
             if index:
                 part = part_of(sampling, chunk)
-                wants = wants_of(part, self._program.vocab_size)
+                wants = wants_of(part, self.program.vocab_size)
                 inputs = self._late_staging.put(draw_arrays(part, wants))
             assert wants is not None
-            logits = self._through_head(step, sample_rows[chunk])[self._program.outputs["logits"].name]
+            logits = self._through_head(step, sample_rows[chunk])[self.program.outputs["logits"].name]
             drawn.append(draw(logits.float(), inputs, wants))
         return StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
 
@@ -145,7 +145,7 @@ class TorchProgram:
 
     def _head_values(self, step: Step, sample_rows: torch.Tensor) -> dict[str, np.ndarray]:
         values = self._through_head(step, sample_rows)
-        return {name: values[value.name].float().cpu().numpy() for name, value in self._program.outputs.items()}
+        return {name: values[value.name].float().cpu().numpy() for name, value in self.program.outputs.items()}
 
     def _set_threads(self) -> None:
         """PyTorch's threads are the process's; another engine in it may have set them."""

@@ -1,0 +1,107 @@
+"""A CUDA device's memory: what a Program's weights and its largest step take of it, found by running that step once.
+
+`largest_step` is made of the options alone and runs on any device; the counters are CUDA's.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from octavo.backends.base import BLOCK_SIZE, BackendOptions, DeviceMemory, SamplingBatch, StepBatch
+
+
+def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> StepBatch:
+    """As many rows as a step may have, of requests as long as they may be; as many draws as there may be requests."""
+    num_rows = options.max_tokens
+    lengths = [options.max_context] * (num_rows // options.max_context)
+    lengths += [num_rows % options.max_context] if num_rows % options.max_context else []
+    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+    firsts = np.cumsum([0, *blocks])[:-1]
+    tables = np.full((len(lengths), max(blocks)), -1, np.int32)
+    for request, (first, count) in enumerate(zip(firsts, blocks, strict=True)):
+        tables[request, :count] = np.arange(first, first + count)
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    slots = tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    return StepBatch(
+        token_ids=np.zeros(num_rows, np.int32),
+        positions=positions[None],
+        query_starts=np.cumsum([0, *lengths]).astype(np.int32),
+        context_lens=np.broadcast_to(np.array(lengths, np.int32), (num_groups, len(lengths))).copy(),
+        slots=np.broadcast_to(slots, (num_groups, num_rows)).astype(np.int32),
+        block_tables=np.broadcast_to(tables, (num_groups, *tables.shape)).copy(),
+        sample_rows=np.arange(options.max_requests, dtype=np.int32) % num_rows,
+        sampling=_draws(options.max_requests, vocab_size),
+    )
+
+
+def blocks_of(batch: StepBatch) -> int:
+    """Blocks that the step writes to, in each group."""
+    return int(batch.block_tables.max(initial=-1)) + 1
+
+
+def _draws(count: int, vocab_size: int) -> SamplingBatch:
+    """Each with top_k, top_p and logprobs, which take the most."""
+    zeros, ones, none = np.zeros(count, np.float32), np.ones(count, np.float32), np.zeros(0, np.int32)
+    return SamplingBatch(
+        temperatures=ones,
+        top_ks=np.full(count, 50, np.int32),
+        top_ps=np.full(count, 0.9, np.float32),
+        min_ps=zeros,
+        seeds=np.arange(count, dtype=np.uint64),
+        sample_indices=np.zeros(count, np.uint32),
+        positions=np.zeros(count, np.uint32),
+        target_ids=np.full(count, -1, np.int32),
+        num_logprobs=np.full(count, min(5, vocab_size), np.int32),
+        repetition_penalties=ones,
+        presence_penalties=zeros,
+        frequency_penalties=zeros,
+        history_starts=np.zeros(count + 1, np.int32),
+        history_ids=none,
+        history_counts=none,
+        bias_starts=np.zeros(count + 1, np.int32),
+        bias_ids=none,
+        bias_values=np.zeros(0, np.float32),
+        allowed=np.full(count, -1, np.int32),
+        allowed_masks=np.zeros((0, vocab_size), np.bool_),
+    )
+
+
+class CudaMemory:
+    """`utilization`: the share of the device that may be taken in all, others' part included."""
+
+    def __init__(self, device: torch.device, utilization: float) -> None:
+        self._device = device
+        self._utilization = utilization
+        self._parts: dict[str, int] = {}
+
+    def measure(self, weight_bytes: int, run: Callable[[], object]) -> None:
+        """Takes note of the weights, and of the most that `run`, the largest step, takes beside what lies there already."""
+        self._free_caches()
+        resting = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - resting
+        self._free_caches()
+        self._parts["weights"] = self._parts.get("weights", 0) + weight_bytes
+        self._parts["largest step"] = max(self._parts.get("largest step", 0), peak)
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """For what will be taken later."""
+        self._parts[name] = num_bytes
+
+    def now(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self._device)
+        later = sum(size for name, size in self._parts.items() if name != "weights")
+        others = total - free - self._parts.get("weights", 0)
+        kv = int(total * self._utilization) - (total - free) - later
+        return DeviceMemory(total, {**self._parts, "others, and PyTorch": others}, max(0, kv))
+
+    def _free_caches(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
