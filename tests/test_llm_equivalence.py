@@ -34,6 +34,7 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "as packed": {},
+    "int8 KV": {"quantization": "int8", "kv_cache_dtype": "int8"},
 }
 
 
@@ -82,6 +83,7 @@ SETUPS = [
         for family in ("llama", "gemma3_text", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3")
         for precision in ("bf16", "int8")
     ),
+    *(Setup("native", family, "int8 KV").param() for family in ("qwen3", "gemma3_text")),
     *(Setup("native", "smollm2", precision).param(pytest.mark.model, pytest.mark.slow) for precision in PRECISIONS),
 ]
 

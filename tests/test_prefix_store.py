@@ -25,6 +25,7 @@ SETUPS = [
     *(("reference", family, {}) for family in ("llama", "gemma3_text")),
     *(("native", family, {"dtype": dtype}) for family in ("llama", "gemma3_text", "gpt2") for dtype in ("float32", "bfloat16")),
     ("native", "qwen3", {"quantization": "int8"}),
+    ("native", "qwen3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
 ]
 
 PROMPTS = prompts_of(120, 130, 17, 200)

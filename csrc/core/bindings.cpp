@@ -203,6 +203,12 @@ Code code_of(const std::string& name) {
     throw std::invalid_argument("code " + name + ": allowed are u4, u8, i8, bf16, fp16, fp32");
 }
 
+KvType kv_type_of(const std::string& name) {
+    for (int i = 0; i < kNumKvTypes; i++)
+        if (name == kKvTypeNames[i]) return (KvType)i;
+    throw std::invalid_argument("KV type " + name + ": allowed are fp32, bf16, int8");
+}
+
 std::shared_ptr<PackedTiles> pack_codes(Device& device, const nb::tuple& codes, const nb::tuple& scales, const nb::object& mins, const nb::object& super_scales,
                                         const nb::object& super_mins, int bits, bool halves, int group, int zero_point, int num_inputs, bool wide, bool whole_rows) {
     const QuantisedSource source{bits, halves, group, zero_point, num_inputs, matrix_or_none(codes), matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide, whole_rows};
@@ -248,9 +254,9 @@ NB_MODULE(_native, m) {
 
     nb::class_<KvMemory>(m, "KvMemory")
         .def("__init__",
-             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, bool, int>>& groups, bool on_demand) {
+             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups, bool on_demand) {
                  std::vector<KvGroup> list;
-                 for (const auto& [layers, heads, k_width, v_width, is_bf16, num_blocks] : groups) list.push_back(KvGroup{layers, heads, k_width, v_width, is_bf16, num_blocks});
+                 for (const auto& [layers, heads, k_width, v_width, type, num_blocks] : groups) list.push_back(KvGroup{layers, heads, k_width, v_width, kv_type_of(type), num_blocks});
                  new (self) KvMemory(std::move(list), on_demand);
              }, "groups"_a, "on_demand"_a = false)
         .def("copy_block", &KvMemory::copy_block, "group"_a, "source"_a, "target"_a)
@@ -270,7 +276,7 @@ NB_MODULE(_native, m) {
                  return std::vector{std::make_tuple((uintptr_t)kv.memory(group).data(), kv.memory(group).size())};
              }, "group"_a);
 
-    m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, bool is_bf16) { return KvGroup{1, heads, k_width, v_width, is_bf16, 0}.block_bytes(); });
+    m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, const std::string& type) { return KvGroup{1, heads, k_width, v_width, kv_type_of(type), 0}.block_bytes(); });
 
     nb::class_<Builder>(m, "Executor")
         .def(nb::init<std::shared_ptr<Device>, int, int>(), "device"_a, "max_tokens"_a, "vocab"_a)

@@ -191,7 +191,7 @@ struct AttentionStage : Stage {
                 longest = std::max(longest, keys);
                 sum.operations += 2.0 * keys * spec.num_heads * (kv.k_width + kv.v_width);
             }
-            sum.bytes += (double)longest * kv.num_heads * (kv.k_width + kv.v_width) * kv.element();
+            sum.bytes += (double)longest * kv.block_bytes() / kTile;
         }
         return sum;
     }

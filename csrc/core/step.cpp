@@ -10,7 +10,7 @@ KvMemory::KvMemory(std::vector<KvGroup> groups, bool on_demand) : groups_(std::m
 
 KvLayer KvMemory::layer(int group, int layer) const {
     const KvGroup& g = groups_[group];
-    return KvLayer{at(group, layer * g.num_heads, 0), g.num_blocks * g.head_bytes(), g.head_bytes(), g.v_offset(), g.is_bf16, g.num_heads, g.k_width, g.v_width, g.v_padded()};
+    return KvLayer{at(group, layer * g.num_heads, 0), g.num_blocks * g.head_bytes(), g.head_bytes(), g.v_offset(), g.scales_offset(), g.type, g.num_heads, g.k_width, g.v_width, g.v_padded()};
 }
 
 // One head's share of a block in one layer; `part` counts layers and heads.

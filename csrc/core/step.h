@@ -11,14 +11,15 @@ namespace octavo {
 
 struct KvGroup {
     int num_layers, num_heads, k_width, v_width;
-    bool is_bf16;
+    KvType type;
     int num_blocks;
 
     int v_padded() const { return (v_width + 15) / 16 * 16; }
-    size_t element() const { return is_bf16 ? 2 : 4; }
+    size_t element() const { return type == KvType::fp32 ? 4 : type == KvType::bf16 ? 2 : 1; }
     size_t v_offset() const { return (size_t)((k_width + 1) / 2 * 2) * kTile * element(); }
+    size_t scales_offset() const { return v_offset() + (size_t)v_padded() * kTile * element(); }
     // Of one layer and head, and of one layer.
-    size_t head_bytes() const { return v_offset() + (size_t)v_padded() * kTile * element(); }
+    size_t head_bytes() const { return scales_offset() + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0); }
     size_t block_bytes() const { return num_heads * head_bytes(); }
 };
 

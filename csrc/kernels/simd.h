@@ -282,6 +282,22 @@ OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
 #endif
 }
 
+// Thirty-two int8 as pairs of bf16, of which each is one exactly.
+OCTAVO_INLINE vi int8_to_bf16(const int8_t* p) {
+#if defined(__AVX512BF16__)
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
+    return (vi)_mm512_cvtne2ps_pbh(high, low);
+#else
+    typedef int16_t Pairs __attribute__((vector_size(32)));
+    Pairs both;
+    std::memcpy(&both, p, sizeof both);
+    const vi pair = __builtin_convertvector(both, vi);  // the second number in the high byte, the first in the low one
+    const vi first = (vi)to_float((pair << 24) >> 24), second = (vi)to_float(pair >> 8);
+    return ((first >> 16) & 0xffff) | second;
+#endif
+}
+
 // The first n of 16 values to every second place of `to`; nothing is written between them.
 OCTAVO_INLINE void store_bf16_pairs(uint16_t* to, const uint16_t* from, int n) {
 #if defined(__AVX512BW__)

@@ -102,11 +102,16 @@ struct Epilogue {
 // One layer of a cache group. A block of 16 tokens holds, per kv head, K then (all heads' K first) V:
 //   K fp32 [D][16 tokens]          bf16 [D/2][16 tokens][2]       (D padded to even)
 //   V fp32 [16 tokens][Dv]         bf16 [16 tokens / 2][Dv][2]    (Dv padded to 16)
+// int8 lies as bf16 does, with a byte for a number; behind V the scales, bf16: of K [16 tokens], of V [16 tokens].
+enum class KvType : int32_t { fp32, bf16, int8 };
+constexpr int kNumKvTypes = 3;
+constexpr const char* kKvTypeNames[kNumKvTypes] = {"fp32", "bf16", "int8"};
+
 struct KvLayer {
     uint8_t* base;  // head h of block b starts at base + h * head_stride + b * block_stride
     size_t head_stride, block_stride;
-    size_t v_offset;  // of V behind K
-    bool is_bf16;
+    size_t v_offset, scales_offset;  // of V, and of the scales, behind K
+    KvType type;
     int32_t num_heads, k_width, v_width, v_padded;
 };
 
@@ -164,10 +169,11 @@ struct KernelTable {
     size_t (*sample_scratch_bytes)(int vocab);
 };
 
-// Lanes (rows times query heads of the kv head) that one attention piece may have, and the scratch it needs, in floats.
+// Lanes (rows times query heads of the kv head) that one attention piece may have, and the scratch it needs, in floats: theirs, and in
+// bf16 a block's values and the keys of four.
 constexpr int kMaxLanes = 16;
 inline size_t attention_scratch_floats(int k_width, int v_padded) {
-    return (size_t)kMaxLanes * (k_width + 1 + kSplitKeys + 2 * (v_padded + 2)) + kTile / 2 * (size_t)v_padded + 256;
+    return (size_t)kMaxLanes * (k_width + 1 + kSplitKeys + 2 * (v_padded + 2)) + kTile / 2 * (size_t)(v_padded + 4 * (k_width + 1)) + 256;
 }
 
 // -- sampling ------------------------------------------------------------------------------------------------------------

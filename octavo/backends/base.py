@@ -123,7 +123,7 @@ class BackendOptions:
     dtype: str = "auto"
     """auto | float32 | bfloat16: what plain weights are computed in; packed weights say their own."""
     kv_cache_dtype: str = "auto"
-    """auto | fp32 | bf16."""
+    """auto | fp32 | bf16 | int8 (with a scale for each token and head)."""
     num_threads: int | None = None
     max_tokens: int = 2048
     """Rows of the largest step."""

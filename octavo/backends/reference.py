@@ -30,7 +30,7 @@ from octavo.backends.base import (
 )
 from octavo.backends.reference_attention import ATTENTION_FORMULAS
 from octavo.backends.reference_on_demand import OnDemandArrays
-from octavo.backends.reference_ops import ROW_FORMULAS, Floats, GroupArrays, Step
+from octavo.backends.reference_ops import ROW_FORMULAS, Floats, GroupArrays, Step, as_is
 from octavo.backends.sampling import sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
 from octavo.outputs import Profile
@@ -41,17 +41,31 @@ KV_TYPES: dict[str, np.dtype] = {
     "auto": np.dtype(np.float64),
     "fp32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.float32),
 }
+"""Of the arrays by `kv_cache_dtype`. Codes times scales are exact in fp32, so an int8 cache is kept multiplied out."""
+
 FORMULAS = ROW_FORMULAS | ATTENTION_FORMULAS
 MASKS = ("causal", "window", "full")
+
+
+def as_int8(numbers: Floats) -> Floats:
+    """Codes of a token and head times their scale: code = round(x / scale), scale = absmax / 127 in bf16, in fp32 as the kernels do it."""
+    x = numbers.astype(np.float32)
+    absmax = abs(x).max(axis=-1, keepdims=True, initial=0)
+    scale = np.where(np.isfinite(absmax), absmax / np.float32(127), np.nan).astype(ml_dtypes.bfloat16).astype(np.float32)
+    codes = np.where(scale > 0, np.clip(np.rint(x / scale), -127, 127), 0)
+    stored: Floats = (codes * scale).astype(np.float64)
+    return stored
 
 
 class ReferenceKvCache:
     """KV bytes of all groups. Implements `base.OnDemandKvCache`."""
 
-    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], dtype: np.dtype) -> None:
-        self._memory = [OnDemandArrays(_shapes(group, count), dtype) for group, count in zip(groups, num_blocks, strict=True)]
-        self.groups = [GroupArrays(*memory.arrays) for memory in self._memory]
+    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], dtype: str) -> None:
+        self._memory = [OnDemandArrays(_shapes(group, count), KV_TYPES[dtype]) for group, count in zip(groups, num_blocks, strict=True)]
+        as_stored = as_int8 if dtype == "int8" else as_is
+        self.groups = [GroupArrays(memory.arrays[0], memory.arrays[1], as_stored) for memory in self._memory]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         for array in (self.groups[group].k, self.groups[group].v):
@@ -144,11 +158,11 @@ class ReferenceBackend:
     def kv_layout(self, group: CacheGroup) -> KvLayout:
         dtype = self._kv_dtype
         numbers = BLOCK_SIZE * group.num_kv_heads * (group.k_width + group.v_width)
-        return KvLayout(numbers * dtype.itemsize, group.num_layers, str(dtype))
+        return KvLayout(numbers * dtype.itemsize, group.num_layers, "int8" if self.options.kv_cache_dtype == "int8" else str(dtype))
 
     def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> ReferenceKvCache:
         try:
-            return ReferenceKvCache(groups, num_blocks, self._kv_dtype)
+            return ReferenceKvCache(groups, num_blocks, self.options.kv_cache_dtype)
         except MemoryError:
             raise ConfigError(f"no memory for {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes") from None
 

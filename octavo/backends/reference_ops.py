@@ -23,12 +23,18 @@ Floats = NDArray[np.float64]
 Made = tuple[NDArray, ...]
 
 
+def as_is(numbers: Floats) -> Floats:
+    return numbers
+
+
 @dataclass(frozen=True, slots=True)
 class GroupArrays:
     """`k [L, blocks, 16, K, k_width]`, `v [L, blocks, 16, K, v_width]` of one cache group."""
 
     k: NDArray
     v: NDArray
+    as_stored: Callable[[Floats], Floats] = as_is
+    """What `[T, K, width]` are once written, before they are rounded to the arrays' type."""
 
 
 @dataclass(slots=True)
@@ -205,10 +211,10 @@ def kv_write(op: ops.KvWrite, step: Step) -> Made:
     num_heads = step.program.groups[group].num_kv_heads
     parts = [step.get(part).reshape(len(slots), num_heads, part.width // num_heads) for part in op.k_parts]
     k = arrays.k[op.layer].reshape(-1, num_heads, arrays.k.shape[-1])
-    k[slots[stored]] = np.concatenate(parts, axis=-1)[stored]
+    k[slots[stored]] = arrays.as_stored(np.concatenate(parts, axis=-1)[stored])
     if op.v is not None:
         v = arrays.v[op.layer].reshape(-1, num_heads, arrays.v.shape[-1])
-        v[slots[stored]] = step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored]
+        v[slots[stored]] = arrays.as_stored(step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored])
     return ()
 
 

@@ -42,8 +42,8 @@ class CacheOptions:
         None, "memory of the KV cache, e.g. 2GiB; default a safe share of what is free", unit="bytes", low=1
     )
     gpu_memory_utilization: float = option(0.92, "share of a GPU's memory taken in all, where kv_cache_memory_bytes is not given", low=0)
-    kv_cache_dtype: Literal["auto", "fp32", "bf16"] = option(
-        "auto", "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16"
+    kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
+        "auto", "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16; int8: a scale for each token and head"
     )
     kv_layout: Literal["paged", "virtual"] = option(
         "paged", "where blocks lie: anywhere; or virtual, each request's in a range of addresses of its own, without sharing (Linux)"

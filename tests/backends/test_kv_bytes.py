@@ -13,10 +13,13 @@ GROUPS = (CacheGroup("full", "full", 3, 2, 8, 8), CacheGroup("window", "window",
 NUM_BLOCKS = [4, 2]
 
 
-@pytest.fixture(params=["reference", "native", "torch"])
+KINDS = {"reference": ReferenceBackend, "native": NativeBackend, "torch": TorchBackend}
+
+
+@pytest.fixture(params=["reference-bf16", "reference-int8", "native-bf16", "native-int8", "torch-bf16"])
 def backend(request):
-    kind = {"reference": ReferenceBackend, "native": NativeBackend, "torch": TorchBackend}[request.param]
-    return kind(BackendOptions(kv_cache_dtype="bf16", num_threads=1))
+    kind, dtype = request.param.split("-")
+    return KINDS[kind](BackendOptions(kv_cache_dtype=dtype, num_threads=1))
 
 
 @pytest.mark.parametrize(("group", "source", "target"), [(0, 1, 3), (1, 0, 1)])

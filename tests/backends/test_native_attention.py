@@ -1,7 +1,8 @@
 """Paged attention of the native backend against the reference at every level: |native - reference| <= 2e-5 for values of size one.
 
-K and V are compared as stored (fp32 or bf16, the reference rounding alike). With a bf16 cache native rounds the queries too (and so the
-reference gets rounded ones), and the weights of the values, each by at most 1 in 2^9, which is what its tolerance allows.
+K and V are compared as stored (fp32, bf16 or int8, the reference rounding alike). With a bf16 or int8 cache native rounds the queries
+to bf16 too (and so the reference gets rounded ones), and the weights of the values, each by at most 1 in 2^9, which is what its
+tolerance allows.
 
 However its rows come (whole, in chunks, one by one, alone or with others, on one thread or several, in whatever blocks) a request's
 outputs are bitwise the same.
@@ -29,7 +30,7 @@ CONTEXTS = (1, 37, 256, 540)
 """Requests of a case: within a block, within a split of 256 keys, a split, and over three of them."""
 
 NUM_BLOCKS = 128
-TOLERANCE = {"fp32": 2e-5, "bf16": 4e-3}
+TOLERANCE = {"fp32": 2e-5, "bf16": 4e-3, "int8": 4e-3}
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def native(level: str | None, kv: str = "fp32", *, threads: int = 1) -> NativeBa
 
 @cache
 def expected(shape: Shape, kv: str) -> np.ndarray:
-    return Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype=kv)), rounded=kv == "bf16").whole()
+    return Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype=kv)), rounded=kv != "fp32").whole()
 
 
 def check(shape: Shape, level: str, kv: str) -> None:
@@ -174,20 +175,20 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", HEADS)
 def test_heads(level, name, kv):
     check(HEADS[name], level, kv)
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(level, name, kv):
     check(MASKS[name], level, kv)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("width", [8, 24, 32, 64, 80, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1), (8, 1)])
 @pytest.mark.parametrize("mask", [{}, {"mask": "window", "window": 100}, {"mask": "full"}, {"softcap": 2.0, "sinks": True}], ids=str)
@@ -238,7 +239,7 @@ def whole():
     return get
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_in_company(level, name, kv, threads, whole):
@@ -247,13 +248,14 @@ def test_rows_in_company(level, name, kv, threads, whole):
     np.testing.assert_array_equal(run.steps(mixed(shape), pad=2), whole(shape, level, kv))
 
 
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
 @pytest.mark.parametrize("name", ["causal", "window"])
 @pytest.mark.parametrize(("size", "threads"), [(1, 2), (7, 1), (16, 2), (255, 7), (257, 2)])
-def test_rows_in_chunks(level, name, size, threads, whole):
+def test_rows_in_chunks(level, name, size, threads, kv, whole):
     """One row of a long context on two threads and more is shared out by splits, whose partials a second stage merges."""
     shape = ORDERS[name]
-    run = Run(shape, native(level, "bf16", threads=threads), seed=4)
-    np.testing.assert_array_equal(run.steps(chunks(shape, size)), whole(shape, level, "bf16"))
+    run = Run(shape, native(level, kv, threads=threads), seed=4)
+    np.testing.assert_array_equal(run.steps(chunks(shape, size)), whole(shape, level, kv))
 
 
 def test_full_attention_on_many_threads(level, whole):
@@ -266,11 +268,12 @@ def test_full_attention_on_many_threads(level, whole):
 # -- blocks -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_earlier_requests_left_in_a_block_is_not_seen(level):
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_what_earlier_requests_left_in_a_block_is_not_seen(level, kv):
     """Their keys and values may be NaN."""
     shape = Shape(contexts=(40, 40))
-    wanted = Run(shape, native(level, "bf16")).step([(0, 0, 21)])
-    used = Run(shape, native(level, "bf16"))
+    wanted = Run(shape, native(level, kv)).step([(0, 0, 21)])
+    used = Run(shape, native(level, kv))
     used.tables[1] = used.tables[0]
     for at in range(40):
         used.first[1] = shape.num_tokens - at  # whatever its position, its token is the tables' row of NaN
@@ -288,7 +291,7 @@ def test_keys_out_of_the_window_are_not_read(level):
     np.testing.assert_array_equal(run.step([(0, 99, 100)])[0], wanted)
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 def test_a_copied_block_holds_the_same_keys(level, kv):
     shape = Shape(contexts=(40,))
     run = Run(shape, native(level, kv))
@@ -299,6 +302,13 @@ def test_a_copied_block_holds_the_same_keys(level, kv):
     np.testing.assert_array_equal(run.step([(0, 39, 40)])[0], wanted)
 
 
+def test_int8_stores_what_the_reference_stores(level):
+    """The same bytes, up to their order: each head's values one by one, read out by a row that sees nothing but itself."""
+    shape = Shape(3, 3, 7, 21, mask="window", window=1, contexts=(40,))
+    found = Run(shape, native(level, "int8")).whole()
+    np.testing.assert_array_equal(found, Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype="int8"))).whole().astype(np.float32))
+
+
 def test_layout_and_choice_of_the_caches_type():
     require_native()
     group = CacheGroup("kv", "full", 3, 2, 7, 20)
@@ -306,6 +316,8 @@ def test_layout_and_choice_of_the_caches_type():
     assert (bf16.dtype, bf16.layer_bytes, bf16.num_layers) == ("bf16", 2 * 16 * 2 * (8 + 32), 3)
     fp32 = NativeBackend(BackendOptions(kv_cache_dtype="fp32")).kv_layout(group)
     assert (fp32.dtype, fp32.layer_bytes) == ("fp32", 2 * bf16.layer_bytes)
+    int8 = NativeBackend(BackendOptions(kv_cache_dtype="int8")).kv_layout(group)
+    assert (int8.dtype, int8.layer_bytes) == ("int8", bf16.layer_bytes // 2 + 2 * 64)
     assert NativeBackend(BackendOptions(dtype="float32")).kv_layout(group).dtype == "fp32"
     assert NativeBackend(BackendOptions(dtype="bfloat16")).kv_layout(group).dtype == "bf16"
 

@@ -66,7 +66,7 @@ def test_a_prefix_computed_by_another_request_is_as_good_as_ones_own():
     np.testing.assert_array_equal(runner.step([(second, 64, 100)])["logits"], PagedRunner(path).logits(ids)[64:])
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.3)])
+@pytest.mark.parametrize(("kv_cache_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.3), ("int8", 0.3)])
 def test_kv_is_read_as_stored(kv_cache_dtype, tolerance):
     """Rounded in prefill too, so chunks still equal the whole; the tolerance is of the logits (std 1.2) against float64 K and V."""
     path, ids = tiny_model("llama").path, tokens("llama")

@@ -70,6 +70,7 @@ CASES = [
     pytest.param({"quantization": "int8"}, 1.0, id="int8"),
     pytest.param({"quantization": "int4"}, 6.0, id="int4"),
     pytest.param({"dtype": "bfloat16"}, 1.0, id="bf16"),
+    pytest.param({"dtype": "float32", "kv_cache_dtype": "int8"}, 0.5, id="int8 KV"),
 ]
 
 

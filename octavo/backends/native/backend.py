@@ -108,14 +108,14 @@ class NativeBackend:
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         found = native_footprint(self._fuse(program), format_of, self.options.max_tokens)
-        layouts = tuple(self._layout(group, self._kv_is_bf16(computes_fp32=found.computes_fp32)) for group in program.groups)
+        layouts = tuple(self._layout(group, self._kv_dtype(computes_fp32=found.computes_fp32)) for group in program.groups)
         return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
         return Ceilings(self._device.read_bandwidth(num_bytes), self._device.product_rate(code, MANY_ROWS))
 
     def kv_layout(self, group: CacheGroup) -> KvLayout:
-        return self._layout(group, self._kv_is_bf16(computes_fp32=self._computes_fp32))
+        return self._layout(group, self._kv_dtype(computes_fp32=self._computes_fp32))
 
     def kv_pieces(self, group: CacheGroup) -> tuple[int, ...]:
         return (self.kv_layout(group).layer_bytes // group.num_kv_heads,) * group.num_kv_heads
@@ -127,9 +127,9 @@ class NativeBackend:
         return self._allocate(groups, num_blocks, on_demand=True)
 
     def _allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], *, on_demand: bool) -> OnDemandKvCache:
-        bf16 = self._kv_is_bf16(computes_fp32=self._computes_fp32)
+        dtype = self._kv_dtype(computes_fp32=self._computes_fp32)
         shapes = [
-            (group.num_layers, group.num_kv_heads, group.k_width, group.v_width, bf16, count)
+            (group.num_layers, group.num_kv_heads, group.k_width, group.v_width, dtype, count)
             for group, count in zip(groups, num_blocks, strict=True)
         ]
         try:
@@ -149,13 +149,14 @@ class NativeBackend:
             self._fused = (program, fuse(program))
         return self._fused[1]
 
-    def _layout(self, group: CacheGroup, bf16: bool) -> KvLayout:
-        layer_bytes = native_module().kv_layer_bytes(group.num_kv_heads, group.k_width, group.v_width, bf16)
-        return KvLayout(layer_bytes, group.num_layers, "bf16" if bf16 else "fp32")
+    def _layout(self, group: CacheGroup, dtype: str) -> KvLayout:
+        layer_bytes = native_module().kv_layer_bytes(group.num_kv_heads, group.k_width, group.v_width, dtype)
+        return KvLayout(layer_bytes, group.num_layers, dtype)
 
-    def _kv_is_bf16(self, *, computes_fp32: bool) -> bool:
+    def _kv_dtype(self, *, computes_fp32: bool) -> str:
         """Known once a Program is prepared: auto follows the precision of its products."""
-        return self.options.kv_cache_dtype == "bf16" or (self.options.kv_cache_dtype == "auto" and not computes_fp32)
+        asked = self.options.kv_cache_dtype
+        return asked if asked != "auto" else "fp32" if computes_fp32 else "bf16"
 
 
 class NativeProgram:
