@@ -1,8 +1,12 @@
 """LLM with text: prompts, stop strings, chats, words that are banned."""
 
+import gc
+from pathlib import Path
+
 import pytest
 
-from octavo import SamplingParams
+from octavo import LLM, SamplingParams
+from octavo.checkpoint.catalogue import resolve
 from octavo.errors import ConfigError, InvalidRequest
 from tests.llm_tools import make_llm
 from tests.tiny_tokenizer import tiny_model_with_text
@@ -138,3 +142,12 @@ def test_a_model_without_a_tokenizer_says_what_to_do():
 def test_a_tokenizer_from_elsewhere(only_letters):
     with make_llm(skip_tokenizer_init=False, tokenizer=str(tiny_model_with_text())) as llm:
         assert answer(llm, only_letters()).text
+
+
+@pytest.mark.model
+def test_once_packed_the_models_file_is_let_go():
+    """What stays mapped of it counts as the process's memory."""
+    path = resolve("smollm2")
+    with LLM(str(path), max_model_len=64, kv_cache_memory_bytes="4MiB", report=lambda text: None):
+        gc.collect()
+        assert path.name not in Path("/proc/self/maps").read_text()

@@ -54,7 +54,7 @@ class TextTokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._lock = Lock()
-        self._source = source
+        self._special_tokens = source.special_tokens
         self._template = ChatTemplate(template, source.special_tokens)
         self._space_prefix = space_prefix
         self._adds_bos = adds_bos
@@ -127,10 +127,10 @@ class TextTokenizer:
         return f"{text[:start]} {text[start:]}" if len(text) > start else text
 
     def _spells_bos(self, text: str) -> bool:
-        return text.startswith(self._source.special_tokens["bos_token"])
+        return text.startswith(self._special_tokens["bos_token"])
 
     def _id_of(self, name: str) -> int | None:
-        token = self._source.special_tokens.get(name)
+        token = self._special_tokens.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
