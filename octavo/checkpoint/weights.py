@@ -86,6 +86,10 @@ class WeightReader:
 
     def load(self, weight: Weight) -> PackedWeight:
         """The weight in its own shape; WeightMismatch says what the checkpoint has instead."""
+        with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's NaN fails the requests that meet it
+            return self._load(weight)
+
+    def _load(self, weight: Weight) -> PackedWeight:
         parts = [self._part(name, weight) for name in weight.tensor_names]
         stacked = len(parts) > 1 or len(weight.shape) == len(parts[0].shape) + 1
         packed = stack(parts, weight.name) if stacked else parts[0]

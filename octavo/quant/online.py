@@ -74,10 +74,13 @@ def pack_int4(weight: NDArray[np.float32]) -> PackedWeight:
 
 
 def _search(groups: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scale and min `[n, groups]` of least squared error among the candidates, each refined by a line fitted to its codes."""
+    """Scale and min `[n, groups]` of least squared error among the candidates, each refined by a line fitted to its codes.
+
+    NaN for a group that has one, or a value that no fp16 grid reaches: a damaged weight is to be seen, not to become zero.
+    """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     middle, reach = (low + high) / 2, (high - low) / 2
-    best_scale, best_min, best_error = np.zeros_like(low), np.zeros_like(low), np.full_like(low, np.inf)
+    best_scale, best_min, best_error = np.full_like(low, np.nan), np.full_like(low, np.nan), np.full_like(low, np.inf)
     for shrink in SHRINKS:
         scale, start = reach * (2 * shrink / INT4_TOP), middle - reach * shrink
         codes = _codes4(groups, scale, start)

@@ -113,9 +113,10 @@ class PackedWeight:
         assert self.scales is not None
         codes = self.unpacked_codes()
         values = self.lookup[codes] if self.lookup is not None else codes.astype(np.float32) - np.float32(self.zero_point)
-        values = values * self._spread(self.scales)
-        if self.mins is not None:
-            values = values + self._spread(self.mins)
+        with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's scales stay what they are
+            values = values * self._spread(self.scales)
+            if self.mins is not None:
+                values = values + self._spread(self.mins)
         if self.input_permutation is not None:
             values = values[..., np.argsort(self.input_permutation)]
         return np.asarray(values, np.float32)

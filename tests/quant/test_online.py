@@ -72,3 +72,16 @@ def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> No
     plain = np.clip(np.rint((weight - start) * inverse), 0, 15) * scale + start
     error = np.square(pack_int4(weight).dequantize() - weight).sum(1)
     assert (error <= np.square(plain - weight).sum(1) * 1.001 + 1e-12).all()
+
+
+@pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
+def test_damaged_weights_stay_damaged(damage: float) -> None:
+    """They fail the requests that meet them; as zeros nobody would notice. The groups and rows beside them are not touched."""
+    weight = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    sound4, sound8 = pack_int4(weight).dequantize(), pack_int8(weight).dequantize()
+    weight[1, 5] = damage
+    with np.errstate(invalid="ignore"):
+        made4, made8 = pack_int4(weight).dequantize(), pack_int8(weight).dequantize()
+    assert not np.isfinite(made4[1, :32]).any() and not np.isfinite(made8[1]).any()
+    np.testing.assert_array_equal(np.delete(made4.reshape(8, 32), 2, axis=0), np.delete(sound4.reshape(8, 32), 2, axis=0))
+    np.testing.assert_array_equal(np.delete(made8, 1, axis=0), np.delete(sound8, 1, axis=0))
