@@ -19,6 +19,7 @@ from octavo.cli.errors import CALLERS_FAULT, ENGINES_FAULT
 from octavo.cli.main import build_app
 from octavo.config.engine_config import OptionField, option_fields, options_of
 from octavo.server.app import create_app
+from octavo.server.cache import PinBody, ResetBody
 from octavo.server.errors import TABLE
 from octavo.server.jobs import GenerateBody
 from octavo.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
@@ -31,6 +32,7 @@ NOTICE = "<!-- Written by docs/generate.py from the code. Do not edit. -->"
 
 SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "backend": "Backend", "observe": "Observing"}
 BODIES = {"POST /v1/completions": CompletionBody, "POST /v1/chat/completions": ChatBody, "POST /generate": GenerateBody}
+OTHER_BODIES = {"POST /v1/cache/pin": PinBody, "POST /v1/cache/reset": ResetBody}
 
 
 def pages() -> dict[str, str]:
@@ -176,16 +178,18 @@ def http() -> str:
         "A field that is null counts as not given. A field that is not listed is refused by name with 400, or, with `--lenient`, ignored "
         "and named in the response header `X-Octavo-Ignored-Fields`.",
         table(("route", "body"), ((f"`{route}`", body_link(route)) for route in routes)),
-        "## Fields of every body",
+        "## Fields of every body that asks for text",
         field_table(SamplingBody, ()),
     ]
     for route, body in BODIES.items():
         parts += [f"## {route}", field_table(body, SamplingBody.model_fields)]
+    for route, body in OTHER_BODIES.items():
+        parts += [f"## {route}", field_table(body, ())]
     return "\n\n".join(parts)
 
 
 def body_link(route: str) -> str:
-    return "the fields below" if route in BODIES else ""
+    return "the fields below" if route in BODIES | OTHER_BODIES else ""
 
 
 def field_table(body: Any, without: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.client import EngineInfo
 from octavo.engine.core import CoreOutputs
 from octavo.engine.input_processor import FrontRequest, Origin, Prompt, default_sampling_params, prompt_list
+from octavo.engine.pin import COMPUTE, check_pin, pin_of
 from octavo.engine.queue_limit import QueueLimit, Size
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
@@ -116,7 +117,7 @@ class LLM:
         return self._run(self._requests([prompt], sampling_params), streaming=True)
 
     def get_tokenizer(self) -> Tokenizer:
-        return _need_tokenizer(self._front)
+        return self._front.need_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         return default_sampling_params(self._front.generation_config)
@@ -128,6 +129,15 @@ class LLM:
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Forgets what earlier prompts computed, with `reset_connector` in host memory and on disk too. False while requests run."""
         return self._front.client.reset_prefix_cache(reset_connector=reset_connector)
+
+    def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
+        """Computes the beginning of prompts to come, and keeps it in `prefix_cache_dir` for so long; None: for good, 0: no longer.
+
+        Returns how many of its tokens are kept: those in whole blocks.
+        """
+        check_pin(ttl_s, self._front.config.cache)
+        (output,) = self.generate(prompt, COMPUTE, use_tqdm=False)
+        return self._front.client.pin_prefix(pin_of(output, prompt, ttl_s))
 
     def start_profile(self) -> None:
         """Times each kind of op of what is generated from now on; BackendUnavailable where the backend cannot."""
@@ -353,7 +363,7 @@ class AsyncLLM:
             raise Unavailable(self._front.client.trouble)
 
     def get_tokenizer(self) -> Tokenizer:
-        return _need_tokenizer(self._front)
+        return self._front.need_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         return default_sampling_params(self._front.generation_config)
@@ -370,6 +380,12 @@ class AsyncLLM:
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         self.start()
         return await asyncio.to_thread(self._front.client.reset_prefix_cache, reset_connector=reset_connector)
+
+    async def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
+        """As LLM.pin_prefix has it."""
+        check_pin(ttl_s, self._front.config.cache)
+        output = await self.submit(prompt, COMPUTE).final()
+        return await asyncio.to_thread(self._front.client.pin_prefix, pin_of(output, prompt, ttl_s))
 
     def close(self) -> None:
         """Ends the core; streams that still run get EngineDead."""
@@ -433,9 +449,3 @@ class AsyncLLM:
 
     def _check_queue(self, more: Size) -> None:
         self._queue.check(more, num_unfinished=self.num_unfinished, now=time.monotonic())
-
-
-def _need_tokenizer(front: Front) -> Tokenizer:
-    if front.tokenizer is None:
-        raise InvalidRequest("this engine has no tokenizer", hint="start it without skip_tokenizer_init")
-    return front.tokenizer

@@ -108,8 +108,8 @@ class Connector(Protocol):
         """Whether it is kept beyond the engine's life, or will be."""
         ...
 
-    def pin(self, names: Sequence[BlockName], until: float) -> None:
-        """Keeps them until then, in seconds since 1970; InvalidRequest where they are too many or nothing is kept at all."""
+    def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
+        """Keeps them until then, in seconds since 1970, or no longer; InvalidRequest where they are too many."""
         ...
 
     def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:

@@ -72,6 +72,13 @@ class BlockName(NamedTuple):
     digest: bytes
 
 
+class BlockPin(NamedTuple):
+    """Not to go before then, in seconds since 1970."""
+
+    name: BlockName
+    until: float
+
+
 class SlotBlock(msgspec.Struct):
     """A block of one group in a connector's slot of host memory."""
 
@@ -98,10 +105,8 @@ class ConnectorPlan(msgspec.Struct):
     """To be written behind their slots, which stay as they are until the report says so."""
     touch: list[BlockName] = []
     """Found and used, wherever that was: among the last to go."""
-    pin: list[BlockName] = []
-    """Not to go before `pin_until`; those that are not there yet, once they are."""
-    pin_until: float = 0.0
-    """Seconds since 1970."""
+    pin: list[BlockPin] = []
+    """Those that are not there yet: once they are. One that is past ends an earlier one."""
     forget: list[BlockName] = []
     """To go now."""
 
@@ -120,6 +125,8 @@ class ConnectorReport(msgspec.Struct):
     """That lie behind the slots, unknown until now."""
     gone: list[BlockName] = []
     """That no longer do."""
+    pinned: list[BlockPin] = []
+    """By other engines, or before this one."""
     stored: StoredBytes | None = None
     """None: as before."""
 
@@ -129,6 +136,8 @@ class StoredBytes(msgspec.Struct, frozen=True):
 
     num_bytes: int = 0
     pinned_bytes: int = 0
+    foreign_pinned_bytes: int = 0
+    """Of these, other models'."""
     num_damaged: int = 0
     """Damaged files met, and removed."""
     num_write_errors: int = 0

@@ -41,7 +41,7 @@ from octavo.engine.input_processor import InputProcessor, ModelLimits
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder, check_writable
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.errors import ConfigError, InvalidRequest, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
 from octavo.ports import Checkpoint, Executor, ModelHeader, Profiler, Tokenizer, TokenizerSource
@@ -82,6 +82,11 @@ class Front:
     generation_config: dict[str, Any]
     profiler: Profiler | None = None
     """Of a core in this process."""
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest("this engine has no tokenizer", hint="start it without skip_tokenizer_init")
+        return self.tokenizer
 
 
 @dataclass(frozen=True, slots=True)

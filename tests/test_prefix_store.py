@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.step import ConnectorStats
 from octavo.worker.connectors.block_directory import BlockDirectory
 from tests.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of, small_options
@@ -283,6 +283,66 @@ def test_resetting_the_device_leaves_the_disk_and_resetting_all_does_not(tmp_pat
         assert answers(llm, PROMPTS[0], GREEDY)[1] == [0]
         assert llm.reset_prefix_cache(reset_connector=True)
     assert files_of(tmp_path) == []
+
+
+# -- pins -------------------------------------------------------------------------------------------------------------------------
+
+
+SMALL = "120KiB"
+"""Nine blocks, of which four may be pinned."""
+
+
+def test_a_pinned_prompt_outlives_what_comes_after_it_and_the_engine(tmp_path):
+    system = prompts_of(70)[0]
+    crowd = prompts_of(*range(80, 200, 10))
+    for pins in (False, True):
+        folder = str(tmp_path / str(pins))
+        with make(prefix_cache_dir=folder, prefix_cache_size=SMALL) as llm:
+            llm.generate(system, GREEDY)
+            if pins:
+                assert llm.pin_prefix(system, ttl_s=3600) == 64
+            for prompt in crowd:
+                llm.generate(prompt, GREEDY)
+            assert stats_of(llm).stored.num_bytes <= 120 << 10
+        with make(prefix_cache_dir=folder, prefix_cache_size=SMALL) as llm:
+            assert (answers(llm, system, GREEDY)[1] == [64]) == pins
+            assert stats_of(llm).stored.pinned_bytes == 4 * FILE_BYTES * pins
+
+
+FILE_BYTES = 12448
+"""Of a block of the tiny llama in fp32."""
+
+
+@pytest.mark.parametrize("ttls", [(None, 0), (0.01,)])
+def test_a_pin_ends_with_its_time_or_by_a_word(tmp_path, ttls):
+    system = prompts_of(70)[0]
+    with make(prefix_cache_dir=str(tmp_path), prefix_cache_size=SMALL) as llm:
+        for ttl_s in ttls:
+            assert llm.pin_prefix(system, ttl_s=ttl_s) == 64
+        for prompt in prompts_of(*range(80, 200, 10)):
+            llm.generate(prompt, GREEDY)
+    with make(prefix_cache_dir=str(tmp_path), prefix_cache_size=SMALL) as llm:
+        assert answers(llm, system, GREEDY)[1] == [0]
+
+
+def test_pins_are_of_one_salt_and_bounded(tmp_path):
+    with make(prefix_cache_dir=str(tmp_path), prefix_cache_size=SMALL) as llm:
+        assert llm.pin_prefix({"prompt_token_ids": prompts_of(33)[0], "cache_salt": "mine"}, ttl_s=60) == 32
+        assert llm.pin_prefix([5] * 15) == 0, "nothing in whole blocks"
+        assert [llm.pin_prefix([5] * 32, ttl_s=ttl_s) for ttl_s in (60, 120, None)] == [32] * 3, "it counts once"
+        assert llm.pin_prefix([6] * 1) == 0
+        with pytest.raises(InvalidRequest, match="blocks have 24,576 bytes, and 49,152 are pinned; allowed are 61,440"):
+            llm.pin_prefix([6] * 32)
+        assert llm.pin_prefix([5] * 32, ttl_s=0) == 32, "there is always room for less"
+        assert llm.pin_prefix([6] * 32) == 32
+    with make(prefix_cache_dir=str(tmp_path), prefix_cache_size=SMALL) as llm:
+        assert llm.pin_prefix([6] * 32) == 32, "it knows what was pinned before it"
+        with pytest.raises(InvalidRequest, match=r"the prompt's blocks have [\d,]+ bytes, and [\d,]+ are pinned; allowed are 61,440"):
+            llm.pin_prefix(prompts_of(200)[0])
+        with pytest.raises(InvalidRequest, match="ttl_s: got -1"):
+            llm.pin_prefix([5] * 20, ttl_s=-1)
+    with make() as llm, pytest.raises(InvalidRequest, match="nothing can be pinned: this engine keeps no blocks on disk"):
+        llm.pin_prefix([5] * 20)
 
 
 BAD_OPTIONS = {

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from octavo.engine.block_pool import HOLE, BlockGroup, BlockPool
 from octavo.engine.connector import no_connector
 from octavo.engine.host_blocks import HostBlocks
+from octavo.engine.pin import Pin
 from octavo.engine.prefix_cache import PrefixCache, extend_keys, root_digest
 from octavo.engine.prefix_finder import NO_HIT, Hit, Kept, PrefixFinder
 from octavo.ports import Connector
-from octavo.step import BlockKey, BlockMove
+from octavo.step import BlockKey, BlockMove, BlockName
 
 UNBOUNDED = 1 << 48
 
@@ -75,6 +76,9 @@ class BlockManager:
         """Per request and group its block ids, in the order of its tokens."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.num_external_query_tokens = 0
+        """Of those looked up, what the device did not have."""
+        self.num_external_hit_tokens = 0
         self.capacity_tokens = min(self._capacity(pool, max_step_tokens) for pool in self.pools)
         """The longest request that fits when it is alone."""
         self.shares_blocks = shares_blocks
@@ -267,6 +271,20 @@ class BlockManager:
             self.connector.reset()
         return True
 
+    def pin_prefix(self, pin: Pin) -> int:
+        """Returns how many of its tokens are kept: in whole blocks. InvalidRequest where they are too many."""
+        keys: list[BlockKey] = []
+        extend_keys(keys, pin.token_ids, len(pin.token_ids) // self.block_size, block_size=self.block_size, salt=pin.salt)
+        for group, pool in enumerate(self.pools):
+            for key in keys:
+                if pool.cache.find(key) is not None and not self.connector.knows(BlockName(group, key.digest)):
+                    self.connector.offer(group, key)
+        num_blocks = len(keys)
+        while not all(map(self.connector.knows, names := self._needed(keys[:num_blocks]))):
+            num_blocks -= 1
+        self.connector.pin(names, until=pin.until, now=pin.now)
+        return num_blocks * self.block_size
+
     def begin_step(self) -> list[BlockMove]:
         """Moves that come before all others of the step."""
         return self.connector.begin_step(lambda group, key: self.pools[group].cache.find(key))
@@ -295,6 +313,11 @@ class BlockManager:
         extend_keys(keys, token_ids, num_blocks, block_size=self.block_size, salt=salt)
         return keys[:num_blocks]
 
+    def _needed(self, keys: Sequence[BlockKey]) -> list[BlockName]:
+        """The blocks that the token after them reads."""
+        firsts = [pool.first_seen(len(keys) * self.block_size, self.block_size) for pool in self.pools]
+        return [BlockName(group, key.digest) for group, first in enumerate(firsts) for key in keys[first:]]
+
     def _load_ahead(self, keys: Sequence[BlockKey], reserve: int) -> Nearer:
         """Where a hit has more to load than a step may: some of it now, into free blocks, found by name at the next step."""
         stored = self._finder.find(keys, (), root=b"").stored()
@@ -322,6 +345,10 @@ class BlockManager:
     def _count(self, request_id: str, num_tokens: int, hit: Hit) -> None:
         self.num_query_tokens += num_tokens
         self.num_hit_tokens += hit.num_tokens
+        if self.connector.reaches:
+            num_loaded = sum(group == 0 for group, _ in hit.stored()) * self.block_size
+            self.num_external_query_tokens += num_tokens - hit.num_tokens + num_loaded
+            self.num_external_hit_tokens += num_loaded
         for group in range(len(self.pools)):
             self.connector.touch(group, self._keys[request_id][: hit.num_blocks])
 

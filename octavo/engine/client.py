@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from octavo.engine.core import CoreOutputs, EngineCore
+from octavo.engine.pin import Pin
 from octavo.engine.request import EngineRequest
 
 
@@ -45,6 +46,10 @@ class EngineClient(Protocol):
         """False while requests hold blocks. With `reset_connector` off the device too."""
         ...
 
+    def pin_prefix(self, pin: Pin) -> int:
+        """How many tokens of the prompt are kept; InvalidRequest where that cannot be."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -60,11 +65,21 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
     reset_connector: bool = False
 
 
+Question = ResetPrefixCache | Pin
+
+
+class Ask(msgspec.Struct, tag=True):
+    """What has an answer of its own, which bears the same number."""
+
+    number: int
+    question: Question
+
+
 class Close(msgspec.Struct, tag=True):
     pass
 
 
-Command = Add | Abort | ResetPrefixCache | Close
+Command = Add | Abort | Ask | Close
 
 
 class InProcessClient:
@@ -100,9 +115,10 @@ class InProcessClient:
             return self._core.step()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        self._take_commands(wait=False, timeout_s=None)
-        with self._lock:
-            return self._core.reset_prefix_cache(reset_connector=reset_connector)
+        return bool(self._ask(ResetPrefixCache(reset_connector)))
+
+    def pin_prefix(self, pin: Pin) -> int:
+        return self._ask(pin)
 
     def close(self) -> None:
         """Ends a `receive` that waits, then the core."""
@@ -111,6 +127,11 @@ class InProcessClient:
             if not self._closed:
                 self._closed = True
                 self._core.close()
+
+    def _ask(self, question: Question) -> int:
+        self._take_commands(wait=False, timeout_s=None)
+        with self._lock:
+            return answer(self._core, question)
 
     def _take_commands(self, *, wait: bool, timeout_s: float | None) -> None:
         """All that have come; with `wait` at least one, unless the time is up."""
@@ -122,6 +143,12 @@ class InProcessClient:
                 wait = False
         except queue.Empty:
             return
+
+
+def answer(core: EngineCore, question: Question) -> int:
+    if isinstance(question, Pin):
+        return core.pin_prefix(question)
+    return int(core.reset_prefix_cache(reset_connector=question.reset_connector))
 
 
 def apply_command(core: EngineCore, command: Command) -> None:

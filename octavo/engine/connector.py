@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.engine.connector_slots import ConnectorSlots, Slot
 from octavo.errors import InvalidRequest
-from octavo.step import BlockKey, BlockMove, BlockName, ConnectorPlan, ConnectorReport, ConnectorStats, SlotBlock
+from octavo.step import BlockKey, BlockMove, BlockName, BlockPin, ConnectorPlan, ConnectorReport, ConnectorStats, SlotBlock
 
 SAVED_BYTES_PER_STEP = 16 << 20
 """Of copies from the device; at 8 GB/s 2 ms. What is left waits for the next step."""
@@ -51,6 +51,8 @@ class TierConnector:
         """By the step that is under way."""
         self._fetching: dict[BlockName, Slot] = {}
         self._keeping: dict[BlockName, Slot] = {}
+        self._pins: dict[BlockName, float] = {}
+        """Until when each is kept, wherever it is now."""
         self._held: dict[str, list[tuple[int, Slot]]] = {}
         """By requests that wait, or have waited and not yet started: (group, slot)."""
         self._plan = ConnectorPlan()
@@ -168,23 +170,28 @@ class TierConnector:
                 slots.drop(slot)
         self._unsaved.clear()
         self._behind.clear()
+        self._pins.clear()
         self._plan = ConnectorPlan(fetch=self._plan.fetch, forget_all=self.keeps)
 
     def knows(self, name: BlockName) -> bool:
         """It is kept behind the slots, or will be."""
         return name in self._behind or name in self._keeping or name in self._unsaved
 
-    def pin(self, names: Sequence[BlockName], until: float) -> None:
+    def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
         """Keeps them until then (seconds since 1970); InvalidRequest where that is more than may be pinned."""
-        if not self.keeps:
-            raise InvalidRequest("nothing can be pinned: this engine keeps no blocks on disk", hint="start it with prefix_cache_dir")
-        num_bytes = sum(self._block_bytes[name.group] for name in names)
-        pinned_bytes = self.stats.stored.pinned_bytes
+        pins = {name: end for name, end in self._pins.items() if end > now}
+        if until > now:
+            self._check_pins(names, [name for name in pins if name not in set(names)])
+        pins |= dict.fromkeys(names, until)
+        self._pins = {name: end for name, end in pins.items() if end > now}
+        self._plan.pin += [BlockPin(name, until) for name in names]
+
+    def _check_pins(self, names: Sequence[BlockName], others: Sequence[BlockName]) -> None:
+        num_bytes, pinned_bytes = (sum(self._block_bytes[name.group] for name in some) for some in (names, others))
+        pinned_bytes += self.stats.stored.foreign_pinned_bytes
         if num_bytes + pinned_bytes > self.max_pinned_bytes:
             got = f"the prompt's blocks have {num_bytes:,} bytes, and {pinned_bytes:,} are pinned"
             raise InvalidRequest(f"{got}; allowed are {self.max_pinned_bytes:,}", hint="raise prefix_cache_size, or unpin something")
-        self._plan.pin += names
-        self._plan.pin_until = until
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 
@@ -214,6 +221,8 @@ class TierConnector:
             self._slots[name.group].hold(slot)
             self._keeping[name] = slot
             self._plan.keep.append(SlotBlock(name.group, slot.index, slot.key))
+            if name in self._pins:  # and was lost
+                self._plan.pin.append(BlockPin(name, self._pins[name]))
 
     def end_step(self) -> ConnectorPlan | None:
         """What goes with the step, after its moves."""
@@ -237,12 +246,13 @@ class TierConnector:
             self._end(self._keeping, block.name, ready=False)
         for block in self._sent.fetch:
             self._end(self._fetching, block.name, ready=False)
-        self._plan.pin += self._sent.pin
+        self._plan.pin = self._sent.pin + self._plan.pin
         self._plan.forget += self._sent.forget
         self._plan.forget_all = self._sent.forget_all
 
     def take(self, report: ConnectorReport) -> None:
         self._behind.update(report.found)
+        self._pins.update(report.pinned)
         self._behind.difference_update(chain(report.gone, report.not_fetched))
         for name in report.late:
             self._fetching[name].is_late = True

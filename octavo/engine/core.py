@@ -12,8 +12,9 @@ from collections.abc import Callable
 import msgspec
 
 from octavo.engine.kv_meter import KvMeter
+from octavo.engine.pin import Pin
 from octavo.engine.rates import RateMeter
-from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, GivenUp, Log, NoLog, Planned
+from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, GivenUp, Log, NoLog, Pinned, Planned
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
@@ -71,6 +72,11 @@ class EngineCore:
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         self._log.write(CacheReset(reset_connector))
         return self.scheduler.blocks.reset_prefix_cache(reset_connector=reset_connector)
+
+    def pin_prefix(self, pin: Pin) -> int:
+        """How many tokens of the prompt are kept; InvalidRequest where that cannot be."""
+        self._log.write(Pinned(pin))
+        return self.scheduler.blocks.pin_prefix(pin)
 
     def pause_s(self) -> float:
         """For how long a step would do nothing, unless a request comes or goes."""

@@ -21,10 +21,10 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from octavo.engine.client import Close, Command, EngineInfo, ResetPrefixCache, apply_command
+from octavo.engine.client import Ask, Close, Command, EngineInfo, answer, apply_command
 from octavo.engine.core import CoreOutputs, EngineCore
 from octavo.engine.slate import PULSE_S, Pulse, Slate, Watched
-from octavo.errors import OctavoError
+from octavo.errors import InvalidRequest, OctavoError
 
 Report: TypeAlias = Callable[[str], None]
 BuildCore: TypeAlias = Callable[[dict[str, Any], Report], tuple[EngineCore, EngineInfo]]
@@ -66,11 +66,16 @@ class Stepped(msgspec.Struct, tag=True):
     outputs: CoreOutputs
 
 
-class ResetDone(msgspec.Struct, tag=True):
-    ok: bool
+class Answered(msgspec.Struct, tag=True):
+    number: int
+    """Of the question."""
+    value: int = 0
+    refusal: str | None = None
+    """In place of a value: why it is the asker's fault, and a hint."""
+    hint: str | None = None
 
 
-Reply = Connected | Progress | Ready | Failed | Stepped | ResetDone
+Reply = Connected | Progress | Ready | Failed | Stepped | Answered
 
 
 def main() -> None:
@@ -135,11 +140,18 @@ class CoreLoop:
             pulse.wake()
             if isinstance(command, Close):
                 return False
-            if isinstance(command, ResetPrefixCache):
-                self.send(ResetDone(core.reset_prefix_cache(reset_connector=command.reset_connector)))
+            if isinstance(command, Ask):
+                self.send(_answer(core, command))
             else:
                 apply_command(core, command)
         return True
+
+
+def _answer(core: EngineCore, asked: Ask) -> Answered:
+    try:
+        return Answered(asked.number, answer(core, asked.question))
+    except InvalidRequest as error:
+        return Answered(asked.number, refusal=error.message, hint=error.hint)
 
 
 def _bind(commands: zmq.Socket, endpoint: str) -> bool:

@@ -20,12 +20,13 @@ import msgspec
 import zmq
 
 from octavo import errors
-from octavo.engine.client import Abort, Add, Close, Command, EngineInfo, ResetPrefixCache
+from octavo.engine.client import Abort, Add, Ask, Close, Command, EngineInfo, Question, ResetPrefixCache
 from octavo.engine.core import CoreOutputs
-from octavo.engine.core_process import Connected, Failed, Progress, Ready, Reply, Report, ResetDone, Setup, Stepped
+from octavo.engine.core_process import Answered, Connected, Failed, Progress, Ready, Reply, Report, Setup, Stepped
+from octavo.engine.pin import Pin
 from octavo.engine.request import EngineRequest
 from octavo.engine.slate import PAGE_BYTES, Slate
-from octavo.errors import EngineDead, OctavoError, Unavailable
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
 
 START = "from octavo.engine.core_process import main; main()"
 END_S = 5.0
@@ -55,7 +56,10 @@ class ProcessClient:
         self._replies.bind(self._endpoint("replies"))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
-        self._resets: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        self._num_asked = 0
+        self._answers: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
+        """None: there will be no more."""
         self._closing = False
         self.is_ready = False
         life, child_end = os.pipe()
@@ -106,18 +110,18 @@ class ProcessClient:
             reply = self._next(None if end is None else max(0.0, end - time.monotonic()))
             if isinstance(reply, Stepped):
                 return reply.outputs
-            if isinstance(reply, ResetDone):
-                self._resets.put(reply.ok)
+            if isinstance(reply, Answered):
+                self._answers.put(reply)
             elif reply is None:
                 return None
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Needs another thread in `receive`."""
-        self._send(ResetPrefixCache(reset_connector))
-        try:
-            return self._resets.get(timeout=ANSWER_S)
-        except queue.Empty:
-            raise Unavailable(f"the engine has not answered for {ANSWER_S:g} s") from None
+        return bool(self._ask(ResetPrefixCache(reset_connector)))
+
+    def pin_prefix(self, pin: Pin) -> int:
+        """Needs another thread in `receive`."""
+        return self._ask(pin)
 
     def kill(self) -> list[CoreOutputs]:
         """Ends a process that hangs, and the client; returns what was still on its way."""
@@ -135,6 +139,7 @@ class ProcessClient:
         if self._closing:
             return
         self._closing = True
+        self._answers.put(None)
         with self._sending:
             self._commands.send(self._encoder.encode(Close()))
         try:
@@ -175,6 +180,27 @@ class ProcessClient:
             if not self._closing:
                 self._commands.send(self._encoder.encode(message))
 
+    def _ask(self, question: Question) -> int:
+        with self._asking:
+            self._num_asked += 1
+            self._send(Ask(self._num_asked, question))
+            answered = self._await_answer(self._num_asked)
+        if answered.refusal is not None:
+            raise InvalidRequest(answered.refusal, hint=answered.hint)
+        return answered.value
+
+    def _await_answer(self, number: int) -> Answered:
+        """Answers to what was asked before, and given up, are passed over."""
+        end = time.monotonic() + ANSWER_S
+        try:
+            while (answered := self._answers.get(timeout=max(0.0, end - time.monotonic()))) is not None:
+                if answered.number == number:
+                    return answered
+        except queue.Empty:
+            raise Unavailable(f"the engine has not answered for {ANSWER_S:g} s") from None
+        self._answers.put(None)
+        raise Unavailable("the engine ended before it answered")
+
     def _next(self, timeout_s: float | None) -> Reply | None:
         """The next reply; None when the time is up or the client is closed."""
         with self._receiving:
@@ -187,6 +213,7 @@ class ProcessClient:
                 self._note(reply)
                 return reply
         if ended and not self._closing:
+            self._answers.put(None)
             raise EngineDead(f"the engine process has ended ({_describe_exit(self._process.wait())})")
         return None
 

@@ -16,6 +16,7 @@ import msgspec
 from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.block_pool import BlockGroup
 from octavo.engine.connector import Tiers
+from octavo.engine.pin import Pin
 from octavo.engine.rates import Rates
 from octavo.engine.request import EngineRequest
 from octavo.errors import ConfigError
@@ -63,6 +64,12 @@ class CacheReset(msgspec.Struct, tag=True):
     reset_connector: bool = False
 
 
+class Pinned(msgspec.Struct, tag=True):
+    """Or not, if it was refused."""
+
+    pin: Pin
+
+
 class Planned(msgspec.Struct, tag=True):
     now: float
     rates: Rates
@@ -77,7 +84,7 @@ class Computed(msgspec.Struct, tag=True):
     """As a whole: nobody knows how far the plan was carried out."""
 
 
-Event = Began | Added | Aborted | GivenUp | CacheReset | Planned | Computed
+Event = Began | Added | Aborted | GivenUp | CacheReset | Pinned | Planned | Computed
 
 
 class Log(Protocol):

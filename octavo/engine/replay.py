@@ -7,14 +7,15 @@ carried out too, and what they yield is compared. Knows no file and no model.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from octavo.engine.build_scheduler import build_scheduler
-from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Planned, lean_row
+from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Pinned, Planned, lean_row
 from octavo.engine.scheduler import Scheduler
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.ports import Executor
 from octavo.step import RowResult, StepPlan, StepResult
 
@@ -62,6 +63,9 @@ class Replay:
             self._scheduler.fail(event.request_id, event.error)
         elif isinstance(event, CacheReset):
             self._scheduler.blocks.reset_prefix_cache(reset_connector=event.reset_connector)
+        elif isinstance(event, Pinned):
+            with suppress(InvalidRequest):
+                self._scheduler.blocks.pin_prefix(event.pin)
         elif isinstance(event, Planned):
             self._schedule(event)
         elif isinstance(event, Computed):

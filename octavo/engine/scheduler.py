@@ -461,5 +461,7 @@ class Scheduler:
         stats.num_host_blocks = self.blocks.host.num_used_blocks
         stats.prefix_query_tokens = self.blocks.num_query_tokens
         stats.prefix_hit_tokens = self.blocks.num_hit_tokens
+        stats.external_query_tokens = self.blocks.num_external_query_tokens
+        stats.external_hit_tokens = self.blocks.num_external_hit_tokens
         stats.connector = self.blocks.connector.snapshot()
         return msgspec.structs.replace(stats)

@@ -61,6 +61,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     """In the last step that computed something."""
     kv_sums: KvBytes = KvBytes()
     """Of all such steps: their means, once divided by each other."""
+    external_query_tokens: int = 0
+    """Of the tokens looked up in the prefix cache, those not found on the device; and of these, those found off it."""
+    external_hit_tokens: int = 0
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
     """The prefix cache off the device."""
 
@@ -76,6 +79,6 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 COUNTS = (
     *("num_steps", "num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "busy_s"),
-    *("num_swaps", "num_added", "num_added_tokens", "num_restarts", "kv_sums"),
+    *("num_swaps", "num_added", "num_added_tokens", "num_restarts", "kv_sums", "external_query_tokens", "external_hit_tokens"),
 )
 """What grows from the start on; all else is of the moment."""

@@ -15,6 +15,7 @@ import msgspec
 
 from octavo.engine.client import EngineInfo
 from octavo.engine.core import CoreOutputs
+from octavo.engine.pin import Pin
 from octavo.engine.process_client import ProcessClient
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.engine.stats import COUNTS, EngineStats
@@ -133,6 +134,9 @@ class SupervisedClient:
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         return self._core.reset_prefix_cache(reset_connector=reset_connector)
+
+    def pin_prefix(self, pin: Pin) -> int:
+        return self._core.pin_prefix(pin)
 
     def close(self) -> None:
         with self._lock:

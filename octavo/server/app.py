@@ -10,7 +10,7 @@ from starlette.types import Lifespan
 
 from octavo import __version__
 from octavo.llm import AsyncLLM
-from octavo.server import admin, jobs, metrics
+from octavo.server import admin, cache, jobs, metrics
 from octavo.server.auth import ApiKeys
 from octavo.server.errors import add_error_handlers
 from octavo.server.openai import chat, completions, models
@@ -27,7 +27,7 @@ def create_app(
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan)
     server_metrics = metrics.ServerMetrics(slot)
     app.state.service = Service(slot, settings, server_metrics, jobs.Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s))
-    for router in (admin.router, models.router, completions.router, chat.router, jobs.router, metrics.router(server_metrics)):
+    for router in (admin.router, models.router, completions.router, chat.router, jobs.router, cache.router, metrics.router(server_metrics)):
         app.include_router(router)
     add_error_handlers(app)
     if settings.api_key:

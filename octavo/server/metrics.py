@@ -47,6 +47,8 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hit_tokens),
     "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda stats: stats.prefix_query_tokens),
     "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda stats: stats.prefix_hit_tokens),
+    "external_prefix_cache_queries": ("Tokens looked up in host memory and on disk.", lambda stats: stats.external_query_tokens),
+    "external_prefix_cache_hits": ("Tokens found in host memory and on disk.", lambda stats: stats.external_hit_tokens),
     "num_preemptions": ("Requests that had to give up their KV blocks.", lambda stats: stats.num_preemptions),
     "num_swaps": ("Preemptions to host memory.", lambda stats: stats.num_swaps),
     "num_engine_restarts": ("Engines replaced because a step made no progress.", lambda stats: stats.num_restarts),

@@ -47,7 +47,7 @@ class FakeTiers:
         self._jobs += [("fetch", block) for block in plan.fetch]
         self._jobs += [("keep", block) for block in plan.keep]
         self._jobs += [("forget", name) for name in plan.forget]
-        self.until.update(dict.fromkeys(plan.pin, plan.pin_until))
+        self.until.update(plan.pin)
 
     def report(self) -> ConnectorReport | None:
         for _ in range(self.pace):

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.engine.prefix_cache import extend_keys
 from octavo.errors import ConfigError
-from octavo.step import BlockKey, SlotBlock
+from octavo.step import BlockKey, BlockPin, SlotBlock
 from octavo.worker.connectors import block_file
 from octavo.worker.connectors.block_directory import BlockDirectory, DirectoryFull, open_root
 from octavo.worker.connectors.fingerprint import DIGESTS, fingerprint
@@ -144,8 +144,7 @@ def test_the_least_recently_used_go_first(tmp_path, clock):
 def test_pinned_blocks_stay_until_their_time(tmp_path, clock):
     directory = make(tmp_path, clock, num_files=5)
     write(directory, clock, *range(5))
-    directory.pin(block(0).name, clock.now + 10_000)
-    directory.pin(block(20).name, clock.now + 10_000)
+    directory.pin([BlockPin(block(number).name, clock.now + 10_000) for number in (0, 20)])
     assert directory.stored().pinned_bytes == FILE_BYTES
     directory.write(block(20), data(20).data)
     write(directory, clock, *range(5, 12))
@@ -153,17 +152,35 @@ def test_pinned_blocks_stay_until_their_time(tmp_path, clock):
     again = make(tmp_path, clock, num_files=5)
     again.look()
     assert again.stored().pinned_bytes == 2 * FILE_BYTES, "pins outlive the engine"
-    again.pin(block(20).name, 0)
+    again.pin([BlockPin(block(20).name, 0)])
     clock.now += 20_000
     write(again, clock, *range(30, 36))
     assert not {0, 20} & there(directory)
+
+
+def test_a_pin_holds_though_its_block_is_written_again_or_was_damaged(directory, tmp_path, clock):
+    write(directory, clock, 1)
+    directory.pin([BlockPin(block(1).name, clock.now + 10_000)])
+    other = make(tmp_path, clock)
+    assert other.look().pinned == [BlockPin(block(1).name, clock.now + 10_000)]
+    directory.write(block(1), data(1).data)
+    other.write(block(1), data(1).data)
+    assert path_of(directory, 1).stat().st_mtime == clock.now + 10_000
+    damage(path_of(directory, 1), "flip", 0.5)
+    assert read(directory, 1) is None
+    directory.pin([BlockPin(block(1).name, clock.now + 10_000)])
+    directory.write(block(1), data(1).data)
+    directory.look()
+    assert directory.stored().pinned_bytes == FILE_BYTES and directory.stored().foreign_pinned_bytes == 0
+    stranger = make(tmp_path, clock, model=b"s" * 32)
+    assert stranger.look().pinned == [] and stranger.stored().foreign_pinned_bytes == FILE_BYTES
 
 
 def test_where_all_is_pinned_nothing_more_is_written(tmp_path, clock):
     directory = make(tmp_path, clock, num_files=3)
     write(directory, clock, 0, 1, 2)
     for number in range(3):
-        directory.pin(block(number).name, clock.now + 10_000)
+        directory.pin([BlockPin(block(number).name, clock.now + 10_000)])
     with pytest.raises(DirectoryFull):
         directory.write(block(3), data(3).data)
     assert there(directory) == {0, 1, 2}

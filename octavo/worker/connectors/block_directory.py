@@ -12,12 +12,12 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from octavo.errors import ConfigError
-from octavo.step import BlockName, SlotBlock, StoredBytes
+from octavo.step import BlockName, BlockPin, SlotBlock, StoredBytes
 from octavo.worker.connectors.block_file import DamagedFile, header_of, read_block_file, write_block_file
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Since the directory was last looked at, of this fingerprint."""
+    """Since the directory was last looked at, of this fingerprint, and all of its pins."""
 
-    found: list[BlockName]
-    gone: list[BlockName]
+    found: list[BlockName] = field(default_factory=list)
+    gone: list[BlockName] = field(default_factory=list)
+    pinned: list[BlockPin] = field(default_factory=list)
 
 
 class BlockDirectory:
@@ -62,7 +63,7 @@ class BlockDirectory:
         self._counter = itertools.count()
         self._files: dict[Path, Stored] = {}
         self._num_bytes = 0
-        self._pinned_bytes = 0
+        self._pinned_bytes = self._foreign_pinned_bytes = 0
         self._pins: dict[BlockName, float] = {}
         """Of blocks that are not there yet."""
         self._num_damaged = 0
@@ -77,17 +78,23 @@ class BlockDirectory:
         self._remove_abandoned()
         self._make_room(0)
         now = self._names()
-        return Changes(sorted(now - before), sorted(before - now))
+        pins = [BlockPin(name, entry.used_at) for path, entry in self._pinned() if (name := self._name_of(path)) is not None]
+        return Changes(sorted(now - before), sorted(before - now), pins)
 
     def stored(self) -> StoredBytes:
         """As far as this engine knows without looking."""
-        return StoredBytes(self._num_bytes, self._pinned_bytes, self._num_damaged, self._num_write_errors)
+        pinned = (self._pinned_bytes, self._foreign_pinned_bytes)
+        return StoredBytes(self._num_bytes, *pinned, self._num_damaged, self._num_write_errors)
 
     # -- one block ------------------------------------------------------------------------------------------------------
 
     def write(self, block: SlotBlock, data: memoryview) -> list[BlockName]:
-        """Says which others had to go. OSError or DirectoryFull where it cannot be kept; then nothing of it is left."""
+        """Says which others had to go. OSError or DirectoryFull where it cannot be kept; then nothing of it is left.
+
+        Where another engine has written it, and pinned it, it stays pinned.
+        """
         path = self._path_of(block.name)
+        until = max(self._pins.get(block.name, 0.0), _time_of(path))
         header = header_of(self._fingerprint, block.group, block.key, len(data))
         gone = self._make_room(len(header) + len(data))
         try:
@@ -98,9 +105,9 @@ class BlockDirectory:
         self._drop(path)
         self._files[path] = Stored(num_bytes, self._clock())
         self._num_bytes += num_bytes
-        until = self._pins.pop(block.name, None)
-        if until is not None:
-            self._set_time(path, until)
+        self._pins.pop(block.name, None)
+        if until > self._clock() and self._set_time(path, until):
+            self._pinned_bytes += num_bytes
         return gone
 
     def read(self, block: SlotBlock, into: memoryview) -> bool:
@@ -127,14 +134,13 @@ class BlockDirectory:
         if entry is not None and entry.used_at < now - TOUCH_S:
             self._set_time(path, now)
 
-    def pin(self, name: BlockName, until: float) -> None:
-        """Not to go before then; a time that is past unpins it."""
-        path = self._path_of(name)
-        if path in self._files:
-            self._set_time(path, max(until, self._clock()))
-            self._count_pinned()
-        else:
-            self._pins[name] = until
+    def pin(self, pins: Iterable[BlockPin]) -> None:
+        """A time that is past unpins a block; one that is not there yet is pinned once it is."""
+        for name, until in pins:
+            path = self._path_of(name)
+            if path not in self._files or not self._set_time(path, max(until, self._clock())):
+                self._pins[name] = until
+        self._count_pinned()
 
     def remove(self, name: BlockName) -> None:
         path = self._path_of(name)
@@ -168,8 +174,13 @@ class BlockDirectory:
         self._count_pinned()
 
     def _count_pinned(self) -> None:
+        pinned = self._pinned()
+        self._pinned_bytes = sum(entry.num_bytes for _, entry in pinned)
+        self._foreign_pinned_bytes = sum(entry.num_bytes for path, entry in pinned if self._name_of(path) is None)
+
+    def _pinned(self) -> list[tuple[Path, Stored]]:
         now = self._clock()
-        self._pinned_bytes = sum(entry.num_bytes for entry in self._files.values() if entry.used_at > now)
+        return [(path, entry) for path, entry in self._files.items() if entry.used_at > now]
 
     def _names(self) -> set[BlockName]:
         return {name for path in self._files if (name := self._name_of(path)) is not None}
@@ -202,13 +213,15 @@ class BlockDirectory:
             raise DirectoryFull
         return sorted(before - self._names())
 
-    def _set_time(self, path: Path, when: float) -> None:
+    def _set_time(self, path: Path, when: float) -> bool:
+        """False where it is gone: another engine has removed it, or it was damaged."""
         try:
             os.utime(path, (when, when))
-        except OSError:  # another engine has removed it
+        except OSError:
             self._drop(path)
-            return
+            return False
         self._files[path].used_at = when
+        return True
 
     def _new_temporary(self) -> Path:
         return self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}"
@@ -266,6 +279,14 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
         return entry.stat(follow_symlinks=False)
     except OSError:
         return None
+
+
+def _time_of(path: Path) -> float:
+    """0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _unlink(path: Path) -> None:

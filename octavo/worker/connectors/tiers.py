@@ -75,8 +75,8 @@ class TierWorker:
             write(partial(self._keep, block))
         for name in plan.touch:
             write(partial(directory.touch, name))
-        for name in plan.pin:
-            write(partial(directory.pin, name, plan.pin_until))
+        if plan.pin:
+            write(partial(directory.pin, plan.pin))
         for name in plan.forget:
             write(partial(directory.remove, name))
         write(self._look)
@@ -140,13 +140,14 @@ class TierWorker:
     def _look(self) -> None:
         """At what there is now; the list itself is made every few seconds at most."""
         assert self._directory is not None
-        changes = Changes([], [])
+        changes = Changes()
         if time.monotonic() - self._looked_at > LOOK_S:
             changes = self._directory.look()
             self._looked_at = time.monotonic()
         with self._reporting() as report:
             report.found += changes.found
             report.gone += changes.gone
+            report.pinned += changes.pinned
             report.stored = self._directory.stored()
 
     @contextlib.contextmanager

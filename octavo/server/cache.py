@@ -1,0 +1,109 @@
+"""The prefix cache over HTTP: what it holds and finds, pins for system prompts, and forgetting."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+
+from octavo.engine.stats import EngineStats
+from octavo.errors import InvalidRequest
+from octavo.llm import AsyncLLM
+from octavo.server.body import Body, body_of
+from octavo.server.connection import unless_gone
+from octavo.server.generation import chat_prompt_of, prompt_of
+from octavo.server.openai.chat import plain_messages
+from octavo.server.openai.protocol import Message
+from octavo.server.service import Service, service_of
+
+router = APIRouter()
+
+
+class PinBody(Body):
+    """POST /v1/cache/pin"""
+
+    model: Annotated[str | None, Field(description="the served model's name")] = None
+    prompt: Annotated[str | list[int] | None, Field(description="a text or token ids")] = None
+    messages: Annotated[list[Message] | None, Field(description="the beginning of a conversation, in place of a prompt")] = None
+    cache_salt: Annotated[str | None, Field(description="a text")] = None
+    ttl_s: Annotated[float | None, Field(description="seconds; null is for good, 0 ends a pin")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+
+
+class ResetBody(Body):
+    """POST /v1/cache/reset"""
+
+    reset_connector: Annotated[bool, Field(description="true: in host memory and on disk too")] = False
+
+
+@router.post("/v1/cache/pin")
+async def pin(
+    request: Request, service: Annotated[Service, Depends(service_of)], body: Annotated[PinBody, Depends(body_of(PinBody))]
+) -> dict[str, Any]:
+    """Computes the beginning of prompts to come, where it is not there yet, and keeps it on disk."""
+    model = service.check_model(body.model)
+    llm = service.slot.llm
+    prompt = await _prompt_of(llm, body)
+    num_tokens = await unless_gone(request.receive, llm.pin_prefix(prompt, ttl_s=body.ttl_s))
+    expires_at = None if body.ttl_s is None else int(time.time() + body.ttl_s)
+    return {"object": "cache.pin", "model": model, "pinned_tokens": num_tokens, "expires_at": expires_at}
+
+
+@router.get("/v1/cache")
+async def read(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+    """What the prefix cache holds, tier by tier, and how often it is found."""
+    llm = service.slot.llm
+    return describe(llm.stats(), llm.config.cache.prefix_cache_size if llm.config.cache.prefix_cache_dir else None)
+
+
+@router.post("/v1/cache/reset")
+async def reset(
+    service: Annotated[Service, Depends(service_of)], body: Annotated[ResetBody, Depends(body_of(ResetBody))]
+) -> dict[str, bool]:
+    """False, and nothing forgotten, while requests run."""
+    return {"reset": await service.slot.llm.reset_prefix_cache(reset_connector=body.reset_connector)}
+
+
+def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
+    """`disk` is null where there is no prefix_cache_dir."""
+    connector, stored = stats.connector, stats.connector.stored
+    disk = {
+        "blocks": connector.num_stored_blocks,
+        "bytes": stored.num_bytes,
+        "size_bytes": size_bytes,
+        "pinned_bytes": stored.pinned_bytes,
+        "blocks_read": connector.num_fetched,
+        "blocks_not_found": connector.num_not_fetched,
+        "blocks_written": connector.num_kept,
+        "blocks_not_written": connector.num_not_kept,
+        "damaged_files": stored.num_damaged,
+        "write_errors": stored.num_write_errors,
+    }
+    return {
+        "object": "cache",
+        "queried_tokens": stats.prefix_query_tokens,
+        "hit_tokens": stats.prefix_hit_tokens,
+        "hit_tokens_off_device": stats.external_hit_tokens,
+        "device": {"blocks": stats.num_blocks, "blocks_held": stats.num_used_blocks},
+        "host": {
+            "slots": connector.num_slots,
+            "slots_used": connector.num_used_slots,
+            "blocks_saved": connector.num_saved,
+            "blocks_loaded": connector.num_loaded,
+        },
+        "disk": disk if size_bytes is not None else None,
+    }
+
+
+async def _prompt_of(llm: AsyncLLM, body: PinBody) -> dict[str, Any]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt: needed is one of prompt and messages", param="prompt")
+    if body.prompt is not None:
+        if body.chat_template_kwargs is not None:
+            raise InvalidRequest("chat_template_kwargs: allowed only with messages", param="chat_template_kwargs")
+        return await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
+    messages = plain_messages(body.messages or [])
+    options = {"add_generation_prompt": False, "chat_template_kwargs": body.chat_template_kwargs}
+    return await chat_prompt_of(llm, messages, cache_salt=body.cache_salt, **options)
