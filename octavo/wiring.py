@@ -278,6 +278,8 @@ def build_backend(config: EngineConfig) -> Backend:
         max_requests=config.scheduler.max_num_seqs,
         max_context=config.model.max_model_len,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        attention_backend=config.backend.attention_backend,
+        enforce_eager=config.backend.enforce_eager,
         batch_invariant=config.backend.batch_invariant,
     )
     if config.backend.backend == "reference":

@@ -131,6 +131,9 @@ class BackendOptions:
     max_context: int = 8192
     gpu_memory_utilization: float = 0.92
     """Share of a device's own memory that may be taken in all."""
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    """Nothing is captured as a CUDA graph."""
     batch_invariant: bool = False
     """A row's numbers are the same bits in any company, on backends where that costs speed."""
 

@@ -14,7 +14,7 @@ MIN_STALL_S = 1.0
 
 BackendName = Literal["native", "torch", "reference"]
 
-TORCH_ONLY = ("device",)
+TORCH_ONLY = ("device", "enforce_eager")
 """Options that mean nothing elsewhere. The other backends are batch-invariant as they are."""
 
 

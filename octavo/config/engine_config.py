@@ -103,6 +103,10 @@ class BackendChoice:
         "default torch where it has a CUDA device, else native",
     )
     device: Literal["cpu", "cuda"] | None = option(None, "where torch computes; default cuda where there is one, else cpu")
+    attention_backend: Literal["auto", "sdpa"] = option(
+        "auto", "torch: which kernels compute attention; sdpa: PyTorch's own, on any device"
+    )
+    enforce_eager: bool = option(False, "torch on CUDA: capture no decode steps as graphs")
     batch_invariant: bool = option(
         False, "torch: a request's tokens and logprobs are the same bits in any company, as they always are on the others; slower"
     )

@@ -62,6 +62,8 @@ class AttentionChoice(Protocol):
     """A set of kernels."""
 
     name: str
+    for_graphs: bool
+    """Whether it reads contexts' lengths on the device, so that a captured step costs no more than it has keys."""
 
     def refusal(self, op: Op) -> str | None:
         """Why it cannot take such calls, in words; None where it can. Asked when a Program is prepared."""
@@ -76,12 +78,21 @@ class Sdpa:
     """Plain torch, on any device: PyTorch's scaled dot product attention, or its formula where an attribute asks for more."""
 
     name = "sdpa"
+    for_graphs = False
 
     def refusal(self, op: Op) -> str | None:
         return None
 
     def attend(self, call: AttentionCall) -> Tensor:
         return attend(call)
+
+
+CHOICES: dict[str, type[AttentionChoice]] = {"sdpa": Sdpa}
+"""By the name of the option `attention_backend`, the one that "auto" means first."""
+
+
+def choose_attention(wanted: str) -> AttentionChoice:
+    return CHOICES[next(iter(CHOICES)) if wanted == "auto" else wanted]()
 
 
 def attention(op: ops.Attention, step: Step) -> Made:

@@ -12,13 +12,16 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.backends.base import BackendOptions, Ceilings, DeviceMemory, Footprint, FormatOf, KvLayout, LoadWeight
-from octavo.backends.torch.attention import AttentionChoice, Sdpa
-from octavo.backends.torch.footprint import torch_footprint
+from octavo.backends.base import BLOCK_SIZE, BackendOptions, Ceilings, DeviceMemory, Footprint, FormatOf, KvLayout, LoadWeight
+from octavo.backends.torch.attention import choose_attention
+from octavo.backends.torch.experts import GATHERED_ROWS
+from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
+from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.memory import CudaMemory, blocks_of, largest_step
 from octavo.backends.torch.program import FORMULAS, Engine, TorchProgram
 from octavo.backends.torch.rates import measured_ceilings
+from octavo.backends.torch.step import staging_bytes
 from octavo.backends.torch.weights import Weights
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.program import ops
@@ -44,7 +47,8 @@ class TorchBackend:
         self.device = torch.device(device)
         self.numerics = f"torch {torch.__version__} on {self.device_name}"
         self._dtype = DTYPES.get(options.dtype, torch.float32)
-        self._attention: AttentionChoice = Sdpa()
+        self._attention = choose_attention(options.attention_backend)
+        self._uncaptured: list[TorchProgram] = []
         self._memory = CudaMemory(self.device, options.gpu_memory_utilization) if self.device.type == "cuda" else None
 
     @property
@@ -58,17 +62,32 @@ class TorchBackend:
         self._dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, once.load)
         weights = self._load(fused, once.load)
         options = self.options
-        engine = Engine(self.device, self._dtype, self._attention, options.batch_invariant, self._num_threads)
+        engine = Engine(
+            self.device, self._dtype, self._attention, options.batch_invariant, self._num_threads, staging_bytes(options, len(fused.groups))
+        )
         prepared = TorchProgram(fused, weights, engine)
         if self._memory is not None:
             self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
+            if sizes := self.graph_sizes(fused):
+                self._memory.reserve("graphs", graphs_footprint(fused, sizes, self._dtype))
+                self._uncaptured.append(prepared)
         return prepared
+
+    def graph_sizes(self, program: Program) -> tuple[int, ...]:
+        """Numbers of requests whose decode steps are captured; () where nothing can be, or is to be."""
+        options = self.options
+        if self.device.type != "cuda" or options.enforce_eager or options.batch_invariant:
+            return ()
+        if not self._attention.for_graphs or "logits" not in program.outputs:
+            return ()
+        most_experts = max((op.top_k for op in program.ops if isinstance(op, ops.Route)), default=0)
+        return sizes_up_to(min(options.max_requests, GATHERED_ROWS // most_experts if most_experts else options.max_requests))
 
     def run_largest_step(self, prepared: TorchProgram) -> None:
         """Over a KV cache of its own, which goes with it."""
         program = prepared.program
         batch = largest_step(self.options, len(program.groups), program.vocab_size)
-        prepared.run(batch, self.allocate(program.groups, [blocks_of(batch)] * len(program.groups)))
+        prepared.run(batch, self._cache(program.groups, [blocks_of(batch)] * len(program.groups)))
 
     def memory(self) -> DeviceMemory | None:
         return None if self._memory is None else self._memory.now()
@@ -85,6 +104,15 @@ class TorchBackend:
         return layout_of(group, self._kv_dtype(self._dtype))
 
     def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> TorchKvCache:
+        """Graphs hold the cache's addresses: they are captured as soon as it is there."""
+        kv = self._cache(groups, num_blocks)
+        for prepared in self._uncaptured:
+            if prepared.program.groups == groups:
+                width = -(-self.options.max_context // BLOCK_SIZE)
+                prepared.capture(kv, self.graph_sizes(prepared.program), width, CudaGraphs())
+        return kv
+
+    def _cache(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> TorchKvCache:
         try:
             return TorchKvCache(groups, num_blocks, self._kv_dtype(self._dtype), self.device)
         except (MemoryError, RuntimeError) as error:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from octavo.backends.base import FormatOf
+from octavo.backends.torch.graphs import GRAPH_BYTES
 from octavo.errors import UnsupportedModel
 from octavo.program import ops
 from octavo.program.program import Op, Program, Weight
@@ -64,6 +66,11 @@ def torch_footprint(
         codes[_code(weight, format_of(weight))] += sizes[weight]
     code = codes.most_common(1)[0][0] if codes else "fp32"
     return TorchFootprint(sizes, _step_bytes(fused, max_tokens, dtype), code, dtype)
+
+
+def graphs_footprint(fused: Program, sizes: Sequence[int], dtype: torch.dtype) -> int:
+    """Of the buffers of the largest, which all share, the logits of each, and what a graph takes by itself."""
+    return _step_bytes(fused, max(sizes), dtype) + sum(sizes) * fused.vocab_size * dtype.itemsize + len(sizes) * GRAPH_BYTES
 
 
 def _matrices(op: Op) -> tuple[Weight, ...]:

@@ -43,6 +43,11 @@ class TorchKvCache:
         sizes = [layout_of(group, dtype).block_bytes for group in groups]
         self._host = torch.empty(max(sizes, default=0), dtype=torch.uint8, pin_memory=device.type == "cuda")
 
+    @property
+    def num_blocks(self) -> list[int]:
+        """By group."""
+        return [group.num_blocks for group in self.groups]
+
     def copy_block(self, group: int, source: int, target: int) -> None:
         for tensor in (self.groups[group].k, self.groups[group].v):
             tensor[:, target] = tensor[:, source]

@@ -7,25 +7,30 @@ With `batch_invariant` every row goes through alone, and no shape it is computed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from octavo.backends.base import KvCache, SampleResult, StepBatch, StepOutput
 from octavo.backends.torch.attention import ATTENTION_FORMULAS, AttentionChoice
 from octavo.backends.torch.experts import EXPERT_FORMULAS
+from octavo.backends.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
 from octavo.backends.torch.invariant import joined, rows_alone
 from octavo.backends.torch.kv_cache import TorchKvCache
 from octavo.backends.torch.row_ops import ROW_FORMULAS
-from octavo.backends.torch.sampling import Drawn, Wants, draw, draw_arrays, part_of, result_of, wants_of
+from octavo.backends.torch.sampling import Drawn, draw, draw_arrays, part_of, result_of, wants_of
 from octavo.backends.torch.step import Made, Staging, Step, step_arrays
 from octavo.backends.torch.weights import Weights
 from octavo.errors import BackendUnavailable
 from octavo.outputs import Profile
 from octavo.program.program import Op, Program, Value
+from octavo.progress import Bar
 
 FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = ROW_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS
 
@@ -58,6 +63,8 @@ class Engine:
     attention: AttentionChoice
     batch_invariant: bool
     num_threads: int | None
+    staging_bytes: int
+    """Of the largest step's inputs."""
 
 
 class TorchProgram:
@@ -69,7 +76,8 @@ class TorchProgram:
         self._engine = engine
         self._body, self._head = _instructions(program)
         self._progress = 0
-        self._staging, self._late_staging = Staging(engine.device), Staging(engine.device)
+        self._staging, self._late_staging = Staging(engine.device, engine.staging_bytes), Staging(engine.device)
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def progress(self) -> int:
@@ -101,38 +109,66 @@ class TorchProgram:
             found = [(part.sample, self._run(part.batch, kv)) for part in rows_alone(batch)]
         return joined(batch, [output for sample, output in sorted(found, key=lambda entry: entry[0]) if sample >= 0])
 
-    def _run(self, batch: StepBatch, kv: TorchKvCache) -> StepOutput:
-        arrays = step_arrays(batch, [group.num_blocks for group in kv.groups])
-        chunks = [slice(start, min(start + HEAD_ROWS, len(batch.sample_rows))) for start in range(0, len(batch.sample_rows), HEAD_ROWS)]
-        wants = None
-        if batch.sampling is not None:
-            first = part_of(batch.sampling, (chunks or [slice(0, 0)])[0])
-            wants = wants_of(first, self.program.vocab_size)
-            arrays |= draw_arrays(first, wants)
-        engine, inputs = self._engine, self._staging.put(arrays)
-        step = Step(self.program, self._weights, engine.dtype, engine.device, batch, kv.groups, inputs, engine.attention)
-        self._execute(self._body, step)
-        return self._outputs(step, chunks, wants)
+    def capture(self, kv: TorchKvCache, sizes: Sequence[int], width: int, record: Record) -> None:
+        """Decode steps of these sizes as graphs, from now on, over this KV cache and block tables of at most `width` blocks."""
+        graphs: dict[int, Graph] = {}
+        with Bar("graphs", len(sizes)) as bar, torch.inference_mode():
+            for size in sorted(sizes, reverse=True):
+                batch = longest_decode(size, width, len(kv.groups))
+                inputs = self._staging.put(step_arrays(batch, kv.num_blocks))
+                graphs[size] = record(partial(self._decode, batch, kv, inputs))
+                bar.advance()
+        self._graphs = DecodeGraphs(graphs, width)
 
-    def _outputs(self, step: Step, chunks: list[slice], wants: Wants | None) -> StepOutput:
-        """Of the sampled rows, through the head; tokens where the batch asks for draws, else the Program's outputs."""
-        sample_rows, sampling = step.inputs["sample_rows"], step.batch.sampling
-        if sampling is None:
-            found = [self._head_values(step, sample_rows[chunk]) for chunk in chunks or [slice(0, 0)]]
-            return StepOutput(arrays={name: np.concatenate([part[name] for part in found]) for name in self.program.outputs})
+    def _decode(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Tensor:
+        """The logits of all rows."""
+        step = self._new_step(batch, kv, inputs)
+        self._execute(self._body, step)
+        return self._through_head(step, step.inputs["sample_rows"])[self.program.outputs["logits"].name]
+
+    def _run(self, batch: StepBatch, kv: TorchKvCache) -> StepOutput:
+        chunks = [slice(start, min(start + HEAD_ROWS, len(batch.sample_rows))) for start in range(0, len(batch.sample_rows), HEAD_ROWS)]
+        draws: dict[str, NDArray] = {}
+        if batch.sampling is not None and chunks:
+            part = part_of(batch.sampling, chunks[0])
+            draws = draw_arrays(part, wants_of(part, self.program.vocab_size))
+        padded = None if self._graphs is None else self._graphs.padded(batch)
+        inputs = self._put(step_arrays(padded or batch, kv.num_blocks), draws)
+        if padded is not None and self._graphs is not None:
+            logits = self._graphs.graphs[len(padded.token_ids)].replay()
+            return self._outputs(batch, chunks, inputs, lambda chunk: {self.program.outputs["logits"].name: logits[chunk]})
+        step = self._new_step(batch, kv, inputs)
+        self._execute(self._body, step)
+        return self._outputs(batch, chunks, inputs, lambda chunk: self._through_head(step, inputs["sample_rows"][chunk]))
+
+    def _new_step(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Step:
+        engine = self._engine
+        return Step(self.program, self._weights, engine.dtype, engine.device, batch, kv.groups, inputs, engine.attention)
+
+    def _put(self, arrays: dict[str, NDArray], draws: dict[str, NDArray]) -> dict[str, Tensor]:
+        """In one copy, unless the draws' masks are too large for the buffer."""
+        if self._staging.fits(arrays | draws):
+            return self._staging.put(arrays | draws)
+        return self._staging.put(arrays) | self._late_staging.put(draws)
+
+    def _outputs(
+        self, batch: StepBatch, chunks: list[slice], inputs: dict[str, Tensor], values_of: Callable[[slice], dict[str, Tensor]]
+    ) -> StepOutput:
+        """Of the sampled rows: tokens where the batch asks for draws, else the Program's outputs. `values_of` some of them."""
+        if batch.sampling is None:
+            found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
+            outputs = self.program.outputs.items()
+            return StepOutput(arrays={n: torch.cat([part[v.name] for part in found]).float().cpu().numpy() for n, v in outputs})
         drawn: list[Drawn] = []
         for index, chunk in enumerate(chunks):
-            inputs = step.inputs
+            part = part_of(batch.sampling, chunk)
+            wants = wants_of(part, self.program.vocab_size)
             if index:
-                part = part_of(sampling, chunk)
-                wants = wants_of(part, self.program.vocab_size)
                 inputs = self._late_staging.put(draw_arrays(part, wants))
-            assert wants is not None
-            logits = self._through_head(step, sample_rows[chunk])[self.program.outputs["logits"].name]
-            drawn.append(draw(logits.float(), inputs, wants))
+            drawn.append(draw(values_of(chunk)[self.program.outputs["logits"].name].float(), inputs, wants))
         return StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
 
-    def _through_head(self, step: Step, sample_rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _through_head(self, step: Step, sample_rows: Tensor) -> dict[str, Tensor]:
         head = dataclasses.replace(step, inputs=step.inputs | {"sample_rows": sample_rows})
         head.values = dict(step.values)
         self._execute(self._head, head)
@@ -142,10 +178,6 @@ class TorchProgram:
         for instruction in instructions:
             instruction.run(step)
             self._progress += 1
-
-    def _head_values(self, step: Step, sample_rows: torch.Tensor) -> dict[str, np.ndarray]:
-        values = self._through_head(step, sample_rows)
-        return {name: values[value.name].float().cpu().numpy() for name, value in self.program.outputs.items()}
 
     def _set_threads(self) -> None:
         """PyTorch's threads are the process's; another engine in it may have set them."""

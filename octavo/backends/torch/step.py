@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE, StepBatch
+from octavo.backends.base import BLOCK_SIZE, BackendOptions, StepBatch
 from octavo.backends.torch.kv_cache import GroupTensors
 from octavo.backends.torch.weights import Weights
 from octavo.program.program import Program, Value
@@ -43,10 +43,7 @@ class Staging:
 
     def put(self, arrays: Mapping[str, NDArray]) -> dict[str, Tensor]:
         """The arrays on the device, views of the buffer: good until the next call. Equal shapes lie at equal addresses."""
-        places, end = {}, 0
-        for name, array in arrays.items():
-            places[name] = end
-            end += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        places, end = _places(arrays)
         if end > len(self._host):
             self._make(max(end, 2 * len(self._host)))
         if self._copied is not None:
@@ -60,13 +57,32 @@ class Staging:
             self._copied.record()
         return {name: self._view(places[name], array) for name, array in arrays.items()}
 
+    def fits(self, arrays: Mapping[str, NDArray]) -> bool:
+        """Without a new buffer, which would leave graphs with the old one."""
+        return _places(arrays)[1] <= len(self._host)
+
     def _view(self, start: int, array: NDArray) -> Tensor:
         return self._on_device[start : start + array.nbytes].view(TYPES[array.dtype.name]).view(array.shape)
 
-    def _make(self, num_bytes: int) -> None:
+    def _make(self, num_bytes: int = 1 << 16) -> None:
         cuda = self._device.type == "cuda"
         self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cuda)
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) if cuda else self._host
+
+
+def staging_bytes(options: BackendOptions, num_groups: int) -> int:
+    """Of the arrays of the largest step, and as much again for how to draw, a mask or a bias aside."""
+    table = options.max_requests * -(-options.max_context // BLOCK_SIZE)
+    return 2 * (options.max_tokens * (8 + 8 * num_groups) + 4 * num_groups * (table + options.max_requests) + (64 << 10))
+
+
+def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
+    """Where each begins, and where they end."""
+    places, end = {}, 0
+    for name, array in arrays.items():
+        places[name] = end
+        end += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return places, end
 
 
 def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
