@@ -49,6 +49,7 @@ from octavo.program.program import Program
 from octavo.program.work import Work, work_of
 from octavo.worker.block_places import BlockPlaces, PagedPlaces, RangeShape, VirtualPlaces, check_addressable
 from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.calibration import input_powers
 from octavo.worker.capacity import Capacity, capacity_of
 from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
 from octavo.worker.connectors.fingerprint import fingerprint
@@ -191,7 +192,7 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     program = _decoder(model)
     backend = build_backend(config)
     _check_fits(model, backend, program, report)
-    reader = WeightReader(model.checkpoint, config.model.dtype, config.model.quantization, program)
+    reader = _weight_reader(model, program, report)
     with LoadBar(reader.load, len(program.weights)) as bar:
         runnable = backend.prepare(program, bar.load)
     memory = _device_memory(backend)
@@ -266,6 +267,16 @@ def build_executor(began: Began, *, model: str | None, report: Report) -> Execut
     options = began.options | {"record": None, "kv_cache_memory_bytes": began.kv_bytes}
     _, _, worker = _build_core(open_model(EngineConfig.from_options(**options | ({"model": model} if model else {}))), report)
     return worker
+
+
+def _weight_reader(model: Model, program: Program, report: Report) -> WeightReader:
+    """For 4 bits it is measured first which inputs matter."""
+    options = model.config.model
+    importance = None
+    if options.quantization == "int4":
+        report("running the model once to see which of its inputs matter")
+        importance = input_powers(program, WeightReader(model.checkpoint).load, context_tokens=model.info.max_context_tokens)
+    return WeightReader(model.checkpoint, options.dtype, options.quantization, program, importance)
 
 
 def build_backend(config: EngineConfig) -> Backend:

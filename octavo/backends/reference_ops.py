@@ -27,6 +27,13 @@ def as_is(numbers: Floats) -> Floats:
     return numbers
 
 
+def matvecs(matrix: Floats, x: Floats) -> Floats:
+    """`matrix [out, in]` times each row of `x [T, in]`: `[T, out]`. Not one product of matrices: BLAS's bits depend on T."""
+    if not len(x):
+        return np.empty((0, len(matrix)))
+    return np.stack([matrix @ row for row in x])
+
+
 @dataclass(frozen=True, slots=True)
 class GroupArrays:
     """`k [L, blocks, 16, K, k_width]`, `v [L, blocks, 16, K, v_width]` of one cache group."""
@@ -46,6 +53,8 @@ class Step:
     batch: StepBatch
     kv: list[GroupArrays]
     values: dict[str, NDArray] = field(default_factory=dict)
+    multiply: Callable[[Floats, Floats], Floats] = matvecs
+    """How linears multiply."""
     live: NDArray[np.bool_] = field(init=False)
     """[T]: the rows that are no padding."""
 
@@ -99,7 +108,7 @@ def linear(op: ops.Linear, step: Step) -> Made:
     x = step.get(op.x) if op.norm is None else _pre_norm(op.norm, step.get(op.x), step)
     biases = op.biases or (None,) * len(op.weights_)
     parts = [
-        matvecs(step.weights[weight], x) + (0.0 if bias is None else step.weights[bias])
+        step.multiply(step.weights[weight], x) + (0.0 if bias is None else step.weights[bias])
         for weight, bias in zip(op.weights_, biases, strict=True)
     ]
     if op.gate is not None:
@@ -116,13 +125,6 @@ def _pre_norm(norm: ops.PreNorm, x: Floats, step: Step) -> Floats:
     if norm.centered:
         return _centered(x, norm.weight, norm.bias, norm.eps, step)
     return _rms(x, step.weights[norm.weight] + norm.weight_offset, norm.eps)
-
-
-def matvecs(matrix: Floats, x: Floats) -> Floats:
-    """`matrix [out, in]` times each row of `x [T, in]`: `[T, out]`. Not one product of matrices: BLAS's bits depend on T."""
-    if not len(x):
-        return np.empty((0, len(matrix)))
-    return np.stack([matrix @ row for row in x])
 
 
 def add(op: ops.Add, step: Step) -> Made:

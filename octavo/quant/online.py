@@ -2,7 +2,8 @@
 
 Owns how scales and mins are chosen; knows nothing of models or files. int8 is symmetric with an fp32 scale; int4 is as Q4_1 (fp16 scale
 and min, nibbles in halves).
-Source of the search: least squares over candidate grids, as in ggml's k-quants (`make_qkx2_quants`), without their weighting.
+Source of the search: least squares over candidate grids, as in ggml's k-quants (`make_qkx2_quants`), weighted by how strongly each
+input is used where that is known.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ CHUNK_VALUES = 1 << 16
 
 INT4_TOP = 15.0
 SHRINKS = (1.0, 0.93)
-"""Widths of the candidate grids, as shares of a group's range: clipping the ends makes the inner steps finer. Two of them pack 41 million
-values a second on one core; five are half as fast and lower the error by 0.4% (Student t weights)."""
+"""Widths of the first grids, as shares of a group's range: clipping the ends makes the inner steps finer. The whole range finds a grid
+again that the weights lie on already."""
+
+ROUNDS = 2
+"""Lines fitted from each width on, each but the first to the codes of the one before. Packs 52 million values a second on one core; one
+round takes a third less, three a third more, with the same perplexity to 0.2% (SmolLM2 with its channels shuffled)."""
 
 
 def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
@@ -44,8 +49,11 @@ def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
     )
 
 
-def pack_int4(weight: NDArray[np.float32]) -> PackedWeight:
-    """`weight [..., out, in]` as codes 0..15 with an fp16 scale and min per group; `in` must be a multiple of 32."""
+def pack_int4(weight: NDArray[np.float32], importance: NDArray[np.float32] | None = None) -> PackedWeight:
+    """`weight [..., out, in]` as codes 0..15 with an fp16 scale and min per group; `in` must be a multiple of 32.
+
+    `importance [in]`: what a squared error at each input counts; None, the same at all.
+    """
     width = weight.shape[-1]
     if width % GROUP:
         raise UnsupportedModel(f"quantization int4 needs rows of a multiple of {GROUP}, got {width}", hint="use --quantization int8")
@@ -54,9 +62,10 @@ def pack_int4(weight: NDArray[np.float32]) -> PackedWeight:
     codes = np.empty((len(flat), num_groups, GROUP // 2), np.uint8)
     scales = np.empty((len(flat), num_groups), np.float16)
     mins = np.empty_like(scales)
+    shares = _shares(np.ones(width, np.float32) if importance is None else importance)
     for rows in _chunks(flat):
         groups = _grouped(flat[rows], num_groups)
-        scales[rows], mins[rows] = _search(groups)
+        scales[rows], mins[rows] = _search(groups, shares)
         chosen = _codes4(groups, scales[rows].astype(np.float32), mins[rows].astype(np.float32)).astype(np.uint8)
         codes[rows] = chosen[..., : GROUP // 2] | chosen[..., GROUP // 2 :] << 4
     lead = weight.shape[:-1]
@@ -73,42 +82,52 @@ def pack_int4(weight: NDArray[np.float32]) -> PackedWeight:
     )
 
 
-def _search(groups: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scale and min `[n, groups]` of least squared error among the candidates, each refined by a line fitted to its codes.
+def _search(groups: NDArray[np.float32], shares: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scale and min `[n, groups]` of least error among lines fitted to the codes of grids over the range, and to those lines' own codes.
 
-    NaN for a group that has one, or a value that no fp16 grid reaches: a damaged weight is to be seen, not to become zero.
+    NaN for a group that has one: a damaged weight is to be seen, not to become zero.
     """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     middle, reach = (low + high) / 2, (high - low) / 2
+    values = groups - middle[..., None]
     best_scale, best_min, best_error = np.full_like(low, np.nan), np.full_like(low, np.nan), np.full_like(low, np.inf)
     for shrink in SHRINKS:
-        scale, start = reach * (2 * shrink / INT4_TOP), middle - reach * shrink
-        codes = _codes4(groups, scale, start)
-        for candidate in ((scale, start), _fitted_line(groups, codes, scale, start)):
-            scale, start = _fp16(candidate[0]), _fp16(candidate[1])
-            error = np.square(groups - (codes * scale[..., None] + start[..., None])).sum(axis=-1)
+        scale, start = reach * (2 * shrink / INT4_TOP), -reach * shrink
+        for _ in range(ROUNDS):
+            scale, start, error = _fitted_line(values, _codes4(values, scale, start), shares, scale)
             better = error < best_error
             best_scale, best_min = np.where(better, scale, best_scale), np.where(better, start, best_min)
             best_error = np.where(better, error, best_error)
-    return best_scale, best_min
+    return _fp16(best_scale), _fp16(best_min + middle)
 
 
 def _fitted_line(
-    groups: NDArray[np.float32], codes: NDArray[np.float32], scale: NDArray[np.float32], start: NDArray[np.float32]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Least-squares scale and min for given codes; the given ones where all codes of a group are equal."""
-    mean_code, mean_value = codes.mean(axis=-1), groups.mean(axis=-1)
+    values: NDArray[np.float32], codes: NDArray[np.float32], shares: NDArray[np.float32], scale: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Least-squares scale and min for given codes, and what error they leave (less what they all leave); the given scale where all
+    codes of a group are equal."""
+    mean_code, mean_value = (np.einsum("ngi,gi->ng", each, shares) for each in (codes, values))
     centred = codes - mean_code[..., None]
-    variance = np.square(centred).sum(axis=-1)
-    slope = (centred * groups).sum(axis=-1) / np.where(variance > 0, variance, 1)
-    usable = (variance > 0) & (slope > 0)
-    return np.where(usable, slope, scale), np.where(usable, mean_value - slope * mean_code, start)
+    weighted = centred * shares
+    variance = np.einsum("ngi,ngi->ng", weighted, centred)
+    covariance = np.einsum("ngi,ngi->ng", weighted, values)
+    usable = (variance > 0) & (covariance > 0)
+    slope = np.where(usable, covariance / np.where(usable, variance, 1), scale)
+    return slope, mean_value - slope * mean_code, slope * (slope * variance - 2 * covariance)
+
+
+def _shares(importance: NDArray[np.float32]) -> NDArray[np.float32]:
+    """`[in]` to `[groups, 32]`, each group's together 1."""
+    groups = importance.reshape(-1, GROUP)
+    shares: NDArray[np.float32] = groups / groups.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def _codes4(groups: NDArray[np.float32], scale: NDArray[np.float32], start: NDArray[np.float32]) -> NDArray[np.float32]:
     """Nearest codes 0..15, as floats."""
-    codes: NDArray[np.float32] = np.clip(np.rint((groups - start[..., None]) * _inverse(scale)[..., None]), 0, INT4_TOP)
-    return codes
+    codes: NDArray[np.float32] = groups - start[..., None]
+    codes *= _inverse(scale)[..., None]
+    return np.clip(np.rint(codes, out=codes), 0, INT4_TOP, out=codes)
 
 
 def _inverse(scale: NDArray) -> NDArray[np.float32]:

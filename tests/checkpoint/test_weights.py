@@ -8,12 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from octavo.checkpoint.weights import WeightReader, packing_plan
+from octavo.checkpoint.weights import Quantization, WeightReader, packing_plan
 from octavo.errors import WeightMismatch
+from octavo.models.registry import build_programs
 from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
 from octavo.program.program import Program, Value, Weight
 from octavo.quant.online import pack_int4
 from octavo.quant.packed import PackedWeight
+from tests.tiny_models import tiny_model
 
 
 class Memory:
@@ -115,9 +117,31 @@ def moe_program() -> Program:
 
 def test_packing_plan() -> None:
     program = moe_program()
-    assert packing_plan(program, "int4") == {"embed": "int8", "proj": "int4", "experts": "int4"}
+    assert by_name(program, "int4") == {"embed": "int8", "proj": "int4", "experts": "int4"}
+    assert by_name(program, "int8") == {"embed": "int8", "proj": "int8", "experts": "int8"}
     tensors = {weight.name: numbers(*weight.shape) for weight in program.weights}
     for quantization, bits in (("int8", 8), ("int4", 4)):
         reader = WeightReader(Memory(**tensors), quantization=quantization, program=program)
         loaded = {weight.name: reader.load(weight).bits for weight in program.weights}
         assert loaded == {"embed": 8, "wpe": 32, "proj": bits, "bias": 32, "router": 32, "experts": bits, "eb": 32}
+
+
+def by_name(program: Program, quantization: Quantization) -> dict[str, str]:
+    return {weight.name: bits for weight, bits in packing_plan(program, quantization).items()}
+
+
+def test_with_int4_values_and_half_of_down_keep_eight_bits() -> None:
+    config = tiny_model("llama").config | {"num_hidden_layers": 24}
+    plan = by_name(build_programs(config)["decoder"], "int4")
+    kept = {name for name, bits in plan.items() if bits == "int8"}
+    downs = (0, 1, 2, 5, 8, 11, 14, 17, 20, 21, 22, 23)
+    values = {f"model.layers.{layer}.self_attn.v_proj.weight" for layer in range(24)}
+    assert kept - {"model.embed_tokens.weight"} == values | {f"model.layers.{layer}.mlp.down_proj.weight" for layer in downs}
+
+
+def test_values_cut_from_a_merged_tensor_keep_eight_bits() -> None:
+    """GPT-2's q, k and v are three weights of one name."""
+    program = build_programs(tiny_model("gpt2").config)["decoder"]
+    plan = packing_plan(program, "int4")
+    merged = [plan[weight] for weight in program.weights if weight.name == "transformer.h.0.attn.c_attn.weight"]
+    assert merged == ["int4", "int4", "int8"]

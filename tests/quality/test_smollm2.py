@@ -4,14 +4,12 @@ Perplexity is over Newton's Opticks (tests/data); the expected fp32 value is tra
 """
 
 import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from octavo import LLM, SamplingParams
 from octavo.backends.base import BackendOptions, StepBatch
@@ -89,39 +87,6 @@ def test_perplexity(options: dict[str, str], bound_percent: float) -> None:
     assert found["rise_percent"] <= bound_percent, found
     if options.get("dtype") == "float32":
         assert found["rise_percent"] >= -bound_percent, found
-
-
-@pytest.fixture(scope="module")
-def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with its hidden and its inner channels in another order: the same function, but the groups of 32 in which the file was
-    packed lie no longer together, so that packing at load cannot find the file's own grid again."""
-    checkpoint = open_checkpoint(resolve("smollm2"))
-    random = np.random.default_rng(0)
-    hidden, inner = (random.permutation(checkpoint.config[name]) for name in ("hidden_size", "intermediate_size"))
-    order = {"embed_tokens": (None, hidden), "o_proj": (hidden, None), "down_proj": (hidden, inner), "norm": (hidden,)}
-    order |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "lm_head"), (None, hidden)) | dict.fromkeys(
-        ("gate_proj", "up_proj"), (inner, hidden)
-    )
-    tensors = {}
-    for name in checkpoint.names():
-        values = checkpoint.tensor(name).dequantize()
-        axes = next(axes for part, axes in order.items() if part in name)
-        for axis, permutation in enumerate(axes):
-            if permutation is not None:
-                values = np.take(values, permutation, axis)
-        tensors[name] = np.ascontiguousarray(values)
-    folder = tmp_path_factory.mktemp("shuffled")
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(checkpoint.config))
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "bound_percent"), [({}, 0.01), ({"quantization": "int8"}, 1.0), ({"quantization": "int4"}, 10.0)])
-def test_perplexity_packed_from_floats(shuffled: Path, options: dict[str, str], bound_percent: float) -> None:
-    """int4 here rounds a second time what the file rounded once, in other groups: harder than packing a model that was never rounded."""
-    found = perplexity_script().measure(model=str(shuffled), tokenizer=str(resolve("smollm2")), **options)
-    assert found["rise_percent"] <= bound_percent, found
 
 
 @pytest.mark.slow

@@ -60,6 +60,26 @@ def test_int4_of_a_q4_1_grid_is_nearly_exact() -> None:
     np.testing.assert_allclose(pack_int4(origin.dequantize()).dequantize(), origin.dequantize(), atol=2e-4)
 
 
+def test_int4_errs_where_inputs_are_weak() -> None:
+    """Of importance only shares within a group count."""
+    weight, importance = normal(200, 128), np.exp2(np.random.default_rng(3).integers(-8, 3, 128)).astype(np.float32)
+    packed, plain = pack_int4(weight, importance), pack_int4(weight)
+    errors = [(importance * np.square(each.dequantize() - weight)).sum() for each in (packed, plain)]
+    assert errors[0] < 0.8 * errors[1]
+    again = pack_int4(weight, importance * np.repeat([0.25, 1, 2, 64], 32).astype(np.float32))
+    np.testing.assert_array_equal(again.dequantize(), packed.dequantize())
+    same = pack_int4(weight, np.ones(128, np.float32))
+    np.testing.assert_array_equal(same.dequantize(), plain.dequantize())
+
+
+def test_int4_with_one_input_that_matters() -> None:
+    """The rest of its group, a million times weaker, is still packed in sensible steps."""
+    weight, importance = normal(50, 32), np.full(32, 1e-6, np.float32)
+    importance[5] = 1
+    packed = pack_int4(weight, importance).dequantize()
+    assert abs(packed - weight)[:, 5].max() < 0.01 and relative_error(pack_int4(weight, importance), weight) < 0.15
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.floats(1e-6, 1e3))
 def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> None:
