@@ -6,14 +6,18 @@ The kinds of op stand in `ops.py`. Source: the project's own design; the closest
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal
 
 Axis = Literal["tokens", "samples", "requests", "encoder_tokens", "patches", "expert_rows"]
 """What a Value's rows are. Their number is free until the step."""
 
 GroupKind = Literal["full", "window", "latent", "cross", "state"]
+
+PLAIN_TYPES = {"int", "float", "str", "bool", "None", "tuple", "Activation", "MaskKind"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +111,14 @@ class Op:
         return tuple(w for _, item in self._items() for w in _flat(item, Weight))
 
     def _items(self) -> Iterator[tuple[str, object]]:
-        for entry in fields(self):
-            yield entry.name, getattr(self, entry.name)
+        for name in _holders(type(self)):
+            yield name, getattr(self, name)
+
+
+@cache
+def _holders(kind: type[Op]) -> tuple[str, ...]:
+    """Fields that may hold Values or Weights: those whose annotation names more than numbers and words."""
+    return tuple(entry.name for entry in fields(kind) if set(re.findall(r"\w+", str(entry.type))) - PLAIN_TYPES)
 
 
 def _flat(item: object, kind: type[Any]) -> Iterator[Any]:

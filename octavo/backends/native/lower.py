@@ -6,6 +6,7 @@ cannot do is refused here, by name, before anything is packed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -100,11 +101,16 @@ class Lowering:
         self._floats = floats
         self._plan: Plan = plan(program, stages_of(program))
         self._angles: dict[ops.RopeTable, int] = {}
+        self._num_readers = Counter(value for op in program.ops for value in op.inputs)
+        self._num_readers.update(program.outputs.values())
         self._converted: set[Value] = set()
+        self._before: Op | None = None
+        """The op before the one that is lowered."""
 
     def run(self) -> None:
         for op in self._program.ops:
             getattr(self, f"_lower_{op.kind}")(op)
+            self._before = op
         self._builder.sampling(self._span(self._program.outputs["logits"]))
         floats = self._plan.row_floats
         self._builder.finish(floats.get("tokens", 0), floats.get("samples", 0))
@@ -178,12 +184,10 @@ class Lowering:
     def _comes_converted(self, op: ops.Linear) -> bool:
         """Whether the op before may write x as this product reads it: where nobody else reads x, it is converted in groups of 32, and these
         are whole there."""
-        before = self._program.ops[self._program.ops.index(op) - 1]
-        if op.norm is not None or op.x not in before.outputs or op.x in self._program.outputs.values():
+        before = self._before
+        if op.norm is not None or before is None or op.x not in before.outputs or self._num_readers[op.x] > 1:
             return False
         if any(self._tiles(weight).row_type == "whole" for weight in op.weights_):
-            return False
-        if sum(value == op.x for other in self._program.ops for value in other.inputs) > 1:
             return False
         if isinstance(before, ops.Attention):
             fits = self._program.groups[self._program.group_index(before.group)].v_width % GROUP == 0
