@@ -21,13 +21,12 @@ import typer
 
 from octavo.cli import bench_serve, roofline
 from octavo.cli.flags import with_engine_flags
+from octavo.cli.kv_use import KvUse
 from octavo.cli.model import fetched
 from octavo.cli.percentiles import percentiles
-from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError, WorkerFailed
 
 if TYPE_CHECKING:
-    from octavo.engine.stats import EngineStats
     from octavo.llm import LLM
     from octavo.outputs import Profile, RequestOutput
 
@@ -113,6 +112,7 @@ class Round:
     """Tokens per second over the whole round; moments in milliseconds, by percentile ("p50")."""
 
     elapsed_s: float
+    num_steps: int
     prompt_tokens: int
     output_tokens: int
     prompt_tokens_per_s: float
@@ -121,24 +121,6 @@ class Round:
     request_latency_ms: dict[str, float]
     time_to_first_token_ms: dict[str, float]
     inter_token_ms: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class KvUse:
-    """Means over the steps of all rounds. Whole contexts: one range of the longest context for each request that runs."""
-
-    layout: str
-    used_bytes: float
-    reserved_bytes: float
-    whole_contexts_bytes: float
-    utilisation: float
-    utilisation_of_whole_contexts: float
-
-    @staticmethod
-    def between(layout: str, before: EngineStats, after: EngineStats) -> KvUse:
-        num_steps, kv = after.num_steps - before.num_steps, after.kv_sums - before.kv_sums
-        used, reserved, whole = kv.used / num_steps, kv.reserved / num_steps, kv.whole_contexts / num_steps
-        return KvUse(layout, used, reserved, whole, kv.utilisation, used / whole)
 
 
 def _bench(work: Workload, options: dict[str, Any], *, picture: Path | None, json: bool) -> None:
@@ -182,9 +164,9 @@ def _round(llm: LLM, work: Workload, draw: random.Random, number: int) -> Round:
     output_lens = [work.draw_len(draw, work.output_len) for _ in prompts]
     name = "profile" if number > work.rounds else f"round {number} of {work.rounds}"
     print(f"{name}: {work.num_prompts} prompts", file=sys.stderr)
-    started = time.monotonic()
+    started, num_steps = time.monotonic(), llm.get_metrics().num_steps
     outputs = _run(llm, work, prompts, output_lens)
-    return _measure(outputs, time.monotonic() - started)
+    return _measure(outputs, time.monotonic() - started, llm.get_metrics().num_steps - num_steps)
 
 
 def _prompt(draw: random.Random, llm: LLM, num_tokens: int) -> list[int]:
@@ -207,12 +189,13 @@ def _run(llm: LLM, work: Workload, prompts: Prompts, output_lens: Sequence[int])
     return outputs
 
 
-def _measure(outputs: Sequence[RequestOutput], elapsed_s: float) -> Round:
+def _measure(outputs: Sequence[RequestOutput], elapsed_s: float, num_steps: int) -> Round:
     moments = [output.metrics for output in outputs if output.metrics is not None]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     return Round(
         elapsed_s=elapsed_s,
+        num_steps=num_steps,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         prompt_tokens_per_s=prompt_tokens / elapsed_s,
@@ -233,14 +216,17 @@ def _print(settings: dict[str, Any], rounds: Sequence[Round], kv: KvUse, profile
 
         print(json_format.dumps({**result, "each_round": [asdict(one) for one in rounds]}))
         return
-    print(f"{result['model']}: {result['num_prompts']} prompts of {result['input_len']} tokens, {result['output_len']} new tokens each")
+    spread = f", drawn within {result['range_ratio']:.0%} of these" if result["range_ratio"] else ""
+    print(
+        f"{result['model']}: {result['num_prompts']} prompts of {result['input_len']} tokens, {result['output_len']} new tokens each{spread}"
+    )
     for name in ("prompt", "output", "total"):
         print(f"{name + ' tokens/s':24}{result[name + '_tokens_per_s']:10.1f}")
+    print(f"{'steps':24}{result['num_steps']:10.0f}")
     for name in ("time_to_first_token_ms", "inter_token_ms", "request_latency_ms"):
         print(f"{name.replace('_', ' '):24}" + "  ".join(f"{key} {value:8.2f}" for key, value in result[name].items()))
-    print(f"{'KV utilisation':24}{kv.utilisation:10.1%}  {format_bytes(kv.used_bytes)} of {format_bytes(kv.reserved_bytes)} ({kv.layout})")
-    whole = f"of {format_bytes(kv.whole_contexts_bytes)}, were the longest context reserved for each request"
-    print(f"{'':24}{kv.utilisation_of_whole_contexts:10.1%}  {whole}")
+    for name, (share, text) in zip(("KV utilisation", ""), kv.lines(), strict=True):
+        print(f"{name:24}{share:10.1%}  {text}")
     if profile is not None:
         print(roofline.table(profile))
 

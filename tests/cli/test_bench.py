@@ -16,6 +16,7 @@ def test_counts_and_rates(octavo, tiny, kind):
     result = json.loads(ended.out)
     assert (result["prompt_tokens"], result["output_tokens"]) == (30, 21)
     assert len(result["each_round"]) == 3
+    assert result["num_steps"] >= 7 * (3 if kind == "latency" else 1)
     assert sorted(one["elapsed_s"] for one in result["each_round"])[1] == result["elapsed_s"]
     for one in result["each_round"]:
         assert one["total_tokens_per_s"] == pytest.approx(51 / one["elapsed_s"])
