@@ -216,10 +216,9 @@ def _print(settings: dict[str, Any], rounds: Sequence[Round], kv: KvUse, profile
 
         print(json_format.dumps({**result, "each_round": [asdict(one) for one in rounds]}))
         return
-    spread = f", drawn within {result['range_ratio']:.0%} of these" if result["range_ratio"] else ""
-    print(
-        f"{result['model']}: {result['num_prompts']} prompts of {result['input_len']} tokens, {result['output_len']} new tokens each{spread}"
-    )
+    drawn = f" (within {result['range_ratio']:.0%})" if result["range_ratio"] else ""
+    lengths = f"{result['input_len']} tokens and {result['output_len']} new ones each{drawn}"
+    print(f"{result['model']}: {result['num_prompts']} prompts of {lengths}")
     for name in ("prompt", "output", "total"):
         print(f"{name + ' tokens/s':24}{result[name + '_tokens_per_s']:10.1f}")
     print(f"{'steps':24}{result['num_steps']:10.0f}")

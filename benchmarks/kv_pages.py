@@ -1,0 +1,52 @@
+"""What a block of KV costs to write first, to write again and to give back, in each layout (SmolLM2's shapes: 90 pages of 4 KiB a block).
+
+    python benchmarks/kv_pages.py
+
+Paged memory comes in huge pages and is kept; virtual memory comes in pages of 4 KiB, zeroed, each time that a request comes.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from octavo.backends.base import BackendOptions, KvCache
+from octavo.backends.native.backend import NativeBackend
+from octavo.program.program import CacheGroup
+
+GROUP = CacheGroup("full", "full", 30, 3, 64, 64)
+BLOCKS = 128
+"""Of a request: 2,048 tokens."""
+REQUESTS = 8
+
+
+def measure(kv: KvCache, data: np.ndarray, give_back: Callable[[int, int, int], None] | None) -> dict[str, float]:
+    """Microseconds, the median of the requests."""
+    first, again, back = [], [], []
+    for request in range(REQUESTS):
+        begin = request * BLOCKS
+        for times in (first, again):
+            started = time.perf_counter()
+            for block in range(begin, begin + BLOCKS):
+                kv.write_block(0, block, data)
+            times.append(1e6 * (time.perf_counter() - started) / BLOCKS)
+        if give_back is not None:
+            started = time.perf_counter()
+            give_back(0, begin, BLOCKS)
+            back.append(1e6 * (time.perf_counter() - started) / BLOCKS)
+    found = {"first": first, "again": again, "given back": back}
+    return {name: round(statistics.median(times), 1) for name, times in found.items() if times}
+
+
+def main() -> None:
+    backend = NativeBackend(BackendOptions(kv_cache_dtype="bf16", num_threads=1))
+    data = np.ones(backend.kv_layout(GROUP).block_bytes, np.uint8)
+    virtual = backend.allocate_on_demand((GROUP,), [BLOCKS * REQUESTS])
+    print(json.dumps({"paged": measure(backend.allocate((GROUP,), [BLOCKS * REQUESTS]), data, None)}))
+    print(json.dumps({"virtual": measure(virtual, data, virtual.give_back)}))
+
+
+if __name__ == "__main__":
+    main()
