@@ -17,7 +17,12 @@ from tests.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, p
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory on demand is Linux's")
 
-SETUPS = [("reference", "llama", {}), ("native", "llama", {"dtype": "float32"}), ("native", "gemma3_text", {"dtype": "bfloat16"})]
+SETUPS = [
+    ("reference", "llama", {}),
+    ("native", "llama", {"dtype": "float32"}),
+    ("native", "qwen3", {"kv_cache_dtype": "int8"}),
+    ("native", "gemma3_text", {"dtype": "bfloat16"}),
+]
 """The last one has windows of 24 tokens beside full attention."""
 
 PROMPTS = prompts_of(5, 33, 47, 20, 150)
@@ -144,3 +149,8 @@ def test_prefix_caching_is_refused_by_name() -> None:
 def test_so_is_the_prefix_cache_off_the_device(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option}: allowed only where the KV cache and prefix caching are on"):
         make_llm(kv_layout="virtual", enable_prefix_caching=False, **{option: "1MiB"})
+
+
+def test_so_is_a_backend_that_gives_no_memory_on_demand() -> None:
+    with pytest.raises(ConfigError, match="kv_layout: virtual is not for the backend torch"):
+        make_llm(kv_layout="virtual", enable_prefix_caching=False, backend="torch")
