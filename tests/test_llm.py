@@ -28,6 +28,14 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
 
 
+def test_a_step_shows_that_it_gets_ahead(backend):
+    """Many times in one step, so that a long one is told from one that hangs."""
+    with make_llm(backend=backend) as llm:
+        before = llm._front.profiler.progress
+        llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        assert llm._front.profiler.progress >= before + 10
+
+
 def test_forms_of_a_prompt(llm):
     ids = prompts_of(7)[0]
     one = fingerprint(llm.generate(ids, GREEDY)[0])

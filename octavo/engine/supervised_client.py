@@ -109,11 +109,13 @@ class SupervisedClient:
         """One that is held back is let go first, so that the core can end it."""
         with self._lock:
             for request_id in request_ids:
-                if request_id in self._requests:
-                    self._requests[request_id].aborted = True
+                unfinished = self._requests.get(request_id)  # the thread that receives may end it at any moment
+                if unfinished is None:
+                    continue
+                unfinished.aborted = True
                 if self._suspects.is_held(request_id):
                     self._suspects.let_go(request_id)
-                    self._core.add([self._requests[request_id].again()])
+                    self._core.add([unfinished.again()])
             self._core.abort(request_ids)
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:

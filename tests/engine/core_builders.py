@@ -30,11 +30,13 @@ SICK = VOCAB + 2
 
 
 class HangingExecutor(FakeExecutor):
+    bad = BAD
+
     def execute(self, plan):
         for new in plan.new_rows:
             self.rows.setdefault(new.request_id, FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index))
         tokens = [self.rows[row.request_id].tokens[row.start : row.start + row.num_tokens] for row in plan.rows]
-        if any(BAD in some for some in tokens) or sum(SICK in some for some in tokens) > 1:
+        if any(self.bad in some for some in tokens) or sum(SICK in some for some in tokens) > 1:
             time.sleep(3600)
         time.sleep(0.002)
         return super().execute(plan)
@@ -53,7 +55,10 @@ class LongExecutor(FakeExecutor):
 def build(options, report):
     report("loading nothing")
     kinds = {"die": DyingExecutor, "slow": SlowExecutor, "hang": HangingExecutor, "long": LongExecutor}
-    return make_core(executor=kinds.get(options.get("kind"), FakeExecutor)()), INFO
+    executor = kinds.get(options.get("kind"), FakeExecutor)()
+    if "bad" in options:
+        executor.bad = options["bad"]
+    return make_core(executor=executor, clock=time.monotonic), INFO
 
 
 def refuse(options, report):

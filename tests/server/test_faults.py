@@ -2,14 +2,22 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 
 import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from octavo import AsyncLLM
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.process_client import ProcessClient
+from octavo.engine.supervised_client import SupervisedClient
 from octavo.server.app import create_app
 from octavo.server.service import EngineSlot
 from octavo.server.settings import ServerSettings
+from octavo.wiring import build_in_process
+from tests.engine.fakes import expected_tokens
+from tests.llm_tools import small_options
 from tests.server.live import LETTERS, LiveServer, events_of, ids_of
 from tests.tiny_tokenizer import tiny_model_with_text
 
@@ -72,6 +80,59 @@ def ask_app(app, method, path, **options):
             return await client.request(method, path, **options)
 
     return asyncio.run(ask())
+
+
+HANGS = 77
+"""The token id that hangs a step."""
+
+
+@pytest.fixture
+def hanging():
+    """An engine over a core that computes nothing but pseudo-tokens, and hangs."""
+
+    def start(_):
+        return ProcessClient("tests.engine.core_builders:build", {"kind": "hang", "bad": HANGS})
+
+    front = build_in_process(EngineConfig.from_options(**small_options()), lambda text: None)
+    front.client.close()
+    client = SupervisedClient(start, stall_timeout_s=1.0, report=lambda text: None)
+    client.wait_until_ready(lambda text: None)
+    llm = AsyncLLM(replace(front, client=client))
+    yield llm
+    llm.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_hangs_the_engine_fails_and_the_others_go_on(hanging, stream):
+    """The whole story over HTTP: /health is red with the reason meanwhile."""
+    prompts = {"good": [5, 6, 7], "bad": [5, HANGS], "other": [9] * 30}
+    health = []
+
+    async def watch(client):
+        while not health or health[-1].status_code != 200 or len(health) == 1:
+            answer = await client.get("/health")
+            if not health or answer.status_code != health[-1].status_code:
+                health.append(answer)
+            await asyncio.sleep(0.02)
+
+    async def ask_all():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(hanging)), base_url="http://app", timeout=60) as client:
+            body = {"max_tokens": 20, "ignore_eos": True, "return_token_ids": True, "stream": stream, "timings": True}
+            asked = [client.post("/v1/completions", json=body | {"prompt": prompt}) for prompt in prompts.values()]
+            return dict(zip(prompts, (await asyncio.gather(watch(client), *asked))[1:], strict=True))
+
+    answers = asyncio.run(ask_all())
+    for name in ("good", "other"):
+        events = events_of(answers[name].text.splitlines()) if stream else [answers[name].json()]
+        choices = [choice for event in events for choice in event.get("choices", ())]
+        assert [token for choice in choices for token in choice["token_ids"]] == expected_tokens(prompts[name], 20)
+        assert "the engine hung and was replaced" in events[-1]["timings"]["waits"]
+    error = (events_of(answers["bad"].text.splitlines())[-1] if stream else answers["bad"].json())["error"]
+    assert (error["code"], error["type"]) == (500, "InternalServerError")
+    assert "made no progress for 1 s (stall_timeout); this request is given up" in error["message"]
+    codes = [answer.status_code for answer in health]
+    assert codes[:3] == [200, 503, 200] and set(codes) == {200, 503}
+    assert "made no progress for 1 s (stall_timeout): another engine is being started" in health[1].json()["error"]["message"]
 
 
 def test_a_bug_shows_nothing_of_the_inside():
