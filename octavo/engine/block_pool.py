@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.engine.prefix_cache import PrefixCache
+from octavo.engine.stats import GroupBlocks
 
 HOLE = -1
 """In a table, the place of a block that the group's window has passed: nobody reads it any more."""
@@ -35,12 +36,19 @@ class BlockPool:
         self.ref_counts = [0] * group.num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(group.num_blocks))
         self.cache = PrefixCache()
+        self._num_references = 0
+        self._num_shared = 0
+
+    def counts(self) -> GroupBlocks:
+        num_held = self.num_blocks - len(self.free)
+        return GroupBlocks(self.window, self.num_blocks, num_held, self._num_shared, self._num_references, len(self.cache))
 
     def take(self) -> int:
         """A block for writing; its name, if any, is forgotten."""
         block_id, _ = self.free.popitem(last=False)
         self.cache.forget(block_id)
         self.ref_counts[block_id] = 1
+        self._num_references += 1
         return block_id
 
     def is_shared(self, block_id: int) -> bool:
@@ -51,9 +59,13 @@ class BlockPool:
         if self.ref_counts[block_id] == 0:
             del self.free[block_id]
         self.ref_counts[block_id] += 1
+        self._num_references += 1
+        self._num_shared += self.ref_counts[block_id] == 2
 
     def release(self, block_id: int) -> None:
         self.ref_counts[block_id] -= 1
+        self._num_references -= 1
+        self._num_shared -= self.ref_counts[block_id] == 1
         if self.ref_counts[block_id] == 0:
             self.free[block_id] = None
             if block_id not in self.cache:

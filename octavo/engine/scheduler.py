@@ -459,6 +459,7 @@ class Scheduler:
         stats.num_blocks = self.blocks.num_blocks
         stats.num_used_blocks = self.blocks.num_blocks - self.blocks.num_free_blocks
         stats.num_host_blocks = self.blocks.host.num_used_blocks
+        stats.groups = [pool.counts() for pool in self.blocks.pools]
         stats.prefix_query_tokens = self.blocks.num_query_tokens
         stats.prefix_hit_tokens = self.blocks.num_hit_tokens
         stats.external_query_tokens = self.blocks.num_external_query_tokens

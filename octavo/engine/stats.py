@@ -28,6 +28,22 @@ class KvBytes(msgspec.Struct, frozen=True, array_like=True):
         return self.used / self.reserved if self.reserved else 0.0
 
 
+class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """One cache group's blocks on the device."""
+
+    window: int | None
+    """In tokens; None: all before a token."""
+    num_blocks: int
+    num_held: int
+    """By requests."""
+    num_shared: int
+    """Of these, by more than one."""
+    num_references: int
+    """Of requests to blocks: what they would hold if nothing were shared."""
+    num_named: int
+    """Held or not, those that can be found again."""
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """Gauges of this moment, then counts since the start."""
 
@@ -61,6 +77,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     """In the last step that computed something."""
     kv_sums: KvBytes = KvBytes()
     """Of all such steps: their means, once divided by each other."""
+    groups: list[GroupBlocks] = []
     external_query_tokens: int = 0
     """Of the tokens looked up in the prefix cache, those not found on the device; and of these, those found off it."""
     external_hit_tokens: int = 0

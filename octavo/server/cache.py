@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 
@@ -67,7 +68,7 @@ async def reset(
 
 
 def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
-    """`disk` is null where there is no prefix_cache_dir."""
+    """`device` has an entry for each cache group, `disk` is null where there is no prefix_cache_dir."""
     connector, stored = stats.connector, stats.connector.stored
     disk = {
         "blocks": connector.num_stored_blocks,
@@ -86,7 +87,7 @@ def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
         "queried_tokens": stats.prefix_query_tokens,
         "hit_tokens": stats.prefix_hit_tokens,
         "hit_tokens_off_device": stats.external_hit_tokens,
-        "device": {"blocks": stats.num_blocks, "blocks_held": stats.num_used_blocks},
+        "device": [msgspec.structs.asdict(group) for group in stats.groups],
         "host": {
             "slots": connector.num_slots,
             "slots_used": connector.num_used_slots,

@@ -40,6 +40,16 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Share of the bytes reserved for running requests' KV that hold any, 0 to 1.",
         lambda stats: stats.kv.utilisation,
     ),
+    "kv_blocks_held": ("KV blocks that requests hold, of all cache groups.", lambda stats: sum(group.num_held for group in stats.groups)),
+    "kv_blocks_shared": ("Of these, held by more than one request.", lambda stats: sum(group.num_shared for group in stats.groups)),
+    "kv_block_references": (
+        "Reference counts of the KV blocks, summed: what requests would hold if they shared nothing.",
+        lambda stats: sum(group.num_references for group in stats.groups),
+    ),
+    "kv_blocks_named": (
+        "KV blocks on the device in which the prefix cache finds something, held or not.",
+        lambda stats: sum(group.num_named for group in stats.groups),
+    ),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens),

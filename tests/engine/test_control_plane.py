@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from octavo.engine.block_pool import HOLE
+from octavo.engine.stats import GroupBlocks
 from tests.engine.fake_tiers import FakeTiers
 from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request
 
@@ -146,6 +147,8 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             held = Counter(block_id for tables in blocks.tables.values() for block_id in tables[group] if block_id != HOLE)
             assert pool.ref_counts == [held[block_id] for block_id in range(NUM_BLOCKS)]
             assert set(pool.free) == {block_id for block_id in range(NUM_BLOCKS) if not held[block_id]}
+            num_shared = sum(count > 1 for count in held.values())
+            assert pool.counts() == GroupBlocks(pool.window, NUM_BLOCKS, len(held), num_shared, held.total(), len(pool.cache))
 
     @invariant()
     def the_host_holds_the_swapped_and_never_more_than_the_device(self):

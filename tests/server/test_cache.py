@@ -67,6 +67,20 @@ def test_what_is_found_is_counted(http, server):
     assert server.metric("external_prefix_cache_queries_total") > server.metric("external_prefix_cache_hits_total") >= 0
 
 
+def test_who_shares_blocks_is_told(server, http):
+    """Eight samples of a prompt of five blocks, all but the last of them full."""
+    body = LONG | {"prompt": "x" * 70, "n": 8, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        for _ in range(100):
+            next(lines)
+        with server.http() as other:
+            (device,) = other.get("/v1/cache").json()["device"]
+            assert device["num_shared"] == 4 == server.metric("kv_blocks_shared") and device["window"] is None
+            assert device["num_references"] == device["num_held"] + 7 * 4 and device["num_named"] >= 4
+            assert server.metric("kv_block_references") > server.metric("kv_blocks_held") > server.metric("kv_blocks_shared")
+
+
 def test_resetting(http):
     prompt = "Another prompt of more than sixteen tokens."
     assert complete(http, prompt) < 16 < complete(http, prompt)
