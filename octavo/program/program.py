@@ -111,7 +111,7 @@ class Op:
         return tuple(w for _, item in self._items() for w in _flat(item, Weight))
 
     def _items(self) -> Iterator[tuple[str, object]]:
-        for name in _holders(type(self)):
+        for name in _holders(type(self)):  # type: ignore[arg-type]  # mypy takes the hash of an op for that of its class
             yield name, getattr(self, name)
 
 
