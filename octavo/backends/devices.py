@@ -6,6 +6,7 @@ PyTorch is imported inside the functions, and only where the answer needs it. Kn
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +50,12 @@ def choose_device(wanted: Device | None) -> Device:
         build = "this PyTorch is built without CUDA" if cuda_build() is None else "no NVIDIA GPU that its driver shows"
         raise BackendUnavailable(f"device: got 'cuda', but {build}", hint="`octavo doctor` says what is here; --device cpu runs anywhere")
     return wanted or ("cuda" if cuda.is_available() else "cpu")
+
+
+def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
+    """Of NVIDIA's kernel module, as it says itself."""
+    found = re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", driver.read_text()) if driver.exists() else None
+    return found[1] if found else None
 
 
 def cuda_build() -> str | None:

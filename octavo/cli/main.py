@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from octavo import __version__
-from octavo.cli import bench, chat, plan, pull, replay, run, serve
+from octavo.cli import bench, chat, doctor, plan, pull, replay, run, serve
 from octavo.cli.errors import exit_code_of
 
 
@@ -27,6 +27,7 @@ def build_app() -> typer.Typer:
     app.command("pull")(pull.pull)
     app.command("plan")(plan.plan)
     app.command("replay")(replay.replay)
+    app.command("doctor")(doctor.doctor)
     app.add_typer(bench.build_app(), name="bench")
     return app
 

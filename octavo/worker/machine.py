@@ -25,6 +25,13 @@ class Machine:
         limits = [float(self._num_physical_cores()), *self._cpu_quotas()]
         return max(1, int(min(limits)))
 
+    def cpu_name(self) -> str:
+        for line in (_read(self.root / "proc/cpuinfo") or "").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+        return "unnamed CPU"
+
     def available_bytes(self) -> int | None:
         """Memory that can still be taken without swapping or being killed; None where the system does not say."""
         limits = [value for value in (self._free_bytes(), *self._group_free_bytes()) if value is not None]

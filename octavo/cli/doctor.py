@@ -1,0 +1,115 @@
+"""`octavo doctor`: what this machine has to compute with, and what is missing, each with the command that brings it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from octavo import __version__
+from octavo.config.sizes import format_bytes
+from octavo.errors import BackendUnavailable
+
+WIDTH = 10
+"""Of the names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`ok` is False where something is missing; `hint` says what to do where somebody may want to."""
+
+    name: str
+    text: str
+    ok: bool = True
+    hint: str | None = None
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.name:<{WIDTH}}{self.text}"
+        if self.hint is not None:
+            yield f"{'':<{WIDTH}}hint: {self.hint}"
+
+
+def doctor(*, json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Report PyTorch, CUDA, Triton, the driver, free memory, and the CPU's level. Exit code 1 where no fast backend can run."""
+    found = list(findings())
+    if json:
+        import json as json_format
+
+        print(json_format.dumps({finding.name: asdict(finding) for finding in found}))
+    else:
+        print("\n".join(line for finding in found for line in finding.lines()))
+    if not any(finding.ok for finding in found if finding.name in ("native", "torch")):
+        raise typer.Exit(1)
+
+
+def findings() -> Iterator[Finding]:
+    from octavo.backends.devices import default_backend
+
+    yield Finding("octavo", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    yield from _machine()
+    yield _native()
+    yield from _torch()
+    yield Finding("default", f"--backend {default_backend()}")
+
+
+def _machine() -> Iterator[Finding]:
+    from octavo.worker.machine import Machine
+
+    machine = Machine()
+    threads, free = machine.num_threads(), machine.available_bytes()
+    yield Finding("CPU", f"{machine.cpu_name()}, {threads} compute thread{'' if threads == 1 else 's'}")
+    yield Finding("memory", "the system does not say" if free is None else f"{format_bytes(free)} free")
+
+
+def _native() -> Finding:
+    from octavo.backends.native.backend import supported_levels
+
+    try:
+        levels = supported_levels()
+    except BackendUnavailable as error:
+        return Finding("native", error.message, ok=False, hint=error.hint)
+    return Finding("native", f"level {levels[-1]}, of {', '.join(levels)}")
+
+
+def _torch() -> Iterator[Finding]:
+    """PyTorch, and with it Triton, the driver, the devices."""
+    from octavo.backends import devices
+
+    try:
+        torch = devices.require_torch()
+    except BackendUnavailable as error:
+        yield Finding("torch", error.message, ok=False, hint=error.hint)
+    else:
+        build = devices.cuda_build()
+        yield Finding("torch", f"{torch.__version__}, built {'for CPUs' if build is None else f'with CUDA {build}'}")
+        yield from _cuda(torch)
+    yield Finding("Triton", _version("triton") or "not installed; PyTorch's builds with CUDA bring it")
+    driver = devices.driver_version()
+    yield Finding("driver", "no NVIDIA driver" if driver is None else f"NVIDIA {driver}")
+
+
+def _cuda(torch: Any) -> Iterator[Finding]:
+    from octavo.backends import devices
+
+    cuda = torch.cuda
+    if not cuda.is_available():
+        wrong_build = devices.has_nvidia_driver() and devices.cuda_build() is None
+        yield Finding("CUDA", "no device", hint=devices.install_hint() if wrong_build else None)
+        return
+    for index in range(cuda.device_count()):
+        free, total = cuda.mem_get_info(index)
+        major, minor = cuda.get_device_capability(index)
+        memory = f"{format_bytes(free)} free of {format_bytes(total)}"
+        yield Finding(f"CUDA {index}", f"{cuda.get_device_name(index)}, compute capability {major}.{minor}, {memory}")
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,87 @@
+"""What `octavo doctor` says: of this machine, of one without PyTorch, of one with a GPU."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octavo.backends import devices
+from octavo.backends.native.backend import supported_levels
+from octavo.worker.machine import Machine
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc 12.3.0\n"
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build\n"
+
+
+def rows_of(text):
+    return dict(line.split(maxsplit=1) for line in text.splitlines() if not line.startswith(" "))
+
+
+def test_this_machine(octavo):
+    ended = octavo("doctor")
+    assert ended.code == 0
+    rows = rows_of(ended.out)
+    assert rows["native"] == f"level {supported_levels()[-1]}, of {', '.join(supported_levels())}"
+    assert rows["torch"].startswith(torch.__version__)
+    assert re.search(r"\d compute thread", rows["CPU"]) and re.match(r"[\d.]+ \wi?B free", rows["memory"])
+    assert {"Triton", "driver", "default"} <= set(rows)
+
+
+def test_as_json(octavo):
+    found = json.loads(octavo("doctor", "--json").out)
+    assert found["torch"]["ok"] is True and found["native"]["hint"] is None
+
+
+def test_without_anything(octavo, monkeypatch):
+    def gone(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(devices, "_torch", lambda: gone("torch"))
+    monkeypatch.setattr("octavo.backends.native.backend.importlib.import_module", gone)
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: False)
+    ended = octavo("doctor")
+    assert ended.code == 1
+    assert "torch     the torch backend needs PyTorch 2.9 or newer: No module named 'torch'\n          hint: pip install" in ended.out
+    assert "native    the native backend is not built" in ended.out
+
+
+def test_a_gpu(octavo, monkeypatch):
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        mem_get_info=lambda index: (70 << 30, 80 << 30),
+        get_device_capability=lambda index: (9, 0),
+        get_device_name=lambda index: "NVIDIA H100",
+    )
+    fake = SimpleNamespace(__version__="2.11.0", cuda=cuda, version=SimpleNamespace(cuda="12.8"))
+    monkeypatch.setattr(devices, "_torch", lambda: fake)
+    monkeypatch.setattr(devices, "driver_version", lambda: "550.54.15")
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
+    out = octavo("doctor").out
+    assert "torch     2.11.0, built with CUDA 12.8\n" in out
+    assert "CUDA 0    NVIDIA H100, compute capability 9.0, 70.0 GiB free of 80.0 GiB\n" in out
+    assert "driver    NVIDIA 550.54.15\n" in out and "default   --backend torch\n" in out
+
+
+def test_a_gpu_whose_pytorch_cannot_use_it(octavo, monkeypatch):
+    fake = SimpleNamespace(__version__="2.11.0+cpu", cuda=SimpleNamespace(is_available=lambda: False), version=SimpleNamespace(cuda=None))
+    monkeypatch.setattr(devices, "_torch", lambda: fake)
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
+    out = octavo("doctor").out
+    assert "CUDA      no device\n          hint: pip install 'octavo[torch]' (the build with CUDA, which is PyPI's on Linux)\n" in out
+
+
+@pytest.mark.parametrize(("text", "version"), [(DRIVER, "550.54.15"), (OPEN_DRIVER, "570.86.10")])
+def test_the_drivers_version(tmp_path, text, version):
+    (tmp_path / "version").write_text(text)
+    assert devices.driver_version(tmp_path / "version") == version
+    assert devices.driver_version(tmp_path / "none") is None
+
+
+def test_the_cpus_name(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nmodel name\t: A CPU @ 2GHz\n")
+    assert Machine(tmp_path).cpu_name() == "A CPU @ 2GHz"
+    assert Machine(tmp_path / "none").cpu_name() == "unnamed CPU"
