@@ -47,7 +47,7 @@ from octavo.models.registry import build_programs
 from octavo.ports import Checkpoint, Executor, ModelHeader, Profiler, Tokenizer, TokenizerSource
 from octavo.program.program import Program
 from octavo.program.work import Work, work_of
-from octavo.worker.block_places import BlockPlaces, PagedPlaces, RangeShape, VirtualPlaces, check_addressable
+from octavo.worker.block_places import BlockPlaces, PagedPlaces, RangeShape, VirtualPlaces, check_addressable, describe_ranges
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.calibration import input_powers
 from octavo.worker.capacity import Capacity, capacity_of
@@ -208,7 +208,7 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
         vocab_size=program.vocab_size,
     )
     groups = _block_groups(config, budget)
-    kv, places = _kv_memory(config, backend, program, groups)
+    kv, places = _kv_memory(config, backend, program, groups, report)
     layouts = [backend.kv_layout(group) for group in program.groups]
     host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
     tiers, tier_worker = _build_tiers(model, backend, layouts, program, report)
@@ -221,7 +221,9 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     return core, info, worker
 
 
-def _kv_memory(config: EngineConfig, backend: Backend, program: Program, groups: Sequence[BlockGroup]) -> tuple[KvCache, BlockPlaces]:
+def _kv_memory(
+    config: EngineConfig, backend: Backend, program: Program, groups: Sequence[BlockGroup], report: Report
+) -> tuple[KvCache, BlockPlaces]:
     """The device's memory for KV, and where in it blocks lie, in the layout that the options name."""
     if config.cache.kv_layout == "paged":
         return backend.allocate(program.groups, [group.num_blocks for group in groups]), PagedPlaces()
@@ -234,6 +236,7 @@ def _kv_memory(config: EngineConfig, backend: Backend, program: Program, groups:
         for spec, group in zip(program.groups, groups, strict=True)
     ]
     check_addressable(ranges, num_rows=num_rows)
+    report(describe_ranges(ranges, num_rows=num_rows))
     kv = backend.allocate_on_demand(program.groups, [num_rows * shape.num_blocks for shape in ranges])
     return kv, VirtualPlaces(kv, ranges, num_rows=num_rows)
 

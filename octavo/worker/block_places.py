@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.base import BLOCK_SIZE, OnDemandKvCache
+from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 
 NOWHERE = -1
@@ -73,6 +74,11 @@ class RangeShape:
         step = math.lcm(*(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, piece) for piece in pieces))
         return RangeShape(num_ids, -(-context_blocks // step) * step, pieces, num_layers)
 
+    @property
+    def most_lost_bytes(self) -> int:
+        """At the end of a request, where a block is no multiple of a page."""
+        return self.num_layers * sum(mmap.PAGESIZE - math.gcd(mmap.PAGESIZE, piece) for piece in self.pieces)
+
     def bytes_of(self, first: int, end: int) -> int:
         """Memory of the range's blocks from `first` up to `end`, in whole pages."""
         page = mmap.PAGESIZE
@@ -87,6 +93,14 @@ def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
     if num_tokens >= 1 << 31:
         what = f"kv_layout: virtual takes addresses for {num_tokens:,} tokens (max_num_seqs times max_model_len)"
         raise ConfigError(f"{what}, allowed are fewer than {1 << 31:,}", hint="lower max_num_seqs or max_model_len")
+
+
+def describe_ranges(ranges: Sequence[RangeShape], *, num_rows: int) -> str:
+    """The line printed at the start."""
+    addresses = sum(num_rows * shape.num_blocks * shape.num_layers * sum(shape.pieces) for shape in ranges)
+    lost = format_bytes(sum(shape.most_lost_bytes for shape in ranges))
+    what = f"KV ranges: {format_bytes(addresses)} of addresses for {num_rows:,} requests"
+    return f"{what}; the end of each takes up to {lost} more than its blocks"
 
 
 class VirtualPlaces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from mmap import PAGESIZE
 
 import numpy as np
@@ -41,7 +42,9 @@ class FakeRunnable:
     weight_bytes = 0
     progress = 0
 
-    def __init__(self) -> None:
+    def __init__(self, windows: Sequence[int | None] | None = None) -> None:
+        """`windows`: per group the keys that a query reads, None for all; at least one group reads all."""
+        self.windows = windows
         self.batches: list[StepBatch] = []
         self.raise_on: int | None = None
         """A token whose presence in a step raises."""
@@ -75,9 +78,12 @@ class FakeRunnable:
         for group, tokens in enumerate(kv.tokens):
             assert batch.context_lens[group, request] > position
             table = batch.block_tables[group, request]
-            histories.append([int(tokens[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE]) for p in range(position + 1)])
-        assert all(history == histories[0] for history in histories)
-        return pseudo_token(histories[0], int(batch.sampling.sample_indices[entry]))
+            window = self.windows[group] if self.windows else None
+            seen = range(0 if window is None else max(0, position - window + 1), position + 1)
+            histories.append([int(tokens[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE]) for p in seen])
+        longest = max(histories, key=len)
+        assert all(history == longest[-len(history) :] for history in histories)
+        return pseudo_token(longest, int(batch.sampling.sample_indices[entry]))
 
 
 def make_worker(

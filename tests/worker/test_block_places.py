@@ -7,9 +7,10 @@ from mmap import PAGESIZE
 import numpy as np
 import pytest
 
+from octavo.config.sizes import format_bytes
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
-from octavo.worker.block_places import NOWHERE, RangeShape, VirtualPlaces, check_addressable
+from octavo.worker.block_places import NOWHERE, RangeShape, VirtualPlaces, check_addressable, describe_ranges
 from tests.engine.fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.worker.fakes import FakeKv, FakeRunnable, make_worker
 
@@ -45,6 +46,33 @@ def test_samples_of_one_prompt_share_no_block():
     found = run_all(core)
     for index, request_id in enumerate(("p", "p_1", "p_2")):
         assert tokens_of(found[request_id]) == expected_tokens(PROMPTS[4], 20, index)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_come_and_go_in_any_order(seed):
+    """A window beside full attention, swaps, aborts: what is read is what was written, and nothing stays."""
+    rng = np.random.default_rng(seed)
+    windows = (None, 24)
+    worker = make_worker(FakeRunnable(windows), num_groups=2, num_blocks=14, virtual=True)
+    options = {"preemption_mode": ("swap", "recompute")[seed % 2], "num_host_blocks": 14, "budget": int(rng.integers(5, 60))}
+    core = make_core(num_blocks=14, windows=windows, executor=worker, kv_layout="virtual", caching=False, **options)
+    prompts = {str(index): rng.integers(0, 900, int(rng.integers(1, 120))).tolist() for index in range(24)}
+    found: dict[str, list[int]] = {name: [] for name in prompts}
+    waiting, aborted = list(prompts), set()
+    while waiting or core.has_work:
+        while waiting and rng.random() < 0.3:
+            core.add(make_request(waiting[0], prompts[waiting.pop(0)], max_tokens=40))
+        if rng.random() < 0.05:
+            aborted.add(name := str(rng.choice(list(prompts))))
+            core.abort(name)
+        for output in core.step().outputs:
+            found[output.request_id] += output.token_ids
+    for name, prompt in prompts.items():
+        assert found[name] == expected_tokens(prompt, 40)[: len(found[name])]
+        assert len(found[name]) == 40 or name in aborted
+    assert core.scheduler.stats().num_preemptions > 0
+    core.step()
+    assert worker._cache_engine.places.num_bytes == 0 and (worker._cache_engine.kv.tokens == -7).all()
 
 
 # -- one group's places -----------------------------------------------------------------------------------------------------------
@@ -93,6 +121,13 @@ def test_an_id_that_goes_elsewhere_takes_its_memory_along():
 def test_ranges_share_no_page(piece, num_blocks):
     shape = RangeShape.of(8, 6, (piece,), 1)
     assert shape.num_blocks == num_blocks and shape.num_blocks * piece % PAGESIZE == 0
+
+
+def test_what_is_said_at_the_start():
+    ranges = [RangeShape(8, 8, (1024,), 2), RangeShape(8, 8, (4 * PAGESIZE,), 1)]
+    addresses = 4 * 8 * (2 * 1024 + 4 * PAGESIZE)
+    text = f"{format_bytes(addresses)} of addresses for 4 requests; the end of each takes up to {format_bytes(2 * (PAGESIZE - 1024))} more"
+    assert text in describe_ranges(ranges, num_rows=4)
 
 
 def test_what_slots_cannot_number_is_refused():

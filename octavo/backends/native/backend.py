@@ -137,7 +137,8 @@ class NativeBackend:
         except MemoryError:
             needed = sum(self.kv_layout(group).block_bytes * count for group, count in zip(groups, num_blocks, strict=True))
             what = "addresses" if on_demand else "bytes"
-            raise ConfigError(f"the KV cache needs {needed} {what}, which the system does not give") from None
+            hint = "lower max_num_seqs or max_model_len" if on_demand else "lower kv_cache_memory_bytes"
+            raise ConfigError(f"the KV cache needs {needed} {what}, which the system does not give", hint=hint) from None
         return memory
 
     def close(self) -> None:
