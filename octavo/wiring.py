@@ -31,6 +31,7 @@ from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.derive import derive
 from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
+from octavo.config.paths import is_there, user_path
 from octavo.config.sizes import format_bytes
 from octavo.engine.block_pool import BlockGroup
 from octavo.engine.build_scheduler import build_scheduler, prompt_limits
@@ -330,7 +331,9 @@ def _tokenizer_source(model: Model) -> TokenizerSource:
     checkpoint, name = model.checkpoint, model.config.model.tokenizer
     if name is None:
         source, where = checkpoint.tokenizer_source(), str(checkpoint.path)
-    elif (path := Path(name)).is_dir():
+    elif not is_there(path := user_path(name)):
+        raise ConfigError(f"tokenizer: got {name!r}, no such file or directory")
+    elif path.is_dir():
         source, where = tokenizer_source(path, checkpoint.config, checkpoint.generation_config), name
     else:
         source, where = open_checkpoint(path).tokenizer_source(), name

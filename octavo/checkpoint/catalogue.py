@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.config.paths import is_there, user_path
 from octavo.errors import DownloadFailed
 
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -112,7 +113,7 @@ def cache_dir() -> Path:
     """`$OCTAVO_CACHE`, else `octavo` in `$XDG_CACHE_HOME`, else in ~/.cache."""
     own, users = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
-        return Path(own).expanduser()
+        return user_path(own)
     return (Path(users) if users else Path.home() / ".cache") / "octavo"
 
 
@@ -125,8 +126,8 @@ def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
     model = CATALOGUE.get(name)
     if model is not None:
         return _fetch_catalogued(name, model, progress=progress, verify=verify)
-    path = Path(name).expanduser()
-    if name and path.exists():
+    path = user_path(name)
+    if name and is_there(path):
         return path
     if not REPOSITORY.fullmatch(name) or name.startswith(".") or path.suffix == ".gguf":
         raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))
@@ -135,7 +136,7 @@ def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
 
 def resolve_header(name: str) -> Path:
     """The local path of what says what a model is: of a Hugging Face repository config.json alone, of others what `resolve` gives."""
-    if name in CATALOGUE or Path(name).expanduser().exists() or not REPOSITORY.fullmatch(name) or name.startswith("."):
+    if name in CATALOGUE or is_there(user_path(name)) or not REPOSITORY.fullmatch(name) or name.startswith("."):
         return resolve(name, progress=True)
     from huggingface_hub import hf_hub_download
 

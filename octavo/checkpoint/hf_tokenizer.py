@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.json_file import read_json_if_there
+from octavo.errors import WeightMismatch
 from octavo.ports import TokenizerSource
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -20,7 +21,7 @@ def tokenizer_source(path: Path, config: dict[str, Any], generation_config: dict
     if not file.exists():
         return None
     settings = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(path / "tokenizer_config.json")
-    special = {name: _text(settings[name]) for name in SPECIAL_NAMES if settings.get(name) is not None}
+    special = {name: _text(settings[name], name, path) for name in SPECIAL_NAMES if settings.get(name) is not None}
     return TokenizerSource(
         origin=path,
         json=file,
@@ -35,17 +36,25 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja first, then chat_template.json, then tokenizer_config.json (whose list of named ones has a default)."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise WeightMismatch(f"{file}: cannot be read: {error}") from error
     template = read_json_if_there(path / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default", next(iter(named.values()), None))
+    if template is not None and not isinstance(template, str):
+        raise WeightMismatch(f"{path}: chat_template is a {type(template).__name__}, allowed is a text or a list of named ones")
     return template
 
 
-def _text(token: str | dict[str, Any]) -> str:
+def _text(token: Any, name: str, path: Path) -> str:
     """A token is a text, or an object whose `content` is the text."""
-    return token if isinstance(token, str) else str(token["content"])
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise WeightMismatch(f"{path}: {name} is {token!r}, allowed is a text or an object with one as its content")
+    return text
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import tokenizers
 
+from octavo.config.paths import is_there, user_path
 from octavo.errors import ConfigError, WeightMismatch
 from octavo.ports import TokenizerSource
 from octavo.text.chat_template import ChatTemplate
@@ -138,7 +138,10 @@ def _read_template(option: str) -> str:
     """The option itself where it is a template, else the file it names."""
     if "{" in option or "\n" in option:
         return option
-    path = Path(option).expanduser()
-    if not path.is_file():
+    path = user_path(option)
+    if not is_there(path) or not path.is_file():
         raise ConfigError(f"chat_template: got {option!r}, allowed is a Jinja template or the path of a file with one")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {path} cannot be read: {error}") from error

@@ -32,6 +32,10 @@ def model_copy(tmp_path):
         (["serve", "--port=99999"], ["octavo: port: got 99999, allowed are 0 to 65535"]),
         (["serve", "--api-key= "], ["octavo: api_key: got an empty one", "hint: leave the option out to serve without keys"]),
         (["bench"], ["octavo: Missing command.", "hint: octavo bench --help says what there is"]),
+        (["run", "hi", "--tokenizer=" + "x" * 300], [f"octavo: tokenizer: got {'x' * 300!r}, no such file or directory"]),
+        (["pull", ""], ["octavo: model '': no such file or directory"]),
+        (["pull", "~nobody/x.gguf"], ["octavo: model '~nobody/x.gguf': no such file or directory"]),
+        (["pull", "x" * 300 + ".gguf"], [f"octavo: model {'x' * 300 + '.gguf'!r}: no such file or directory"]),
         (["pull", "./no/such.gguf"], ["octavo: model './no/such.gguf': no such file or directory"]),
     ],
 )
@@ -91,6 +95,14 @@ def test_a_family_that_is_not_known(octavo, model_copy):
 def test_a_template_that_fails(octavo, tiny, template, reason):
     said = refusal(octavo, "run", "hi", *tiny, f"--chat-template={template}")
     assert "messages: the chat template failed: " in said and reason in said
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_template_that_cannot_be_read(octavo, tiny, tmp_path, content):
+    path = tmp_path / ("long" * 100 if content is None else "latin.jinja")
+    if content is not None:
+        path.write_bytes(content)
+    assert "chat_template: " in refusal(octavo, "run", "hi", *tiny, f"--chat-template={path}")
 
 
 def test_special_token_text_in_a_message_stays_text(octavo, tiny):

@@ -183,3 +183,27 @@ def test_unknown_kinds_are_named(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text("{}")
     with pytest.raises(WeightMismatch, match=r"tokenizer\.json: not a tokenizer that can be read"):
         load_tokenizer(tokenizer_source(path, {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bos_token": 5}, "bos_token is 5, allowed is a text or an object"),
+        ({"eos_token": {"text": "x"}}, "eos_token is {'text': 'x'}, allowed is"),
+        ({"chat_template": {"default": "x"}}, "chat_template is a dict, allowed is a text"),
+        ({"chat_template": [{"name": "default", "template": 5}]}, "chat_template is a int, allowed is a text"),
+    ],
+)
+def test_damaged_settings_are_named(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    path = save_tokenizer_json(tmp_path / "m", bpe_with_specials())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightMismatch) as error:
+        tokenizer_source(path, {}, {})
+    assert message in str(error.value)
+
+
+def test_a_template_file_that_is_no_text(tmp_path: Path) -> None:
+    path = save_tokenizer_json(tmp_path / "m", bpe_with_specials())
+    (path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(WeightMismatch, match=r"chat_template\.jinja: cannot be read"):
+        tokenizer_source(path, {}, {})

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from octavo.config.paths import user_path
 from octavo.errors import ConfigError
 from octavo.step import BlockName, BlockPin, SlotBlock, StoredBytes
 from octavo.worker.connectors.block_file import DamagedFile, header_of, read_block_file, write_block_file
@@ -243,7 +244,7 @@ class BlockDirectory:
 
 def open_root(text: str) -> Path:
     """The directory that an option names, made where it is not there; ConfigError where nothing can be written into it."""
-    root = Path(text).expanduser().absolute()
+    root = user_path(text).absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = root / f"probe-{os.getpid()}"
