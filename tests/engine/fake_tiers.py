@@ -6,15 +6,33 @@ As `FakeExecutor` has it, a block is its tokens; slots that are still read or wr
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from octavo.engine.connector import Tiers
-from octavo.step import BlockKey, BlockMove, BlockName, ConnectorPlan, ConnectorReport, SlotBlock, StoredBytes
+from octavo.step import BlockKey, BlockMove, BlockName, BlockPin, ConnectorPlan, ConnectorReport, SlotBlock, StoredBytes
 
 BLOCK = 16
 BLOCK_BYTES = 20 << 20
 """So large that a step may save one and load three."""
+MAX_PINNED_BLOCKS = 10
 
-Disk = dict[BlockName, tuple[BlockKey, tuple[int, ...]]]
+
+class Disk(dict[BlockName, tuple[BlockKey, tuple[int, ...]]]):
+    """What outlives engines: the least recently used first, and until when some are pinned."""
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self.capacity = capacity
+        self.pins: dict[BlockName, float] = {}
+        self.now = 0.0
+
+    def has_room(self) -> bool:
+        """Where there is none, the first that is not pinned goes."""
+        if len(self) >= self.capacity:
+            oldest = next((name for name in self if self.pins.get(name, 0.0) <= self.now), None)
+            if oldest is None:
+                return False
+            del self[oldest]
+        return True
 
 
 class FakeTiers:
@@ -26,8 +44,7 @@ class FakeTiers:
         self.pace = pace
         self.refuses = False
         """The disk is full."""
-        self.until: dict[BlockName, float] = {}
-        self._jobs: deque[tuple[str, SlotBlock | BlockName | None]] = deque()
+        self._jobs: deque[tuple[str, Any]] = deque()
         self._known: set[BlockName] = set()
         self._report = ConnectorReport()
 
@@ -46,8 +63,9 @@ class FakeTiers:
             self._jobs.append(("forget all", None))
         self._jobs += [("fetch", block) for block in plan.fetch]
         self._jobs += [("keep", block) for block in plan.keep]
+        self._jobs += [("touch", name) for name in plan.touch]
+        self._jobs += [("pin", pin) for pin in plan.pin]
         self._jobs += [("forget", name) for name in plan.forget]
-        self.until.update(plan.pin)
 
     def report(self) -> ConnectorReport | None:
         for _ in range(self.pace):
@@ -61,35 +79,52 @@ class FakeTiers:
         if self.disk is not None:
             self._report.found += sorted(set(self.disk) - self._known)
             self._report.gone += sorted(self._known - set(self.disk))
+            self._report.pinned += [BlockPin(*pin) for pin in self.disk.pins.items() if pin[0] in self.disk and pin[1] > self.disk.now]
             self._known = set(self.disk)
 
-    def _do(self, kind: str, what: SlotBlock | BlockName | None) -> None:
+    def _do(self, kind: str, what: Any) -> None:
         assert self.disk is not None
         if kind == "fetch":
-            assert isinstance(what, SlotBlock)
-            key, tokens = self.disk.get(what.name, (None, ()))
-            for offset, token in enumerate(tokens):
-                self.slots[what.group][what.slot, offset] = token
-            (self._report.fetched if key == what.key else self._report.not_fetched).append(what.name)
+            self._fetch(self.disk, what)
         elif kind == "keep":
-            assert isinstance(what, SlotBlock)
-            if not self.refuses:
-                tokens = tuple(self.slots[what.group][what.slot, offset] for offset in range(BLOCK))
-                assert tokens == what.key.token_ids, "what is kept is not what it is called"
-                self.disk[what.name] = (what.key, tokens)
-                self._known.add(what.name)
-            (self._report.not_kept if self.refuses else self._report.kept).append(what.name)
-            self._report.stored = StoredBytes(len(self.disk) * BLOCK_BYTES)
+            self._keep(self.disk, what)
+        elif kind == "touch":
+            if what in self.disk:
+                self.disk[what] = self.disk.pop(what)
+        elif kind == "pin":
+            self.disk.pins[what.name] = what.until
         elif kind == "forget":
-            assert isinstance(what, BlockName)
             self.disk.pop(what, None)
             self._known.discard(what)
         else:
             self.disk.clear()
+            self.disk.pins.clear()
             self._known.clear()
+
+    def _fetch(self, disk: Disk, block: SlotBlock) -> None:
+        key, tokens = disk.get(block.name, (None, ()))
+        for offset, token in enumerate(tokens):
+            self.slots[block.group][block.slot, offset] = token
+        if key != block.key:
+            disk.pop(block.name, None)
+        (self._report.fetched if key == block.key else self._report.not_fetched).append(block.name)
+
+    def _keep(self, disk: Disk, block: SlotBlock) -> None:
+        before = set(disk)
+        keeps = not self.refuses and disk.has_room()
+        if keeps:
+            tokens = tuple(self.slots[block.group][block.slot, offset] for offset in range(BLOCK))
+            assert tokens == block.key.token_ids, "what is kept is not what it is called"
+            disk[block.name] = (block.key, tokens)
+            self._known.add(block.name)
+        gone = before - set(disk)
+        self._known -= gone
+        self._report.gone += sorted(gone)
+        (self._report.kept if keeps else self._report.not_kept).append(block.name)
+        self._report.stored = StoredBytes(len(disk) * BLOCK_BYTES)
 
 
 def tiers_of(num_groups: int, tiers: FakeTiers, num_slots: int) -> Tiers:
     """What a connector is made of that knows what is on the disk."""
     tiers.look()
-    return Tiers([BLOCK_BYTES] * num_groups, num_slots, tiers.disk is not None, 10 * BLOCK_BYTES, tiers.report())
+    return Tiers([BLOCK_BYTES] * num_groups, num_slots, tiers.disk is not None, MAX_PINNED_BLOCKS * BLOCK_BYTES, tiers.report())

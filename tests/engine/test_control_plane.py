@@ -2,7 +2,8 @@
 
 Requests of a small alphabet (so that prefixes meet) come, fork, are stepped, preempted, swapped, aborted and failed by the device, in a
 cache that is far too small for them, under every policy; a group with a window stands beside one without. Blocks go to slots of host
-memory and on to a disk, which is slow, loses blocks, fills up, and is shared with another engine; the engine crashes and comes back.
+memory and on to a disk, which is slow, small, loses and damages blocks, refuses them, and is shared with another engine; prompts are pinned
+there; the engine crashes and comes back.
 """
 
 import random
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from octavo.engine.block_pool import HOLE
+from octavo.engine.pin import Pin
 from octavo.engine.stats import GroupBlocks
-from tests.engine.fake_tiers import FakeTiers
+from octavo.errors import InvalidRequest
+from tests.engine.fake_tiers import MAX_PINNED_BLOCKS, Disk, FakeTiers
 from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request
 
 NUM_BLOCKS = 9
@@ -44,10 +47,11 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         budget=st.sampled_from([3, 20, 64]),
         num_host_blocks=st.sampled_from([0, 4, 100]),
         num_slots=st.sampled_from([50, 6, 2, 0]),
-        has_disk=st.sampled_from([True, True, True, False]),
+        disk_blocks=st.sampled_from([1000, 30, 12, None]),
     )
-    def begin(self, policy, mode, caching, windows, budget, num_host_blocks, num_slots, has_disk):
-        self.windows, self.disk = windows, {} if has_disk else None
+    def begin(self, policy, mode, caching, windows, budget, num_host_blocks, num_slots, disk_blocks):
+        """No `disk_blocks`: nothing lies behind the slots."""
+        self.windows, self.disk = windows, Disk(disk_blocks) if disk_blocks else None
         self.options = {
             "num_blocks": NUM_BLOCKS,
             "windows": windows,
@@ -122,16 +126,39 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def crash(self):
         self.load()
 
+    @rule(prompt=PROMPTS, salt=st.sampled_from(["", "x"]), ttl_s=st.sampled_from([0, 3, 1000]))
+    def pin(self, prompt, salt, ttl_s):
+        """As much of it as there is; what is known to be kept is named by what it holds, so nothing else can be pinned."""
+        if self.disk is None or not self.options["num_slots"]:
+            return
+        connector = self.core.scheduler.blocks.connector
+        before = dict(connector._pins)
+        try:
+            num_tokens = self.core.pin_prefix(Pin(prompt, salt, self.disk.now + ttl_s, self.disk.now))
+        except InvalidRequest:
+            assert ttl_s and connector._pins == before, "there is always room for less"
+            return
+        assert num_tokens % 16 == 0 and num_tokens <= len(prompt)
+        assert all(map(connector.knows, set(connector._pins) - set(before)))
+
+    @rule(seconds=st.sampled_from([1, 10, 2000]))
+    def wait(self, seconds):
+        if self.disk is not None:
+            self.disk.now += seconds
+
     @rule(pace=st.integers(0, 3), refuses=st.booleans(), looks=st.booleans())
     def change_the_disk(self, pace, refuses, looks):
         self.tiers.pace, self.tiers.refuses = pace, refuses
         if looks:
             self.tiers.look()
 
-    @rule(which=WHICH)
-    def lose_a_stored_block(self, which):
+    @rule(which=WHICH, damaged=st.booleans())
+    def lose_a_stored_block(self, which, damaged):
         if self.disk:
-            del self.disk[sorted(self.disk)[which % len(self.disk)]]
+            name = sorted(self.disk)[which % len(self.disk)]
+            key, tokens = self.disk.pop(name)
+            if damaged:
+                self.disk[name] = (key._replace(parent=b""), (9, *tokens[1:]))
 
     def take(self, step):
         for output in step.outputs:
@@ -186,6 +213,14 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             slots.num_slots for slots in connector._slots
         )
 
+    @invariant()
+    def what_is_pinned_is_bounded_and_no_more_is_stored_than_may_be(self):
+        if self.disk is None:
+            return
+        assert len(self.disk) <= self.disk.capacity
+        pins = self.core.scheduler.blocks.connector._pins
+        assert sum(until > self.disk.now for until in pins.values()) <= MAX_PINNED_BLOCKS
+
     def teardown(self):
         if not hasattr(self, "core"):
             return
@@ -225,7 +260,7 @@ def test_long_runs(seed):
         budget=draw.choice([3, 20, 64]),
         num_host_blocks=draw.choice([0, 4, 100]),
         num_slots=draw.choice([2, 6, 50]),
-        has_disk=draw.random() < 0.8,
+        disk_blocks=draw.choice([1000, 30, 12, None]),
     )
     for _ in range(150):
         blocks = [draw.randrange(2) for _ in range(draw.randrange(6))]
@@ -240,7 +275,9 @@ def test_long_runs(seed):
             (0.03, lambda: machine.reset(draw.random() < 0.5)),
             (0.02, machine.crash),
             (0.1, lambda: machine.change_the_disk(draw.choice([0, 1, 1, 3]), draw.random() < 0.1, draw.random() < 0.5)),
-            (0.05, lambda: machine.lose_a_stored_block(draw.randrange(100))),
+            (0.05, lambda: machine.lose_a_stored_block(draw.randrange(100), draw.random() < 0.5)),
+            (0.1, lambda prompt=prompt: machine.pin(prompt, "", draw.choice([0, 3, 1000]))),
+            (0.1, lambda: machine.wait(draw.choice([1, 10, 2000]))),
         ):
             if draw.random() < chance:
                 act()

@@ -14,7 +14,7 @@ from octavo.engine.recorder import FORMAT, Began, Computed, Planned, Recorder, r
 from octavo.engine.replay import Replay
 from octavo.errors import ConfigError
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
-from tests.engine.fake_tiers import FakeTiers, tiers_of
+from tests.engine.fake_tiers import Disk, FakeTiers, tiers_of
 from tests.engine.fakes import BLOCK, FakeExecutor, make_request
 from tests.llm_tools import make_llm, prompts_of
 
@@ -79,7 +79,7 @@ def test_every_plan_is_made_again(tmp_path, policy, seed):
 
 
 def test_blocks_that_left_the_device_are_in_the_plans_too(tmp_path):
-    disk = {}
+    disk = Disk()
     for name in ("first", "second"):
         executor = FakeExecutor(windows=[None, 40], tiers=FakeTiers(2, disk))
         core = recorded_core(tmp_path / name, executor, MovingClock(), tiers=tiers_of(2, executor.tiers, 20))

@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.engine.core import EngineCore
-from tests.engine.fake_tiers import FakeTiers
+from tests.engine.fake_tiers import Disk, FakeTiers
 from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
 
 PROMPTS = [[(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))]
@@ -118,7 +118,7 @@ def test_other_salts_and_prompt_logprobs_do_not_read_the_cache():
 
 
 def test_a_block_that_was_forgotten_while_it_is_kept_is_kept_anew():
-    tiers = FakeTiers(1, {}, pace=0)
+    tiers = FakeTiers(1, Disk(), pace=0)
     core = make_core(executor=FakeExecutor(tiers=tiers), num_slots=20)
     prompt = list(range(40))
     for _ in range(2):
