@@ -118,6 +118,16 @@ def test_memory_is_given_as_requests_grow_and_taken_back_when_they_leave(setup: 
         assert one <= places.num_bytes and one < max(seen) / 3, "all others' is given back"
 
 
+def test_an_engine_that_falls_idle_holds_nothing(setup: Any) -> None:
+    with make(setup) as llm:
+        llm.generate(PROMPTS, LONG)
+        core = llm._front.client._core  # type: ignore[attr-defined]
+        assert given_bytes(llm) > 0
+        while core.has_work:
+            core.step()
+        assert given_bytes(llm) == 0
+
+
 def test_what_is_counted_is_what_the_system_gave_once_every_block_is_written(setup: Any) -> None:
     with make(setup) as llm:
         stream = llm.stream(prompts_of(64)[0], msgspec.structs.replace(GREEDY, max_tokens=2))

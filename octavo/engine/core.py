@@ -52,12 +52,14 @@ class EngineCore:
         self._meter = RateMeter()
         self._kv_meter = kv_meter or KvMeter()
         self._stall_timeout_s = stall_timeout_s
+        self._holds_memory = False
+        """That is given on demand: the step after the last request's takes it back."""
         self._moved: float | None = None
         """When a step last computed anything, or nobody waited for one; None before the first step of those that are here."""
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._holds_memory
 
     def add(self, request: EngineRequest) -> None:
         self._log.write(Added(request))
@@ -90,6 +92,7 @@ class EngineCore:
         result = self._execute(plan)
         self._meter.observe(plan, result)
         self._kv_meter.observe(plan, result, self.scheduler)
+        self._holds_memory = bool(result.kv_bytes)
         outputs = self.scheduler.update(plan, result)
         return CoreOutputs(outputs, self._stats())
 
