@@ -26,6 +26,9 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     except OctavoError as error:
         _say(error.message, error.hint)
         return CALLERS_FAULT if isinstance(error, ClientError | SetupError) else ENGINES_FAULT
+    except MemoryError:
+        _say("not enough memory", "free memory, or take a smaller model, --max-model-len or --max-num-seqs")
+        return CALLERS_FAULT
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
 

@@ -82,7 +82,7 @@ def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
     try:
         tokens = _decode(vocabulary.tokens)
         built = build(vocabulary, tokens, origin)
-    except UnsupportedModel:
+    except (UnsupportedModel, MemoryError):
         raise
     except Exception as error:  # the builder raises bare Exceptions
         raise WeightMismatch(f"{origin}: damaged vocabulary: {error}") from error

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: compute threads and memory, under affinity masks and control groups (v1 and v2).
+"""What this process may use of the machine: compute threads and memory, under affinity masks, control groups (v1 and v2), `ulimit -v`.
 
 Only reads; every path is below `root`, so that tests can draw other machines. Source: the kernel's documents cgroup-v1, cgroup-v2, sysfs.
 """
@@ -6,6 +6,7 @@ Only reads; every path is below `root`, so that tests can draw other machines. S
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Machine:
 
     def available_bytes(self) -> int | None:
         """Memory that can still be taken without swapping or being killed; None where the system does not say."""
-        limits = [value for value in (self._free_bytes(), *self._group_free_bytes()) if value is not None]
+        limits = [value for value in (self._free_bytes(), self._address_space_bytes(), *self._group_free_bytes()) if value is not None]
         return max(0, min(limits)) if limits else None
 
     def _num_physical_cores(self) -> int:
@@ -67,6 +68,12 @@ class Machine:
         if self.root == Path("/") and "SC_AVPHYS_PAGES" in os.sysconf_names:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return None
+
+    def _address_space_bytes(self) -> int | None:
+        """What `ulimit -v` leaves to this process; None where it sets no limit."""
+        limit = re.search(r"^Max address space +(\d+)", _read(self.root / "proc/self/limits") or "", re.MULTILINE)
+        taken = re.search(r"^VmSize:\s+(\d+) kB", _read(self.root / "proc/self/status") or "", re.MULTILINE)
+        return int(limit[1]) - int(taken[1]) * 1024 if limit and taken else None
 
     def _group_free_bytes(self) -> Iterator[int]:
         """Per control group with a limit, what is left of it; pages of files that can be dropped count as free."""

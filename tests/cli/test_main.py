@@ -92,3 +92,11 @@ def test_a_reader_that_has_gone_is_no_traceback(tiny):
     running.stdout.close()
     assert "Traceback" not in running.stderr.read()
     assert running.wait(20) == 1
+
+
+def test_no_memory_is_one_message(capsys):
+    def command() -> None:
+        raise MemoryError
+
+    assert exit_code_of(command) == 2
+    assert capsys.readouterr().err.startswith("octavo: not enough memory\nhint: free memory, or ")

@@ -67,6 +67,15 @@ def test_limit_of_cgroup_v2_with_droppable_pages(tmp_path):
     assert draw(tmp_path, MEMINFO | files).available_bytes() == 2 * GIB
 
 
+@pytest.mark.parametrize(("limit", "free"), [(str(3 * GIB), 2 * GIB), ("unlimited", 8 * GIB), (str(GIB // 2), 0)])
+def test_limit_of_the_address_space(tmp_path, limit, free):
+    files = {
+        "proc/self/limits": f"Max address space         {limit}   unlimited   bytes\nMax file locks 5 5\n",
+        "proc/self/status": f"Name: x\nVmPeak: 9 kB\nVmSize:\t {GIB // 1024} kB\n",
+    }
+    assert draw(tmp_path, MEMINFO | files).available_bytes() == free
+
+
 def test_limit_of_cgroup_v1(tmp_path):
     files = {
         "proc/self/cgroup": "4:memory:/a/b\n0::/\n",
