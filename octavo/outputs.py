@@ -32,6 +32,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
+    """Of a beam search, whose outputs are ranked by it: the cumulative logprob over the length to the power of length_penalty."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +13,21 @@ from octavo.errors import InvalidRequest
 GREEDY_EPS = 1e-5
 MIN_TEMPERATURE = 0.01
 MAX_N = 16384
+MAX_BEAMS = 1024
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0,),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None,),
+}
+"""What a beam search can take."""
 
 FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
 LISTS = {"stop_token_ids": "a list of token ids", "allowed_token_ids": "a list of token ids", "bad_words": "a list of texts"}
@@ -51,6 +67,12 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    beam_width: int | None = None
+    """Beam search with so many beams, of which the n best are returned; None: no search."""
+    length_penalty: float = 1.0
+    """Of a beam search: its scores are cumulative logprobs over the length to this power."""
+    early_stopping: bool | Literal["never"] = False
+    """Of a beam search: whether it ends with beam_width finished sequences (True), when no better one is likely (False), or possible."""
     bad_words_token_ids: list[list[int]] | None = None
     """Filled by the input processor from `bad_words`."""
 
@@ -59,7 +81,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self._normalize()
         self._check_ranges()
         self._check_lists()
-        if self.is_greedy:
+        if self.beam_width is not None:
+            self._make_search()
+        elif self.is_greedy:
             self._make_greedy()
 
     @property
@@ -161,6 +185,25 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             _check("allowed_token_ids", ids, len(ids) > 0 and all(_is_int(i) and i >= 0 for i in ids), "a list of at least one token id")
         for word in self.bad_words or []:
             _check("bad_words", word, isinstance(word, str) and word.strip() != "", "texts, none of them empty")
+
+    def _make_search(self) -> None:
+        """It draws nothing, and looks at the model's own logprobs: what would change them is refused."""
+        width = self.beam_width
+        _check("beam_width", width, _is_int(width) and 1 <= (width or 0) <= MAX_BEAMS, f"None, or a whole number from 1 to {MAX_BEAMS}")
+        _check("n", self.n, self.n <= (width or 0), f"at most the beam_width ({width}) in a beam search")
+        _check(
+            "best_of",
+            self.best_of,
+            self.best_of in (None, self.n),
+            f"n ({self.n}) in a beam search",
+            hint="beam_width says how many are tried",
+        )
+        _check("length_penalty", self.length_penalty, _is_number(self.length_penalty), "a number")
+        _check("early_stopping", self.early_stopping, self.early_stopping in (True, False, "never"), "True, False or 'never'")
+        for name, neutral in NEUTRAL.items():
+            value = getattr(self, name)
+            _check(name, value, value in neutral, f"{neutral[0]!r} in a beam search")
+        self.temperature = 0.0
 
     def _make_greedy(self) -> None:
         for name, value in (("n", self.n), ("best_of", self.num_samples)):

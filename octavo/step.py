@@ -42,6 +42,13 @@ class ScheduledRow(msgspec.Struct):
     """The last of the tokens yields logits from which one token is drawn."""
     num_prompt_logprobs: int | None = None
     """Set while a prompt's own logprobs are wanted: how many top alternatives per position."""
+    search_of: str = ""
+    """The request whose beam search looks at the row's logprobs; "" for a row that is a request itself."""
+
+    @property
+    def owner(self) -> str:
+        """The request that it is computed for."""
+        return self.search_of or self.request_id
 
 
 class BlockMove(msgspec.Struct):

@@ -429,7 +429,8 @@ def _block_directory(model: Model, backend: Backend, layouts: Sequence[KvLayout]
 
 def _front(model: Model, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None) -> Front:
     options = model.config.scheduler
-    prompts = prompt_limits(options, max_model_len=info.max_model_len, kv_capacity_tokens=info.kv_capacity_tokens)
+    sizes = {"max_model_len": info.max_model_len, "kv_capacity_tokens": info.kv_capacity_tokens, "block_size": BLOCK_SIZE}
+    prompts = prompt_limits(options, model.config.cache, **sizes)
     limits = ModelLimits(info.vocab_size, prompts, model.config.model.max_logprobs)
     eos_token_ids = (*model.info.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ()))
     inputs = InputProcessor(

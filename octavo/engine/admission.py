@@ -6,7 +6,7 @@ user's prompt is checked before anything is queued.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -36,15 +36,35 @@ class PromptLimits:
     kv_capacity_tokens: int
     max_whole_prompt: int | None = None
     """Tokens of a step, where a prompt has to fit into one."""
+    max_num_seqs: int = 1 << 30
+    block_size: int = 16
+    shares_blocks: bool = True
 
-    @property
-    def max_num_tokens(self) -> int:
-        """Of a request, prompt and output."""
-        return min(self.max_model_len, self.kv_capacity_tokens)
+    def max_num_tokens(self, num_prompt_tokens: int, num_seqs: int = 1) -> int:
+        """Of each of a request's rows, which have all but the full blocks of its prompt for themselves."""
+        num_blocks, num_shared = self.kv_capacity_tokens // self.block_size, num_prompt_tokens // self.block_size
+        return min(self.max_model_len, (num_shared + (num_blocks - num_shared) // num_seqs) * self.block_size)
 
-    def judge(self, num_prompt_tokens: int) -> Answer:
+    def judge(self, num_prompt_tokens: int, beam_width: int | None = None) -> Answer:
         """OK or NEVER."""
-        num = num_prompt_tokens
+        answer = self._judge_prompt(num_prompt_tokens)
+        return answer if answer is not OK or beam_width is None else self._judge_beams(num_prompt_tokens, beam_width)
+
+    def _judge_beams(self, num_prompt_tokens: int, beam_width: int) -> Answer:
+        if not self.shares_blocks:
+            hint = "leave kv_layout at paged, and the KV cache on"
+            return Answer(Verdict.NEVER, f"beam_width: got {beam_width}, but beams share KV blocks, and here nobody does", hint)
+        if beam_width > self.max_num_seqs:
+            what = f"beam_width: got {beam_width}, allowed are at most {self.max_num_seqs} sequences at once (max_num_seqs)"
+            return Answer(Verdict.NEVER, what, "raise max_num_seqs")
+        if num_prompt_tokens + 1 > self.max_num_tokens(num_prompt_tokens, beam_width):
+            what = f"beam_width: got {beam_width}, but the KV cache holds {self.kv_capacity_tokens} tokens"
+            return Answer(
+                Verdict.NEVER, f"{what}: too few for so many beams after a prompt of {num_prompt_tokens}", "raise kv_cache_memory_bytes"
+            )
+        return OK
+
+    def _judge_prompt(self, num: int) -> Answer:
         if self.max_prompt_len is not None and num > self.max_prompt_len:
             return _never(f"The prompt limit is {self.max_prompt_len} tokens", num, self.max_prompt_len, "raise max_prompt_len")
         if num + 1 > self.max_model_len:
@@ -69,13 +89,13 @@ class Admission:
     limits: PromptLimits
     watermark_blocks: int
 
-    def judge(self, num_prompt_tokens: int) -> Answer:
-        """When a request comes: OK or NEVER."""
-        return self.limits.judge(num_prompt_tokens)
+    def limits_of(self, kv_capacity_tokens: int) -> PromptLimits:
+        """Of a request for whose rows the KV cache holds so much."""
+        return replace(self.limits, kv_capacity_tokens=kv_capacity_tokens)
 
-    def may_start(self, num_tokens: int, *, budget: int, room: int) -> Answer:
-        """OK or LATER, as far as the step's budgets go; `num_tokens` are the request's, `room` counts requests."""
-        if room <= 0:
+    def may_start(self, num_tokens: int, *, budget: int, room: int, num_seqs: int = 1) -> Answer:
+        """OK or LATER, as far as the step's budgets go; `num_tokens` are the request's, `room` counts rows: it wants `num_seqs`."""
+        if room < num_seqs:
             return Answer(Verdict.LATER, "batch full")
         whole = self.limits.max_whole_prompt
         least = num_tokens if whole is not None and num_tokens <= whole else 1

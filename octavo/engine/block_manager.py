@@ -7,7 +7,7 @@ Source: PagedAttention (Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.block_pool import HOLE, BlockGroup, BlockPool
@@ -16,6 +16,7 @@ from octavo.engine.host_blocks import HostBlocks
 from octavo.engine.pin import Pin
 from octavo.engine.prefix_cache import PrefixCache, extend_keys, root_digest
 from octavo.engine.prefix_finder import NO_HIT, Hit, Kept, PrefixFinder
+from octavo.engine.swap_in import SwapIn, SwappedTable
 from octavo.ports import Connector
 from octavo.step import BlockKey, BlockMove, BlockName
 
@@ -45,6 +46,15 @@ class Nearer:
 
 HERE = Nearer(is_waiting=False)
 COMING = Nearer(is_waiting=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedRow:
+    """A row whose blocks are in host memory, as far as they were computed."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,8 @@ class BlockManager:
         self.num_external_query_tokens = 0
         """Of those looked up, what the device did not have."""
         self.num_external_hit_tokens = 0
-        self.capacity_tokens = min(self._capacity(pool, max_step_tokens) for pool in self.pools)
+        self._max_step_tokens = max_step_tokens
+        self.capacity_tokens = self.capacity_of(1)
         """The longest request that fits when it is alone."""
         self.shares_blocks = shares_blocks
         """Whether requests may hold the same block. Prefix caching needs it."""
@@ -98,6 +109,10 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         """Of the group that is fullest."""
         return len(self._fullest.free)
+
+    def capacity_of(self, num_rows: int) -> int:
+        """Tokens that the blocks hold of so many rows, what they share counted once."""
+        return min(self._capacity(pool, num_rows) for pool in self.pools)
 
     # -- a request comes and grows --------------------------------------------------------------------------------------
 
@@ -234,32 +249,33 @@ class BlockManager:
         self._release(request_id)
         self.host.drop(request_id)
 
-    def swap_out(self, request_id: str, num_tokens: int) -> list[BlockMove] | None:
-        """The blocks of its first `num_tokens` tokens to the host, all others free; None, and nothing changed, where it has no room."""
-        num_blocks = self._blocks_for(num_tokens)
-        moves = self.host.put(request_id, [table[:num_blocks] for table in self.tables[request_id]])
+    def swap_out(self, num_tokens: Mapping[str, int]) -> list[BlockMove] | None:
+        """The blocks of each row's first tokens to the host, all others free; None, and nothing changed, where it has no room for all."""
+        tables = {row_id: [table[: self._blocks_for(count)] for table in self.tables[row_id]] for row_id, count in num_tokens.items()}
+        moves = self.host.put(tables)
         if moves is not None:
-            self._release(request_id)
+            for row_id in num_tokens:
+                self._release(row_id)
         return moves
 
-    def swap_in(
-        self, request_id: str, num_computed_tokens: int, num_tokens: int, *, reserve: int, step_tokens: int = UNBOUNDED
-    ) -> list[BlockMove] | None:
-        """Back to the device with blocks for all its tokens, as `start` has it; None, and nothing changed, where they are not free.
+    def swap_in(self, rows: Sequence[SwappedRow], *, reserve: int, step_tokens: int = UNBOUNDED) -> list[BlockMove] | None:
+        """Back to the device with blocks for all their tokens, as `start` has it; None, and nothing changed, where they are not free.
 
-        What others have kept under the same name is shared again, not copied.
+        What others have kept under the same name is shared again, not copied, and so is what the rows shared.
         """
-        kept = self._find_swapped(request_id)
-        if not self._place(request_id, kept, num_tokens, num_computed_tokens + step_tokens, reserve):
+        groups = [
+            SwapIn(pool, [self._returning(row, group, step_tokens) for row in rows], group=group) for group, pool in enumerate(self.pools)
+        ]
+        if not all(group.has_room(reserve) for group in groups):
             return None
-        tables = self.tables[request_id]
-        missing = [[index for index, block_id in enumerate(entries) if block_id is None] for entries in kept]
-        keys = self._keys.get(request_id, [])[: self._num_named[request_id]]
-        for pool, table, indices in zip(self.pools, tables, missing, strict=True):
-            for index in indices:
-                if index < len(keys):
-                    pool.cache.add(table[index], keys[index])
-        return self.host.take(request_id, tables, missing)
+        for row in rows:
+            self.tables[row.request_id] = []
+        for group in groups:
+            for row, table in zip(rows, group.fill(), strict=True):
+                self.tables[row.request_id].append(table)
+        for row in rows:
+            self.host.drop(row.request_id)
+        return [move for group in groups for move in group.moves]
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Forgets every name, with `reset_connector` off the device too. False, and nothing done, while requests hold blocks."""
@@ -295,10 +311,12 @@ class BlockManager:
     def _fullest(self) -> BlockPool:
         return min(self.pools, key=lambda pool: len(pool.free) / pool.num_blocks)
 
-    def _capacity(self, pool: BlockPool, max_step_tokens: int) -> int:
-        """Without a bound where the window's blocks and a whole step's fit."""
-        if pool.window is not None and pool.num_blocks > self._blocks_for(pool.window + max_step_tokens):
-            return UNBOUNDED
+    def _capacity(self, pool: BlockPool, num_rows: int) -> int:
+        """Without a bound where the blocks of each row's window and of a whole step fit."""
+        if pool.window is not None:
+            others = (num_rows - 1) * (self._blocks_for(pool.window) + 1)
+            if pool.num_blocks > others + self._blocks_for(pool.window + self._max_step_tokens):
+                return UNBOUNDED
         return pool.num_blocks * self.block_size
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -385,16 +403,9 @@ class BlockManager:
         for pool, table in zip(self.pools, self.tables.pop(request_id, []), strict=False):
             pool.release_all(table)
 
-    def _find_swapped(self, request_id: str) -> Kept:
-        """Per group what its swapped blocks are on the device by now: a hole, a block of that name, or None."""
-        keys = self._keys.get(request_id, [])[: self._num_named[request_id]]
-        kept: Kept = []
-        for pool, table in zip(self.pools, self.host.tables[request_id], strict=True):
-            names: list[BlockKey | None] = [*keys, *[None] * (len(table) - len(keys))]
-            kept.append(
-                [
-                    HOLE if host_id == HOLE else pool.cache.find(key) if key is not None else None
-                    for host_id, key in zip(table, names, strict=False)
-                ]
-            )
-        return kept
+    def _returning(self, row: SwappedRow, group: int, step_tokens: int) -> SwappedTable:
+        step_end = UNBOUNDED if self.pools[group].window is None else row.num_computed_tokens + step_tokens
+        keys = self._keys.get(row.request_id, [])[: self._num_named[row.request_id]]
+        host = self.host.tables[row.request_id][group]
+        num_full = row.num_computed_tokens // self.block_size
+        return SwappedTable(host, keys, num_full, max(len(host), self._blocks_for(min(row.num_tokens, step_end))))

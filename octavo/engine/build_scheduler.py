@@ -12,9 +12,11 @@ from octavo.config.derive import tenant_weights
 from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.admission import Admission, PromptLimits
 from octavo.engine.batching import build_batching
+from octavo.engine.beam_search import StopTexts
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.block_pool import BlockGroup
 from octavo.engine.connector import TierConnector, Tiers
+from octavo.engine.placement import Placement
 from octavo.engine.policy import Fair, FirstComeFirstServed, Policy, Priority
 from octavo.engine.preemption import Preemption
 from octavo.engine.scheduler import Scheduler, StepLimits
@@ -28,14 +30,20 @@ def build_scheduler(
     block_size: int,
     max_model_len: int,
     tiers: Tiers | None = None,
+    stop_texts: StopTexts | None = None,
 ) -> Scheduler:
+    """`stop_texts`: for beam searches with stop strings, which the front alone cannot end."""
     blocks = BlockManager(
         groups,
         block_size=block_size,
         enable_prefix_caching=cache.enable_prefix_caching and cache.kv_cache,
-        shares_blocks=cache.kv_cache and cache.kv_layout == "paged",
+        shares_blocks=shares_blocks(cache),
         max_step_tokens=options.max_num_batched_tokens,
         connector=None if tiers is None else TierConnector(tiers),
+    )
+    admission = Admission(
+        prompt_limits(options, cache, max_model_len=max_model_len, kv_capacity_tokens=blocks.capacity_tokens, block_size=block_size),
+        watermark_blocks=math.ceil(options.watermark * min(group.num_blocks for group in groups)),
     )
     return Scheduler(
         blocks,
@@ -45,10 +53,7 @@ def build_scheduler(
             max_chunk=(options.long_prefill_token_threshold or options.max_num_batched_tokens) if options.enable_chunked_prefill else None,
             keeps_kv=cache.kv_cache,
         ),
-        admission=Admission(
-            prompt_limits(options, max_model_len=max_model_len, kv_capacity_tokens=blocks.capacity_tokens),
-            watermark_blocks=math.ceil(options.watermark * min(group.num_blocks for group in groups)),
-        ),
+        admission=admission,
         policy=build_policy(options),
         batching=build_batching(
             options.batching,
@@ -56,17 +61,28 @@ def build_scheduler(
             window_s=options.batch_window_ms / 1000,
             delay_factor=options.scheduler_delay_factor,
         ),
-        preemption=Preemption(blocks, options.preemption_mode),
+        placement=Placement(blocks, admission, Preemption(blocks, options.preemption_mode)),
+        stop_texts=stop_texts,
     )
 
 
-def prompt_limits(options: SchedulerOptions, *, max_model_len: int, kv_capacity_tokens: int) -> PromptLimits:
+def prompt_limits(
+    options: SchedulerOptions, cache: CacheOptions, *, max_model_len: int, kv_capacity_tokens: int, block_size: int
+) -> PromptLimits:
     return PromptLimits(
         max_prompt_len=options.max_prompt_len,
         max_model_len=max_model_len,
         kv_capacity_tokens=kv_capacity_tokens,
         max_whole_prompt=None if options.enable_chunked_prefill else options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        block_size=block_size,
+        shares_blocks=shares_blocks(cache),
     )
+
+
+def shares_blocks(cache: CacheOptions) -> bool:
+    """Whether requests may hold the same block."""
+    return cache.kv_cache and cache.kv_layout == "paged"
 
 
 def build_policy(options: SchedulerOptions) -> Policy:

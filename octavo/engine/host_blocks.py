@@ -1,12 +1,13 @@
 """Host blocks of swapped requests: their ids, per cache group, and which device block each is to hold.
 
 Knows no bytes: the CacheEngine owns them and moves them as the BlockMoves say. A request's blocks are here all together or not at
-all. The host never has more blocks of a group than the device.
+all; what its rows share on the device they share here. The host never has more blocks of a group than the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from octavo.engine.block_pool import HOLE, BlockGroup
 from octavo.step import BlockMove
@@ -19,38 +20,36 @@ class HostBlocks:
         self.num_blocks = [min(group.num_host_blocks, group.num_blocks) for group in groups]
         self.tables: dict[str, list[list[int]]] = {}
         self._free = [list(range(count - 1, -1, -1)) for count in self.num_blocks]
+        self._ref_counts: list[Counter[int]] = [Counter() for _ in groups]
 
     @property
     def num_used_blocks(self) -> int:
         """Of all groups together."""
         return sum(self.num_blocks) - sum(map(len, self._free))
 
-    def put(self, request_id: str, tables: Sequence[Sequence[int]]) -> list[BlockMove] | None:
+    def put(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> list[BlockMove] | None:
         """Moves out of the device; None, and nothing changed, where the host has no room for all of them."""
-        needed = [len(table) - table.count(HOLE) for table in tables]
-        if any(len(free) < count for free, count in zip(self._free, needed, strict=True)):
+        moved = [
+            dict.fromkeys(block_id for rows in tables.values() for block_id in _blocks(rows[group])) for group in range(len(self._free))
+        ]
+        if any(len(free) < len(blocks) for free, blocks in zip(self._free, moved, strict=True)):
             return None
-        moves: list[BlockMove] = []
-        for group, (free, table) in enumerate(zip(self._free, tables, strict=True)):
-            moves += [BlockMove(group, block_id, free[-1 - i], "swap_out") for i, block_id in enumerate(_blocks(table))]
-        self.tables[request_id] = [
-            [HOLE if block_id == HOLE else free.pop() for block_id in table] for free, table in zip(self._free, tables, strict=True)
-        ]
-        return moves
-
-    def take(self, request_id: str, tables: Sequence[Sequence[int]], missing: Sequence[Sequence[int]]) -> list[BlockMove]:
-        """Moves into the `missing` entries of the device's tables; the host's blocks are free again."""
-        moves = [
-            BlockMove(group, self.tables[request_id][group][index], tables[group][index], "swap_in")
-            for group, indices in enumerate(missing)
-            for index in indices
-        ]
-        self.drop(request_id)
-        return moves
+        places = [{block_id: free.pop() for block_id in blocks} for free, blocks in zip(self._free, moved, strict=True)]
+        for request_id, rows in tables.items():
+            self.tables[request_id] = [
+                [HOLE if block_id == HOLE else place[block_id] for block_id in table] for place, table in zip(places, rows, strict=True)
+            ]
+            for counts, table in zip(self._ref_counts, self.tables[request_id], strict=True):
+                counts.update(_blocks(table))
+        return [BlockMove(group, *pair, "swap_out") for group, place in enumerate(places) for pair in place.items()]
 
     def drop(self, request_id: str) -> None:
-        for free, table in zip(self._free, self.tables.pop(request_id, []), strict=False):
-            free.extend(_blocks(table))
+        for free, counts, table in zip(self._free, self._ref_counts, self.tables.pop(request_id, []), strict=False):
+            for block_id in _blocks(table):
+                counts[block_id] -= 1
+                if not counts[block_id]:
+                    del counts[block_id]
+                    free.append(block_id)
 
 
 def _blocks(table: Sequence[int]) -> list[int]:

@@ -84,6 +84,7 @@ class InputProcessor:
         self._check_origin(origin)
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
+        self._check_beams(len(token_ids), params)
         params = self._resolve_params(params)
         _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
         arrival_time = time.monotonic()
@@ -153,6 +154,11 @@ class InputProcessor:
         lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= self.limits.vocab_size:
             self._check_ids("prompt", [lowest, highest])
+
+    def _check_beams(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        answer = self.limits.prompts.judge(num_prompt_tokens, params.beam_width)
+        if answer.verdict is Verdict.NEVER:
+            raise InvalidRequest(answer.reason, hint=answer.hint, param="beam_width")
 
     # -- sampling params ------------------------------------------------------------------------------------------------
 
@@ -232,8 +238,10 @@ def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> No
 
 
 def _samples(first: EngineRequest, params: SamplingParams) -> list[EngineRequest]:
-    """The first computes the prompt (and its logprobs); the others wait to share it."""
+    """The first computes the prompt (and its logprobs); the others wait to share it. The beams of a search are the core's business."""
     replace = msgspec.structs.replace
+    if params.beam_width is not None:
+        return [first]
     if params.is_ranked and params.logprobs is None:
         params = replace(params, logprobs=0)
         first = replace(first, params=params)

@@ -27,9 +27,9 @@ class KvMeter:
         """Between a step and its update: its tokens are computed, and no block is free yet."""
         if not plan.rows or not self._block_bytes:
             return
-        blocks, running = scheduler.blocks, scheduler.running
-        num_computed = sum(request.num_computed_tokens for request in running) + plan.num_tokens
-        tables = [blocks.tables[request.request_id] for request in running]
+        blocks, running = scheduler.blocks, [row for request in scheduler.running for row in request.rows]
+        num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens
+        tables = [blocks.tables[row.request_id] for row in running]
         used = reserved = whole = 0.0
         for group, (pool, block_bytes) in enumerate(zip(blocks.pools, self._block_bytes, strict=True)):
             num_held = pool.num_blocks - len(pool.free)

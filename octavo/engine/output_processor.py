@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from octavo.engine.input_processor import FrontRequest
-from octavo.engine.request import EngineOutput, EngineRequest
+from octavo.engine.request import EngineOutput
 from octavo.errors import InvalidRequest
 from octavo.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, Timings
 from octavo.ports import Tokenizer
@@ -30,6 +30,7 @@ class Sample:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
     num_detokenized: int = 0
 
     def catch_up(self, *, hide_last: bool = False) -> str | None:
@@ -58,8 +59,9 @@ class RequestState:
 
     @property
     def is_readable(self) -> bool:
-        """Samples that are ranked are chosen among when all have ended."""
-        return self.num_unfinished == 0 or not self.request.params.is_ranked
+        """Samples that are ranked are chosen among when all have ended, and beams are found at the end."""
+        params = self.request.params
+        return self.num_unfinished == 0 or not (params.is_ranked or params.beam_width is not None)
 
     def returned(self) -> list[Sample]:
         """In the order of their index; the best ones first where they are ranked."""
@@ -94,7 +96,7 @@ class OutputProcessor:
     def add(self, request: FrontRequest) -> None:
         if request.request_id in self._states:
             raise InvalidRequest(f"request_id: {request.request_id!r} is in use by an unfinished request", param="request_id")
-        samples = [self._make_sample(sample, request.params) for sample in request.samples]
+        samples = [self._make_sample(request.params, sample.sample_index) for sample in request.samples]
         state = RequestState(request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time))
         self._states[request.request_id] = state
         for engine_request, sample in zip(request.samples, samples, strict=True):
@@ -146,9 +148,9 @@ class OutputProcessor:
         for sample in state.request.samples if state is not None else ():
             self._samples.pop(sample.request_id, None)
 
-    def _make_sample(self, request: EngineRequest, params: SamplingParams) -> Sample:
+    def _make_sample(self, params: SamplingParams, index: int) -> Sample:
         detokenizer = Detokenizer(self._tokenizer, params) if self._tokenizer is not None and params.detokenize else None
-        sample = Sample(request.sample_index, detokenizer)
+        sample = Sample(index, detokenizer)
         if params.logprobs is not None:
             sample.logprobs = []
         if params.logprobs is not None or params.is_ranked:
@@ -157,14 +159,16 @@ class OutputProcessor:
 
     def _take(self, state: RequestState, sample: Sample, output: EngineOutput, now: float, changes: Changes) -> None:
         params = state.request.params
-        if output.token_ids:
+        if output.beams is not None:
+            self._take_beams(state, output, now)
+        elif output.token_ids:
             self._take_tokens(state, sample, output, now)
         if output.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
             state.error = state.error or output.error
             state.metrics.num_preemptions += output.num_preemptions
         by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
-        if params.stop_strings or by_token:
+        if output.beams is None and (params.stop_strings or by_token):
             stop = sample.catch_up(hide_last=by_token)
             if stop is not None:
                 if sample.finish_reason is None:
@@ -178,8 +182,30 @@ class OutputProcessor:
 
     def _take_tokens(self, state: RequestState, sample: Sample, output: EngineOutput, now: float) -> None:
         sample.token_ids += output.token_ids
+        self._take_start(state, output, now)
+        state.metrics.num_generation_tokens += len(output.token_ids)
+        if output.logprobs is not None and sample.cumulative_logprob is not None:
+            sample.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
+            if sample.logprobs is not None:
+                sample.logprobs += map(self._readable, output.logprobs)
+
+    def _take_beams(self, state: RequestState, output: EngineOutput, now: float) -> None:
+        """All that a search has found, in the place of the one sample that stood for them."""
+        self._take_start(state, output, now)
+        params = state.request.params
+        state.samples = [self._make_sample(params, index) for index in range(len(output.beams or ()))]
+        for sample, beam in zip(state.samples, output.beams or (), strict=True):
+            sample.token_ids, sample.score, sample.cumulative_logprob = beam.token_ids, beam.score, beam.cumulative_logprob
+            if sample.logprobs is not None:
+                sample.logprobs += map(self._readable, beam.logprobs)
+            sample.finish_reason, sample.stop_reason = beam.finish_reason, beam.stop_reason
+            by_token = beam.finish_reason == "stop" and not isinstance(beam.stop_reason, str)
+            sample.catch_up(hide_last=by_token and not params.include_stop_str_in_output)
+            state.metrics.num_generation_tokens += len(beam.token_ids)
+
+    def _take_start(self, state: RequestState, output: EngineOutput, now: float) -> None:
+        """What comes with a request's first tokens, and when they came."""
         metrics = state.metrics
-        metrics.num_generation_tokens += len(output.token_ids)
         if metrics.last_token_ts != now:
             metrics.token_times.append(now)
         if output.scheduled_ts is not None and metrics.scheduled_ts is None:
@@ -187,10 +213,6 @@ class OutputProcessor:
             state.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             state.prompt_logprobs = [*[None] * state.request.params.first_prompt_logprob, *map(self._readable, output.prompt_logprobs)]
-        if output.logprobs is not None and sample.cumulative_logprob is not None:
-            sample.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
-            if sample.logprobs is not None:
-                sample.logprobs += map(self._readable, output.logprobs)
 
     def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         text = self._tokenizer.token_text if self._tokenizer is not None else lambda _: None
@@ -212,4 +234,5 @@ def _completion(sample: Sample) -> CompletionOutput:
         None if sample.logprobs is None else list(sample.logprobs),
         sample.finish_reason,
         sample.stop_reason,
+        sample.score,
     )

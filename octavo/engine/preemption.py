@@ -24,13 +24,14 @@ class Preemption:
 
     def swap_out(self, request: Request, rates: Rates) -> list[BlockMove] | None:
         """All blocks of the request's computed tokens, moved to the host; None, and nothing done, where it is to be computed again."""
-        num_tokens = request.num_computed_tokens
+        computed = {row.request_id: row.num_computed_tokens for row in request.rows}
+        num_tokens = sum(computed.values())
         if num_tokens == 0 or self._mode == "recompute" or (self._mode == "auto" and not self._is_swap_cheaper(num_tokens, rates)):
             return None
-        return self._blocks.swap_out(request.request_id, num_tokens)
+        return self._blocks.swap_out(computed)
 
     def _is_swap_cheaper(self, num_tokens: int, rates: Rates) -> bool:
-        """Out and in again, against a prefill of which nothing is found in the prefix cache."""
+        """Out and in again, against a prefill of which nothing is found in the prefix cache; what beams share counts twice in both."""
         if rates.swap_blocks_per_s is None or rates.prefill_tokens_per_s is None:
             return True
         num_blocks = len(self._blocks.pools) * -(-num_tokens // self._blocks.block_size)

@@ -7,7 +7,7 @@ died of. Decides nothing; what is done with a log is `replay.py`'s business.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,6 +109,8 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._encoder = msgspec.json.Encoder()
+        self._plan = StepPlan(0, [], [], [], [])
+        """The last one."""
         try:
             self._file = path.open("wb")
         except OSError as error:
@@ -118,8 +120,12 @@ class Recorder:
         """Where the disk is full the log ends, and the engine goes on."""
         if self._file.closed:
             return
+        if isinstance(event, Planned):
+            self._plan = event.plan
+        elif isinstance(event, Computed):
+            event = Computed(msgspec.structs.replace(event.result, rows=lean_rows(self._plan, event.result.rows)), event.failed)
         try:
-            self._file.write(self._encoder.encode(_lean(event)) + b"\n")
+            self._file.write(self._encoder.encode(event) + b"\n")
             self._file.flush()
         except OSError as error:
             logger.error("%s: nothing is recorded any more: %s", self._path, error.strerror)
@@ -140,16 +146,15 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"record: cannot write {path}: {error.strerror}") from error
 
 
-def lean_row(row: RowResult) -> RowResult:
-    """What the scheduler looks at: tokens, failures, and how many prompt logprobs came."""
+def lean_rows(plan: StepPlan, rows: Sequence[RowResult]) -> list[RowResult]:
+    """What the scheduler looks at: tokens, failures, how many prompt logprobs came, and the logprobs that a beam search chooses by."""
+    return [_lean_row(row, searched=bool(scheduled.search_of)) for scheduled, row in zip(plan.rows, rows, strict=True)]
+
+
+def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
     count = len(row.prompt_logprobs or ())
-    return RowResult(row.request_id, row.token_ids, prompt_logprobs=[NO_LOGPROBS] * count if count else None, failure=row.failure)
-
-
-def _lean(event: Event) -> Event:
-    if not isinstance(event, Computed):
-        return event
-    return Computed(msgspec.structs.replace(event.result, rows=[lean_row(row) for row in event.result.rows]), event.failed)
+    logprobs = row.logprobs if searched else None
+    return RowResult(row.request_id, row.token_ids, logprobs, [NO_LOGPROBS] * count if count else None, failure=row.failure)
 
 
 def read_log(path: Path) -> tuple[Began, Iterator[Event]]:

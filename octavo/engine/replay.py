@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from octavo.engine.beam_search import StopTexts
 from octavo.engine.build_scheduler import build_scheduler
-from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Pinned, Planned, lean_row
+from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Pinned, Planned, lean_rows
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.ports import Executor
@@ -33,11 +34,11 @@ class Replayed:
 
 
 class Replay:
-    """`executor`: what carries out the plans, if anything is to."""
+    """`executor`: what carries out the plans, if anything is to. `stop_texts`: as the recorded engine had them."""
 
-    def __init__(self, began: Began, executor: Executor | None = None) -> None:
+    def __init__(self, began: Began, executor: Executor | None = None, stop_texts: StopTexts | None = None) -> None:
         self.found = Replayed()
-        self._scheduler = scheduler_of(began)
+        self._scheduler = scheduler_of(began, stop_texts)
         self._executor = executor
         self._plan: StepPlan | None = None
         self._result: StepResult | None = None
@@ -101,22 +102,29 @@ class Replay:
         elif self._failure is not None:
             self.found.differences.append(f"step {self._plan.step}: it failed now: {self._failure}")
         elif self._result is not None:
-            self._compare(self._plan.step, then.result.rows, self._result.rows)
+            self._compare(self._plan, then.result.rows, self._result.rows)
         self._scheduler.update(self._plan, then.result)
         self.found.num_steps += 1
         self.found.num_tokens += sum(len(row.token_ids) for row in then.result.rows)
         self._plan = self._result = self._failure = None
 
-    def _compare(self, step: int, then: list[RowResult], now: list[RowResult]) -> None:
-        for old, new in zip(then, map(lean_row, now), strict=True):
+    def _compare(self, plan: StepPlan, then: list[RowResult], now: list[RowResult]) -> None:
+        for old, new in zip(then, lean_rows(plan, now), strict=True):
             if old != new:
-                self.found.differences.append(f"step {step}, request {old.request_id}: {_fields(old, new)}")
+                self.found.differences.append(f"step {plan.step}, request {old.request_id}: {_fields(old, new)}")
 
 
-def scheduler_of(began: Began) -> Scheduler:
+def scheduler_of(began: Began, stop_texts: StopTexts | None = None) -> Scheduler:
     """As it was when the recording began."""
-    sizes = {"block_size": began.block_size, "max_model_len": began.max_model_len}
-    return build_scheduler(began.scheduler, began.cache, began.groups, **sizes, tiers=began.tiers)
+    return build_scheduler(
+        began.scheduler,
+        began.cache,
+        began.groups,
+        block_size=began.block_size,
+        max_model_len=began.max_model_len,
+        tiers=began.tiers,
+        stop_texts=stop_texts,
+    )
 
 
 def _damaged(what: str) -> ConfigError:

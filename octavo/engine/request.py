@@ -5,12 +5,15 @@ One sample each: the front makes n of them where a user asks for n. Knows no tex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
+from octavo.engine.beam_search import BeamOutput, BeamSearch, StopTexts
 from octavo.engine.timings import Stopwatch
+from octavo.engine.token_row import TokenRow
 from octavo.outputs import FinishReason, Timings
 from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
@@ -61,6 +64,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     num_swaps: int = 0
     """Of the preemptions, those to host memory."""
     scheduled_ts: float | None = None
+    beams: list[BeamOutput] | None = None
+    """What a beam search has found, all at once with the finish_reason; it yields no tokens before."""
     timings: Timings | None = None
     """With the finish_reason, and wherever the front may end the request because of a text."""
 
@@ -78,11 +83,12 @@ class Finish(NamedTuple):
     error: str | None = None
 
 
-class Request:
+class Request(TokenRow):
     """Tokens, counts and state of one request; the scheduler is its only writer.
 
     `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each one that was sampled. `max_num_tokens` is the
-    most it may ever hold, by max_tokens, the context and the KV cache.
+    most it may ever hold, by max_tokens, the context and the KV cache. One with a `search` computes its prompt itself and then, in a row
+    for each, the beams; it is preempted, returns and ends with all of them.
     """
 
     __slots__ = (
@@ -91,28 +97,25 @@ class Request:
         "max_num_tokens",
         "min_num_tokens",
         "num_cached_tokens",
-        "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_swaps",
         "params",
         "prompt_logprobs",
-        "request_id",
         "scheduled_ts",
+        "search",
         "source",
         "status",
-        "token_ids",
         "watch",
     )
 
-    def __init__(self, source: EngineRequest, *, max_num_tokens: int) -> None:
+    def __init__(self, source: EngineRequest, *, max_num_tokens: int, stop_texts: StopTexts | None = None) -> None:
+        """`stop_texts`: of a beam search with stop strings."""
+        super().__init__(source.request_id, [*source.prompt_token_ids, *source.output_token_ids])
         params = source.params
         self.source = source
-        self.request_id = source.request_id
         self.params = params
-        self.token_ids = [*source.prompt_token_ids, *source.output_token_ids]
         self.num_prompt_tokens = len(source.prompt_token_ids)
-        self.num_computed_tokens = 0
         self.max_num_tokens = max_num_tokens
         if params.max_tokens is not None:
             self.max_num_tokens = min(max_num_tokens, self.num_prompt_tokens + params.max_tokens)
@@ -126,10 +129,31 @@ class Request:
         self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.search: BeamSearch | None = None
+        if params.beam_width is not None:
+            self.search = BeamSearch(
+                self.request_id,
+                params,
+                eos_token_ids=source.eos_token_ids,
+                num_prompt_tokens=self.num_prompt_tokens,
+                max_num_tokens=self.max_num_tokens,
+                stop_texts=stop_texts,
+            )
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+    def rows(self) -> Sequence[TokenRow]:
+        """What is computed of it."""
+        return self.search.beams if self.search is not None and self.search.beams else (self,)
+
+    @property
+    def num_seqs(self) -> int:
+        """Rows that it may come to have."""
+        return 1 if self.search is None else self.search.width
+
+    @property
+    def row_params(self) -> SamplingParams:
+        """How its rows are drawn."""
+        return self.params if self.search is None else self.search.row_params
 
     @property
     def num_output_tokens(self) -> int:
@@ -168,5 +192,7 @@ class Request:
         """Back to waiting, with nothing computed."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        if self.search is not None:
+            self.token_ids = self.search.fold(self.token_ids)
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()

@@ -2,8 +2,9 @@
 
 There is no prefill phase and no decode phase: every request has `num_computed_tokens` that catches up with `num_tokens`, under a budget
 of tokens a step and of requests at once. Owns the requests' tokens, counts and states. Reads no clock and measures nothing (time and
-rates are arguments), and sees neither text nor arrays. Who goes first (policy), who may start (admission, batching) and how blocks are
-given up (preemption) are collaborators. Source: continuous batching (Orca, Yu et al. 2022), chunked prefill (Sarathi, Agrawal et al. 2023).
+rates are arguments), and sees neither text nor arrays. Who goes first (policy), who may start (admission, batching) and how a request
+comes onto the device and off it (placement) are collaborators.
+Source: continuous batching (Orca, Yu et al. 2022), chunked prefill (Sarathi, Agrawal et al. 2023).
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import msgspec
 
 from octavo.engine.admission import HELD_BACK, NO_BLOCKS, NO_PROMPT, OK, READING, Admission, Answer, Verdict
 from octavo.engine.batching import Batching, Crowd, PromptStep
-from octavo.engine.block_manager import HERE, BlockManager, Grant, Nearer
+from octavo.engine.beam_search import BeamSearch, StopTexts
+from octavo.engine.block_manager import BlockManager, Grant
 from octavo.engine.draft import Draft
+from octavo.engine.placement import Placement
 from octavo.engine.policy import Policy
-from octavo.engine.preemption import Preemption
 from octavo.engine.rates import UNMEASURED, Rates
 from octavo.engine.request import EngineOutput, EngineRequest, Finish, Request, RequestStatus
 from octavo.engine.stats import EngineStats
 from octavo.engine.timings import Timekeeper
+from octavo.engine.token_row import TokenRow
 from octavo.outputs import Timings
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
 
@@ -57,8 +60,10 @@ class Scheduler:
         admission: Admission,
         policy: Policy,
         batching: Batching,
-        preemption: Preemption,
+        placement: Placement,
+        stop_texts: StopTexts | None = None,
     ) -> None:
+        """`stop_texts`: for beam searches with stop strings; those of other requests are found by the front."""
         self.blocks = blocks
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -67,8 +72,12 @@ class Scheduler:
         self._admission = admission
         self._policy = policy
         self._batching = batching
-        self._preemption = preemption
-        self._freed_rows: list[str] = []
+        self._placement = placement
+        self._stop_texts = stop_texts
+        self._num_seqs = 0
+        """Rows that the running have, or may come to have."""
+        self._owners: list[tuple[Request, TokenRow]] = []
+        """Of each row of the last plan."""
         self._outputs: list[EngineOutput] = []
         """Final outputs made between steps: refused and aborted requests."""
         self._swapped_out: list[Request] = []
@@ -108,18 +117,22 @@ class Scheduler:
 
     def add(self, source: EngineRequest) -> None:
         """Queues a request. One that can never fit gets its final output, an error, at the next update."""
-        request = Request(source, max_num_tokens=self._admission.limits.max_num_tokens)
+        width = source.params.beam_width
+        limits = self._admission.limits if width is None else self._admission.limits_of(self.blocks.capacity_of(width))
+        num_prompt_tokens = len(source.prompt_token_ids)
+        max_num_tokens = limits.max_num_tokens(num_prompt_tokens, width or 1)
+        request = Request(source, max_num_tokens=max_num_tokens, stop_texts=self._stop_texts)
         self._stats.num_added += 1
-        self._stats.num_added_tokens += request.num_prompt_tokens
+        self._stats.num_added_tokens += num_prompt_tokens
         self._times.arrived(request.watch)
-        answer = self._admission.judge(request.num_prompt_tokens)
+        answer = limits.judge(num_prompt_tokens, width)
         if answer.verdict is Verdict.NEVER:
             self._outputs.append(self._final_output(request, Finish("error", error=answer.reason)))
             return
         self._requests[request.request_id] = request
         self._wait(request)
         if request.fork_of is None:
-            self._read_ahead(request, at_once=True)
+            self._placement.read_ahead(request, self._num_seqs, at_once=True)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its blocks at once; an unknown one (it may have just finished) is left alone."""
@@ -156,14 +169,25 @@ class Scheduler:
             if draft.budget == 0:
                 break
             if request.status is RequestStatus.RUNNING:  # it may have been preempted for one before it
-                end = draft.end_of(request)
-                grant = self._make_room(request, end, draft)
-                if grant is not None:
-                    draft.add_row(request, end, grant)
+                self._compute(request, draft)
 
-    def _make_room(self, request: Request, end: int, draft: Draft) -> Grant | None:
+    def _compute(self, request: Request, draft: Draft) -> None:
+        """As many tokens of its rows as the budget has. A beam that has none waits for the others."""
+        for row in request.rows:
+            end = draft.end_of(row)
+            if end == row.num_computed_tokens:
+                continue
+            grant = self._make_room(request, row, end, draft)
+            if grant is None:
+                return
+            if not row.is_on_worker:
+                draft.add_new_row(request, row)
+                grant = Grant(self.blocks.block_ids(row.request_id), moves=grant.moves)
+            draft.add_row(request, row, end, grant)
+
+    def _make_room(self, request: Request, row: TokenRow, end: int, draft: Draft) -> Grant | None:
         """Blocks up to the token `end`, others preempted where they are missing; None where the request itself had to go."""
-        while (grant := self.blocks.grow(request.request_id, request.num_computed_tokens, end)) is None:
+        while (grant := self.blocks.grow(row.request_id, row.num_computed_tokens, end)) is None:
             victim = self._policy.victim(self.running)
             self._preempt(victim, draft)
             if victim is request:
@@ -173,12 +197,13 @@ class Scheduler:
     def _preempt(self, request: Request, draft: Draft) -> None:
         """Takes all of a request's blocks: swapped out, or to be computed again, first among the waiting."""
         self.running.remove(request)
+        self._num_seqs -= request.num_seqs
         request.num_preemptions += 1
         self._times.preempted(request.watch)
         draft.preempted = True
         draft.waits_for = NO_BLOCKS.reason
-        draft.drop_row(request)
-        moves = self._preemption.swap_out(request, draft.rates)
+        draft.drop_rows(request)
+        moves = self._placement.swap_out(request, draft.rates)
         if moves is None:
             self._start_over(request)
         else:
@@ -187,23 +212,14 @@ class Scheduler:
             draft.moves += moves
             draft.swapped_out.append(request)
             self._stats.num_swaps += 1
-        self._freed_rows.append(request.request_id)
         self._stats.num_preemptions += 1
 
     def _return_swapped(self, draft: Draft) -> None:
         for request in list(self._policy.ranked(self.swapped)):
-            if draft.budget == 0 or len(self.running) == self._limits.max_num_seqs:
+            if draft.budget == 0 or self._num_seqs + request.num_seqs > self._limits.max_num_seqs:
                 return
-            moves = self.blocks.swap_in(
-                request.request_id,
-                request.num_computed_tokens,
-                request.num_tokens,
-                reserve=self._admission.reserve(len(self.running)),
-                step_tokens=draft.budget,
-            )
-            if moves is None:
+            if not self._placement.swap_in(request, draft, num_running=self._num_seqs):
                 return
-            draft.moves += moves
             self.swapped.remove(request)
             self._run(request, draft)
 
@@ -217,9 +233,10 @@ class Scheduler:
         room = self._batching.room(self._crowd(draft.now))
         started: list[Request] = []
         for request in self._policy.order():
-            answer = self._start(request, draft, room - len(started))
+            answer = self._start(request, draft, room if started or self.running else min(room, 1) * self._limits.max_num_seqs)
             if answer is OK:
                 started.append(request)
+                room -= request.num_seqs
                 continue
             draft.waits_for = answer.reason
             if answer not in (NO_PROMPT, READING):
@@ -228,93 +245,31 @@ class Scheduler:
             self._leave(request)
 
     def _start(self, request: Request, draft: Draft, room: int) -> Answer:
-        """Runs it where it may: by itself, or sharing the blocks of the sample whose prompt it has."""
-        parent = self._parent_of(request)
-        if parent is not None and not self._has_prompt(parent):
-            return NO_PROMPT
-        nearer = HERE if parent is not None else self._read_ahead(request, at_once=not self.running)
-        draft.moves += nearer.moves
-        if nearer.is_waiting:
-            return READING
+        """Runs it where it may."""
         if request.num_preemptions:  # it is of the batch already
-            room = self._limits.max_num_seqs - len(self.running)
-        answer = self._admission.may_start(request.num_tokens, budget=draft.budget, room=room)
-        if answer is not OK:
-            return answer
-        grant = self._take_blocks(request, draft) if parent is None else self._fork(request, parent)
-        if grant is None:
-            return NO_BLOCKS
-        draft.moves += grant.moves
-        self._policy.started(request)
-        self._run(request, draft)
-        return OK
-
-    def _parent_of(self, request: Request) -> Request | None:
-        """Whose blocks the request is to share; None where it has none, or that one ended or no longer has what is to be shared."""
-        if request.fork_of is None or not self.blocks.shares_blocks:
-            return None
-        parent = self._requests.get(request.fork_of)
-        if parent is None or (parent.status is RequestStatus.WAITING and parent.num_preemptions):
-            return None
-        if self._has_prompt(parent) and not self.blocks.can_fork(parent.request_id, request.num_prompt_tokens - 1):
-            return None
-        return parent
-
-    def _has_prompt(self, parent: Request) -> bool:
-        """On the device, but for its last token. One that is swapped out is waited for."""
-        return parent.status is RequestStatus.RUNNING and parent.num_computed_tokens >= parent.num_prompt_tokens - 1
-
-    def _read_ahead(self, request: Request, *, at_once: bool) -> Nearer:
-        return self.blocks.read_ahead(
-            request.request_id,
-            request.token_ids,
-            salt=request.source.cache_salt,
-            max_cached_tokens=request.max_cached_tokens,
-            reserve=self._admission.reserve(len(self.running)),
-            at_once=at_once,
-        )
-
-    def _take_blocks(self, request: Request, draft: Draft) -> Grant | None:
-        start = self.blocks.start(
-            request.request_id,
-            request.token_ids,
-            salt=request.source.cache_salt,
-            max_cached_tokens=request.max_cached_tokens,
-            reserve=self._admission.reserve(len(self.running)),
-            step_tokens=draft.budget,
-        )
-        if start is None:
-            return None
-        request.num_computed_tokens = start.num_cached_tokens
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = start.num_cached_tokens
-        return Grant(moves=start.moves)
-
-    def _fork(self, request: Request, parent: Request) -> Grant | None:
-        """Shares the parent's prompt, of which the last token is computed again: its logits are wanted, and its block copied."""
-        num_computed = request.num_prompt_tokens - 1
-        self.blocks.fork(parent.request_id, request.request_id, num_computed)
-        grant = self.blocks.grow(request.request_id, num_computed, request.num_tokens)
-        if grant is None:
-            self.blocks.free(request.request_id)
-            return None
-        request.num_computed_tokens = request.num_cached_tokens = num_computed
-        return grant
+            room = self._limits.max_num_seqs - self._num_seqs
+        parent = None if request.fork_of is None else self._requests.get(request.fork_of)
+        answer = self._placement.start(request, parent, draft, room=room, num_running=self._num_seqs)
+        if answer is OK:
+            self._policy.started(request)
+            self._run(request, draft)
+        return answer
 
     def _run(self, request: Request, draft: Draft) -> None:
-        """To the running, with a new row on the worker and as many tokens as the budget has."""
+        """To the running; it has blocks for as many tokens as the budget has."""
         request.fork_of = None
         request.status = RequestStatus.RUNNING
         if request.scheduled_ts is None:
             request.scheduled_ts = draft.now
         self._times.runs(request.watch)
         self.running.append(request)
-        draft.add_new_row(request)
-        draft.add_row(request, draft.end_of(request), Grant(self.blocks.block_ids(request.request_id)))
+        self._num_seqs += request.num_seqs
+        self._compute(request, draft)
 
     def _finish_draft(self, draft: Draft) -> StepPlan:
-        plan = StepPlan(self._stats.num_steps, self._freed_rows, draft.new_rows, draft.moves, draft.rows, self.blocks.connector.end_step())
-        self._freed_rows, self._swapped_out = [], draft.swapped_out
+        freed_rows, connector = self._placement.take_freed_rows(), self.blocks.connector.end_step()
+        plan = StepPlan(self._stats.num_steps, freed_rows, draft.new_rows, draft.moves, draft.rows, connector)
+        self._owners, self._swapped_out = draft.owners, draft.swapped_out
         self._prompt_since = draft.now if draft.has_prompt else None
         self._stats.num_steps += 1
         self._times.planned(len(draft.rows), draft.waits_for if len(self._policy) else "")
@@ -324,7 +279,7 @@ class Scheduler:
         first = next(self._policy.order(), None)
         return Crowd(
             now,
-            num_running=len(self.running) + len(self.swapped),
+            num_running=self._num_seqs + sum(request.num_seqs for request in self.swapped),
             num_waiting=len(self._policy),
             arrival_time=now if first is None else first.source.arrival_time,
             last_prompt=self._last_prompt,
@@ -343,7 +298,7 @@ class Scheduler:
 
         The requests that were to be computed fail at `update`.
         """
-        self._freed_rows += plan.freed_rows
+        self._placement.free_again(plan.freed_rows)
         self.blocks.connector.step_failed()
         for request in self._swapped_out:
             if request.status is RequestStatus.SWAPPED:
@@ -352,7 +307,7 @@ class Scheduler:
 
     def _start_over(self, request: Request) -> None:
         """Back to the front of the waiting, with nothing computed."""
-        self.blocks.free(request.request_id)
+        self._placement.free(request)
         request.start_over()
         self._policy.stopped(request)
         self._wait(request, first=True)
@@ -365,9 +320,10 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         self.blocks.connector.step_done(result.connector)
         any_finished = False
-        for row, row_result in zip(plan.rows, result.rows, strict=True):
-            request = self._requests[row.request_id]
-            output = self._take(request, row, row_result)
+        for (request, row), scheduled, row_result in zip(self._owners, plan.rows, result.rows, strict=True):
+            if request.status is RequestStatus.FINISHED:  # one of its beams has failed
+                continue
+            output = self._take(request, row, scheduled, row_result)
             if output is not None:
                 outputs.append(output)
                 any_finished = any_finished or output.finish_reason is not None
@@ -376,17 +332,40 @@ class Scheduler:
         self._stats.busy_s += result.busy_s
         return outputs
 
-    def _take(self, request: Request, row: ScheduledRow, result: RowResult) -> EngineOutput | None:
+    def _take(self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult) -> EngineOutput | None:
         if result.failure is not None:
             return self._finish(request, Finish("error", error=result.failure))
         if result.prompt_logprobs:
-            request.take_prompt_logprobs(row.start + 1, result.prompt_logprobs)
-        request.num_computed_tokens = row.start + row.num_tokens
+            request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
+        row.num_computed_tokens = scheduled.start + scheduled.num_tokens
         if self._limits.keeps_kv:
-            self.blocks.record(request.request_id, request.token_ids, request.num_computed_tokens, salt=request.source.cache_salt)
-        elif row.samples:
-            request.num_computed_tokens = 0
-        return self._take_tokens(request, result) if row.samples else None
+            self.blocks.record(row.request_id, row.token_ids, row.num_computed_tokens, salt=request.source.cache_salt)
+        elif scheduled.samples:
+            row.num_computed_tokens = 0
+        if not scheduled.samples:
+            return None
+        if request.search is not None:
+            return self._take_candidates(request, request.search, row, result)
+        return self._take_tokens(request, result)
+
+    def _take_candidates(self, request: Request, search: BeamSearch, row: TokenRow, result: RowResult) -> EngineOutput | None:
+        """Once all beams have yielded theirs, the next ones branch off; once the search is done, all that it has found."""
+        rows = request.rows
+        if not search.take(rows, row, result):
+            return None
+        if request.watch.first_token is None:
+            self._times.yielded(request.watch)
+            self._stats.prompt_tokens += request.num_prompt_tokens
+        self._stats.generation_tokens += len(rows)
+        self._policy.took(request, len(rows))
+        self._placement.branch(rows, search.advance(rows))
+        if not search.is_done:
+            return None
+        best = search.best()
+        output = self._finish(request, Finish(best[0].finish_reason))
+        output.beams = best
+        self._describe_start(request, output)
+        return output
 
     def _take_tokens(self, request: Request, result: RowResult) -> EngineOutput:
         is_first = request.num_output_tokens == 0
@@ -425,10 +404,11 @@ class Scheduler:
             self._policy.stopped(request)
         if request.status is RequestStatus.SWAPPED:
             self.swapped.remove(request)
+        elif request.status is RequestStatus.RUNNING:
+            self._num_seqs -= request.num_seqs
         request.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
-        self.blocks.free(request.request_id, forget=finish.reason == "error")
-        self._freed_rows.append(request.request_id)
+        self._placement.free(request, forget=finish.reason == "error")
         return self._final_output(request, finish)
 
     def _final_output(self, request: Request, finish: Finish) -> EngineOutput:
@@ -453,7 +433,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """A snapshot."""
         stats = self._stats
-        stats.num_running = len(self.running)
+        stats.num_running = self._num_seqs
         stats.num_swapped = len(self.swapped)
         stats.num_waiting = len(self._policy)
         stats.num_blocks = self.blocks.num_blocks

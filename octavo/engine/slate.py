@@ -75,7 +75,7 @@ class Watched:
         return self._executor.progress
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._slate.begin([row.request_id for row in plan.rows])
+        self._slate.begin(list(dict.fromkeys(row.owner for row in plan.rows)))
         try:
             return self._executor.execute(plan)
         finally:

@@ -134,7 +134,7 @@ class SamplingRows:
 
     def num_top(self, num_logprobs: int) -> int:
         """-1 as users write it is the whole vocabulary."""
-        return self._vocab_size if num_logprobs == -1 else num_logprobs
+        return self._vocab_size if num_logprobs == -1 else min(num_logprobs, self._vocab_size)
 
     @property
     def has_extras(self) -> bool:

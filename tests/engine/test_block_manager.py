@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from octavo.engine.block_manager import BlockManager
+from octavo.engine.block_manager import NOTHING, BlockManager, SwappedRow
 from octavo.engine.block_pool import HOLE, BlockGroup
 from octavo.engine.prefix_cache import BlockKey, PrefixCache, extend_keys
 
@@ -35,6 +35,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.computed: dict[str, int] = {}
         self.contents: list[dict[tuple[int, int], int]] = [{}, {}]
         self.host: list[dict[tuple[int, int], int]] = [{}, {}]
+        self.families: list[list[str]] = []
         self.count = 0
 
     def compute(self, request_id: str, end: int) -> None:
@@ -95,29 +96,36 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.tokens[request_id], self.computed[request_id] = self.tokens[parent][:shared], shared
         return request_id
 
-    @rule(request_id=requests)
-    def swap_out(self, request_id):
-        if request_id not in self.blocks.tables:
-            return
-        before = self.blocks.block_ids(request_id)
-        moves = self.blocks.swap_out(request_id, self.computed[request_id])
+    @rule(rows=st.lists(requests, min_size=1, max_size=3, unique=True))
+    def swap_out(self, rows):
+        """Rows that leave together, as the beams of a search do: what they share is moved once."""
+        rows = [row for row in rows if row in self.blocks.tables]
+        before = [self.blocks.block_ids(row) for row in rows]
+        moves = self.blocks.swap_out({row: self.computed[row] for row in rows})
         if moves is None:
-            assert self.blocks.block_ids(request_id) == before, "all or nothing"
-        else:
+            assert [self.blocks.block_ids(row) for row in rows] == before, "all or nothing"
+        elif rows:
+            assert len({(move.group, move.source) for move in moves}) == len(moves)
             self.move(moves)
+            self.families.append(rows)
 
-    @rule(request_id=requests)
-    def swap_in(self, request_id):
-        if request_id not in self.blocks.host.tables:
-            return
-        moves = self.blocks.swap_in(request_id, self.computed[request_id], len(self.tokens[request_id]), reserve=0)
+    @precondition(lambda self: self.families)
+    @rule(which=st.integers(0, 100))
+    def swap_in(self, which):
+        rows = self.families[which % len(self.families)]
+        moves = self.blocks.swap_in([SwappedRow(row, self.computed[row], len(self.tokens[row])) for row in rows], reserve=0)
         if moves is None:
-            assert request_id in self.blocks.host.tables, "all or nothing"
+            assert set(rows) <= set(self.blocks.host.tables) and set(rows).isdisjoint(self.blocks.tables), "all or nothing"
         else:
+            self.families.remove(rows)
             self.move(moves)
+            for row in rows:
+                computed, num_tokens = self.computed[row], len(self.tokens[row])
+                assert computed == num_tokens or self.blocks.grow(row, computed, num_tokens) is NOTHING, "no shared block is to be written"
 
     @rule(request_id=consumes(requests), forget=st.booleans())
     def end(self, request_id, forget):
+        self.families = [rest for family in self.families if (rest := [row for row in family if row != request_id])]
         self.blocks.free(request_id, forget=forget)
         self.tokens.pop(request_id, None)
         self.computed.pop(request_id, None)
@@ -141,10 +149,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert used.isdisjoint(pool.free) and len(used) + len(pool.free) == NUM_BLOCKS
 
     @invariant()
-    def host_blocks_are_held_once(self):
+    def host_blocks_are_held_or_free(self):
         for group, free in enumerate(self.blocks.host._free):
             held = [block_id for tables in self.blocks.host.tables.values() for block_id in tables[group] if block_id != HOLE]
-            assert sorted([*held, *free]) == list(range(6))
+            assert sorted([*set(held), *free]) == list(range(6))
+            assert self.blocks.host._ref_counts[group] == Counter(held)
         assert set(self.blocks.host.tables).isdisjoint(self.blocks.tables)
 
     @invariant()
