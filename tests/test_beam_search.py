@@ -203,7 +203,8 @@ def test_what_can_never_fit_is_refused_by_name() -> None:
         pytest.raises(InvalidRequest, match=r"beam_width: got 9, allowed are at most 8 sequences at once \(max_num_seqs\)"),
     ):
         llm.generate([[5]], params)
-    with make_llm(backend="native", kv_layout="virtual", enable_prefix_caching=False) as llm, pytest.raises(InvalidRequest, match="beams share KV blocks"):
+    alone = {"kv_layout": "virtual", "enable_prefix_caching": False}
+    with make_llm(backend="native", **alone) as llm, pytest.raises(InvalidRequest, match="beams share KV blocks"):
         llm.generate([[5]], msgspec.structs.replace(params, beam_width=2))
     small = Setup("native", "llama", "fp32").llm_of_blocks(8, max_model_len=128)
     with small as llm, pytest.raises(InvalidRequest, match="too few for so many beams after a prompt of 100"):
