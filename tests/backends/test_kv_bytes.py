@@ -1,9 +1,11 @@
 """Whole KV blocks as bytes: what is read from one block and written to another is the same block, in every layer and group."""
 
+from mmap import PAGESIZE
+
 import numpy as np
 import pytest
 
-from octavo.backends.base import BackendOptions
+from octavo.backends.base import BackendOptions, OnDemandBackend
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
@@ -43,3 +45,47 @@ def test_native_refuses_a_block_that_is_not_there():
         kv.read_block(1, 2, np.empty(10, np.uint8))
     with pytest.raises(ValueError, match=r"a block has \d+ bytes, got an array of 10"):
         kv.write_block(1, 1, np.zeros(10, np.uint8))
+
+
+LARGE = CacheGroup("full", "full", 2, 2, 64, 64)
+"""A block of one head and layer is a page, in bf16."""
+
+
+@pytest.fixture
+def on_demand(backend):
+    if not isinstance(backend, OnDemandBackend):
+        pytest.skip("gives no memory on demand")
+    return backend
+
+
+def blocks_of(backend, kv, count: int) -> np.ndarray:
+    found = np.empty((count, backend.kv_layout(LARGE).block_bytes), np.uint8)
+    for block, into in enumerate(found):
+        kv.read_block(0, block, into)
+    return found
+
+
+def test_blocks_that_are_given_back_are_zeros_and_their_neighbours_stay(on_demand):
+    kv = on_demand.allocate_on_demand((LARGE,), [16])
+    for block in range(16):
+        kv.write_block(0, block, np.full(on_demand.kv_layout(LARGE).block_bytes, block + 1, np.uint8))
+    before = blocks_of(on_demand, kv, 16)
+    kv.give_back(0, 2, 8)
+    after = blocks_of(on_demand, kv, 16)
+    np.testing.assert_array_equal(after[[0, 1, *range(10, 16)]], before[[0, 1, *range(10, 16)]])
+    if all(piece % PAGESIZE == 0 for piece in on_demand.kv_pieces(LARGE)):
+        assert not after[2:10].any()
+    else:
+        assert {0, 3} <= set(np.unique(after[2:10])), "a page that reaches beyond the blocks stays"
+
+
+def test_pieces_make_up_a_block(on_demand):
+    for group in (*GROUPS, LARGE):
+        assert sum(on_demand.kv_pieces(group)) == on_demand.kv_layout(group).layer_bytes
+
+
+def test_native_refuses_to_give_back_blocks_that_are_not_there():
+    kv = NativeBackend(BackendOptions(kv_cache_dtype="fp32", num_threads=1)).allocate_on_demand(GROUPS, NUM_BLOCKS)
+    for first, count in ((3, 2), (0, 0), (-1, 2)):
+        with pytest.raises(ValueError, match=f"{count} blocks from {first} on of group 0 are not in the KV memory"):
+            kv.give_back(0, first, count)

@@ -41,6 +41,23 @@ def test_kv_utilisation(octavo, tiny, layout):
         assert 0 < kv["utilisation"] <= used / (blocks * 16), "whole pages"
 
 
+def test_what_the_textbook_compares(octavo, tiny):
+    """Each by its one option (docs/concepts/textbook.md); steps depend on nothing but the seed."""
+
+    def steps(*options: str) -> int:
+        sizes = ("--num-prompts=6", "--input-len=10", "--output-len=20", "--range-ratio=0.9", "--max-num-seqs=2", "--json")
+        ended = octavo("bench", "throughput", *tiny, *sizes, *options)
+        assert ended.code == 0, ended.err
+        return json.loads(ended.out)["num_steps"]
+
+    continuous, static = steps("--batching=continuous"), steps("--batching=static")
+    assert continuous < static < steps("--batching=none")
+    assert steps("--batching=dynamic", "--batch-window-ms=1") == static
+    assert steps("--no-kv-cache") == steps("--kv-layout=virtual", "--no-enable-prefix-caching") == continuous
+    whole = ("--no-enable-chunked-prefill",)
+    assert steps(*whole) == continuous < steps(*whole, "--scheduler-delay-factor=1000")
+
+
 def test_lengths_drawn_from_a_range(octavo, tiny):
     sizes = ("--num-prompts=8", "--input-len=20", "--output-len=10", "--range-ratio=0.5", "--json")
     first, second = (json.loads(octavo("bench", "throughput", *tiny, *sizes).out) for _ in range(2))
