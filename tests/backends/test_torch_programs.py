@@ -160,5 +160,5 @@ def test_what_it_cannot_run_it_refuses_by_name(op, message):
 
 
 def test_a_precision_of_the_cache_that_it_has_not():
-    with pytest.raises(BackendUnavailable, match="kv_cache_dtype: the torch backend has fp32, bf16, got int8"):
-        torch_backend(kv_cache_dtype="int8")
+    with pytest.raises(BackendUnavailable, match="kv_cache_dtype: the torch backend has fp32, bf16, int8, got int4"):
+        torch_backend(kv_cache_dtype="int4")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octavo.backends.torch.kv_cache import Stored
 from octavo.backends.torch.rows import RequestRows, rows_of
 from octavo.backends.torch.sdpa import attend
 from octavo.backends.torch.step import Made, Step
@@ -25,7 +26,7 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """One layer's attention of one step. `q [T, H, Dk]`; `k_cache [blocks + 1, 16, K, k_width]`, `v_cache` likewise.
+    """One layer's attention of one step. `q [T, H, Dk]`; `k` and `v` of the layer, as stored.
 
     The group's arrays are on the device: `block_tables [R, B] int32`, `context_lens [R] int32`, `positions [T] int32`; `rows` says the
     same of the requests on the host. `read` is set where keys and values are made of what is gathered (MLA).
@@ -33,8 +34,8 @@ class AttentionCall:
 
     op: ops.Attention | ops.MlaAttention
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    k: Stored
+    v: Stored
     block_tables: Tensor
     context_lens: Tensor
     positions: Tensor
@@ -65,7 +66,7 @@ class AttentionChoice(Protocol):
     for_graphs: bool
     """Whether it reads contexts' lengths on the device, so that a captured step costs no more than it has keys."""
 
-    def refusal(self, op: Op) -> str | None:
+    def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         """Why it cannot take such calls, in words; None where it can. Asked when a Program is prepared."""
         ...
 
@@ -80,7 +81,7 @@ class Sdpa:
     name = "sdpa"
     for_graphs = False
 
-    def refusal(self, op: Op) -> str | None:
+    def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         return None
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -102,8 +103,8 @@ def attention(op: ops.Attention, step: Step) -> Made:
     call = AttentionCall(
         op=op,
         q=q.view(len(q), op.num_heads, group.k_width),
-        k_cache=cache.k[op.layer],
-        v_cache=cache.v[op.layer],
+        k=cache.k.layer(op.layer),
+        v=cache.v.layer(op.layer),
         **_paging(step, at, full=op.mask == "full", window=op.window if op.mask == "window" else None),
         scale=op.scale,
         v_width=group.v_width,
@@ -129,8 +130,8 @@ def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
     call = AttentionCall(
         op=op,
         q=torch.cat([q_nope, q_rope], dim=-1),
-        k_cache=cache.k[op.layer],
-        v_cache=cache.v[op.layer],
+        k=cache.k.layer(op.layer),
+        v=cache.v.layer(op.layer),
         **_paging(step, at, full=False, window=None),
         scale=op.scale,
         v_width=op.latent_width if absorbed else op.v_width,

@@ -32,7 +32,7 @@ from octavo.quant.packed import PackedWeight
 MASKS = ("causal", "window", "full")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES_OF_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class TorchBackend:
@@ -56,10 +56,9 @@ class TorchBackend:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
 
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
-        fused = fuse(program)
-        self._check(fused)
-        once = _Once(load)
+        fused, once = fuse(program), _Once(load)
         self._dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, once.load)
+        self._check(fused)
         weights = self._load(fused, once.load)
         options = self.options
         engine = Engine(
@@ -161,7 +160,7 @@ class TorchBackend:
             raise _refused(program, f"attention with the mask {op.mask}")
         if isinstance(op, ops.Attention) and op.mask == "full" and self.options.batch_invariant and _writes(program, op.group):
             raise _refused(program, "attention to later tokens with batch_invariant")
-        if isinstance(op, ops.Attention | ops.MlaAttention) and (why := self._attention.refusal(op)):
+        if isinstance(op, ops.Attention | ops.MlaAttention) and (why := self._attention.refusal(op, self._kv_dtype(self._dtype))):
             raise _refused(program, f"attention with {self._attention.name}: {why}")
 
 

@@ -5,7 +5,7 @@ Knows whole blocks; what lies in them only attention and `KvWrite` know. Swapped
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,23 +16,69 @@ from torch import Tensor
 from octavo.backends.base import BLOCK_SIZE, KvLayout
 from octavo.program.program import CacheGroup
 
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """K or V of one layer or all: `numbers [(L,) blocks + 1, 16, K, width]`; int8 ones with `scales [(L,) blocks + 1, 16, K] bf16`."""
+
+    numbers: Tensor
+    scales: Tensor | None = None
+
+    def layer(self, layer: int) -> Stored:
+        return Stored(self.numbers[layer], None if self.scales is None else self.scales[layer])
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """`rows [T, K, width]` at slots of one layer."""
+        if self.scales is None:
+            self.numbers.flatten(0, 1).index_copy_(0, slots, rows.to(self.numbers.dtype))
+            return
+        codes, scales = as_int8(rows.float())
+        self.numbers.flatten(0, 1).index_copy_(0, slots, codes)
+        self.scales.flatten(0, 1).index_copy_(0, slots, scales)
+
+    def read(self, tables: Tensor) -> Tensor:
+        """Blocks of one layer `[N, B]` as they were stored: `[N, B * 16, K, width]`, int8 in fp32."""
+        numbers = self.numbers[tables].flatten(1, 2)
+        return numbers if self.scales is None else numbers.float() * self.scales[tables].flatten(1, 2)[..., None].float()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.numbers] if self.scales is None else [self.numbers, self.scales]
+
+
+def as_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of `rows [..., width] fp32`, as `reference.as_int8` has them."""
+    absmax = rows.abs().amax(dim=-1, keepdim=True) if rows.shape[-1] else rows.new_zeros(*rows.shape[:-1], 1)
+    scales = torch.where(absmax.isfinite(), absmax / 127, torch.nan).bfloat16()
+    wide = scales.float()
+    codes = torch.where(wide > 0, torch.round(rows / wide).clamp(-127, 127), 0.0)
+    return codes.to(torch.int8), scales[..., 0]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTensors:
-    """`k [L, blocks + 1, 16, K, k_width]`, `v [L, blocks + 1, 16, K, v_width]` of one cache group."""
+    """Of one cache group, all layers."""
 
-    k: Tensor
-    v: Tensor
+    k: Stored
+    v: Stored
 
     @property
     def num_blocks(self) -> int:
         """Those that are given out."""
-        return self.k.shape[1] - 1
+        return self.k.numbers.shape[1] - 1
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """`[L, blocks + 1, ...]` each: a block's bytes are theirs, in this order."""
+        return [*self.k.tensors, *self.v.tensors]
 
 
 def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
-    numbers = BLOCK_SIZE * group.num_kv_heads * (group.k_width + group.v_width)
-    return KvLayout(numbers * dtype.itemsize, group.num_layers, "bf16" if dtype == torch.bfloat16 else "fp32")
+    scale_bytes = 2 * torch.bfloat16.itemsize if dtype == torch.int8 else 0
+    head_bytes = (group.k_width + group.v_width) * dtype.itemsize + scale_bytes
+    return KvLayout(BLOCK_SIZE * group.num_kv_heads * head_bytes, group.num_layers, NAMES[dtype])
 
 
 class TorchKvCache:
@@ -49,36 +95,35 @@ class TorchKvCache:
         return [group.num_blocks for group in self.groups]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        for tensor in (self.groups[group].k, self.groups[group].v):
+        for tensor in self.groups[group].tensors:
             tensor[:, target] = tensor[:, source]
 
     def read_block(self, group: int, block_id: int, into: NDArray[np.uint8]) -> None:
         host = self._host[: len(into)]
-        for tensor, part in zip(self._block(group, block_id), self._parts(group, host), strict=True):
-            part.copy_(tensor.reshape(-1).view(torch.uint8))
+        for block, part in self._parts(group, block_id, host):
+            part.copy_(block.reshape(-1).view(torch.uint8))
         into[:] = host.numpy()
 
     def write_block(self, group: int, block_id: int, data: NDArray[np.uint8]) -> None:
         host = self._host[: len(data)]
         host.numpy()[:] = data
-        for tensor, part in zip(self._block(group, block_id), self._parts(group, host), strict=True):
-            tensor.copy_(part.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+        for block, part in self._parts(group, block_id, host):
+            block.copy_(part.to(block.device).view(block.dtype).view(block.shape))
 
-    def _block(self, group: int, block_id: int) -> tuple[Tensor, Tensor]:
-        """Views `[L, 16, K, width]`."""
-        tensors = self.groups[group]
-        return tensors.k[:, block_id], tensors.v[:, block_id]
-
-    def _parts(self, group: int, block: Tensor) -> tuple[Tensor, Tensor]:
-        """K's bytes and V's."""
-        k = self.groups[group].k
-        size = k[:, 0].numel() * k.itemsize
-        return block[:size], block[size:]
+    def _parts(self, group: int, block_id: int, host: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor's part of a block, and its bytes on the host."""
+        start = 0
+        for tensor in self.groups[group].tensors:
+            block = tensor[:, block_id]
+            yield block, host[start : start + block.nbytes]
+            start += block.nbytes
 
 
 def _group_tensors(group: CacheGroup, num_blocks: int, dtype: torch.dtype, device: torch.device) -> GroupTensors:
     shape = (group.num_layers, num_blocks + 1, BLOCK_SIZE, group.num_kv_heads)
-    return GroupTensors(
-        torch.zeros((*shape, group.k_width), dtype=dtype, device=device),
-        torch.zeros((*shape, group.v_width), dtype=dtype, device=device),
-    )
+
+    def stored(width: int) -> Stored:
+        scales = torch.zeros(shape, dtype=torch.bfloat16, device=device) if dtype == torch.int8 else None
+        return Stored(torch.zeros((*shape, width), dtype=dtype, device=device), scales)
+
+    return GroupTensors(stored(group.k_width), stored(group.v_width))

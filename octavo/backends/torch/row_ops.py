@@ -142,11 +142,9 @@ def kv_write(op: ops.KvWrite, step: Step) -> Made:
     tensors, slots = step.kv[at], step.inputs["slots"][at]
     num_heads = step.program.groups[at].num_kv_heads
     parts = [step.get(part).view(len(slots), num_heads, -1) for part in op.k_parts]
-    k = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    tensors.k[op.layer].flatten(0, 1).index_copy_(0, slots, k.to(tensors.k.dtype))
+    tensors.k.layer(op.layer).write(slots, parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
     if op.v is not None:
-        v = step.get(op.v).view(len(slots), num_heads, -1)
-        tensors.v[op.layer].flatten(0, 1).index_copy_(0, slots, v.to(tensors.v.dtype))
+        tensors.v.layer(op.layer).write(slots, step.get(op.v).view(len(slots), num_heads, -1))
     return ()
 
 

@@ -75,9 +75,7 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
 
 def _gather(call: AttentionCall, tables: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values `[N, n, K, width]` of `tables [N, B]`; zeros where `seen [N, n]` is False, for what lies there may be NaN."""
-    k, v = (cache[tables].flatten(1, 2) for cache in (call.k_cache, call.v_cache))
-    k = k.masked_fill(~seen[:, :, None, None], 0)
-    v = v.masked_fill(~seen[:, :, None, None], 0)
+    k, v = (stored.read(tables).masked_fill(~seen[:, :, None, None], 0) for stored in (call.k, call.v))
     return (k, v) if call.read is None else call.read(k, v)
 
 
