@@ -18,6 +18,7 @@ from octavo import LLM, SamplingParams
 from octavo.checkpoint.catalogue import resolve
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.stats import EngineStats
+from octavo.errors import InvalidRequest
 from tests.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 
 
@@ -49,6 +50,10 @@ PARAMS = [
     msgspec.structs.replace(given, max_tokens=24)
     for given in (SAMPLED, GREEDY, SamplingParams(n=3, temperature=1.2, seed=7, ignore_eos=True, logprobs=2), PENALISED, SAMPLED)
 ]
+
+
+BEAMS = [given if index in (0, 3) else SamplingParams(n=2, beam_width=3, max_tokens=24, logprobs=1) for index, given in enumerate(PARAMS)]
+"""Three searches beside two samples."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,8 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     return request.param
 
 
-def answers(llm: LLM) -> list[Any]:
-    return [fingerprint(output) for output in llm.generate(PROMPTS, PARAMS)]
+def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:
+    return [fingerprint(output) for output in llm.generate(PROMPTS, params)]
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +142,35 @@ def test_forked_is_plain(setup: Setup, plain: list[Any], layout: str, monkeypatc
     with setup.llm(kv_layout=layout, enable_prefix_caching=False) as llm:
         assert answers(llm) == plain
     assert len(forks) == (2 if layout == "paged" else 0)
+
+
+@pytest.fixture(scope="module")
+def plain_beams(setup: Setup) -> list[Any]:
+    """Each search by itself: its beams are what runs at once."""
+    with setup.llm(max_num_seqs=3, enable_prefix_caching=False) as llm:
+        return [fingerprint(llm.generate(prompt, params)[0]) for prompt, params in zip(PROMPTS, BEAMS, strict=True)]
+
+
+SHARING = [way for way, given in WAYS.items() if given.options.get("kv_cache", True) and "kv_layout" not in given.options]
+
+
+@pytest.mark.parametrize("way", [way for way in SHARING if way != "no batches"])
+def test_beams_are_plain(setup: Setup, plain_beams: list[Any], way: str, tmp_path: Path) -> None:
+    """Where requests may share blocks, and three sequences run at once; elsewhere beams are refused by name."""
+    given = WAYS[way]
+    options = {**given.options, "max_num_seqs": max(3, given.options.get("max_num_seqs", 8))}
+    if given.num_engines > 1:
+        options["prefix_cache_dir"] = str(tmp_path)
+    for _ in range(given.num_engines):
+        with setup.llm(**options) as llm:
+            for _ in range(given.num_rounds):
+                assert answers(llm, BEAMS) == plain_beams
+            stats = llm.get_metrics()
+    if "preemption_mode" in options:
+        assert given.evidence(stats), stats
+
+
+@pytest.mark.parametrize("way", ["contiguous", "no KV cache"])
+def test_beams_that_could_share_nothing_are_refused(setup: Setup, way: str) -> None:
+    with setup.llm(**WAYS[way].options) as llm, pytest.raises(InvalidRequest, match="beams share KV blocks, and here nobody does"):
+        llm.generate(PROMPTS[1], BEAMS[1])
