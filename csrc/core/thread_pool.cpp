@@ -35,10 +35,17 @@ bool spin_until(const Ready& ready) {
 
 ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
     gate_.value = kClosed;
-    for (int t = 1; t < num_threads_; t++) threads_.emplace_back([this, t] { serve(t); });
+    try {
+        for (int t = 1; t < num_threads_; t++) threads_.emplace_back([this, t] { serve(t); });
+    } catch (...) {  // the system gives no more threads; those that run must end before they are destroyed
+        stop();
+        throw;
+    }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
     stopping_ = true;
     epoch_.value.fetch_add(1, std::memory_order_release);
     epoch_.value.notify_all();

@@ -50,6 +50,7 @@ class ThreadPool {
 
     static constexpr int kClosed = 1 << 20;
 
+    void stop();
     void serve(int thread);
     bool enter();
     void walk_as(int thread);

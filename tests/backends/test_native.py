@@ -3,6 +3,8 @@
 Tolerances are stated with each op: a few units in the last place of fp32, wider where an exponential is involved.
 """
 
+import subprocess
+import sys
 from functools import cache
 
 import numpy as np
@@ -229,3 +231,26 @@ def test_a_step_larger_than_prepared_is_refused():
     case = chain()
     with pytest.raises(ValueError, match="a step of 311 tokens, prepared for 308"):
         case.run(case.native(None), 300, pad=11)
+
+
+MANY_THREADS = """
+import resource
+from octavo.backends.base import BackendOptions
+from octavo.backends.native.backend import NativeBackend
+from octavo.errors import BackendUnavailable
+
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20),) * 2)
+try:
+    NativeBackend(BackendOptions(num_threads=5000))
+except BackendUnavailable as error:
+    print(error)
+NativeBackend(BackendOptions(num_threads=2))
+"""
+
+
+def test_more_threads_than_the_system_gives():
+    """Those that were made have ended again."""
+    ended = subprocess.run([sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("the native backend does not start with 5000 threads: ")
+    assert ended.stdout.endswith("hint: give fewer --threads\n") and ended.stderr == ""

@@ -87,7 +87,12 @@ class NativeBackend:
         if level is not None and level not in supported:
             raise BackendUnavailable(f"instruction set level {level!r}: this machine runs {', '.join(supported)}")
         kernels = Path(native.__file__).parent
-        self._device = native.Device(options.num_threads or 1, str(kernels), level or supported[-1])
+        num_threads = options.num_threads or 1
+        try:
+            self._device = native.Device(num_threads, str(kernels), level or supported[-1])
+        except (RuntimeError, MemoryError) as error:
+            what = f"the native backend does not start with {num_threads} threads: {error}"
+            raise BackendUnavailable(what, hint="give fewer --threads") from None
         self.numerics = self.level
         self._computes_fp32 = options.dtype == "float32"
         self._fused: tuple[Program, Program] | None = None
