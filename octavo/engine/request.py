@@ -44,6 +44,8 @@ class EngineRequest(msgspec.Struct):
     """What an earlier core has sampled for it already."""
     resumed: bool = False
     """An earlier core knew it."""
+    one_token: bool = False
+    """It ends as if aborted once it has yielded one more token, where that is not its end anyway."""
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
@@ -181,7 +183,7 @@ class Request(TokenRow):
             return Finish("stop", None if token_id in self.source.eos_token_ids else token_id)
         if len(self.token_ids) >= self.max_num_tokens:
             return Finish("length")
-        return None
+        return Finish("abort") if self.source.one_token else None
 
     def swap_out(self) -> None:
         """Off the device, with all that is computed."""

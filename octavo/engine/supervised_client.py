@@ -38,10 +38,10 @@ class Unfinished:
     token_ids: list[int] = field(default_factory=list)
     aborted: bool = False
 
-    def again(self) -> EngineRequest:
+    def again(self, *, one_token: bool = False) -> EngineRequest:
         """As a core takes it that has never heard of it."""
-        told = {"output_token_ids": self.token_ids, "fork_of": None} if self.token_ids else {}
-        return msgspec.structs.replace(self.request, resumed=True, **told)
+        told = {"output_token_ids": list(self.token_ids), "fork_of": None} if self.token_ids else {}
+        return msgspec.structs.replace(self.request, resumed=True, one_token=one_token, **told)
 
 
 class Watch:
@@ -84,6 +84,8 @@ class SupervisedClient:
         self._lock = threading.Lock()
         """Held while a core is told something, and while it is replaced."""
         self._closing = False
+        self._trying = False
+        """The core is told of nobody but whoever is on trial."""
         self._num_sent = self._num_sent_tokens = 0
         self._stats = EngineStats()
         self._before: EngineStats | None = None
@@ -103,18 +105,18 @@ class SupervisedClient:
                 self._requests[request.request_id] = Unfinished(request)
                 self._num_sent_tokens += len(request.prompt_token_ids)
             self._num_sent += len(requests)
-            self._core.add(requests)
+            if not self._trying:
+                self._core.add(requests)
 
     def abort(self, request_ids: list[str]) -> None:
-        """One that is held back is let go first, so that the core can end it."""
+        """One that the core does not know is made known to it, so that it has its end from there."""
         with self._lock:
             for request_id in request_ids:
                 unfinished = self._requests.get(request_id)  # the thread that receives may end it at any moment
-                if unfinished is None:
+                if unfinished is None or unfinished.aborted:
                     continue
                 unfinished.aborted = True
-                if self._suspects.is_held(request_id):
-                    self._suspects.let_go(request_id)
+                if self._trying and request_id != self._suspects.on_trial:
                     self._core.add([unfinished.again()])
             self._core.abort(request_ids)
 
@@ -155,24 +157,35 @@ class SupervisedClient:
     def _take(self, step: CoreOutputs) -> CoreOutputs:
         for output in step.outputs:
             unfinished = self._requests.get(output.request_id)
-            if unfinished is None:
-                continue
-            unfinished.token_ids += output.token_ids
-            if output.finish_reason is not None:
-                del self._requests[output.request_id]
-                self._suspects.ended(output.request_id)
-            elif output.token_ids:
-                self._suspects.cleared(output.request_id)
-        self._release()
+            if unfinished is not None:
+                unfinished.token_ids += output.token_ids
+                self._note_end(unfinished, output)
         self._stats = step.stats if self._before is None else step.stats.after(self._before)
+        if self._trying:
+            self._go_on()
         return CoreOutputs(step.outputs, self._stats)
 
-    def _release(self) -> None:
-        """The next of those that are held back, if it is time for one."""
+    def _note_end(self, unfinished: Unfinished, output: EngineOutput) -> None:
+        """One that was to yield a token and has is cleared; nobody learns that it was ended for that."""
+        if output.finish_reason == "abort" and output.request_id == self._suspects.on_trial and not unfinished.aborted:
+            output.finish_reason = None
+            self._suspects.cleared(output.request_id)
+            assert self._before is not None, "nobody is on trial in the first core"
+            self._before.num_added -= 1  # the core will count it again
+            self._before.num_added_tokens -= len(unfinished.request.prompt_token_ids)
+        elif output.finish_reason is not None:
+            del self._requests[output.request_id]
+            self._suspects.ended(output.request_id)
+
+    def _go_on(self) -> None:
+        """With whoever is next on trial; once nobody is left, with all."""
         with self._lock:
-            request_id = self._suspects.next_on_trial()
-            if request_id is not None:
-                self._core.add([self._requests[request_id].again()])
+            name = self._suspects.next_on_trial()
+            if name is not None:
+                self._core.add([self._requests[name].again(one_token=True)])
+            elif not self._suspects.any:
+                self._trying = False
+                self._core.add([one.again() for one in self._requests.values() if not one.aborted])
 
     # -- a core that hangs --------------------------------------------------------------------------------------------------
 
@@ -193,12 +206,12 @@ class SupervisedClient:
             outputs += self._end_aborted()
             outputs += self._fail(guilty, f"{stalled}; this request is given up, the engine was replaced")
             self.trouble = f"{stalled}: another engine is being started"
-            self._before = self._counts_so_far()
+            self._stats = self._before = self._counts_so_far()
             self._core = self._start(self._before.num_restarts)
-            self._core.add([one.again() for name, one in self._requests.items() if not self._suspects.is_held(name)])
+            self._trying = True
         self._report(self.trouble)
         self._watch.rest()
-        self._release()
+        self._go_on()
         return CoreOutputs(outputs, self._before)
 
     def _fail(self, request_ids: Iterable[str], error: str) -> list[EngineOutput]:
