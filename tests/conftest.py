@@ -8,7 +8,7 @@ BACKENDS = ["reference", "native", "torch"]
 """Backends that the engine's own tests run on."""
 
 
-LONG_ON_TORCH = {"test_llm_faults.py"}
+LONG_ON_TORCH = {"test_llm_faults.py", "test_prefix_store.py", "test_beam_search.py", "test_best_of.py"}
 """Files whose tests on torch, which computes a batch-invariant step row by row, run in make test-all only."""
 
 
@@ -28,7 +28,8 @@ def pytest_collection_modifyitems(config, items):
 def backend_of(item):
     """That a test has as a parameter, by itself or within a setup; None where it has none."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return params.get("backend") or getattr(params.get("setup"), "backend", None)
+    setup = params.get("setup")
+    return params.get("backend") or (setup[0] if isinstance(setup, tuple) else getattr(setup, "backend", None))
 
 
 @pytest.fixture(params=BACKENDS, scope="session")

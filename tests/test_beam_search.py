@@ -64,7 +64,7 @@ def theirs(model: Any, prompt: list[int], params: SamplingParams) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_it_finds_what_transformers_finds(backend: str, family: str) -> None:
     """Windows of 24 tokens in gemma3_text. The scores are theirs to float32's rounding."""
@@ -150,7 +150,7 @@ def test_a_preempted_search_goes_on_as_it_would_have(setup: Setup, whole: list[A
     assert sum(output.metrics.num_preemptions for output in outputs) == stats.num_preemptions
 
 
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 def test_one_beam_is_greedy(backend: str) -> None:
     prompts = prompts_of(20, 7, 33)
     greedy = SamplingParams(temperature=0, max_tokens=25, stop_token_ids=STOPS, logprobs=3)

@@ -13,7 +13,7 @@ MANY = SamplingParams(n=6, temperature=1.3, seed=5, max_tokens=12, ignore_eos=Tr
 CHOSEN = msgspec.structs.replace(MANY, n=2, best_of=6)
 
 
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 def test_the_best_are_the_most_likely_of_all(backend: str) -> None:
     with make_llm(backend=backend) as llm:
         prompts = prompts_of(20, 7)

@@ -26,6 +26,8 @@ SETUPS = [
     *(("native", family, {"dtype": dtype}) for family in ("llama", "gemma3_text", "gpt2") for dtype in ("float32", "bfloat16")),
     ("native", "qwen3", {"quantization": "int8"}),
     ("native", "qwen3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    ("torch", "gemma3_text", {"dtype": "bfloat16"}),
+    ("torch", "deepseek_v3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
 ]
 
 PROMPTS = prompts_of(120, 130, 17, 200)

@@ -153,7 +153,7 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(caplog):
     assert "nothing is recorded any more: No space left on device" in caplog.text
 
 
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 def test_a_real_model(tmp_path, backend):
     """Requests with seeds of their own and without, samples, more than the KV cache holds: the same plans yield the same tokens."""
     from octavo.wiring import build_executor
