@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from octavo.llm import LLM, AsyncLLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -16,12 +16,13 @@ _HOMES = {
     "LLM": "octavo.llm",
     "AsyncLLM": "octavo.llm",
     "SamplingParams": "octavo.sampling_params",
+    "BeamSearchParams": "octavo.sampling_params",
     "RequestOutput": "octavo.outputs",
     "CompletionOutput": "octavo.outputs",
     "Logprob": "octavo.outputs",
 }
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -24,20 +23,12 @@ from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
 from octavo.outputs import Profile, RequestOutput
 from octavo.ports import Profiler, Tokenizer
-from octavo.progress import Bar
-from octavo.sampling_params import SamplingParams, params_for_each
+from octavo.progress import Bar, quiet, to_stderr
+from octavo.sampling_params import BeamSearchParams, SamplingParams, params_for_each
 from octavo.wiring import Front, Report, build_in_process, build_with_process
 
 Messages = Sequence[dict[str, Any]]
 """One conversation: [{"role": "user", "content": "..."}, ...]"""
-
-
-def _quiet(text: str) -> None:
-    """Reports nothing."""
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 class LLM:
@@ -46,7 +37,7 @@ class LLM:
     `LLM(model="smollm2").generate("Hello")`. Options are the fields of `octavo.config`; an unknown one is refused by name.
     """
 
-    def __init__(self, model: str | None = None, *, report: Report = _to_stderr, **options: Any) -> None:
+    def __init__(self, model: str | None = None, *, report: Report = to_stderr, **options: Any) -> None:
         """`report` is told what is being done while the model loads."""
         given = options if model is None else {"model": model, **options}
         self._front = build_in_process(EngineConfig.from_options(**given), report)
@@ -90,6 +81,10 @@ class LLM:
                 done[output.request_id] = output
                 bar.advance()
         return [done[request.request_id] for request in requests]
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **options: Any) -> list[RequestOutput]:
+        """The sequences that a search finds for each prompt, best first, with their scores. `options` are those of `generate`."""
+        return self.generate(prompts, params.sampling_params(), **options)
 
     def chat(
         self,
@@ -285,7 +280,7 @@ class AsyncLLM:
         self._reader: threading.Thread | None = None
 
     @staticmethod
-    def from_options(*, in_process: bool = False, report: Report = _quiet, **options: Any) -> AsyncLLM:
+    def from_options(*, in_process: bool = False, report: Report = quiet, **options: Any) -> AsyncLLM:
         """The core in a process of its own, or with `in_process` in a thread of this one."""
         build = build_in_process if in_process else build_with_process
         return AsyncLLM(build(EngineConfig.from_options(**options), report))

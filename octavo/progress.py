@@ -39,3 +39,11 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def quiet(text: str) -> None:
+    """Reports nothing."""
+
+
+def to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)

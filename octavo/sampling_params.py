@@ -92,7 +92,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     @property
     def num_samples(self) -> int:
-        """That are made."""
+        """That are made, each a request of the core; a beam search is one."""
+        if self.beam_width is not None:
+            return 1
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -209,6 +211,30 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         for name, value in (("n", self.n), ("best_of", self.num_samples)):
             _check(name, value, value == 1, "1 when the temperature is 0", hint="greedy samples are all alike; set temperature above 0")
         self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True):
+    """A beam search: what `LLM.beam_search` takes. All other ways of asking have the same fields in SamplingParams."""
+
+    beam_width: int
+    max_tokens: int | None
+    n: int | None = None
+    """How many of the best sequences are returned; None: beam_width."""
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """A search draws nothing; allowed are 0 and 1, which mean the same."""
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def sampling_params(self) -> SamplingParams:
+        fields = msgspec.structs.asdict(self)
+        return SamplingParams(**fields | {"n": self.beam_width if self.n is None else self.n})
 
 
 def _is_int(value: object) -> bool:

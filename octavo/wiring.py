@@ -42,6 +42,7 @@ from octavo.engine.input_processor import InputProcessor, ModelLimits
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder, check_writable
+from octavo.engine.stop_texts import LazyStopTexts, MakeStopTexts
 from octavo.errors import ConfigError, InvalidRequest, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs
@@ -131,7 +132,7 @@ def build_in_process(config: EngineConfig, report: Report) -> Front:
     """The core in this process: `LLM`, tests."""
     model = open_model(config)
     tokenizer = build_tokenizer(model)
-    core, info, worker = _build_core(model, report)
+    core, info, worker = build_core(model, report, LazyStopTexts(lambda: tokenizer))
     return replace(_front(model, InProcessClient(core, info), info, tokenizer), profiler=worker)
 
 
@@ -165,7 +166,9 @@ def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedCl
 
 def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[EngineCore, EngineInfo]:
     """What the core's own process calls."""
-    return build_core(open_model(EngineConfig.from_options(**options)), report)
+    model = open_model(EngineConfig.from_options(**options))
+    core, info, _ = build_core(model, report, LazyStopTexts(lambda: build_tokenizer(model)))
+    return core, info
 
 
 def open_model(config: EngineConfig) -> Model:
@@ -180,12 +183,7 @@ def _derived(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     return derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads(), backend=backend)
 
 
-def build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo]:
-    core, info, _ = _build_core(model, report)
-    return core, info
-
-
-def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, Worker]:
+def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple[EngineCore, EngineInfo, Worker]:
     """Weights packed, KV cache allocated, scheduler in front."""
     config = model.config
     if config.observe.record is not None:
@@ -214,7 +212,8 @@ def _build_core(model: Model, report: Report) -> tuple[EngineCore, EngineInfo, W
     host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
     tiers, tier_worker = _build_tiers(model, backend, layouts, program, report)
     worker = Worker(runnable, CacheEngine(kv, host, tier_worker, places), rows, close=backend.close)
-    scheduler = build_scheduler(config.scheduler, config.cache, groups, block_size=BLOCK_SIZE, max_model_len=max_model_len, tiers=tiers)
+    sizes = {"block_size": BLOCK_SIZE, "max_model_len": max_model_len}
+    scheduler = build_scheduler(config.scheduler, config.cache, groups, **sizes, tiers=tiers, stop_texts=stop_texts)
     info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
     log = _log(config, budget, groups, tiers)
     meter = KvMeter([layout.block_bytes for layout in layouts], max_model_len=max_model_len)
@@ -263,13 +262,20 @@ def _check_fits(model: Model, backend: Backend, program: Program, report: Report
     report(f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}")
 
 
+def stop_texts_of(began: Began, *, model: str | None) -> MakeStopTexts:
+    """As a recorded engine found stop strings; the model is looked at where a beam search has any."""
+    options = began.options | {"record": None} | ({"model": model} if model else {})
+    return LazyStopTexts(lambda: build_tokenizer(open_model(EngineConfig.from_options(**options))))
+
+
 def build_executor(began: Began, *, model: str | None, report: Report) -> Executor:
     """What carries out the plans of a recording: the recorded model, or another copy of it, in the recorded KV blocks."""
     if began.tiers is not None:
         what = "the recording is of an engine with a prefix cache off the device, whose blocks are not in it"
         raise ConfigError(f"{what}: its plans cannot be carried out", hint="replay it without --execute")
-    options = began.options | {"record": None, "kv_cache_memory_bytes": began.kv_bytes}
-    _, _, worker = _build_core(open_model(EngineConfig.from_options(**options | ({"model": model} if model else {}))), report)
+    options = began.options | {"record": None, "kv_cache_memory_bytes": began.kv_bytes} | ({"model": model} if model else {})
+    opened = open_model(EngineConfig.from_options(**options))
+    _, _, worker = build_core(opened, report, stop_texts_of(began, model=model))
     return worker
 
 

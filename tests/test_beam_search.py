@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import InvalidRequest
 from tests.llm_tools import GREEDY, SAMPLED, make_llm, prompts_of
 from tests.test_llm_equivalence import Setup
 from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import tiny_model_with_text
 
 torch.set_num_threads(1)
 
@@ -177,6 +179,54 @@ def test_logprobs_are_those_of_the_chosen_tokens() -> None:
             assert beam.cumulative_logprob == pytest.approx(
                 sum(step[token].logprob for token, step in zip(beam.token_ids, own, strict=True))
             )
+
+
+@pytest.mark.parametrize(("width", "penalty", "early"), [(3, 1.0, False), (4, 0.0, "never"), (2, 1.0, True)])
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_stop_strings_end_beams_as_transformers_has_it(backend: str, width: int, penalty: float, early: Any) -> None:
+    """Letters the search likes to write, so that the strings are met; where it ends decides which beams go on."""
+    path = tiny_model_with_text()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    params = BeamSearchParams(beam_width=width, max_tokens=20, length_penalty=penalty, early_stopping=early)
+    with make_llm(model_path=path, skip_tokenizer_init=False, backend=backend, dtype="float32") as llm:
+        prompts = ["Hello", "Beams of light"]
+        plain = llm.beam_search(prompts, params)
+        written = [
+            piece
+            for output in plain
+            for token in output.outputs[0].token_ids
+            if (piece := llm.get_tokenizer().token_bytes(token)).isascii()
+        ]
+        stops = sorted({piece.decode() for piece in written[::2] if piece.strip()})[:6]
+        found = llm.beam_search(prompts, msgspec.structs.replace(params, stop=stops))
+        kept = llm.beam_search(prompts, msgspec.structs.replace(params, stop=stops, include_stop_str_in_output=True))
+    ended = 0
+    for prompt, output, whole in zip(prompts, found, kept, strict=True):
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+        made = model.generate(
+            ids,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=penalty,
+            early_stopping=early,
+            max_new_tokens=20,
+            eos_token_id=2,
+            pad_token_id=0,
+            stop_strings=stops,
+            tokenizer=tokenizer,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        assert [beam.score for beam in output.outputs] == pytest.approx(made.sequences_scores.tolist(), abs=1e-4)
+        for beam, same, row in zip(output.outputs, whole.outputs, made.sequences.tolist(), strict=True):
+            assert beam.token_ids == same.token_ids == row[len(ids[0]) : len(ids[0]) + len(beam.token_ids)]
+            if isinstance(beam.stop_reason, str):
+                ended += 1
+                assert same.text.endswith(beam.stop_reason) and beam.text == same.text.removesuffix(beam.stop_reason)
+                assert not any(stop in beam.text for stop in stops)
+    assert ended
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,14 @@ def replay(
     """Repeat the exact step sequence of a recording (`--record FILE`). Exit code 1 where anything differs."""
     from octavo.engine.recorder import read_log
     from octavo.engine.replay import Replay
-    from octavo.wiring import build_executor
+    from octavo.wiring import build_executor, stop_texts_of
 
     if model is not None and not execute:
         raise ConfigError(f"model: got {model!r}, allowed only with --execute: the plans alone need none")
     began, events = read_log(file)
     executor = build_executor(began, model=model, report=lambda text: print(text, file=sys.stderr)) if execute else None
     try:
-        found = Replay(began, executor).run(events, max_differences=MAX_DIFFERENCES)
+        found = Replay(began, executor, stop_texts_of(began, model=model)).run(events, max_differences=MAX_DIFFERENCES)
     finally:
         if executor is not None:
             executor.close()

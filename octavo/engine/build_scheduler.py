@@ -12,7 +12,6 @@ from octavo.config.derive import tenant_weights
 from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.admission import Admission, PromptLimits
 from octavo.engine.batching import build_batching
-from octavo.engine.beam_search import StopTexts
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.block_pool import BlockGroup
 from octavo.engine.connector import TierConnector, Tiers
@@ -20,6 +19,7 @@ from octavo.engine.placement import Placement
 from octavo.engine.policy import Fair, FirstComeFirstServed, Policy, Priority
 from octavo.engine.preemption import Preemption
 from octavo.engine.scheduler import Scheduler, StepLimits
+from octavo.engine.stop_texts import MakeStopTexts
 
 
 def build_scheduler(
@@ -30,7 +30,7 @@ def build_scheduler(
     block_size: int,
     max_model_len: int,
     tiers: Tiers | None = None,
-    stop_texts: StopTexts | None = None,
+    stop_texts: MakeStopTexts | None = None,
 ) -> Scheduler:
     """`stop_texts`: for beam searches with stop strings, which the front alone cannot end."""
     blocks = BlockManager(

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.engine.beam_search import StopTexts
 from octavo.engine.build_scheduler import build_scheduler
 from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Pinned, Planned, lean_rows
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.stop_texts import MakeStopTexts
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.ports import Executor
 from octavo.step import RowResult, StepPlan, StepResult
@@ -36,7 +36,7 @@ class Replayed:
 class Replay:
     """`executor`: what carries out the plans, if anything is to. `stop_texts`: as the recorded engine had them."""
 
-    def __init__(self, began: Began, executor: Executor | None = None, stop_texts: StopTexts | None = None) -> None:
+    def __init__(self, began: Began, executor: Executor | None = None, stop_texts: MakeStopTexts | None = None) -> None:
         self.found = Replayed()
         self._scheduler = scheduler_of(began, stop_texts)
         self._executor = executor
@@ -114,7 +114,7 @@ class Replay:
                 self.found.differences.append(f"step {plan.step}, request {old.request_id}: {_fields(old, new)}")
 
 
-def scheduler_of(began: Began, stop_texts: StopTexts | None = None) -> Scheduler:
+def scheduler_of(began: Began, stop_texts: MakeStopTexts | None = None) -> Scheduler:
     """As it was when the recording began."""
     return build_scheduler(
         began.scheduler,

@@ -15,7 +15,7 @@ import msgspec
 
 from octavo.engine.admission import HELD_BACK, NO_BLOCKS, NO_PROMPT, OK, READING, Admission, Answer, Verdict
 from octavo.engine.batching import Batching, Crowd, PromptStep
-from octavo.engine.beam_search import BeamSearch, StopTexts
+from octavo.engine.beam_search import BeamSearch
 from octavo.engine.block_manager import BlockManager, Grant
 from octavo.engine.draft import Draft
 from octavo.engine.placement import Placement
@@ -23,6 +23,7 @@ from octavo.engine.policy import Policy
 from octavo.engine.rates import UNMEASURED, Rates
 from octavo.engine.request import EngineOutput, EngineRequest, Finish, Request, RequestStatus
 from octavo.engine.stats import EngineStats
+from octavo.engine.stop_texts import MakeStopTexts
 from octavo.engine.timings import Timekeeper
 from octavo.engine.token_row import TokenRow
 from octavo.outputs import Timings
@@ -61,7 +62,7 @@ class Scheduler:
         policy: Policy,
         batching: Batching,
         placement: Placement,
-        stop_texts: StopTexts | None = None,
+        stop_texts: MakeStopTexts | None = None,
     ) -> None:
         """`stop_texts`: for beam searches with stop strings; those of other requests are found by the front."""
         self.blocks = blocks
@@ -121,7 +122,8 @@ class Scheduler:
         limits = self._admission.limits if width is None else self._admission.limits_of(self.blocks.capacity_of(width))
         num_prompt_tokens = len(source.prompt_token_ids)
         max_num_tokens = limits.max_num_tokens(num_prompt_tokens, width or 1)
-        request = Request(source, max_num_tokens=max_num_tokens, stop_texts=self._stop_texts)
+        stop_texts = self._stop_texts(source.params) if self._stop_texts and width and source.params.stop_strings else None
+        request = Request(source, max_num_tokens=max_num_tokens, stop_texts=stop_texts)
         self._stats.num_added += 1
         self._stats.num_added_tokens += num_prompt_tokens
         self._times.arrived(request.watch)

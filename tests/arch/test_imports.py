@@ -94,6 +94,7 @@ def test_exported_names():
     assert set(octavo.__all__) == {
         "LLM",
         "AsyncLLM",
+        "BeamSearchParams",
         "CompletionOutput",
         "Logprob",
         "RequestOutput",

@@ -84,6 +84,28 @@ def test_the_best_of_several(client):
     assert answer.usage.completion_tokens == 5 * 24
 
 
+def test_a_beam_search(http):
+    """As vLLM's clients ask for one: n of as many beams; or with a width of their own. The best first, each with its score."""
+    body = {"model": "tiny", "prompt": "Hello", "use_beam_search": True, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    every = http.post("/v1/completions", json=body | {"n": 4, "length_penalty": 0.5, "early_stopping": "never"}).json()
+    scores = [choice["score"] for choice in every["choices"]]
+    assert [choice["index"] for choice in every["choices"]] == [0, 1, 2, 3] and scores == sorted(scores, reverse=True)
+    one = http.post(
+        "/v1/completions", json=body | {"beam_width": 4, "length_penalty": 0.5, "early_stopping": "never", "logprobs": 1}
+    ).json()
+    assert [choice["token_ids"] for choice in one["choices"]] == [every["choices"][0]["token_ids"]]
+    assert sum(one["choices"][0]["logprobs"]["token_logprobs"]) / 12**0.5 == pytest.approx(scores[0])
+    assert (
+        every["usage"]["completion_tokens"] == 4 * 12
+        and "score" not in http.post("/v1/completions", json={"prompt": "x"}).json()["choices"][0]
+    )
+    text = every["choices"][0]["text"]
+    stop = next(letter for letter in text if letter.isascii() and letter.strip())
+    stopped = http.post("/v1/completions", json=body | {"n": 4, "stop": stop}).json()
+    assert not any(stop in choice["text"] for choice in stopped["choices"])
+    assert any(choice["stop_reason"] == stop for choice in stopped["choices"])
+
+
 def test_cached_prompt_tokens_are_counted(client):
     prompt = "This prompt fills more than one block of sixteen tokens."
     complete(client, prompt)

@@ -94,7 +94,7 @@ class Answer(ABC):
 
 def whole_of(sample: CompletionOutput) -> Delta:
     """All of a sample at once."""
-    return Delta(sample.text, 0, sample.token_ids, sample.logprobs, sample.finish_reason, sample.stop_reason)
+    return Delta(sample.text, 0, sample.token_ids, sample.logprobs, sample.finish_reason, sample.stop_reason, score=sample.score)
 
 
 def timings_of(outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.UnsetType:

@@ -84,6 +84,8 @@ class ChatAnswer(Answer):
         self, index: int, new: Delta, *, message: ChatMessage | UnsetType = UNSET, delta: ChatMessage | UnsetType = UNSET
     ) -> ChatChoice:
         choice = ChatChoice(index, message, delta, self._logprobs(new), new.finish_reason, new.stop_reason)
+        if new.score is not None:
+            choice.score = new.score
         if self.returns_token_ids:
             choice.token_ids = new.token_ids
         return choice

@@ -91,6 +91,8 @@ class CompletionAnswer(Answer):
             delta.finish_reason,
             delta.stop_reason,
         )
+        if delta.score is not None:
+            choice.score = delta.score
         if self.returns_token_ids:
             choice.token_ids = delta.token_ids
         if delta.is_first and self.returns_token_ids:

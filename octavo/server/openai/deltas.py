@@ -18,6 +18,7 @@ class Delta:
     finish_reason: str | None
     stop_reason: int | str | None
     is_first: bool = True
+    score: float | None = None
 
 
 @dataclass(slots=True)

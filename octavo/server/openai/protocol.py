@@ -5,7 +5,7 @@ Names are OpenAI's, and vLLM's where OpenAI has none. Knows nothing of the engin
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -37,8 +37,8 @@ class SamplingBody(Body):
     """What all ways of asking for text have in common. None: not given."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"audio", "echo", "function_call", "functions", "length_penalty", "modalities", "parallel_tool_calls", "prediction"}
-        | {"reasoning_effort", "store", "structured_outputs", "truncate_prompt_tokens", "use_beam_search", "web_search_options"}
+        {"audio", "echo", "function_call", "functions", "modalities", "parallel_tool_calls", "prediction"}
+        | {"reasoning_effort", "store", "structured_outputs", "truncate_prompt_tokens", "web_search_options"}
     )
 
     model: Annotated[str | None, Field(description="the name of a model")] = None
@@ -64,6 +64,10 @@ class SamplingBody(Body):
     logit_bias: Annotated[dict[str, float] | None, Field(description="an object of token ids and numbers")] = None
     allowed_token_ids: TokenIds = None
     bad_words: Annotated[list[str] | None, Field(description="a list of texts")] = None
+    use_beam_search: Annotated[bool | None, Field(description="true or false")] = None
+    beam_width: Annotated[int | None, Field(description="a whole number; without it a beam search has n beams")] = None
+    length_penalty: Number = None
+    early_stopping: Annotated[bool | Literal["never"] | None, Field(description='true, false or "never"')] = None
     cache_salt: Annotated[str | None, Field(description="a text")] = None
     request_id: Annotated[str | None, Field(min_length=1, max_length=200, description="a text of 1 to 200 characters")] = None
     stream: bool | None = None
@@ -180,6 +184,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    score: float | msgspec.UnsetType = msgspec.UNSET
+    """Of a beam search."""
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -210,6 +216,8 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    score: float | msgspec.UnsetType = msgspec.UNSET
+    """Of a beam search."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
