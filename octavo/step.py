@@ -154,7 +154,9 @@ class ConnectorStats(msgspec.Struct):
     """Of a connector's scheduler half: gauges of this moment, then counts of blocks since the start."""
 
     num_slots: int = 0
+    """For each cache group."""
     num_used_slots: int = 0
+    """Of all groups."""
     num_stored_blocks: int = 0
     """Behind the slots, of this model."""
     stored: StoredBytes = StoredBytes()

@@ -89,7 +89,7 @@ def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
         "hit_tokens_off_device": stats.external_hit_tokens,
         "device": [msgspec.structs.asdict(group) for group in stats.groups],
         "host": {
-            "slots": connector.num_slots,
+            "slots": connector.num_slots * len(stats.groups),
             "slots_used": connector.num_used_slots,
             "blocks_saved": connector.num_saved,
             "blocks_loaded": connector.num_loaded,

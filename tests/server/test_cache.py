@@ -1,5 +1,8 @@
 """The prefix cache over HTTP: a system prompt that is pinned is found by the next server, and what is found is counted."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import httpx
 import pytest
 
@@ -79,6 +82,31 @@ def test_who_shares_blocks_is_told(server, http):
             assert device["num_shared"] == 4 == server.metric("kv_blocks_shared") and device["window"] is None
             assert device["num_references"] == device["num_held"] + 7 * 4 and device["num_named"] >= 4
             assert server.metric("kv_block_references") > server.metric("kv_blocks_held") > server.metric("kv_blocks_shared")
+
+
+def test_two_servers_on_one_directory(tmp_path):
+    """Both write and remove all the time, in a directory that holds a fraction of what they use; what they answer is the same."""
+    options = (
+        f"--prefix-cache-dir={tmp_path}",
+        "--prefix-cache-size=400KiB",
+        "--kv-offloading-size=200KiB",
+        "--kv-cache-memory-bytes=400KiB",
+    )
+    servers = [LiveServer(str(tiny_model_with_text()), *options) for _ in range(2)]
+    prompts = [f"{index % 13}: {SYSTEM} {index}" for index in range(26)]
+    with ThreadPoolExecutor(16) as pool, servers[0].http() as one, servers[1].http() as other:
+        first = [list(pool.map(partial(text_of, http), prompts)) for http in (one, other)]
+        again = pool.map(text_of, [one, other] * len(prompts), [prompt for prompt in prompts[::-1] for _ in range(2)])
+        assert list(again) == [text for text in first[0][::-1] for _ in range(2)] and first[0] == first[1]
+        disks = [http.get("/v1/cache").json()["disk"] for http in (one, other)]
+    assert [server.stop() for server in servers] == [0, 0]
+    assert sum(disk["blocks_read"] for disk in disks) > 0
+    assert all(disk["damaged_files"] == disk["write_errors"] == 0 for disk in disks)
+
+
+def text_of(http: httpx.Client, prompt: str) -> str:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return http.post("/v1/completions", json=body).json()["choices"][0]["text"]
 
 
 def test_resetting(http):
