@@ -15,6 +15,8 @@ from octavo.config.sizes import parse_bytes, parse_count
 from octavo.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
+MAX_COUNT = (1 << 31) - 1
+"""Of requests, tokens, threads: arrays of them have 32-bit indices."""
 
 
 def option(default: Any, text: str, *, unit: Literal["bytes", "count"] | None = None, low: float | None = None) -> Any:
@@ -217,6 +219,8 @@ def convert(spec: OptionField, value: Any) -> Any:
         value = float(value)
     if not _fits(spec, value):
         raise ConfigError(f"{name}: got {value!r}, allowed is {_allowed(spec)}")
+    if type(value) is int and unit != "bytes" and spec.entry.metadata["low"] is not None and value > MAX_COUNT:
+        raise ConfigError(f"{name}: got {value}, allowed is at most {MAX_COUNT:,}")
     return value
 
 

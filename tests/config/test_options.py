@@ -41,6 +41,7 @@ def test_flat_options_find_their_sections():
         ({"threads": 0}, "threads: got 0, allowed is a whole number of at least 1"),
         ({"threads": "two"}, "threads: got 'two', allowed is a whole number of at least 1"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching: got 1, allowed is True or False"),
+        ({"max_num_seqs": 1 << 31}, "max_num_seqs: got 2147483648, allowed is at most 2,147,483,647"),
         ({"model": None}, "model: got None, allowed is a text"),
     ],
 )
