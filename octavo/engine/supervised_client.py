@@ -194,7 +194,7 @@ class SupervisedClient:
         with self._lock:
             if self._closing:
                 return None
-            hung = self._core.slate.read()
+            hung = [name for name in self._core.slate.read() if name in self._requests]
             last = self._core.kill()
         outputs = [output for step in last for output in self._take(step).outputs]
         with self._lock:
