@@ -40,7 +40,7 @@ OutputLen = Annotated[int | None, typer.Option(help="Tokens of a synthetic answe
 Goodput = Annotated[
     list[str] | None, typer.Option(help="Limits in ms for requests that count: ttft:500 tpot:50 e2el:2000.", metavar="LIMIT")
 ]
-MoreGoodput = Annotated[list[str] | None, typer.Argument(help="More limits of --goodput.", metavar="[LIMIT]...", show_default=False)]
+MoreGoodput = Annotated[list[str] | None, typer.Argument(help="More limits of --goodput.", metavar="LIMIT", show_default=False)]
 Seed = Annotated[int, typer.Option(help="Seed of the prompts and of Poisson's moments.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -11,14 +11,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDead
 
 END_S = 20.0
 
 
 @contextmanager
 def own_server(options: Mapping[str, Any]) -> Iterator[str]:
-    """Its URL, once it serves; what it says goes to stderr. `options` are the engine's, by their flat names."""
+    """Its URL, once it serves; what it says goes to stderr. EngineDead where it ends by itself.
+
+    `options` are the engine's, by their flat names.
+    """
     arguments = ["serve", "--port=0", *(flag for name, value in options.items() for flag in _flags(name, value))]
     environment = {name: value for name, value in os.environ.items() if name != "OCTAVO_API_KEY"}
     process = subprocess.Popen(
@@ -29,6 +32,9 @@ def own_server(options: Mapping[str, Any]) -> Iterator[str]:
     )
     try:
         yield _url(process)
+        if (code := process.poll()) is not None:
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            raise EngineDead(f"the server ended before the benchmark did ({how})")
     finally:
         process.terminate()
         try:

@@ -2,11 +2,13 @@
 
 import json
 import socket
+import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from octavo.cli import load, own_server
 from octavo.cli.serve_figures import Outcome, figures, parse_goodput
 from octavo.cli.stream_client import Streamed, Usage
 from octavo.cli.traffic import Ask
@@ -115,6 +117,27 @@ STREAMS = {
     2: b'data: {"error": {"message": "broken"}}\n\n',
     3: b'data: {"choices": [{"text": "a"}]}\n\n',
 }
+
+
+def test_an_own_server_that_ends(octavo, tiny, monkeypatch):
+    """Its figures would mean nothing."""
+    started = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    def run_load(_):
+        started[0].kill()
+        started[0].wait()
+        return "tiny", [], 1.0
+
+    monkeypatch.setattr(own_server.subprocess, "Popen", Noted)
+    monkeypatch.setattr(load, "run_load", run_load)
+    ended = octavo("bench", "serve", *tiny, "--num-requests=1")
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.message[-1] == "octavo: the server ended before the benchmark did (killed by signal 9)"
 
 
 class Misbehaving(BaseHTTPRequestHandler):
