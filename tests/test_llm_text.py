@@ -151,3 +151,16 @@ def test_once_packed_the_models_file_is_let_go():
     with LLM(str(path), max_model_len=64, kv_cache_memory_bytes="4MiB", report=lambda text: None):
         gc.collect()
         assert path.name not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("ask", ["generate", "chat", "salt", "bad_words"])
+def test_what_is_no_unicode_is_refused(llm, ask):
+    text = "a\udcffb"
+    asked = {
+        "generate": lambda: llm.generate(text),
+        "chat": lambda: llm.chat([{"role": "user", "content": text}]),
+        "salt": lambda: llm.generate({"prompt": "a", "cache_salt": text}),
+        "bad_words": lambda: llm.generate("a", SamplingParams(bad_words=[text])),
+    }
+    with pytest.raises(InvalidRequest, match=r"got '\\udcff' as character 1, allowed is Unicode text"):
+        asked[ask]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -34,6 +35,9 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """The console script. Ends the process with the command's exit code."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a terminal cannot show, or what is no text, is no reason to end
     command = typer.main.get_command(build_app())
     sys.exit(exit_code_of(lambda: command(sys.argv[1:] or ["--help"], prog_name="octavo", standalone_mode=False)))
 

@@ -19,6 +19,7 @@ from octavo.engine.request import EngineRequest
 from octavo.errors import ContextTooLong, InvalidRequest
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
+from octavo.text.unicode import check_unicode
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished."""
@@ -143,6 +144,7 @@ class InputProcessor:
         salt = prompt.get("cache_salt") or ""
         if not isinstance(salt, str):
             raise InvalidRequest(f"cache_salt: got {salt!r}, allowed is a text", param="cache_salt")
+        check_unicode(salt, "cache_salt")
         return salt, prompt[given[0]]
 
     def _check_prompt(self, token_ids: list[int]) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models
 
+from octavo.text.unicode import check_unicode
+
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
@@ -39,6 +41,7 @@ class SpecialText:
 
     def find(self, text: str) -> list[Spelled]:
         """Every special token that the text spells, in order."""
+        check_unicode(text)
         found = self._finder.encode(text, add_special_tokens=False)
         return [Spelled(self._ids[i], start, stop) for i, (start, stop) in zip(found.ids, found.offsets, strict=True)]
 

@@ -19,6 +19,7 @@ from octavo.ports import TokenizerSource
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.special_text import SpecialText
 from octavo.text.token_bytes import TokenBytes
+from octavo.text.unicode import check_unicode
 from octavo.text.vocabulary import build_tokenizer
 
 
@@ -65,6 +66,7 @@ class TextTokenizer:
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False) -> list[int]:
+        check_unicode(text)
         if self._space_prefix:
             text = self._with_space(text, after_special=allow_special_text)
         ids = self._encode(text, add_special_tokens=add_special_tokens, allow_special_text=allow_special_text)

@@ -56,4 +56,4 @@ def process(*arguments: str, **options) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-m", "octavo.cli.main", *map(str, arguments)]
-    return subprocess.Popen(command, text=True, env=environment, **{**pipes, **options})
+    return subprocess.Popen(command, **{"text": True, "env": environment} | pipes | options)

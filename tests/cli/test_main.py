@@ -1,5 +1,6 @@
 """The command itself: help, version, flags made of config fields, lean imports, exit codes."""
 
+import os
 import re
 import signal
 import subprocess
@@ -100,3 +101,15 @@ def test_no_memory_is_one_message(capsys):
 
     assert exit_code_of(command) == 2
     assert capsys.readouterr().err.startswith("octavo: not enough memory\nhint: free memory, or ")
+
+
+def test_bytes_that_are_no_text_are_no_traceback(tiny):
+    """Read, they are replaced; in an argument they are refused; what a terminal cannot show is replaced."""
+    running = process(
+        "run", "-", *tiny, "--max-tokens=20", text=False, env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "ascii"}
+    )
+    _, err = running.communicate(b"a\xff")
+    assert running.returncode == 0 and b"Traceback" not in err
+    running = process("run", "\udcff", *tiny)
+    _, err = running.communicate()
+    assert running.returncode == 2 and "allowed is Unicode text\nhint: write the text in UTF-8" in err
