@@ -159,7 +159,8 @@ class SupervisedClient:
             unfinished = self._requests.get(output.request_id)
             if unfinished is not None:
                 unfinished.token_ids += output.token_ids
-                self._note_end(unfinished, output)
+                if output.finish_reason is not None:
+                    self._note_end(unfinished, output)
         self._stats = step.stats if self._before is None else step.stats.after(self._before)
         if self._trying:
             self._go_on()
@@ -173,7 +174,7 @@ class SupervisedClient:
             assert self._before is not None, "nobody is on trial in the first core"
             self._before.num_added -= 1  # the core will count it again
             self._before.num_added_tokens -= len(unfinished.request.prompt_token_ids)
-        elif output.finish_reason is not None:
+        else:
             del self._requests[output.request_id]
             self._suspects.ended(output.request_id)
 

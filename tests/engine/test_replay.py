@@ -10,7 +10,7 @@ from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.block_pool import BlockGroup
 from octavo.engine.build_scheduler import build_scheduler
 from octavo.engine.core import EngineCore
-from octavo.engine.recorder import FORMAT, Began, Computed, Planned, Recorder, read_log
+from octavo.engine.recorder import FORMAT, Began, Computed, GivenUp, Planned, Recorder, read_log
 from octavo.engine.replay import Replay
 from octavo.errors import ConfigError
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
@@ -88,6 +88,21 @@ def test_blocks_that_left_the_device_are_in_the_plans_too(tmp_path):
         assert Replay(began).run(events).differences == []
     stats = core.scheduler.stats().connector
     assert stats.num_fetched > 0 and stats.num_kept > 0
+
+
+def test_who_was_given_up_is_recorded(tmp_path):
+    core = recorded_core(tmp_path / "log", FakeExecutor(windows=[None, 40]), MovingClock())
+    for name in "abcdefg":
+        core.add(make_request(name, [1] * 30))
+    core.step()
+    core._log.write(GivenUp("g", "nobody starts it"))
+    core.scheduler.fail("g", "nobody starts it")
+    while core.has_work:
+        core.step()
+    core.close()
+    began, events = read_log(tmp_path / "log")
+    found = Replay(began).run(events)
+    assert found.differences == [] and (found.num_requests, found.num_tokens) == (7, 6 * 8)
 
 
 def test_measured_times_are_recorded(tmp_path):
