@@ -11,7 +11,7 @@ from tests.server.live import LiveServer
 from tests.tiny_tokenizer import tiny_model_with_text
 
 FOLDER = Path(__file__).parent.parent / "examples"
-OFFLINE = ("generate.py", "chat.py", "many_at_once.py")
+OFFLINE = ("generate.py", "chat.py", "many_at_once.py", "beam_search.py")
 ONLINE = {"openai_client.py": "/v1", "jobs.py": ""}
 
 

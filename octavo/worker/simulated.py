@@ -9,13 +9,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 SMOLLM2_ON_2_CORES = ((1, 0.0084), (8, 0.020), (32, 0.039), (128, 0.090), (256, 0.150), (512, 0.315), (2048, 1.36))
 """(tokens in the step, seconds): SmolLM2-135M-Instruct in 4 bits, 2 cores of a Xeon with AMX, November 2026."""
 
 TOKEN = 7
 """What every row yields."""
+
+
+LIKELY = TokenLogprobs([TOKEN, *range(TOKEN, TOKEN + 64)], [-1.0, *(-1.0 - i for i in range(64))], [1, *range(1, 65)])
+"""What a beam search chooses from."""
 
 
 @dataclass(slots=True)
@@ -57,7 +61,7 @@ class SimulatedExecutor:
         moved_s = self.costs.move_s * len(plan.moves)
         busy_s = moved_s + self._compute_s(plan.rows)
         self.clock.now += busy_s
-        results = [RowResult(row.request_id, [TOKEN]) if row.samples else RowResult(row.request_id) for row in plan.rows]
+        results = [_result(row) for row in plan.rows]
         return StepResult(plan.step, results, busy_s, moved_s)
 
     @property
@@ -76,3 +80,9 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _result(row: ScheduledRow) -> RowResult:
+    if not row.samples:
+        return RowResult(row.request_id)
+    return RowResult(row.request_id, [TOKEN], [LIKELY] if row.search_of else None)

@@ -28,6 +28,18 @@ def pseudo_token(history: list[int], sample_index: int = 0) -> int:
     return value % VOCAB
 
 
+NUM_LIKELY = 10
+"""Tokens that a beam search finds with a logprob."""
+
+
+def pseudo_logprobs(history: list[int]) -> TokenLogprobs:
+    """As a worker gives them: the best token, then all of the likely ones, best first."""
+    base = pseudo_token(history)
+    ranked = sorted((-0.05 - (base * (token + 3) % 89) / 40 - token / 1000, token) for token in range(NUM_LIKELY))[::-1]
+    ranked = [ranked[0], *ranked]
+    return TokenLogprobs([token for _, token in ranked], [logprob for logprob, _ in ranked], [1, *range(1, NUM_LIKELY + 1)])
+
+
 @dataclass
 class FakeRow:
     tokens: list[int]
@@ -99,6 +111,10 @@ class FakeExecutor:
             first = 0 if window is None else max(0, row.start - window + 1)
             seen = [kv[table[position // BLOCK], position % BLOCK] for position in range(first, end)]
             assert seen == state.tokens[first:end], "the KV blocks hold other tokens than the request"
+        if row.search_of:
+            logprobs = pseudo_logprobs(state.tokens[:end])
+            state.tokens.append(logprobs.token_ids[0])
+            return RowResult(row.request_id, logprobs.token_ids[:1], [logprobs], prompt_logprobs)
         token = pseudo_token(state.tokens[:end], state.sample_index)
         state.tokens.append(token)
         return RowResult(row.request_id, [token], prompt_logprobs=prompt_logprobs)

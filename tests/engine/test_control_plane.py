@@ -1,9 +1,9 @@
 """BlockManager and Scheduler together under a hypothesis state machine, with a pseudo-model whose tokens depend on every KV entry.
 
-Requests of a small alphabet (so that prefixes meet) come, fork, are stepped, preempted, swapped, aborted and failed by the device, in a
-cache that is far too small for them, under every policy; a group with a window stands beside one without. Blocks go to slots of host
-memory and on to a disk, which is slow, small, loses and damages blocks, refuses them, and is shared with another engine; prompts are pinned
-there; the engine crashes and comes back.
+Requests of a small alphabet (so that prefixes meet) come, fork, search with beams, are stepped, preempted, swapped, aborted and failed by
+the device, in a cache that is far too small for them, under every policy; a group with a window stands beside one without. Blocks go to
+slots of host memory and on to a disk, which is slow, small, loses and damages blocks, refuses them, and is shared with another engine;
+prompts are pinned there; the engine crashes and comes back.
 """
 
 import random
@@ -14,12 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from octavo.engine.admission import Verdict
 from octavo.engine.block_pool import HOLE
 from octavo.engine.pin import Pin
 from octavo.engine.stats import GroupBlocks
 from octavo.errors import InvalidRequest
 from tests.engine.fake_tiers import MAX_PINNED_BLOCKS, Disk, FakeTiers
-from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request
+from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all
 
 NUM_BLOCKS = 9
 WINDOW = 21
@@ -71,7 +72,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         self.tiers = FakeTiers(len(self.windows), self.disk)
         self.executor = FakeExecutor(windows=self.windows, tiers=self.tiers)
         self.core = make_core(executor=self.executor, **self.options)
-        self.given, self.tokens, self.finals = {}, {}, {}
+        self.given, self.tokens, self.finals, self.beams = {}, {}, {}, {}
 
     @rule(
         prompt=PROMPTS,
@@ -90,6 +91,34 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             fields = {"priority": priority, "tenant": tenant, "cache_salt": salt}
             self.core.add(make_request(request_id, prompt, max_tokens=max_tokens, sample_index=index, fork_of=fork_of, **fields))
             self.given[request_id] = (prompt, max_tokens, index)
+
+    @rule(
+        prompt=PROMPTS,
+        width=st.integers(1, MAX_NUM_SEQS + 1),
+        max_tokens=st.integers(1, 40),
+        penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        early=st.sampled_from([True, False, "never"]),
+        priority=st.integers(-1, 1),
+    )
+    def search(self, prompt, width, max_tokens, penalty, early, priority):
+        request_id = str(self.count)
+        self.count += 1
+        fields = {"n": width, "beam_width": width, "length_penalty": penalty, "early_stopping": early, "stop_token_ids": [3]}
+        self.core.add(make_request(request_id, prompt, max_tokens=max_tokens, priority=priority, eos=(7,), **fields))
+        self.given[request_id] = (prompt, max_tokens, fields)
+
+    def expected_beams(self, request_id):
+        """What the search finds with all the memory there is, as long as a search can get here; None where it never fits."""
+        prompt, max_tokens, fields = self.given[request_id]
+        scheduler, width = self.core.scheduler, fields["beam_width"]
+        limits = scheduler._admission.limits_of(scheduler.blocks.capacity_of(width))
+        if limits.judge(len(prompt), width).verdict is Verdict.NEVER:
+            return None
+        room = limits.max_num_tokens(len(prompt), width) - len(prompt)
+        core = make_core(num_blocks=500, budget=500)
+        core.add(make_request(request_id, prompt, max_tokens=min(max_tokens, room), eos=(7,), **fields))
+        (output,) = run_all(core)[request_id]
+        return output.beams
 
     @rule(count=st.integers(1, 40))
     def step(self, count):
@@ -166,6 +195,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.finish_reason is not None:
                 self.finals[output.request_id] = output.finish_reason
+                self.beams[output.request_id] = output.beams
 
     @invariant()
     def reference_counts_add_up_and_free_and_used_are_all(self):
@@ -181,7 +211,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def the_host_holds_the_swapped_and_never_more_than_the_device(self):
         scheduler = self.core.scheduler
         host = scheduler.blocks.host
-        assert set(host.tables) == {request.request_id for request in scheduler.swapped}
+        assert set(host.tables) == {row.request_id for request in scheduler.swapped for row in request.rows}
         assert set(host.tables).isdisjoint(scheduler.blocks.tables)
         for group, count in enumerate(host.num_blocks):
             held = [block_id for tables in host.tables.values() for block_id in tables[group] if block_id != HOLE]
@@ -193,8 +223,19 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         queues = [scheduler.waiting, scheduler.running, scheduler.swapped]
         found = [request.request_id for queue in queues for request in queue]
-        assert sorted(found) == sorted(scheduler._requests) and len(scheduler.running) <= MAX_NUM_SEQS
-        assert set(scheduler.blocks.tables) == {request.request_id for request in scheduler.running}
+        assert sorted(found) == sorted(scheduler._requests)
+        assert scheduler._num_seqs == sum(request.num_seqs for request in scheduler.running) <= MAX_NUM_SEQS
+        assert set(scheduler.blocks.tables) == {row.request_id for request in scheduler.running for row in request.rows}
+
+    @invariant()
+    def the_worker_has_the_rows_that_run(self):
+        """But for those that the next plan frees."""
+        scheduler = self.core.scheduler
+        rows = {row.request_id: row for request in scheduler.running for row in request.rows}
+        known = set(self.executor.rows) - set(scheduler._placement._freed_rows)
+        assert known == {name for name, row in rows.items() if row.is_on_worker}
+        for name in known:
+            assert self.executor.rows[name].tokens[: rows[name].num_tokens] == rows[name].token_ids
 
     @invariant()
     def slots_are_free_idle_or_held(self):
@@ -233,6 +274,10 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         assert set(self.finals) == set(self.given), "every request ends"
         for request_id, reason in self.finals.items():
             prompt, max_tokens, index = self.given[request_id]
+            if isinstance(index, dict):
+                if reason in ("stop", "length"):
+                    assert self.beams[request_id] == self.expected_beams(request_id)
+                continue
             expected = expected_tokens(prompt, max_tokens, index)
             tokens = self.tokens[request_id]
             assert tokens == expected[: len(tokens)]
@@ -268,6 +313,9 @@ def test_long_runs(seed):
         machine.add(
             prompt, draw.randint(1, 40), draw.randint(-1, 1), draw.choice("ab"), draw.choice(["", "", "", "x"]), draw.choice([1, 1, 2])
         )
+        if draw.random() < 0.4:
+            early = draw.choice([True, False, "never"])
+            machine.search(prompt, draw.randint(1, MAX_NUM_SEQS), draw.randint(1, 40), draw.choice([0.0, 1.0]), early, draw.randint(-1, 1))
         machine.step(draw.randint(1, 30))
         for chance, act in (
             (0.05, lambda: machine.abort(draw.randrange(100))),

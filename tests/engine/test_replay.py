@@ -38,7 +38,7 @@ def recorded_core(path, executor, clock, *, tiers=None, **options):
 
 
 def traffic(core, seed, *, num_requests=60):
-    """Shared starts, samples, prompt logprobs, aborts, resets, and more than fits."""
+    """Shared starts, samples, beams, prompt logprobs, aborts, resets, and more than fits."""
     draw = random.Random(seed)
     for index in range(num_requests):
         prompt = [draw.randrange(3)] * draw.randrange(1, 40) + [index] * draw.randrange(1, 30)
@@ -46,6 +46,8 @@ def traffic(core, seed, *, num_requests=60):
         core.add(make_request(str(index), prompt, prompt_logprobs=draw.choice([None, None, 1]), **sizes))
         if draw.random() < 0.3:
             core.add(make_request(f"{index}#1", prompt, sample_index=1, fork_of=str(index), **sizes))
+        if draw.random() < 0.2:
+            core.add(make_request(f"{index}b", prompt, beam_width=3, n=2, stop_token_ids=[3], **sizes))
         for _ in range(draw.randrange(4)):
             core.step()
         if draw.random() < 0.1:
