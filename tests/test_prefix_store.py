@@ -247,6 +247,28 @@ async def _overtake(tmp_path: Path, slow: threading.Event, expected: list[Any]) 
         llm.close()
 
 
+@pytest.mark.parametrize("slots", ["16MiB", "64KiB"])
+def test_a_disk_that_writes_slowly_holds_up_nobody(tmp_path, monkeypatch, slots):
+    """With slots for all, and with five, which are soon held by what has not been written."""
+    expected = plain()
+    slow = threading.Event()
+    write = BlockDirectory.write
+
+    def wait_and_write(*given: Any) -> list[Any]:
+        assert slow.wait(20)
+        return write(*given)
+
+    monkeypatch.setattr(BlockDirectory, "write", wait_and_write)
+    with make(prefix_cache_dir=str(tmp_path), kv_offloading_size=slots) as llm:
+        for _ in range(2):
+            assert answers(llm)[0] == expected
+            assert llm.reset_prefix_cache()
+        num_saved = stats_of(llm).num_saved
+        assert stats_of(llm).num_kept == 0 and files_of(tmp_path) == [] and num_saved >= 5
+        slow.set()
+    assert len(files_of(tmp_path)) >= num_saved, "what is left is written at the end"
+
+
 def test_a_disk_that_hangs_is_given_up(tmp_path, monkeypatch):
     with make(prefix_cache_dir=str(tmp_path)) as llm:
         expected = answers(llm, PROMPTS[0], GREEDY)[0]
