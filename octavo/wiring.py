@@ -294,6 +294,7 @@ def build_backend(config: EngineConfig) -> Backend:
     options = BackendOptions(
         dtype=config.model.dtype,
         kv_cache_dtype=config.cache.kv_cache_dtype,
+        shared_prefix_attention=config.cache.shared_prefix_attention,
         num_threads=config.backend.threads,
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,

@@ -157,6 +157,18 @@ def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
     assert [output.num_cached_tokens for output in outputs] == [max(len(prefix), found_again(output)) for output in outputs]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_prefix_read_together_is_as_good_as_read_alone(setup: Setup, threads: int) -> None:
+    """Over whole splits of 256 keys; decoded beside each other, beside one that shares nothing, and in chunks."""
+    prefix, other, *tails = prompts_of(290, 20, 1, 12, 13, 40)
+    prompts = [other, *(prefix + tail for tail in tails)]
+    with setup.llm(enable_prefix_caching=False, shared_prefix_attention=False) as llm:
+        expected = [alone(llm, prompt, SAMPLED) for prompt in prompts]
+    with setup.llm(max_num_batched_tokens=64, threads=threads) as llm:
+        llm.generate(prefix, msgspec.structs.replace(GREEDY, max_tokens=1))
+        assert fingerprints(llm, prompts, SAMPLED) == expected
+
+
 def test_prompts_that_part_inside_a_block_share_its_beginning(setup: Setup) -> None:
     prompt = prompts_of(90)[0]
     others = [[*prompt[:count], 238, *prompt[count + 1 :]] for count in (1, 15, 16, 17, 40, 79)]

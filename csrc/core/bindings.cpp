@@ -291,6 +291,7 @@ NB_MODULE(_native, m) {
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "heads"_a, "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none())
         .def("sampling", [](Builder& b, const PlaceTuple& logits) { b.executor.add_sampling(place_of(logits)); })
         .def("finish", [](Builder& b, int64_t tokens, int64_t samples) { b.executor.finish(tokens, samples); })
+        .def("share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)
         .def_prop_ro("stages_done", [](const Builder& b) { return b.executor.stages_done(); }, "Ever; may be read while a step runs.")
         .def("profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)
         .def("profiled", &Builder::profiled, "Per kind of stage: (name, code of its weights or \"\", calls, seconds, bytes, operations).")

@@ -193,39 +193,51 @@ struct AttentionStage : Stage {
             }
             sum.bytes += (double)longest * kv.block_bytes() / kTile;
         }
+        sum.bytes -= (double)view.executor.plan(plan_index).saved_keys * kv.block_bytes() / kTile;
         return sum;
     }
+    // Of one kv head after another, so that what a head's pieces share stays near.
     int pieces(const View& view) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
-        if (merges && !plan.split) return 0;
-        return (int)plan.runs.size() * view.kv.group(spec.group).num_heads * (plan.split && !merges ? plan.max_splits : 1);
+        return (int)(merges ? plan.merged.size() : plan.works.size()) * view.kv.group(spec.group).num_heads;
     }
 
     void run(const View& view, int piece, ThreadState& thread, int) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
-        const int splits = plan.split && !merges ? plan.max_splits : 1;
-        const int split = piece % splits, head = piece / splits % kv.num_heads, index = piece / splits / kv.num_heads;
-        const QueryRun& run = plan.runs[index];
-        AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), spec.converts, spec.q.stride, spec.out.stride, kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
+        const AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), spec.converts, spec.q.stride, spec.out.stride, kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
+        const int each = (int)(merges ? plan.merged.size() : plan.works.size()), index = piece % each;
         AttentionPiece work{};
-        const Batch& b = view.batch;
-        work.positions = b.positions;
-        work.block_table = b.block_tables + ((int64_t)spec.group * b.num_requests + run.request) * b.table_width;
-        work.context_len = b.context_lens[(int64_t)spec.group * b.num_requests + run.request];
-        work.row0 = run.row0, work.num_rows = run.num_rows, work.kv_head = head;
-        work.first_split = run.first_split, work.last_split = run.last_split;
-        if (plan.split) {
-            const int lanes = run.num_rows * (spec.num_heads / kv.num_heads);
-            const size_t lane_floats = 2 + kv.v_padded, each = (size_t)plan.max_splits * kMaxLanes * lane_floats;
-            work.partial = view.executor.partials() + ((size_t)index * kv.num_heads + head) * each;
-            if (merges) return view.executor.kernels().attention_merge(args, work);
-            if (split >= run.last_split - run.first_split) return;
-            work.partial += (size_t)split * lanes * lane_floats;
-            work.first_split += split;
-            work.last_split = work.first_split + 1;
+        work.positions = view.batch.positions;
+        work.kv_head = piece / each;
+        if (merges) {
+            const QueryRun& run = plan.runs[plan.merged[index]];
+            work.first_split = run.first_split, work.last_split = run.last_split;
+            add_run(view, work, run, kv);
+            return view.executor.kernels().attention_merge(args, work);
+        }
+        const AttentionWork& todo = plan.works[index];
+        work.first_split = todo.first_split, work.last_split = todo.last_split;
+        if (todo.shared) {
+            const SharedRun& shared = plan.shared[todo.run];
+            for (int i = 0; i < shared.num_runs; i++) add_run(view, work, plan.runs[plan.sharers[shared.first + i]], kv);
+            work.context_len = shared.num_splits * kSplitKeys;
+        } else {
+            add_run(view, work, plan.runs[todo.run], kv);
         }
         view.executor.kernels().attention(args, work, thread.attention.data());
+    }
+
+    // A run's rows, and where their states of the piece's splits go.
+    void add_run(const View& view, AttentionPiece& work, const QueryRun& run, const KvLayer& kv) const {
+        const Batch& b = view.batch;
+        const int64_t request = (int64_t)spec.group * b.num_requests + run.request;
+        work.block_table = b.block_tables + request * b.table_width;
+        work.context_len = b.context_lens[request];
+        const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded), split_floats = run.num_rows * row_floats;
+        const int64_t at = run.partial + ((int64_t)work.kv_head * (run.last_split - run.first_split) + work.first_split - run.first_split) * split_floats;
+        for (int i = 0; i < run.num_rows; i++)
+            work.rows[work.num_rows++] = AttentionRow{run.row0 + i, run.partial < 0 ? nullptr : view.executor.partials() + at + i * row_floats, split_floats};
     }
 };
 
@@ -282,25 +294,6 @@ struct Walk : ThreadPool::Work {
     }
     std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
 };
-
-void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads) {
-    runs.clear();
-    max_splits = 0;
-    const int rows_a_run = std::max(1, kMaxLanes / (num_heads / kv.num_heads));
-    for (int r = 0; r < batch.num_requests; r++) {
-        const int context = batch.context_lens[(int64_t)group * batch.num_requests + r];
-        for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row += rows_a_run) {
-            const int last_row = std::min(row + rows_a_run, batch.query_starts[r + 1]) - 1;
-            if (context <= 0 || batch.positions[last_row] < 0) continue;
-            const int last_key = window < 0 ? context : std::min(context, batch.positions[last_row] + 1);
-            const int first_key = window > 0 ? std::max(0, batch.positions[row] - window + 1) : 0;
-            const QueryRun run{r, row, last_row - row + 1, first_key / kSplitKeys, (last_key + kSplitKeys - 1) / kSplitKeys};
-            runs.push_back(run);
-            max_splits = std::max(max_splits, run.last_split - run.first_split);
-        }
-    }
-    split = max_splits > 1 && threads > 1 && (int)runs.size() * kv.num_heads < 4 * threads;
-}
 
 Executor::Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens, int vocab)
     : pool_(pool), kernels_(kernels), max_tokens_(std::max(max_tokens, 1)), vocab_(vocab), threads_(pool.num_threads()) {}
@@ -408,8 +401,8 @@ void Executor::make_plans(const Batch& batch, const KvMemory& kv) {
     size_t floats = 0;
     for (auto& plan : plans_) {
         const KvGroup& group = kv.group(plan.group);
-        plan.make(batch, group, pool_.num_threads());
-        if (plan.split) floats = std::max(floats, plan.runs.size() * group.num_heads * plan.max_splits * kMaxLanes * (2 + group.v_padded()));
+        plan.make(batch, group, pool_.num_threads(), share_prefixes_);
+        floats = std::max(floats, plan.partial_floats);
         attention_scratch_ = std::max(attention_scratch_, attention_scratch_floats(group.k_width, group.v_padded()));
     }
     if (!partials_ || partials_->size() < floats * sizeof(float)) partials_ = std::make_unique<Memory>(floats * sizeof(float));

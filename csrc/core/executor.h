@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../kernels/table.h"
+#include "attention_plan.h"
 #include "packing.h"
 #include "step.h"
 #include "thread_pool.h"
@@ -94,20 +95,6 @@ class RopeAngles {
     std::vector<float> table_;  // [positions][2][n]
 };
 
-// A stretch of one request's rows that one piece of attention takes.
-struct QueryRun {
-    int request, row0, num_rows, first_split, last_split;
-};
-
-// How a step's attention over one group (and window) is cut into pieces; the same for all its layers.
-struct AttentionPlan {
-    int group, window, num_heads;
-    std::vector<QueryRun> runs;
-    int max_splits = 0;
-    bool split = false;  // pieces are single splits whose partials a second stage merges
-    void make(const Batch& batch, const KvGroup& kv, int threads);
-};
-
 struct LinearPart {
     Tiles tiles;
     std::shared_ptr<void> owner;  // keeps the tiles' memory
@@ -153,6 +140,8 @@ class Executor {
     void add_linear(LinearSpec spec);
     void add_attention(const AttentionSpec& spec);
     void add_sampling(const Place& logits);
+    // Whether requests that begin with the same blocks read them together; true unless said otherwise.
+    void share_prefixes(bool share) { share_prefixes_ = share; }
     RopeAngles* add_angles(std::vector<double> inv_freq, double mscale);
     const float* keep(std::vector<float> values);  // parameters that live as long as the executor
     void finish(int64_t token_floats, int64_t sample_floats);  // floats a row of the two arenas
@@ -193,7 +182,7 @@ class Executor {
     std::unique_ptr<Memory> tokens_, samples_, partials_, areas_[2];
     std::vector<ThreadState> threads_;
     std::atomic<uint64_t> stages_done_{0};
-    bool profiling_ = false;
+    bool profiling_ = false, share_prefixes_ = true;
     std::map<std::string, StageTime> profiled_;
     size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0, attention_scratch_ = 0;  // largest over the stages
 };

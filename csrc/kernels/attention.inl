@@ -129,7 +129,7 @@ struct LaneSet {
         values = (uint8_t*)(state + kMaxLanes * (2 + a.kv.v_padded));
         keys = values + sizeof(uint16_t) * kTile * a.kv.v_padded;
         for (int i = 0; i < p.num_rows; i++)
-            for (int h = 0; h < group; h++) add(p.row0 + i, p.kv_head * group + h);
+            for (int h = 0; h < group; h++) add(p.rows[i].row, p.kv_head * group + h);
     }
     void add(int row, int head) {
         const int position = piece.positions[row];
@@ -389,33 +389,33 @@ void attend_split(const LaneSet& set, int split) {
 
 void attention(const AttentionArgs& args, const AttentionPiece& piece, float* scratch) {
     const LaneSet set(args, piece, scratch);
-    const int size = 2 + args.kv.v_padded;
-    if (!piece.partial)
-        for (int lane = 0; lane < set.count; lane++) {
-            std::memset(set.state + lane * size, 0, sizeof(float) * size);
-            set.state[lane * size] = -INFINITY;
-        }
+    const int size = 2 + args.kv.v_padded, row_size = args.num_heads / args.kv.num_heads * size;
+    const bool merges = !piece.rows[0].partial;
+    for (int lane = 0; merges && lane < set.count; lane++) {
+        std::memset(set.state + lane * size, 0, sizeof(float) * size);
+        set.state[lane * size] = -INFINITY;
+    }
     for (int split = piece.first_split; split < piece.last_split; split++) {
         attend_split(set, split);
-        if (piece.partial) {
-            std::memcpy(piece.partial + (int64_t)(split - piece.first_split) * set.count * size, set.split_state, sizeof(float) * set.count * size);
-            continue;
+        for (int lane = 0; merges && lane < set.count; lane++) merge_state(set.state + lane * size, set.split_state + lane * size, args.kv.v_padded);
+        for (int i = 0; !merges && i < piece.num_rows; i++) {
+            const AttentionRow& row = piece.rows[i];
+            std::memcpy(row.partial + (split - piece.first_split) * row.split_stride, set.split_state + i * row_size, sizeof(float) * row_size);
         }
-        for (int lane = 0; lane < set.count; lane++) merge_state(set.state + lane * size, set.split_state + lane * size, args.kv.v_padded);
     }
-    if (!piece.partial)
-        for (int lane = 0; lane < set.count; lane++) finish_lane(args, set.lanes[lane], set.state + lane * size);
+    for (int lane = 0; merges && lane < set.count; lane++) finish_lane(args, set.lanes[lane], set.state + lane * size);
 }
 
-// The partials [splits][lanes][2 + v_padded] of a piece, merged left to right and written out.
+// The partials of a piece's rows, merged left to right and written out.
 void attention_merge(const AttentionArgs& args, const AttentionPiece& piece) {
-    const int group = args.num_heads / args.kv.num_heads, lanes = piece.num_rows * group, size = 2 + args.kv.v_padded;
-    for (int lane = 0; lane < lanes; lane++) {
-        float* state = piece.partial + lane * size;
-        for (int split = 1; split < piece.last_split - piece.first_split; split++)
-            merge_state(state, piece.partial + (int64_t)(split * lanes + lane) * size, args.kv.v_padded);
-        finish_lane(args, Lane{piece.row0 + lane / group, piece.kv_head * group + lane % group, 0, 0}, state);
-    }
+    const int group = args.num_heads / args.kv.num_heads, size = 2 + args.kv.v_padded;
+    for (int i = 0; i < piece.num_rows; i++)
+        for (int h = 0; h < group; h++) {
+            const AttentionRow& row = piece.rows[i];
+            float* state = row.partial + h * size;
+            for (int split = 1; split < piece.last_split - piece.first_split; split++) merge_state(state, state + split * row.split_stride, args.kv.v_padded);
+            finish_lane(args, Lane{row.row, piece.kv_head * group + h, 0, 0}, state);
+        }
 }
 
 }  // namespace

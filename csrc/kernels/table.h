@@ -127,14 +127,22 @@ struct AttentionArgs {
     const float* sinks;    // [H] or null
 };
 
-// Rows row0 .. row0 + num_rows of one request, one kv head, splits first_split .. last_split - 1.
+// A row of a piece, and where its lanes' states (m, l, acc) of the piece's first split go, those of the next `split_stride` floats behind. Null:
+// the piece merges its splits and writes out.
+struct AttentionRow {
+    int32_t row;
+    float* partial;  // [query heads of the kv head][2 + v_padded]
+    int64_t split_stride;
+};
+
+constexpr int kMaxLanes = 16;  // rows times query heads of the kv head that one attention piece may have
+
+// Rows that see the same blocks (of one request, or of several in what they share), one kv head, splits first_split .. last_split - 1.
 struct AttentionPiece {
     const int32_t* positions;    // [T]
     const int32_t* block_table;  // of the request
-    int32_t context_len;
-    int32_t row0, num_rows, kv_head;
-    int32_t first_split, last_split;
-    float* partial;  // null: finish and write out. Else [last - first splits][lanes][2 + v_padded]: m, l, acc, to be merged later
+    int32_t context_len, kv_head, first_split, last_split, num_rows;
+    AttentionRow rows[kMaxLanes];
 };
 
 struct SampleArgs;
@@ -169,9 +177,7 @@ struct KernelTable {
     size_t (*sample_scratch_bytes)(int vocab);
 };
 
-// Lanes (rows times query heads of the kv head) that one attention piece may have, and the scratch it needs, in floats: theirs, and in
-// bf16 a block's values and the keys of four.
-constexpr int kMaxLanes = 16;
+// Scratch of an attention piece, in floats: its lanes', and in bf16 a block's values and the keys of four.
 inline size_t attention_scratch_floats(int k_width, int v_padded) {
     return (size_t)kMaxLanes * (k_width + 1 + kSplitKeys + 2 * (v_padded + 2)) + kTile / 2 * (size_t)(v_padded + 4 * (k_width + 1)) + 256;
 }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 NumPrompts = Annotated[int, typer.Option(help="Requests in a round.", min=1)]
 InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)]
 OutputLen = Annotated[int, typer.Option(help="Tokens of each answer.", min=1)]
+SharedPrefixLen = Annotated[int, typer.Option(help="Tokens with which every prompt of a round begins, before its own.", min=0)]
 RangeRatio = Annotated[
     float, typer.Option(help="Draws each length between (1 - RATIO) and (1 + RATIO) times what is given.", min=0.0, max=0.99)
 ]
@@ -61,6 +62,7 @@ def throughput(
     num_prompts: NumPrompts = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
+    shared_prefix_len: SharedPrefixLen = 0,
     range_ratio: RangeRatio = 0.0,
     rounds: Rounds = 1,
     seed: Seed = 0,
@@ -70,7 +72,7 @@ def throughput(
     options: dict[str, Any],
 ) -> None:
     """All requests at once."""
-    work = Workload("throughput", num_prompts, input_len, output_len, range_ratio, rounds, seed)
+    work = Workload("throughput", num_prompts, input_len, output_len, range_ratio, rounds, seed, shared_prefix_len)
     _bench(work, options, picture=picture if profile else None, json=json)
 
 
@@ -102,6 +104,7 @@ class Workload:
     range_ratio: float
     rounds: int
     seed: int
+    shared_prefix_len: int = 0
 
     def draw_len(self, draw: random.Random, mean: int) -> int:
         return draw.randint(max(1, round(mean * (1 - self.range_ratio))), round(mean * (1 + self.range_ratio)))
@@ -154,13 +157,15 @@ def _profile(llm: LLM, work: Workload, draw: random.Random) -> Profile:
 
 def _check_fits(work: Workload, llm: LLM) -> None:
     longest = round(work.input_len * (1 + work.range_ratio)), round(work.output_len * (1 + work.range_ratio))
-    needed, allowed = sum(longest), llm.info.max_model_len
+    needed, allowed = work.shared_prefix_len + sum(longest), llm.info.max_model_len
     if needed > allowed:
-        raise ConfigError(f"input_len + output_len: got {needed}, allowed is at most the context, {allowed}")
+        what = "shared_prefix_len + input_len + output_len" if work.shared_prefix_len else "input_len + output_len"
+        raise ConfigError(f"{what}: got {needed}, allowed is at most the context, {allowed}")
 
 
 def _round(llm: LLM, work: Workload, draw: random.Random, number: int) -> Round:
-    prompts = [_prompt(draw, llm, work.draw_len(draw, work.input_len)) for _ in range(work.num_prompts)]
+    shared = _prompt(draw, llm, work.shared_prefix_len)
+    prompts = [shared + _prompt(draw, llm, work.draw_len(draw, work.input_len)) for _ in range(work.num_prompts)]
     output_lens = [work.draw_len(draw, work.output_len) for _ in prompts]
     name = "profile" if number > work.rounds else f"round {number} of {work.rounds}"
     print(f"{name}: {work.num_prompts} prompts", file=sys.stderr)
@@ -217,7 +222,8 @@ def _print(settings: dict[str, Any], rounds: Sequence[Round], kv: KvUse, profile
         print(json_format.dumps({**result, "each_round": [asdict(one) for one in rounds]}))
         return
     drawn = f" (within {result['range_ratio']:.0%})" if result["range_ratio"] else ""
-    lengths = f"{result['input_len']} tokens and {result['output_len']} new ones each{drawn}"
+    shared = f"{result['shared_prefix_len']} tokens in common and " if result["shared_prefix_len"] else ""
+    lengths = f"{shared}{result['input_len']} tokens and {result['output_len']} new ones each{drawn}"
     print(f"{result['model']}: {result['num_prompts']} prompts of {lengths}")
     for name in ("prompt", "output", "total"):
         print(f"{name + ' tokens/s':24}{result[name + '_tokens_per_s']:10.1f}")

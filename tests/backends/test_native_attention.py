@@ -92,12 +92,12 @@ Span = tuple[int, int, int]
 class Run:
     """A backend with a cache, in which each request has shuffled blocks."""
 
-    def __init__(self, shape: Shape, backend: Any, *, seed: int = 0, rounded: bool = False) -> None:
+    def __init__(self, shape: Shape, backend: Any, *, seed: int = 0, rounded: bool = False, num_blocks: int = NUM_BLOCKS) -> None:
         self.shape = shape
         self.runnable = backend.prepare(shape.program, shape.load_rounded if rounded else shape.load)
-        self.kv = backend.allocate(shape.program.groups, [NUM_BLOCKS] * len(shape.program.groups))
+        self.kv = backend.allocate(shape.program.groups, [num_blocks] * len(shape.program.groups))
         self.first = np.cumsum([0, *shape.contexts])
-        blocks = iter(rng(seed).permutation(NUM_BLOCKS))
+        blocks = iter(rng(seed).permutation(num_blocks))
         self.tables = [np.array([next(blocks) for _ in range(-(-n // 16))], np.int32) for n in shape.contexts]
 
     def step(self, spans: list[Span], *, pad: int = 0) -> np.ndarray:

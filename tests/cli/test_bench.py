@@ -75,6 +75,13 @@ def test_one_token_has_no_gaps(octavo, tiny):
     assert result["inter_token_ms"] == {}
 
 
+def test_a_prefix_in_common(octavo, tiny):
+    sizes = ("--num-prompts=4", "--input-len=10", "--output-len=6", "--shared-prefix-len=40")
+    result = json.loads(octavo("bench", "throughput", *tiny, *sizes, "--json").out)
+    assert result["prompt_tokens"] == 4 * 50
+    assert "4 prompts of 40 tokens in common and 10 tokens and 6 new ones each" in octavo("bench", "throughput", *tiny, *sizes).out
+
+
 def test_what_does_not_fit_the_context_is_refused(octavo, tiny):
     ended = octavo("bench", "throughput", *tiny, "--input-len=200", "--output-len=100")
     assert (ended.code, ended.message) == (2, ["octavo: input_len + output_len: got 300, allowed is at most the context, 256"])

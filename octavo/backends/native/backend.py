@@ -106,6 +106,7 @@ class NativeBackend:
         check(fused)
         weights = _Weights(self._device, load, self.options.dtype)
         executor = native_module().Executor(self._device, self.options.max_tokens, program.vocab_size)
+        executor.share_prefixes(self.options.shared_prefix_attention)
         Lowering(fused, executor, weights.tiles, weights.floats).run()
         products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
         self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)

@@ -1,0 +1,119 @@
+#include "attention_plan.h"
+
+#include <algorithm>
+
+namespace octavo {
+
+namespace {
+constexpr int kSplitBlocks = kSplitKeys / kTile;
+}
+
+void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads, bool share) {
+    const int rows_a_run = std::max(1, kMaxLanes / (num_heads / kv.num_heads));
+    make_runs(batch, rows_a_run);
+    sharers.clear();
+    shared.clear();
+    saved_keys = 0;
+    if (share && rows_a_run > 1 && runs.size() > 1) share_prefixes(batch, rows_a_run);
+    make_works(kv, threads);
+}
+
+void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
+    runs.clear();
+    for (int r = 0; r < batch.num_requests; r++) {
+        const int context = batch.context_lens[(int64_t)group * batch.num_requests + r];
+        for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row += rows_a_run) {
+            const int last_row = std::min(row + rows_a_run, batch.query_starts[r + 1]) - 1;
+            if (context <= 0 || batch.positions[last_row] < 0) continue;
+            const int last_key = window < 0 ? context : std::min(context, batch.positions[last_row] + 1);
+            const int first_key = window > 0 ? std::max(0, batch.positions[row] - window + 1) : 0;
+            const int first_split = first_key / kSplitKeys;
+            runs.push_back(QueryRun{r, row, last_row - row + 1, first_split, first_split, (last_key + kSplitKeys - 1) / kSplitKeys});
+        }
+    }
+}
+
+// Requests of one run only: those with more rows fill their lanes by themselves. All rows of a sharer see every key of the splits that it may share.
+void AttentionPlan::share_prefixes(const Batch& batch, int rows_a_run) {
+    std::vector<Sharer> found;
+    for (int i = 0; i < (int)runs.size(); i++) {
+        const QueryRun& run = runs[i];
+        if (run.num_rows != batch.query_starts[run.request + 1] - batch.query_starts[run.request]) continue;
+        const int64_t request = (int64_t)group * batch.num_requests + run.request;
+        const int context = batch.context_lens[request], last = batch.positions[run.row0 + run.num_rows - 1];
+        const int visible = window < 0 ? context : std::min(context, batch.positions[run.row0] + 1);
+        if (visible < kSplitKeys || (window > 0 && last >= window)) continue;
+        found.push_back(Sharer{i, visible / kSplitKeys, batch.block_tables + request * batch.table_width});
+    }
+    std::sort(found.begin(), found.end(), [](const Sharer& a, const Sharer& b) {
+        return std::lexicographical_compare(a.table, a.table + a.splits * kSplitBlocks, b.table, b.table + b.splits * kSplitBlocks);
+    });
+    std::vector<Division> divisions;
+    divide(found, 0, found.size(), divisions);
+    for (const Division& division : divisions) pack(found, division, rows_a_run);
+}
+
+// Whole splits in which two tables begin alike.
+int AttentionPlan::common(const Sharer& a, const Sharer& b) {
+    const int32_t* end = a.table + std::min(a.splits, b.splits) * kSplitBlocks;
+    return (int)(std::mismatch(a.table, end, b.table).first - a.table) / kSplitBlocks;
+}
+
+// Divides sorted sharers so that the fewest splits are read: all with what all have in common, or each part that has more in common by
+// itself. Returns how many reads of a split that spares.
+int64_t AttentionPlan::divide(const std::vector<Sharer>& sharers, size_t first, size_t last, std::vector<Division>& out) {
+    if (last - first < 2) return 0;
+    const int splits = common(sharers[first], sharers[last - 1]);
+    const int64_t together = (int64_t)(last - first - 1) * splits;
+    std::vector<Division> parts;
+    int64_t apart = 0;
+    for (size_t i = first, j; i < last; i = j) {
+        for (j = i + 1; j < last && common(sharers[i], sharers[j]) > splits;) j++;
+        apart += divide(sharers, i, j, parts);
+    }
+    if (together > 0 && together >= apart) {
+        out.push_back(Division{first, last, splits});
+        return together;
+    }
+    out.insert(out.end(), parts.begin(), parts.end());
+    return apart;
+}
+
+void AttentionPlan::pack(const std::vector<Sharer>& all, const Division& division, int rows_a_run) {
+    for (size_t i = division.first, j; i < division.last; i = j) {
+        int rows = runs[all[i].run].num_rows;
+        for (j = i + 1; j < division.last && rows + runs[all[j].run].num_rows <= rows_a_run; j++) rows += runs[all[j].run].num_rows;
+        if (j - i < 2) continue;
+        shared.push_back(SharedRun{(int)sharers.size(), (int)(j - i), division.splits});
+        saved_keys += (int64_t)(j - i - 1) * division.splits * kSplitKeys;
+        for (size_t k = i; k < j; k++) {
+            sharers.push_back(all[k].run);
+            runs[all[k].run].own_split = division.splits;
+        }
+    }
+}
+
+// Where whole runs are too few pieces for the threads, each split is one.
+void AttentionPlan::make_works(const KvGroup& kv, int threads) {
+    int most = 0;
+    for (const QueryRun& run : runs) most = std::max(most, run.last_split - run.first_split);
+    const bool split = most > 1 && threads > 1 && (int)(runs.size() + shared.size()) * kv.num_heads < 4 * threads;
+    works.clear();
+    merged.clear();
+    partial_floats = 0;
+    const auto add = [&](bool is_shared, int run, int first, int last) {
+        for (int s = first; split && s < last; s++) works.push_back(AttentionWork{is_shared, run, s, s + 1});
+        if (!split && first < last) works.push_back(AttentionWork{is_shared, run, first, last});
+    };
+    for (size_t i = 0; i < shared.size(); i++) add(true, (int)i, 0, shared[i].num_splits);
+    for (size_t i = 0; i < runs.size(); i++) {
+        QueryRun& run = runs[i];
+        add(false, (int)i, run.own_split, run.last_split);
+        if (!split && run.own_split == run.first_split) continue;
+        run.partial = (int64_t)partial_floats;
+        merged.push_back((int)i);
+        partial_floats += (size_t)(run.last_split - run.first_split) * run.num_rows * num_heads * (2 + kv.v_padded());
+    }
+}
+
+}  // namespace octavo

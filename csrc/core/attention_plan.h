@@ -1,0 +1,60 @@
+// How a step's attention over one cache group (and window) is cut into pieces; the same for all its layers.
+//
+// Requests whose block tables begin with the same blocks read these together (ChunkAttention, Ye et al. 2024): whole splits of 256 keys that all
+// their rows see, up to kMaxLanes lanes at a time. Such a row's states of splits go to memory, the shared ones from one piece, its own from
+// another, and a second stage merges them left to right, which is what a piece by itself does. So it is the same, bit for bit.
+#pragma once
+
+#include <vector>
+
+#include "step.h"
+
+namespace octavo {
+
+// Neighbouring rows of one request that are attended together. Splits first_split .. own_split - 1 are shared with other requests.
+struct QueryRun {
+    int request, row0, num_rows, first_split, own_split, last_split;
+    int64_t partial = -1;  // where its states lie among the partials, in floats: [kv heads][splits][lanes][2 + v_padded]; -1: it has none
+};
+
+// Runs of several requests, sharers[first] and on, that begin with the same `num_splits` splits.
+struct SharedRun {
+    int first, num_runs, num_splits;
+};
+
+// What one thread does for one kv head: some splits of a run, or of a shared one.
+struct AttentionWork {
+    bool shared;
+    int run, first_split, last_split;
+};
+
+struct AttentionPlan {
+    int group, window, num_heads;
+    std::vector<QueryRun> runs;
+    std::vector<int> sharers;  // runs, by shared run
+    std::vector<SharedRun> shared;
+    std::vector<AttentionWork> works;
+    std::vector<int> merged;  // runs with partials
+    size_t partial_floats = 0;
+    int64_t saved_keys = 0;  // that sharing spares reading, of each kv head
+
+    void make(const Batch& batch, const KvGroup& kv, int threads, bool share);
+
+  private:
+    struct Sharer {
+        int run, splits;
+        const int32_t* table;
+    };
+    struct Division {
+        size_t first, last;
+        int splits;
+    };
+    void make_runs(const Batch& batch, int rows_a_run);
+    void share_prefixes(const Batch& batch, int rows_a_run);
+    void pack(const std::vector<Sharer>& sharers, const Division& division, int rows_a_run);
+    void make_works(const KvGroup& kv, int threads);
+    static int common(const Sharer& a, const Sharer& b);
+    static int64_t divide(const std::vector<Sharer>& sharers, size_t first, size_t last, std::vector<Division>& out);
+};
+
+}  // namespace octavo
