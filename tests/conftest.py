@@ -1,12 +1,11 @@
 """What every test may ask for."""
 
+import os
 import subprocess
 
 import pytest
 
-BACKENDS = ["reference", "native", "torch"]
-"""Backends that the engine's own tests run on."""
-
+from tests.backend_choice import BACKENDS, VARIABLE
 
 LONG_ON_TORCH = {"test_llm_faults.py", "test_prefix_store.py", "test_beam_search.py", "test_best_of.py"}
 """Files whose tests on torch, which computes a batch-invariant step row by row, run in make test-all only."""
@@ -14,6 +13,11 @@ LONG_ON_TORCH = {"test_llm_faults.py", "test_prefix_store.py", "test_beam_search
 
 def pytest_addoption(parser):
     parser.addoption("--backend", choices=BACKENDS, help="only this one of the backends that tests have as a parameter")
+
+
+def pytest_configure(config):
+    if config.getoption("--backend") is not None:
+        os.environ[VARIABLE] = config.getoption("--backend")
 
 
 def pytest_collection_modifyitems(config, items):

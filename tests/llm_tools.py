@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from octavo import LLM, RequestOutput, SamplingParams
+from tests.backend_choice import chosen_backend
 from tests.tiny_models import tiny_model
 
 
 def make_llm(family: str = "llama", *, model_path: Path | None = None, **options) -> LLM:
     """Token-id prompts only, contexts of 256 tokens, on the reference backend, unless said otherwise; torch batch-invariant."""
-    options = {"batch_invariant": options.get("backend") == "torch"} | options
-    return LLM(**small_options(family, model_path=model_path) | {"report": lambda text: None} | options)
+    options = small_options(family, model_path=model_path) | options
+    return LLM(**{"report": lambda text: None, "batch_invariant": options["backend"] == "torch"} | options)
 
 
 def small_options(family: str = "llama", *, model_path: Path | None = None) -> dict[str, Any]:
     return {
         "model": str(model_path or tiny_model(family).path),
-        "backend": "reference",
+        "backend": chosen_backend("reference"),
         "skip_tokenizer_init": True,
         "max_model_len": 256,
         "max_num_seqs": 8,

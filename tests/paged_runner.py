@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE, Backend, LoadWeight, StepBatch
+from octavo.backends.base import BLOCK_SIZE, Backend, BackendOptions, LoadWeight, StepBatch
 from octavo.backends.reference import ReferenceBackend
+from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
@@ -26,6 +27,12 @@ class Request:
     blocks: NDArray[np.int32]
     """[G, B]"""
     written: dict[str, int] = field(default_factory=dict)
+
+
+def backend_named(name: str, **options: Any) -> Backend:
+    """One of those that run every family."""
+    options = BackendOptions(num_threads=1, **options)
+    return ReferenceBackend(options) if name == "reference" else TorchBackend(options)
 
 
 class PagedRunner:

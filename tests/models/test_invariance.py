@@ -1,4 +1,5 @@
-"""On the reference backend a request's logits are bitwise the same whole or chunked, alone or in a batch, whatever blocks it has."""
+"""A request's logits are bitwise the same whole or chunked, alone or in a batch, whatever blocks it has: on the reference backend and, with
+batch_invariant, on torch."""
 
 from functools import cache
 
@@ -8,7 +9,7 @@ import torch
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.reference import ReferenceBackend
-from tests.paged_runner import PagedRunner
+from tests.paged_runner import PagedRunner, backend_named
 from tests.tiny_models import FAMILIES, tiny_model
 
 torch.set_num_threads(1)
@@ -22,31 +23,46 @@ def tokens(family, length=LENGTH, seed=4):
 
 
 @cache
-def whole(family):
-    return PagedRunner(tiny_model(family).path).logits(tokens(family))
+def whole(family, backend="reference"):
+    return runner_of(family, backend).logits(tokens(family, lengths(backend)))
 
 
+def runner_of(family, backend, **options):
+    return PagedRunner(tiny_model(family).path, backend_named(backend, batch_invariant=True), **options)
+
+
+def lengths(backend):
+    """torch computes row by row."""
+    return LENGTH if backend == "reference" else 120
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
+
+
+@BACKENDS
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 255, 257])
-def test_chunked_is_whole(family, chunk):
-    runner = PagedRunner(tiny_model(family).path, seed=chunk, padding=chunk % 3)
-    np.testing.assert_array_equal(runner.logits(tokens(family), chunk), whole(family))
+def test_chunked_is_whole(family, chunk, backend):
+    runner = runner_of(family, backend, seed=chunk, padding=chunk % 3)
+    np.testing.assert_array_equal(runner.logits(tokens(family, lengths(backend)), chunk), whole(family, backend))
 
 
+@BACKENDS
 @pytest.mark.parametrize("family", DECODERS)
-def test_batched_is_alone(family):
+def test_batched_is_alone(family, backend):
     """Three requests, in steps that mix a chunk of one with single tokens of others."""
-    runner = PagedRunner(tiny_model(family).path, seed=9, padding=2)
-    prompts = [tokens(family), tokens(family, 40, seed=5), tokens(family, 41, seed=6)]
+    runner = runner_of(family, backend, seed=9, padding=2)
+    last = lengths(backend)
+    prompts = [tokens(family, last), tokens(family, 40, seed=5), tokens(family, 41, seed=6)]
     a, b, c = (runner.add(prompt) for prompt in prompts)
-    steps = [[(a, 0, 100), (b, 0, 40)], [(a, 100, 101), (c, 0, 39)], [(c, 39, 40), (a, 101, 299)], [(c, 40, 41), (a, 299, 300)]]
+    steps = [[(a, 0, 100), (b, 0, 40)], [(a, 100, 101), (c, 0, 39)], [(c, 39, 40), (a, 101, last - 1)], [(c, 40, 41), (a, last - 1, last)]]
     found = {id(request): [] for request in (a, b, c)}
     for spans in steps:
         rows = iter(runner.step(spans)["logits"])
         for request, start, stop in spans:
             found[id(request)] += [next(rows) for _ in range(start, stop)]
     for request, prompt in zip((a, b, c), prompts, strict=True):
-        alone = whole(family) if request is a else PagedRunner(tiny_model(family).path).logits(prompt)
+        alone = whole(family, backend) if request is a else runner_of(family, backend).logits(prompt)
         np.testing.assert_array_equal(np.stack(found[id(request)]), alone)
 
 

@@ -1,4 +1,4 @@
-"""T5's encoder and decoder Programs against transformers in float64. Tolerance 1e-9 of the largest logit."""
+"""T5's encoder and decoder Programs against transformers in float64. Tolerance as in test_families.py."""
 
 import json
 
@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from octavo.backends.reference_attention import t5_buckets
 from octavo.program.ops import T5Bias
 from octavo.program.program import Weight
-from tests.paged_runner import PagedRunner, Request
+from tests.models.test_families import TOLERANCE
+from tests.paged_runner import PagedRunner, Request, backend_named
 from tests.tiny_models import double_precision, in_float64, tiny_model
 
 torch.set_num_threads(1)
@@ -36,15 +37,22 @@ def logits(runner, chunk=40):
     return np.concatenate([runner.step([(request, i, min(i + chunk, 40))])["logits"] for i in range(0, 40, chunk)])
 
 
+BACKENDS = pytest.mark.parametrize("backend", TOLERANCE)
+
+
+@BACKENDS
 @pytest.mark.parametrize("overrides", [{}, {"feed_forward_proj": "gelu"}, {"relative_attention_num_buckets": 20, "num_decoder_layers": 1}])
-def test_version_1_0(overrides):
+def test_version_1_0(overrides, backend):
     tiny = tiny_model("t5", **overrides)
     wanted = oracle(in_float64(tiny.model))
-    np.testing.assert_allclose(logits(PagedRunner(tiny.path)), wanted, rtol=0, atol=1e-9 * abs(wanted).max())
+    for chunk in (40, 7):
+        found = logits(PagedRunner(tiny.path, backend_named(backend)), chunk)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE[backend] * abs(wanted).max())
 
 
+@BACKENDS
 @pytest.mark.parametrize("old_keys", [True, False])
-def test_version_1_1_has_its_own_unscaled_head(tmp_path, old_keys):
+def test_version_1_1_has_its_own_unscaled_head(tmp_path, old_keys, backend):
     tiny = tiny_model("t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     head = torch.randn(250, 48, generator=torch.Generator().manual_seed(5))
     model = in_float64(tiny.model)
@@ -54,7 +62,8 @@ def test_version_1_1_has_its_own_unscaled_head(tmp_path, old_keys):
     config = {name: value for name, value in tiny.config.items() if name != "scale_decoder_outputs"} if old_keys else tiny.config
     (tmp_path / "config.json").write_text(json.dumps(config | ({"tie_word_embeddings": False} if old_keys else {})))
     wanted = oracle(model)
-    np.testing.assert_allclose(logits(PagedRunner(tmp_path)), wanted, rtol=0, atol=1e-9 * abs(wanted).max())
+    found = logits(PagedRunner(tmp_path, backend_named(backend)))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE[backend] * abs(wanted).max())
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])

@@ -18,6 +18,8 @@ import httpx
 import openai
 from tokenizers import pre_tokenizers
 
+from tests.backend_choice import backend_flags
+
 ARGUMENTS = ("--threads=1", "--kv-cache-memory-bytes=64MiB", "--max-model-len=512", "--max-num-seqs=64", "--port=0")
 START_S = 60
 
@@ -26,7 +28,7 @@ class LiveServer:
     """Ready when made, unless `wait` is False. `lines` is what it has said on stderr."""
 
     def __init__(self, model: str, *arguments: str, wait: bool = True, key: str | None = None) -> None:
-        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, *ARGUMENTS, *arguments]
+        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, *ARGUMENTS, *backend_flags(), *arguments]
         environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OCTAVO_API_KEY": key or ""}
         self.lines: list[str] = []
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
