@@ -89,6 +89,24 @@ DETAILS: dict[str, dict[str, Any]] = {
     "t5": {},
 }
 
+WIDTHS_OF_32: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 96},
+    "qwen2": {"hidden_size": 96, "intermediate_size": 96},
+    "qwen3": {"hidden_size": 96, "intermediate_size": 96},
+    "gemma3_text": {"intermediate_size": 128},
+    "gpt2": {"n_embd": 96, "n_inner": 160},
+    "qwen2_moe": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "deepseek_v3": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "v_head_dim": 24,
+    },
+}
+"""Overrides: what int4 packs has rows of a multiple of 32."""
+
 FAMILIES = tuple(SHAPES)
 
 

@@ -17,7 +17,7 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Checkpoint, ModelHeader
 from octavo.program.ops import Act, ActMul, Embedding, GroupedLinear, KvWrite, Linear, Route
 from octavo.program.program import Program, Weight
-from octavo.quant.online import pack_int4, pack_int8
+from octavo.quant.online import check_int4, pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -31,7 +31,7 @@ WIDE_TYPES: dict[str, np.dtype] = {
 
 
 def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Quantization]:
-    """Which weights are packed at load, and how: matrices of linears, experts and token embeddings.
+    """Which weights are packed at load, and how: matrices of linears, experts and token embeddings. UnsupportedModel where one cannot be.
 
     With int4, some keep 8 bits: embeddings (and output layers tied to them), which at 4 raise SmolLM2's perplexity by 6% by themselves,
     and `_sensitive` ones. Routers stay floats: a token that goes to other experts is no rounding error. So do norms, biases and tables of
@@ -47,6 +47,9 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Q
             plan[op.weight] = quantization
         elif isinstance(op, Embedding) and not op.by_position:
             plan[op.table] = "int8"
+    for weight, bits in plan.items():
+        if bits == "int4":
+            check_int4(weight.shape[-1], weight.name)
     return plan
 
 

@@ -203,6 +203,7 @@ def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[Row]:
 
 def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
     """The fewest flags with which it fits: a shorter context, or weights packed at load, where these are floats."""
+    from octavo.errors import UnsupportedModel
     from octavo.wiring import plan_model
 
     quantizations: list[Any] = [found.config.model.quantization]
@@ -210,7 +211,10 @@ def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
         quantizations += ["int8", "int4"]
     for quantization in quantizations:
         config = replace(found.config, model=replace(found.config.model, quantization=quantization))
-        tried = plan_model(config, memory_bytes=memory_bytes)
+        try:
+            tried = plan_model(config, memory_bytes=memory_bytes)
+        except UnsupportedModel:  # what cannot be packed so is not suggested
+            continue
         context = tried.capacity.max_context()
         if context >= min(TYPICAL_CONTEXT, found.capacity.load.max_model_len):
             return [*([] if quantization is None else [f"--quantization={quantization}"]), *_flags(tried, context)]

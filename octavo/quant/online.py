@@ -55,8 +55,7 @@ def pack_int4(weight: NDArray[np.float32], importance: NDArray[np.float32] | Non
     `importance [in]`: what a squared error at each input counts; None, the same at all.
     """
     width = weight.shape[-1]
-    if width % GROUP:
-        raise UnsupportedModel(f"quantization int4 needs rows of a multiple of {GROUP}, got {width}", hint="use --quantization int8")
+    check_int4(width, "a matrix")
     flat = weight.reshape(-1, width)
     num_groups = width // GROUP
     codes = np.empty((len(flat), num_groups, GROUP // 2), np.uint8)
@@ -80,6 +79,13 @@ def pack_int4(weight: NDArray[np.float32], importance: NDArray[np.float32] | Non
         nibbles="halves",
         activation="per_group",
     )
+
+
+def check_int4(width: int, name: str) -> None:
+    """UnsupportedModel where rows of so many inputs cannot be packed to 4 bits."""
+    if width % GROUP:
+        what = f"quantization int4: {name} has {width} inputs, allowed is a multiple of {GROUP}"
+        raise UnsupportedModel(what, hint="use --quantization int8")
 
 
 def _search(groups: NDArray[np.float32], shares: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -127,6 +127,8 @@ class PackedWeight:
 
     def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight:
         """The chosen output rows; groups run along the inputs, so any choice or order of rows is lossless."""
+        if len(self.shape) == 1 and not self.is_float:
+            return PackedWeight.plain(self.dequantize()[index])
         if len(self.shape) == 1:
             picked = self.codes[index]
             return replace(self, shape=picked.shape, codes=picked)

@@ -13,7 +13,7 @@ from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.errors import UnsupportedModel
 from octavo.models.registry import build_programs
 from octavo.quant.gguf import BLOCK_TYPES
-from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_models import FAMILIES, WIDTHS_OF_32, tiny_model
 
 NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]
@@ -30,9 +30,18 @@ def test_native(family, dtype, quantization):
     check_native(*decoder(family), dtype, quantization)
 
 
-def test_native_int4():
-    checkpoint = open_checkpoint(tiny_model("llama", hidden_size=64, intermediate_size=96).path)
-    check_native(checkpoint, build_programs(checkpoint.config)["decoder"], "auto", "int4")
+@pytest.mark.parametrize("num_layers", [1, 9])
+@pytest.mark.parametrize("family", NATIVE)
+def test_native_int4(family, num_layers):
+    """Some of the matrices keep 8 bits: which, depends on the layer."""
+    layers = {"n_layer": num_layers} if family == "gpt2" else {"num_hidden_layers": num_layers}
+    if family == "gemma3_text":
+        layers["layer_types"] = (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
+    checkpoint = open_checkpoint(tiny_model(family, **WIDTHS_OF_32[family], **layers).path)
+    program = build_programs(checkpoint.config)["decoder"]
+    check_native(checkpoint, program, "auto", "int4")
+    for dtype in ("float32", "bfloat16"):
+        check_native(checkpoint, program, dtype, "int4")
 
 
 def check_native(checkpoint, program, dtype, quantization):

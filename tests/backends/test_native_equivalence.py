@@ -20,7 +20,7 @@ from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
 from tests.native_harness import require_native
 from tests.paged_runner import PagedRunner
-from tests.tiny_models import double_precision, in_float64, tiny_model
+from tests.tiny_models import WIDTHS_OF_32, double_precision, in_float64, tiny_model
 
 torch.set_num_threads(1)
 
@@ -28,15 +28,6 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2"]
 PRECISIONS = ["fp32", "bf16", "int8", "int4"]
 LENGTH = 530
 """Over three splits of 256 keys."""
-
-WIDTHS_OF_32 = {
-    "llama": {"intermediate_size": 96},
-    "qwen2": {"hidden_size": 96, "intermediate_size": 96},
-    "qwen3": {"hidden_size": 96, "intermediate_size": 96},
-    "gemma3_text": {"intermediate_size": 128},
-    "gpt2": {"n_embd": 96, "n_inner": 160},
-}
-"""What int4 packs has rows of a multiple of 32."""
 
 
 def model_of(family, precision):

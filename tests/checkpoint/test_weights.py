@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from octavo.checkpoint.weights import Quantization, WeightReader, packing_plan
-from octavo.errors import WeightMismatch
+from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
 from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
 from octavo.program.program import Program, Value, Weight
 from octavo.quant.online import pack_int4
 from octavo.quant.packed import PackedWeight
-from tests.tiny_models import tiny_model
+from tests.tiny_models import WIDTHS_OF_32, tiny_model
 
 
 class Memory:
@@ -131,7 +131,7 @@ def by_name(program: Program, quantization: Quantization) -> dict[str, str]:
 
 
 def test_with_int4_values_and_half_of_down_keep_eight_bits() -> None:
-    config = tiny_model("llama").config | {"num_hidden_layers": 24}
+    config = tiny_model("llama", **WIDTHS_OF_32["llama"]).config | {"num_hidden_layers": 24}
     plan = by_name(build_programs(config)["decoder"], "int4")
     kept = {name for name, bits in plan.items() if bits == "int8"}
     downs = (0, 1, 2, 5, 8, 11, 14, 17, 20, 21, 22, 23)
@@ -141,7 +141,17 @@ def test_with_int4_values_and_half_of_down_keep_eight_bits() -> None:
 
 def test_values_cut_from_a_merged_tensor_keep_eight_bits() -> None:
     """GPT-2's q, k and v are three weights of one name."""
-    program = build_programs(tiny_model("gpt2").config)["decoder"]
+    program = build_programs(tiny_model("gpt2", **WIDTHS_OF_32["gpt2"]).config)["decoder"]
     plan = packing_plan(program, "int4")
     merged = [plan[weight] for weight in program.weights if weight.name == "transformer.h.0.attn.c_attn.weight"]
     assert merged == ["int4", "int4", "int8"]
+
+
+def test_what_int4_cannot_pack_is_refused_before_anything_is_read() -> None:
+    program = build_programs(tiny_model("llama").config)["decoder"]
+    message = r"int4: model.layers.0.mlp.down_proj.weight has 100 inputs, allowed is a multiple of 32"
+    with pytest.raises(UnsupportedModel, match=message):
+        packing_plan(program, "int4")
+    with pytest.raises(UnsupportedModel, match=message):
+        WeightReader(Memory(), quantization="int4", program=program)
+    assert set(packing_plan(program, "int8").values()) == {"int8"}

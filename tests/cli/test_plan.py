@@ -5,9 +5,13 @@ import shutil
 
 import pytest
 
+from octavo.backends.native.backend import NativeBackend
 from octavo.checkpoint.open import open_checkpoint
+from octavo.config.engine_config import EngineConfig
+from octavo.config.sizes import format_bytes
+from octavo.wiring import build_in_process
 from octavo.worker.machine import Machine
-from tests.tiny_models import tiny_model
+from tests.tiny_models import WIDTHS_OF_32, tiny_model
 
 GIVEN = ("--bandwidth=1G", "--flops=1T")
 
@@ -55,6 +59,51 @@ def test_the_shortfall(octavo, config):
     ended, found = planned(octavo, config, "--memory=2GiB")
     assert ended.code == 1 and found["flags"] == []
     assert "no options make it fit" in octavo("plan", config, "--memory=2GiB", *GIVEN).out
+
+
+def test_int4_of_a_config_alone(octavo, config):
+    """Of 7 matrices a layer v keeps 8 bits, and down does in the first and last 4 and in 8 of the 24 between; the untied head has 4."""
+    found = planned(octavo, config, "--memory=80GiB", "--quantization=int4")[1]
+    layer = {"q": 4096 * 4096, "k": 1024 * 4096, "o": 4096 * 4096, "gate": 14336 * 4096, "up": 14336 * 4096}
+    value, down, table = 1024 * 4096, 14336 * 4096, 128256 * 4096
+    four = 32 * sum(layer.values()) + 16 * down + table
+    eight = 32 * value + 16 * down + table
+    assert found["weight_bytes"] == pytest.approx(four * 5 / 8 + eight, rel=2e-3)
+    bits = found["weight_bytes"] * 8 / found["num_parameters"]
+    assert 5.2 < bits < 6.2 and found["code"] == "u4"
+
+
+def test_int4_that_cannot_be_is_refused_and_not_suggested(octavo, config):
+    values = json.loads((config / "config.json").read_text()) | {"intermediate_size": 14300}
+    (config / "config.json").write_text(json.dumps(values))
+    ended = octavo("plan", config, "--quantization=int4", *GIVEN)
+    assert ended.code == 2 and "down_proj.weight has 14300 inputs, allowed is a multiple of 32" in ended.err
+    assert "hint: use --quantization int8" in ended.err
+    assert planned(octavo, config, "--memory=12GiB")[1]["flags"][0] == "--quantization=int8"
+    assert planned(octavo, config, "--memory=7GiB")[1]["flags"] == [], "int4 would fit, but cannot be"
+
+
+def test_what_is_planned_is_what_is_loaded(octavo, monkeypatch):
+    """Bytes of weights: of the plan, of the check before loading, and as packed."""
+    path = tiny_model("llama", **WIDTHS_OF_32["llama"], num_hidden_layers=9).path
+    sizes, prepared, prepare = [], [], NativeBackend.prepare
+
+    def recorded(*arguments):
+        prepared.append(prepare(*arguments))
+        return prepared[-1]
+
+    monkeypatch.setattr(NativeBackend, "prepare", recorded)
+    for quantization in ("int4", "int8", None):
+        options = {} if quantization is None else {"quantization": quantization}
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        found = planned(octavo, path, "--memory=8GiB", "--threads=1", *flags)[1]
+        said = []
+        config = EngineConfig.from_options(model=str(path), skip_tokenizer_init=True, threads=1, kv_cache_memory_bytes="16MiB", **options)
+        build_in_process(config, said.append).client.close()
+        assert prepared[-1].weight_bytes == found["weight_bytes"]
+        assert any(f"weights {format_bytes(found['weight_bytes'])}" in line for line in said)
+        sizes.append(found["weight_bytes"])
+    assert sizes == sorted(set(sizes))
 
 
 def test_for_people(octavo, config):

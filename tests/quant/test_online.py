@@ -40,7 +40,7 @@ def test_int8_has_one_scale_an_output_and_keeps_zeros() -> None:
 
 
 def test_int4_refuses_short_groups() -> None:
-    with pytest.raises(UnsupportedModel, match="multiple of 32, got 40"):
+    with pytest.raises(UnsupportedModel, match="int4: a matrix has 40 inputs, allowed is a multiple of 32"):
         pack_int4(normal(5, 40))
 
 
@@ -105,3 +105,10 @@ def test_damaged_weights_stay_damaged(damage: float) -> None:
     assert not np.isfinite(made4[1, :32]).any() and not np.isfinite(made8[1]).any()
     np.testing.assert_array_equal(np.delete(made4.reshape(8, 32), 2, axis=0), np.delete(sound4.reshape(8, 32), 2, axis=0))
     np.testing.assert_array_equal(np.delete(made8, 1, axis=0), np.delete(sound8, 1, axis=0))
+
+
+def test_rows_of_a_quantised_vector() -> None:
+    """A file may hold a bias so; its rows lie in groups, and are kept as floats."""
+    packed = pack_int4(normal(64))
+    order = np.arange(64)[::-1]
+    np.testing.assert_array_equal(packed.rows(order).dequantize(), packed.dequantize()[order])

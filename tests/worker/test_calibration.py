@@ -9,7 +9,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, packing_plan
 from octavo.models.registry import build_programs
 from octavo.worker.calibration import input_powers, mean_squares
-from tests.tiny_models import TinyModel, double_precision, in_float64, tiny_model
+from tests.tiny_models import WIDTHS_OF_32, TinyModel, double_precision, in_float64, tiny_model
 
 FAMILIES = ("llama", "gemma3_text", "gpt2", "qwen2_moe", "deepseek_v3")
 
@@ -45,7 +45,7 @@ def test_it_is_what_the_model_multiplies(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_of_four_bits_is_measured(family):
-    program, load = program_and_load(tiny_model(family))
+    program, load = program_and_load(tiny_model(family, **WIDTHS_OF_32[family]))
     powers = input_powers(program, load, context_tokens=40)
     wanted = [weight for weight, bits in packing_plan(program, "int4").items() if bits == "int4"]
     assert wanted
