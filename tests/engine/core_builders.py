@@ -5,6 +5,7 @@ import time
 
 from octavo.engine.client import EngineInfo
 from octavo.errors import ConfigError
+from tests.engine.fake_tiers import Disk, FakeTiers
 from tests.engine.fakes import VOCAB, FakeExecutor, FakeRow, make_core
 
 INFO = EngineInfo(VOCAB, 512, 1024, "a fake cache")
@@ -55,10 +56,10 @@ class LongExecutor(FakeExecutor):
 def build(options, report):
     report("loading nothing")
     kinds = {"die": DyingExecutor, "slow": SlowExecutor, "hang": HangingExecutor, "long": LongExecutor}
-    executor = kinds.get(options.get("kind"), FakeExecutor)()
+    executor = kinds.get(options.get("kind"), FakeExecutor)(tiers=FakeTiers(1, Disk()))
     if "bad" in options:
         executor.bad = options["bad"]
-    return make_core(executor=executor, clock=time.monotonic), INFO
+    return make_core(executor=executor, clock=time.monotonic, num_slots=options.get("num_slots", 0)), INFO
 
 
 def refuse(options, report):

@@ -1,16 +1,19 @@
 """Both clients over a pseudo-model: same tokens, and a clear end when the core's process ends."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from octavo.engine.client import InProcessClient
+from octavo.engine.pin import Pin
 from octavo.engine.process_client import ProcessClient
-from octavo.errors import ConfigError, EngineDead
+from octavo.errors import ConfigError, EngineDead, InvalidRequest, Unavailable
 from tests.engine.core_builders import INFO, build
 from tests.engine.fakes import expected_tokens, make_request
 
@@ -51,6 +54,67 @@ def test_requests_come_back_as_tokens(client):
     tokens, reasons = collect(client, 2)
     assert tokens == {"a": expected_tokens([1, 2, 3], 8), "b": expected_tokens(list(range(50)), 8)}
     assert reasons == {"a": "length", "b": "length"}
+
+
+@pytest.mark.parametrize("kind", ["in process", "own process"])
+def test_questions_are_answered_or_refused(kind):
+    options = {"num_slots": 40}
+    client = InProcessClient(build(options, print)[0], INFO) if kind == "in process" else start(**options)
+    prompt = list(range(200))
+    client.add([make_request("a", prompt)])
+    collect(client, 1)
+    with receiving(client):
+        assert client.pin_prefix(Pin(prompt[:100], "", until=20, now=10)) == 96
+        assert client.pin_prefix(Pin([7] * 100, "", until=20, now=10)) == 0, "nobody has computed it"
+        with pytest.raises(InvalidRequest, match=r"the prompt's blocks have .* bytes, and 0 are pinned") as refused:
+            client.pin_prefix(Pin(prompt, "", until=20, now=10))
+        assert refused.value.hint == "raise prefix_cache_size, or unpin something"
+        assert client.reset_prefix_cache(reset_connector=True) is True
+    client.close()
+
+
+def test_what_is_asked_of_a_dead_core_is_refused_at_once():
+    client = start()
+    os.kill(client.pid, signal.SIGSTOP)
+    with receiving(client):
+        threading.Timer(0.2, os.kill, (client.pid, signal.SIGKILL)).start()
+        with pytest.raises(Unavailable, match="the engine ended before it answered"):
+            client.reset_prefix_cache()
+        with pytest.raises(Unavailable, match="the engine ended before it answered"):
+            client.reset_prefix_cache()
+    client.close()
+
+
+def test_an_answer_that_comes_too_late_is_not_the_next_questions(monkeypatch):
+    client = start()
+    with receiving(client):
+        os.kill(client.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch, pytest.raises(Unavailable, match=r"has not answered for 0.1 s"):
+            patch.setattr("octavo.engine.process_client.ANSWER_S", 0.1)
+            client.reset_prefix_cache()
+        os.kill(client.pid, signal.SIGCONT)
+        assert client.pin_prefix(Pin([7] * 100, "", until=20, now=10)) == 0
+        assert client.reset_prefix_cache() is True
+    client.close()
+
+
+@contextlib.contextmanager
+def receiving(client):
+    """In another thread, as long as the core lives."""
+    ended = threading.Event()
+
+    def receive():
+        with contextlib.suppress(EngineDead):
+            while not ended.is_set():
+                client.receive(timeout_s=0.02)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_abort_ends_in_one_final_output(client):
