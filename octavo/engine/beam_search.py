@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from octavo.engine.finish import Finish
 from octavo.engine.token_row import TokenRow
 from octavo.outputs import FinishReason
 from octavo.sampling_params import SamplingParams
@@ -60,11 +61,6 @@ class Child(NamedTuple):
 
     beam: Beam
     parent_id: str
-
-
-class End(NamedTuple):
-    reason: FinishReason
-    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +155,12 @@ class BeamSearch:
         """As many as are wanted, the best first."""
         return self._found[: self._params.n]
 
+    def finish(self) -> Finish:
+        """How it has ended."""
+        if not self._found:
+            return Finish("error", error="the beam search found no token that could follow")
+        return Finish(self._found[0].finish_reason)
+
     def _candidates(self, rows: Sequence[TokenRow], yields: dict[str, RowResult]) -> list[Continuation]:
         """The best continuations of all rows together, in order."""
         num_output_tokens = rows[0].num_tokens - self._num_prompt_tokens
@@ -171,14 +173,14 @@ class BeamSearch:
         ]
         return heapq.nlargest(self._width.num_candidates, every, key=lambda best: best.cumulative_logprob)
 
-    def _end_of(self, best: Continuation, num_output_tokens: int) -> End | None:
+    def _end_of(self, best: Continuation, num_output_tokens: int) -> Finish | None:
         if best.token_id in self._end_token_ids:
-            return End("stop", None if best.token_id in self._eos_token_ids else best.token_id)
+            return Finish("stop", None if best.token_id in self._eos_token_ids else best.token_id)
         if self._stop_texts is not None and num_output_tokens > self._params.min_tokens:
             text = self._stop_texts.ended_by(best.row.token_ids[self._num_prompt_tokens :], best.token_id)
             if text is not None:
-                return End("stop", text)
-        return End("length") if num_output_tokens >= self._max_output_tokens else None
+                return Finish("stop", text)
+        return Finish("length") if num_output_tokens >= self._max_output_tokens else None
 
     def _is_settled(self, best_running: float, num_output_tokens: int) -> bool:
         """Whether no live beam is expected to beat the worst of the finished ones."""
@@ -190,10 +192,10 @@ class BeamSearch:
         length = self._max_output_tokens if early == "never" and penalty > 0 else num_output_tokens
         return best_running / math.pow(length, penalty) <= self._found[-1].score
 
-    def _output(self, best: Continuation, end: End, yields: dict[str, RowResult]) -> BeamOutput:
+    def _output(self, best: Continuation, end: Finish, yields: dict[str, RowResult]) -> BeamOutput:
         token_ids = [*best.row.token_ids[self._num_prompt_tokens :], best.token_id]
         score = best.cumulative_logprob / math.pow(len(token_ids), self._params.length_penalty)
-        return BeamOutput(token_ids, best.cumulative_logprob, score, *end, logprobs=self._logprobs(best, yields))
+        return BeamOutput(token_ids, best.cumulative_logprob, score, end.reason, end.stop_reason, self._logprobs(best, yields))
 
     def _logprobs(self, best: Continuation, yields: dict[str, RowResult]) -> list[TokenLogprobs]:
         if self._params.logprobs is None:

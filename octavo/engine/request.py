@@ -6,12 +6,13 @@ One sample each: the front makes n of them where a user asks for n. Knows no tex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
-from typing import NamedTuple
 
 import msgspec
 
 from octavo.engine.beam_search import BeamOutput, BeamSearch, StopTexts
+from octavo.engine.finish import Finish
 from octavo.engine.timings import Stopwatch
 from octavo.engine.token_row import TokenRow
 from octavo.outputs import FinishReason, Timings
@@ -58,7 +59,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt tokens from the second on, all at once with the first token."""
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     """The stop token, where one of `stop_token_ids` ended the request."""
     error: str | None = None
     num_cached_tokens: int = 0
@@ -77,12 +78,6 @@ class RequestStatus(Enum):
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
-
-
-class Finish(NamedTuple):
-    reason: FinishReason
-    stop_reason: int | None = None
-    error: str | None = None
 
 
 class Request(TokenRow):
@@ -184,6 +179,29 @@ class Request(TokenRow):
         if len(self.token_ids) >= self.max_num_tokens:
             return Finish("length")
         return Finish("abort") if self.source.one_token else None
+
+    def describe_start(self, output: EngineOutput) -> None:
+        """What is said once, with its first tokens."""
+        output.num_cached_tokens = self.num_cached_tokens
+        output.scheduled_ts = self.scheduled_ts
+        if self.params.prompt_logprobs is not None:
+            output.prompt_logprobs = self.prompt_logprobs
+
+    def final_output(self, finish: Finish, so_far: Timings) -> EngineOutput:
+        """`so_far`: where its time went."""
+        return EngineOutput(
+            self.request_id,
+            finish_reason=finish.reason,
+            stop_reason=finish.stop_reason,
+            error=finish.error,
+            num_preemptions=self.num_preemptions,
+            num_swaps=self.num_swaps,
+            timings=self.timings(so_far),
+        )
+
+    def timings(self, so_far: Timings) -> Timings:
+        """With its own counts."""
+        return replace(so_far, cached_tokens=self.num_cached_tokens, num_preemptions=self.num_preemptions, num_swaps=self.num_swaps)
 
     def swap_out(self) -> None:
         """Off the device, with all that is computed."""

@@ -9,7 +9,7 @@ Source: continuous batching (Orca, Yu et al. 2022), chunked prefill (Sarathi, Ag
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,15 +18,15 @@ from octavo.engine.batching import Batching, Crowd, PromptStep
 from octavo.engine.beam_search import BeamSearch
 from octavo.engine.block_manager import BlockManager, Grant
 from octavo.engine.draft import Draft
+from octavo.engine.finish import Finish
 from octavo.engine.placement import Placement
 from octavo.engine.policy import Policy
 from octavo.engine.rates import UNMEASURED, Rates
-from octavo.engine.request import EngineOutput, EngineRequest, Finish, Request, RequestStatus
+from octavo.engine.request import EngineOutput, EngineRequest, Request, RequestStatus
 from octavo.engine.stats import EngineStats
 from octavo.engine.stop_texts import MakeStopTexts
 from octavo.engine.timings import Timekeeper
 from octavo.engine.token_row import TokenRow
-from octavo.outputs import Timings
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
 
 
@@ -363,10 +363,9 @@ class Scheduler:
         self._placement.branch(rows, search.advance(rows))
         if not search.is_done:
             return None
-        best = search.best()
-        output = self._finish(request, Finish(best[0].finish_reason))
-        output.beams = best
-        self._describe_start(request, output)
+        output = self._finish(request, search.finish())
+        output.beams = search.best() or None
+        request.describe_start(output)
         return output
 
     def _take_tokens(self, request: Request, result: RowResult) -> EngineOutput:
@@ -386,17 +385,11 @@ class Scheduler:
         output.token_ids = result.token_ids[:num_taken]
         output.logprobs = result.logprobs
         if finish is None and request.params.stop_strings:
-            output.timings = self._timings(request)
+            output.timings = request.timings(self._times.so_far(request.watch))
         if is_first:
             self._stats.prompt_tokens += request.num_prompt_tokens
-            self._describe_start(request, output)
+            request.describe_start(output)
         return output
-
-    def _describe_start(self, request: Request, output: EngineOutput) -> None:
-        output.num_cached_tokens = request.num_cached_tokens
-        output.scheduled_ts = request.scheduled_ts
-        if request.params.prompt_logprobs is not None:
-            output.prompt_logprobs = request.prompt_logprobs
 
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
         """Frees all that a request holds; out of the running the caller takes it."""
@@ -414,23 +407,7 @@ class Scheduler:
         return self._final_output(request, finish)
 
     def _final_output(self, request: Request, finish: Finish) -> EngineOutput:
-        return EngineOutput(
-            request.request_id,
-            finish_reason=finish.reason,
-            stop_reason=finish.stop_reason,
-            error=finish.error,
-            num_preemptions=request.num_preemptions,
-            num_swaps=request.num_swaps,
-            timings=self._timings(request),
-        )
-
-    def _timings(self, request: Request) -> Timings:
-        return replace(
-            self._times.so_far(request.watch),
-            cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            num_swaps=request.num_swaps,
-        )
+        return request.final_output(finish, self._times.so_far(request.watch))
 
     def stats(self) -> EngineStats:
         """A snapshot."""

@@ -154,6 +154,14 @@ def test_a_search_alone_always_finds_its_blocks(length, num_blocks):
     assert output.num_preemptions == 0
 
 
+def test_a_search_that_can_go_nowhere_fails_by_name():
+    """Whatever its tokens are, all of them are banned."""
+    core = make_core()
+    core.add(search("a", prompt_of(5), 2, stop_token_ids=list(range(10)), min_tokens=5))
+    (output,) = run_all(core)["a"]
+    assert (output.finish_reason, output.error) == ("error", "the beam search found no token that could follow")
+
+
 def test_every_step_keeps_the_best_of_all_continuations():
     """Beam search by its definition, over whole sequences, without an end."""
     prompt, width, depth = prompt_of(4), 3, 5

@@ -12,7 +12,7 @@ from octavo.engine.supervised_client import SupervisedClient, Watch
 from octavo.engine.suspects import Suspects
 from octavo.errors import EngineDead
 from tests.engine.core_builders import BAD, SICK
-from tests.engine.fakes import expected_tokens, make_request
+from tests.engine.fakes import expected_tokens, make_core, make_request, run_all
 
 STALL_S = 1.0
 
@@ -224,3 +224,18 @@ def test_sound_alone_but_not_together():
         assert suspects.hung(["x", "y"]) == []
         try_all()
     assert suspects.hung(["x", "y", "new"]) == ["x", "y"] and suspects.next_on_trial() == "new"
+
+
+def test_a_search_begins_again_in_the_next_core(start):
+    """What it would have found is found, though the core that it began in hung."""
+    client = start()
+    fields = {"n": 3, "beam_width": 3, "stop_token_ids": [3], "early_stopping": "never", "length_penalty": 2.0}
+    client.add([make_request("search", [1] * 20, max_tokens=40, **fields)])
+    for _ in range(4):
+        assert client.receive(timeout_s=10) is not None
+    client.add([make_request("bad", [5, BAD, 6])])
+    ends = collect(client, 2)[1]
+    core = make_core()
+    core.add(make_request("search", [1] * 20, max_tokens=40, **fields))
+    assert ends["bad"].finish_reason == "error"
+    assert ends["search"].beams == run_all(core)["search"][0].beams
