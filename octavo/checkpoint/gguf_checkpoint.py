@@ -42,6 +42,10 @@ class GgufCheckpoint:
         architecture = self._file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise UnsupportedModel(f"{path}: architecture {architecture!r}, supported in GGUF are {', '.join(FAMILIES)}")
+        num_parts = self._get("split.count", int, 1)
+        if num_parts > 1:
+            what = f"{path}: is one of {num_parts} parts of a model, supported are GGUF models in one file"
+            raise UnsupportedModel(what, hint="join them with llama.cpp's llama-gguf-split --merge")
         self._family: Family = FAMILIES[architecture]
         self._gguf_names = self._names()
         self._header = Header(self._file, architecture)

@@ -98,6 +98,12 @@ def test_header_values_of_wrong_types(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
+def test_a_part_of_a_split_model(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "m-00001-of-00003.gguf", "llama", tiny_model("llama"), extra={"split.count": 3})
+    with pytest.raises(UnsupportedModel, match="is one of 3 parts of a model, supported are GGUF models in one file"):
+        open_checkpoint(path)
+
+
 def test_end_ids_and_sampling_defaults(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), tokens=96, extra={"general.sampling.temp": 0.7})
     checkpoint = open_checkpoint(path)

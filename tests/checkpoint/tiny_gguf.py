@@ -87,7 +87,8 @@ def write_tiny_gguf(
     writer = gguf.GGUFWriter(path, architecture)
     _hyperparameters(writer, architecture, model.config)
     for key, value in (extra or {}).items():
-        writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(key, value)
     if tokens:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
