@@ -15,4 +15,4 @@ def chosen_backend(default: str) -> str:
 def backend_flags() -> list[str]:
     """For a command; [] where no backend is chosen."""
     chosen = os.environ.get(VARIABLE)
-    return [] if chosen is None else [f"--backend={chosen}", *(["--batch-invariant"] if chosen == "torch" else [])]
+    return [] if chosen is None else [f"--backend={chosen}"]

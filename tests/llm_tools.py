@@ -20,6 +20,7 @@ def small_options(family: str = "llama", *, model_path: Path | None = None) -> d
     return {
         "model": str(model_path or tiny_model(family).path),
         "backend": chosen_backend("reference"),
+        "batch_invariant": chosen_backend("reference") == "torch",
         "skip_tokenizer_init": True,
         "max_model_len": 256,
         "max_num_seqs": 8,
