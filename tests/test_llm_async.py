@@ -51,6 +51,25 @@ def test_concurrent_streams_equal_one_by_one(llm):
         assert [fingerprint(output) for output in outputs] == [alone(offline, prompt, GREEDY) for prompt in prompts]
 
 
+def test_beams_and_the_best_of_several_come_at_the_end(llm):
+    """One output each, the final one; whoever leaves before it aborts the search."""
+    beams = SamplingParams(n=2, beam_width=3, max_tokens=12)
+    best = SamplingParams(n=2, best_of=4, temperature=1.2, seed=4, max_tokens=12)
+    prompts = prompts_of(20, 7)
+    with make_llm() as plain:
+        expected = plain.generate(prompts, [beams, best])
+
+    async def main():
+        streams = [[output async for output in llm.generate(prompt, params)] for prompt, params in zip(prompts, (beams, best), strict=True)]
+        assert [[output.outputs for output in outputs] for outputs in streams] == [[output.outputs] for output in expected]
+        task = asyncio.create_task(final(llm, prompts[0], SamplingParams(beam_width=3, max_tokens=200, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        assert await settled(llm)
+
+    asyncio.run(main())
+
+
 def test_leaving_a_stream_aborts_its_request(llm):
     async def run():
         stream = llm.generate(prompts_of(5)[0], LONG)

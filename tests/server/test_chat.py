@@ -144,3 +144,12 @@ def test_template_variables_take_no_field_s_place(http, name):
 def test_any_other_name_may_be_a_template_variable(http, name):
     body = {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {name: 5}}
     assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_a_beam_search_of_answers(http):
+    body = {"messages": HELLO, "max_tokens": 8, "use_beam_search": True, "n": 3, "ignore_eos": True, "logprobs": True}
+    choices = http.post("/v1/chat/completions", json=body).json()["choices"]
+    scores = [choice["score"] for choice in choices]
+    assert len(choices) == 3 and scores == sorted(scores, reverse=True)
+    for choice in choices:
+        assert sum(token["logprob"] for token in choice["logprobs"]["content"]) / 8 == pytest.approx(choice["score"])
