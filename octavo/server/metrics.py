@@ -50,6 +50,8 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "KV blocks on the device in which the prefix cache finds something, held or not.",
         lambda stats: sum(group.num_named for group in stats.groups),
     ),
+    "prefix_cache_disk_bytes": ("Bytes in prefix_cache_dir, of all models.", lambda stats: stats.connector.stored.num_bytes),
+    "prefix_cache_disk_pinned_bytes": ("Of these, pinned.", lambda stats: stats.connector.stored.pinned_bytes),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens),
@@ -59,6 +61,8 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda stats: stats.prefix_hit_tokens),
     "external_prefix_cache_queries": ("Tokens looked up in host memory and on disk.", lambda stats: stats.external_query_tokens),
     "external_prefix_cache_hits": ("Tokens found in host memory and on disk.", lambda stats: stats.external_hit_tokens),
+    "prefix_cache_damaged_files": ("Damaged files met in prefix_cache_dir, and removed.", lambda stats: stats.connector.stored.num_damaged),
+    "prefix_cache_write_errors": ("Files that could not be written there.", lambda stats: stats.connector.stored.num_write_errors),
     "num_preemptions": ("Requests that had to give up their KV blocks.", lambda stats: stats.num_preemptions),
     "num_swaps": ("Preemptions to host memory.", lambda stats: stats.num_swaps),
     "num_engine_restarts": ("Engines replaced because a step made no progress.", lambda stats: stats.num_restarts),

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,18 @@ def test_a_pin_holds_though_its_block_is_written_again_or_was_damaged(directory,
     assert directory.stored().pinned_bytes == FILE_BYTES and directory.stored().foreign_pinned_bytes == 0
     stranger = make(tmp_path, clock, model=b"s" * 32)
     assert stranger.look().pinned == [] and stranger.stored().foreign_pinned_bytes == FILE_BYTES
+
+
+def test_a_directory_that_is_removed_is_made_again(directory, tmp_path, clock):
+    write(directory, clock, 1)
+    for entry in tmp_path.iterdir():
+        shutil.rmtree(entry)
+    assert read(directory, 1) is None
+    with pytest.raises(FileNotFoundError):
+        directory.write(block(2), data(2).data)
+    assert directory.look().gone == [block(1).name] and directory.stored().num_write_errors == 1
+    write(directory, clock, 2)
+    np.testing.assert_array_equal(read(directory, 2), data(2))
 
 
 def test_where_all_is_pinned_nothing_more_is_written(tmp_path, clock):

@@ -8,6 +8,7 @@ else after a crash, or between engines: each sees what is there, and a file that
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -69,12 +70,20 @@ class BlockDirectory:
         """Of blocks that are not there yet."""
         self._num_damaged = 0
         self._num_write_errors = 0
-        for folder in (self._folder, self._temporary):
+        self._make_folders()
+
+    def _make_folders(self) -> None:
+        for folder in (self._root, self._folder, self._temporary):
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def look(self) -> Changes:
-        """Lists the directory, removes what crashed engines left half written, and the oldest where there is too much."""
+        """Lists the directory, removes what crashed engines left half written, and the oldest where there is too much.
+
+        Somebody may have removed it all, and then it is made again; where that fails, the next write says why.
+        """
         before = self._names()
+        with contextlib.suppress(OSError):
+            self._make_folders()
         self._list_anew()
         self._remove_abandoned()
         self._make_room(0)
