@@ -151,3 +151,19 @@ def test_what_it_cannot_run_it_refuses_by_name(op, message):
 def test_a_precision_of_the_cache_that_it_has_not():
     with pytest.raises(BackendUnavailable, match="kv_cache_dtype: the torch backend has fp32, bf16, int8, got int4"):
         torch_backend(kv_cache_dtype="int4")
+
+
+def test_a_profile_counts_every_op_and_the_products_bytes():
+    runner = PagedRunner(tiny_model("llama").path, torch_backend())
+    request, prepared = runner.add(range(20)), runner.runnables["decoder"]
+    with pytest.raises(BackendUnavailable, match="no profile was started"):
+        prepared.stop_profile()
+    prepared.start_profile()
+    runner.step([(request, 0, 20)])
+    profile = prepared.stop_profile()
+    ops_by_name = {op.name: op for op in profile.ops}
+    assert sum(op.calls for op in profile.ops) == len(prepared.program.ops)
+    linear = ops_by_name["Linear"]
+    weights = sum(np.prod(weight.shape) for op in prepared.program.ops if isinstance(op, ops.Linear) for weight in op.weights_)
+    assert (linear.code, linear.num_bytes, linear.operations) == ("fp32", 4 * weights, 2 * 20 * weights)
+    assert profile.bandwidth > 0 and profile.rates["fp32"] > 0

@@ -23,6 +23,7 @@ from octavo.backends.torch.experts import EXPERT_FORMULAS
 from octavo.backends.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
 from octavo.backends.torch.invariant import joined, rows_alone
 from octavo.backends.torch.kv_cache import TorchKvCache
+from octavo.backends.torch.profile import OpTimes
 from octavo.backends.torch.row_ops import ROW_FORMULAS
 from octavo.backends.torch.sampling import Drawn, draw, draw_arrays, part_of, result_of, wants_of
 from octavo.backends.torch.step import Made, Staging, Step, step_arrays
@@ -78,6 +79,7 @@ class TorchProgram:
         self._progress = 0
         self._staging, self._late_staging = Staging(engine.device, engine.staging_bytes), Staging(engine.device)
         self._graphs: DecodeGraphs | None = None
+        self._times: OpTimes | None = None
 
     @property
     def progress(self) -> int:
@@ -89,10 +91,13 @@ class TorchProgram:
         return self._weights.num_bytes
 
     def start_profile(self) -> None:
-        raise BackendUnavailable("the torch backend times no ops", hint="profile with --backend native")
+        self._times = OpTimes(self._weights, self._engine.device, self._engine.dtype)
 
     def stop_profile(self) -> Profile:
-        raise BackendUnavailable("no profile was started")
+        if self._times is None:
+            raise BackendUnavailable("no profile was started")
+        times, self._times = self._times, None
+        return times.result(self.weight_bytes)
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         assert isinstance(kv, TorchKvCache)
@@ -132,7 +137,7 @@ class TorchProgram:
         if batch.sampling is not None and chunks:
             part = part_of(batch.sampling, chunks[0])
             draws = draw_arrays(part, wants_of(part, self.program.vocab_size))
-        padded = None if self._graphs is None else self._graphs.padded(batch)
+        padded = self._graphs.padded(batch) if self._graphs is not None and self._times is None else None
         inputs = self._put(step_arrays(padded or batch, kv.num_blocks), draws)
         if padded is not None and self._graphs is not None:
             logits = self._graphs.graphs[len(padded.token_ids)].replay()
@@ -176,7 +181,11 @@ class TorchProgram:
 
     def _execute(self, instructions: list[Instruction], step: Step) -> None:
         for instruction in instructions:
-            instruction.run(step)
+            if self._times is None:
+                instruction.run(step)
+            else:
+                rows = next((len(step.values[value.name]) for value in instruction.op.inputs), 0)
+                self._times.run(instruction.op, rows, partial(instruction.run, step))
             self._progress += 1
 
     def _set_threads(self) -> None:

@@ -27,14 +27,14 @@ def _least_s(work: Callable[[], object], device: torch.device) -> float:
     work()
     times = []
     for _ in range(ROUNDS):
-        _wait(device)
+        wait_for(device)
         began = time.perf_counter()
         work()
-        _wait(device)
+        wait_for(device)
         times.append(time.perf_counter() - began)
     return min(times)
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
