@@ -12,8 +12,9 @@ from tests.tiny_models import tiny_model
 
 def make_llm(family: str = "llama", *, model_path: Path | None = None, **options) -> LLM:
     """Token-id prompts only, contexts of 256 tokens, on the reference backend, unless said otherwise; torch batch-invariant."""
-    options = small_options(family, model_path=model_path) | options
-    return LLM(**{"report": lambda text: None, "batch_invariant": options["backend"] == "torch"} | options)
+    small = small_options(family, model_path=model_path) | options
+    small["batch_invariant"] = options.get("batch_invariant", small["backend"] == "torch")
+    return LLM(**{"report": lambda text: None} | small)
 
 
 def small_options(family: str = "llama", *, model_path: Path | None = None) -> dict[str, Any]:
