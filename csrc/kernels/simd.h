@@ -282,6 +282,23 @@ OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
 #endif
 }
 
+// Sixteen int16 in a row, widened.
+OCTAVO_INLINE vi load_int16(const void* p) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    Halves x;
+    OCTAVO_BY_HALVES(x.n[h], _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p + h)));
+    return x.i;
+#else
+    int16_t values[kLanes];
+    std::memcpy(values, p, sizeof values);
+    vi wide;
+    for (int i = 0; i < kLanes; i++) wide[i] = values[i];
+    return wide;
+#endif
+}
+
 // Thirty-two int8 as pairs of bf16, of which each is one exactly.
 OCTAVO_INLINE vi int8_to_bf16(const int8_t* p) {
 #if defined(__AVX512BF16__)
@@ -289,10 +306,7 @@ OCTAVO_INLINE vi int8_to_bf16(const int8_t* p) {
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
     return (vi)_mm512_cvtne2ps_pbh(high, low);
 #else
-    typedef int16_t Pairs __attribute__((vector_size(32)));
-    Pairs both;
-    std::memcpy(&both, p, sizeof both);
-    const vi pair = __builtin_convertvector(both, vi);  // the second number in the high byte, the first in the low one
+    const vi pair = load_int16(p);  // the second number in the high byte, the first in the low one
     const vi first = (vi)to_float((pair << 24) >> 24), second = (vi)to_float(pair >> 8);
     return ((first >> 16) & 0xffff) | second;
 #endif

@@ -339,6 +339,31 @@ void test_copied_blocks(const KernelTable& kernels, KvType cache) {
     CHECK(same_bits(last, Floats(wanted.end() - kVocab, wanted.end())));
 }
 
+// Requests that begin with the same blocks, whose last rows one step computes together.
+void test_shared_prefix(const KernelTable& kernels, KvType cache) {
+    ThreadPool packers(2);
+    const Model model(Format::fp32, packers);
+    std::vector<Request> requests(5);
+    for (int r = 0; r < 5; r++) {
+        const int tail = 3 + 5 * r;
+        for (int t = 0; t < 256 + tail; t++) requests[r].tokens.push_back((t < 256 ? t * 7 : t * 5 + r) % kVocab);
+        for (int b = 0; b < 16; b++) requests[r].blocks.push_back(kBlocks - 1 - b);
+        for (int b = 0; b < (tail + 15) / 16; b++) requests[r].blocks.push_back(2 * r + b);
+    }
+    for (const int threads : {1, 2, 8}) {
+        Engine engine(kernels, model, threads, cache);
+        Floats wanted;
+        std::vector<Span> last;
+        for (const Request& r : requests) {
+            const int length = (int)r.tokens.size();
+            const Floats all = alone(engine, r, 100);
+            wanted.insert(wanted.end(), all.end() - 2 * kVocab, all.end());
+            last.push_back({&r, length - 2, length});
+        }
+        CHECK(same_bits(engine.run(last, 1), wanted), "a prefix in common on %d threads", threads);
+    }
+}
+
 // Arrays of a draw for `count` rows, greedy or at random.
 struct Draws {
     std::vector<float> temperatures, top_ps, min_ps, ones, zeros, logprobs, top_logprobs;
@@ -405,7 +430,7 @@ void test_executor(const KernelTable& kernels) {
     test_format(kernels, Format::fp32, KvType::fp32);
     for (const Format format : {Format::bf16, Format::int8, Format::int4}) test_format(kernels, format, KvType::bf16);
     for (const Format format : {Format::fp32, Format::int8}) test_format(kernels, format, KvType::int8);
-    for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8}) test_copied_blocks(kernels, cache);
+    for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8}) test_copied_blocks(kernels, cache), test_shared_prefix(kernels, cache);
     test_draws(kernels);
 }
 
