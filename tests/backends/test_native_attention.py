@@ -30,7 +30,8 @@ CONTEXTS = (1, 37, 256, 540)
 """Requests of a case: within a block, within a split of 256 keys, a split, and over three of them."""
 
 NUM_BLOCKS = 128
-TOLERANCE = {"fp32": 2e-5, "bf16": 4e-3, "int8": 4e-3}
+TOLERANCE = {"fp32": 2e-5, "bf16": 4e-3, "int8": 8e-3}
+"""int8: a number that lies between two codes may be rounded to one in float64 and to the other in fp32."""
 
 
 @dataclass(frozen=True)
