@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -256,9 +257,8 @@ def open_root(text: str) -> Path:
     root = user_path(text).absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        probe = root / f"probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(prefix="probe-", dir=root):
+            pass
     except OSError as error:
         raise ConfigError(f"prefix_cache_dir: {root} cannot be written into: {error.strerror}") from error
     return root

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +49,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, entries: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(entries))
-    temporary.replace(path)
+    """Whole or not at all; several engines, of this process or of others, may write at once, and the last one stays."""
+    number, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    with open(number, "w") as file:
+        file.write(json.dumps(entries))
+    Path(temporary).replace(path)
