@@ -5,7 +5,11 @@ import subprocess
 
 import pytest
 
+from octavo.backends.devices import has_nvidia_driver
 from tests.backend_choice import BACKENDS, VARIABLE
+
+if not has_nvidia_driver():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run in its interpreter
 
 LONG_ON_TORCH = {"test_llm_faults.py", "test_prefix_store.py", "test_beam_search.py", "test_best_of.py"}
 """Files whose tests on torch, which computes a batch-invariant step row by row, run in make test-all only."""

@@ -1,0 +1,34 @@
+"""Whether Triton's kernels run on a device, and what the table of tiles calls it. Imports no Triton.
+
+On a CPU they run in Triton's interpreter, which NumPy computes: slow, for tests. It has to be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+INTERPRETER = "interpreter"
+INSTALL = "pip install 'octavo[triton]'"
+HINT_ON_CPU = "--attention-backend sdpa runs on any device; TRITON_INTERPRET=1 in the environment runs the kernels slowly on a CPU"
+
+
+def is_interpreted() -> bool:
+    """Asked of the environment, as Triton does."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def refusal(device: torch.device) -> tuple[str, str] | None:
+    """Why the kernels cannot run there, and a hint; None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed", f"{INSTALL}, or --attention-backend sdpa"
+    if device.type != "cuda" and not is_interpreted():
+        return f"Triton has no kernels for the device {device.type}", HINT_ON_CPU
+    return None
+
+
+def device_name(device: torch.device) -> str:
+    """As in the table: the GPU's own name, or the interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and not is_interpreted() else INTERPRETER
