@@ -14,6 +14,8 @@ GREEDY_EPS = 1e-5
 MIN_TEMPERATURE = 0.01
 MAX_N = 16384
 MAX_BEAMS = 1024
+MAX_LENGTH_PENALTY = 10.0
+"""Either way: a length to a higher power is beyond what a float holds, or 0."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 1.0),
@@ -200,7 +202,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             f"n ({self.n}) in a beam search",
             hint="beam_width says how many are tried",
         )
-        _check("length_penalty", self.length_penalty, _is_number(self.length_penalty), "a number")
+        penalty, most = self.length_penalty, MAX_LENGTH_PENALTY
+        _check("length_penalty", penalty, _is_number(penalty) and abs(penalty) <= most, f"a number from {-most:g} to {most:g}")
         _check("early_stopping", self.early_stopping, self.early_stopping in (True, False, "never"), "True, False or 'never'")
         for name, neutral in NEUTRAL.items():
             value = getattr(self, name)

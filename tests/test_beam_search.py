@@ -237,7 +237,9 @@ def test_stop_strings_end_beams_as_transformers_has_it(backend: str, width: int,
         ({"beam_width": 2, "temperature": 0.7}, "temperature: got 0.7, allowed is 0.0 in a beam search"),
         ({"beam_width": 2, "repetition_penalty": 1.2}, "repetition_penalty: got 1.2, allowed is 1.0 in a beam search"),
         ({"beam_width": 2, "early_stopping": "soon"}, "early_stopping: got 'soon', allowed is True, False or 'never'"),
-        ({"beam_width": 2, "length_penalty": "x"}, "length_penalty: got 'x', allowed is a number"),
+        ({"beam_width": 2, "length_penalty": "x"}, "length_penalty: got 'x', allowed is a number from -10 to 10"),
+        ({"beam_width": 2, "length_penalty": 400}, "length_penalty: got 400, allowed is a number from -10 to 10"),
+        ({"beam_width": 2, "length_penalty": -400.0}, "length_penalty: got -400.0, allowed is a number from -10 to 10"),
     ],
 )
 def test_what_a_search_cannot_honour_is_refused(fields: dict[str, Any], message: str) -> None:
