@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -215,6 +216,18 @@ def test_a_full_disk_costs_nothing_but_the_cache(small_disk, caplog):
             assert answers(llm)[0] == expected
     assert "writes nothing for" in caplog.text and "No space left" in caplog.text
     assert len(files_of(small_disk)) > 2 and not list((small_disk / "tmp").iterdir())
+
+
+def test_a_disk_that_is_full_from_the_start(small_disk, caplog):
+    """Not even what says which weights they are can be written."""
+    (small_disk / "other").write_bytes(bytes(60 << 10))
+    with contextlib.suppress(OSError), (small_disk / "more").open("wb", buffering=0) as file:
+        while file.write(bytes(512)):
+            pass
+    with make(prefix_cache_dir=str(small_disk)) as llm:
+        assert answers(llm)[0] == plain()
+    assert "weights.json cannot be written" in caplog.text and "writes nothing for" in caplog.text
+    assert sorted(path.name for path in small_disk.iterdir() if path.is_file()) == ["more", "other"]
 
 
 def test_a_slow_disk_holds_up_only_who_waits_for_it(tmp_path, monkeypatch):

@@ -74,17 +74,18 @@ class BlockDirectory:
         self._make_folders()
 
     def _make_folders(self) -> None:
-        for folder in (self._root, self._folder, self._temporary):
-            folder.mkdir(mode=0o700, exist_ok=True)
+        """Where that fails, because the disk is full, the next write says why."""
+        with contextlib.suppress(OSError):
+            for folder in (self._root, self._folder, self._temporary):
+                folder.mkdir(mode=0o700, exist_ok=True)
 
     def look(self) -> Changes:
         """Lists the directory, removes what crashed engines left half written, and the oldest where there is too much.
 
-        Somebody may have removed it all, and then it is made again; where that fails, the next write says why.
+        Somebody may have removed it all, and then it is made again.
         """
         before = self._names()
-        with contextlib.suppress(OSError):
-            self._make_folders()
+        self._make_folders()
         self._list_anew()
         self._remove_abandoned()
         self._make_room(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 DIGESTS = "weights.json"
+
+logger = logging.getLogger(__name__)
 
 
 def fingerprint(parts: Mapping[str, Any], weight_files: Sequence[Path], *, cache: Path) -> bytes:
@@ -49,8 +52,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, entries: Mapping[str, Any]) -> None:
-    """Whole or not at all; several engines, of this process or of others, may write at once, and the last one stays."""
-    number, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    with open(number, "w") as file:
-        file.write(json.dumps(entries))
-    Path(temporary).replace(path)
+    """Whole or not at all; several engines, of this process or of others, may write at once, and the last one stays.
+
+    Where the disk is full the next start reads the weights again, and nothing else is lost.
+    """
+    temporary = None
+    try:
+        number, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+        with open(number, "w") as file:
+            file.write(json.dumps(entries))
+        Path(temporary).replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be written, the weights' files are read again at the next start: %s", path, error)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
