@@ -31,11 +31,16 @@ class Crowd:
     """Swapped ones included: they are of the batch."""
     num_waiting: int
     arrival_time: float
-    """Of the first of the waiting."""
+    """Of whoever has waited longest."""
     last_prompt: PromptStep
 
 
 class Batching(Protocol):
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows of a batch."""
+        ...
+
     def room(self, crowd: Crowd) -> int:
         """Requests that may start."""
         ...
@@ -81,6 +86,10 @@ class Delayed:
 
     inner: Batching
     factor: float
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.inner.max_num_seqs
 
     def room(self, crowd: Crowd) -> int:
         alone_until = crowd.last_prompt.ended + self.factor * crowd.last_prompt.took_s

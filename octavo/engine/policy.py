@@ -38,6 +38,10 @@ class Policy(Protocol):
         """The waiting, those to start first in front; read only as far as requests can start, `started` told in between."""
         ...
 
+    def oldest(self) -> Request | None:
+        """Who has waited longest, whoever starts first."""
+        ...
+
     def started(self, request: Request) -> None:
         """A waiting request runs; one that was swapped out has never stopped."""
         ...
@@ -84,6 +88,10 @@ class Lanes(Generic[KeyT]):
         if not lane:
             del self.lanes[key]
 
+    def oldest(self) -> Request | None:
+        heads = (next(iter(lane.values())) for lane in self.lanes.values())
+        return min(heads, key=lambda request: request.source.arrival_time, default=None)
+
 
 class Unshared:
     """What policies have in common that keep no account of who got what."""
@@ -119,6 +127,9 @@ class FirstComeFirstServed(Unshared):
     def order(self) -> Iterator[Request]:
         return iter(self._lanes.lanes.get(None, OrderedDict()).values())
 
+    def oldest(self) -> Request | None:
+        return self._lanes.oldest()
+
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
         return running
 
@@ -144,6 +155,9 @@ class Priority(Unshared):
     def order(self) -> Iterator[Request]:
         for priority in sorted(self._lanes.lanes):
             yield from self._lanes.lanes[priority].values()
+
+    def oldest(self) -> Request | None:
+        return self._lanes.oldest()
 
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
         return sorted(running, key=lambda request: request.source.priority)
@@ -210,6 +224,9 @@ class Fair:
                 del lanes[name]
             else:
                 yield request
+
+    def oldest(self) -> Request | None:
+        return self._lanes.oldest()
 
     def started(self, request: Request) -> None:
         tenant = self._tenants[request.source.tenant]

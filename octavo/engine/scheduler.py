@@ -247,10 +247,12 @@ class Scheduler:
             self._leave(request)
 
     def _start(self, request: Request, draft: Draft, room: int) -> Answer:
-        """Runs it where it may."""
-        if request.num_preemptions:  # it is of the batch already
-            room = self._limits.max_num_seqs - self._num_seqs
+        """Runs it where it may; one that is of the batch already needs no more than a place."""
         parent = None if request.fork_of is None else self._requests.get(request.fork_of)
+        if request.num_preemptions:
+            room = self._limits.max_num_seqs - self._num_seqs
+        elif parent is not None and parent.status is RequestStatus.RUNNING:
+            room = self._batching.max_num_seqs - self._num_seqs
         answer = self._placement.start(request, parent, draft, room=room, num_running=self._num_seqs)
         if answer is OK:
             self._policy.started(request)
@@ -278,12 +280,12 @@ class Scheduler:
         return plan
 
     def _crowd(self, now: float) -> Crowd:
-        first = next(self._policy.order(), None)
+        oldest = self._policy.oldest()
         return Crowd(
             now,
             num_running=self._num_seqs + sum(request.num_seqs for request in self.swapped),
             num_waiting=len(self._policy),
-            arrival_time=now if first is None else first.source.arrival_time,
+            arrival_time=now if oldest is None else oldest.source.arrival_time,
             last_prompt=self._last_prompt,
         )
 

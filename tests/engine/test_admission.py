@@ -138,6 +138,45 @@ def test_static_batches_end_before_the_next_begins():
         assert len({int(name) // 3 for name in batch}) == 1, "one batch at a time"
 
 
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_samples_of_a_prompt_are_of_its_batch(kind):
+    """Though they start a step later, once they find the prompt computed; what has no place any more waits for the batch's end."""
+    executor = FakeExecutor()
+    core = make_core(max_num_seqs=4, batching=kind, batch_window_ms=0, executor=executor)
+    for index in range(5):
+        core.add(make_request(f"a#{index}" if index else "a", [5] * 20, sample_index=index, fork_of="a" if index else None))
+    found = run_all(core)
+    assert all(tokens_of(found[f"a#{index}"]) == expected_tokens([5] * 20, 8, index) for index in range(1, 5))
+    batches = [{row.request_id for row in plan.rows} for plan in executor.plans if plan.rows]
+    assert batches[:2] == [{"a"}, {"a", "a#1", "a#2", "a#3"}] and batches[-1] == {"a#4"}
+    assert len(batches) == 8 + 1 + 8 and not any({"a#1", "a#4"} <= batch for batch in batches)
+
+
+def test_samples_without_batching_run_one_at_a_time():
+    executor = FakeExecutor()
+    core = make_core(batching="none", executor=executor)
+    for index in range(3):
+        core.add(make_request(f"a#{index}" if index else "a", [5] * 20, sample_index=index, fork_of="a" if index else None))
+    assert len(run_all(core)) == 3
+    assert max(len(plan.rows) for plan in executor.plans) == 1
+
+
+@pytest.mark.parametrize("policy", ["priority", "fair"])
+def test_a_window_is_over_for_all_when_it_is_over_for_one(policy):
+    """Whoever goes first: later ones that go before it do not keep the longest waiting for another window."""
+    now = [100.0]
+    core = make_core(batching="dynamic", batch_window_ms=500, clock=lambda: now[0], max_num_seqs=8, scheduling_policy=policy)
+    core.add(make_request("late", [1], max_tokens=1, arrival_time=100.0, priority=9, tenant="a"))
+    core.step()
+    for index in range(4):
+        now[0] += 0.2
+        core.add(make_request(str(index), [2], max_tokens=1, arrival_time=now[0], priority=-index, tenant=str(index)))
+        outputs = core.step().outputs if not core.pause_s() else []
+        if outputs:
+            break
+    assert now[0] == pytest.approx(100.6) and {output.request_id for output in outputs} == {"late", "0", "1", "2"}
+
+
 def test_no_batching_runs_one_at_a_time():
     executor = FakeExecutor()
     core = make_core(batching="none", executor=executor)
