@@ -1,6 +1,8 @@
 """The prefix cache over HTTP: a system prompt that is pinned is found by the next server, and what is found is counted."""
 
+import os
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    server = LiveServer(str(tiny_model_with_text()), f"--prefix-cache-dir={folder}", "--served-model-name=tiny")
+    server = LiveServer(str(tiny_model_with_text()), f"--prefix-cache-dir={folder}", "--served-model-name=tiny", "--max-model-len=2048")
     yield server
     assert server.stop() == 0
 
@@ -72,14 +74,18 @@ def test_what_is_found_is_counted(http, server):
 
 
 def test_who_shares_blocks_is_told(server, http):
-    """Eight samples of a prompt of five blocks, all but the last of them full."""
-    body = LONG | {"prompt": "x" * 70, "n": 8, "stream": True}
+    """Eight samples of a prompt of five blocks, all but the last of them full. The engine stands still while it is looked at."""
+    body = LONG | {"prompt": "x" * 70, "n": 8, "max_tokens": 1900, "stream": True}
     with server.http() as other, http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         for _ in range(100):
             next(lines)
-        (device,) = other.get("/v1/cache").json()["device"]
-        text = other.get("/metrics").text
+        os.kill(server.core_pid, signal.SIGSTOP)
+        try:
+            (device,) = other.get("/v1/cache").json()["device"]
+            text = other.get("/metrics").text
+        finally:
+            os.kill(server.core_pid, signal.SIGCONT)
     assert device["num_shared"] == 4 and device["window"] is None
     assert device["num_references"] == device["num_held"] + 7 * 4 and device["num_named"] >= 4
     held, shared, references = (
