@@ -45,7 +45,7 @@ from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder, check_wr
 from octavo.engine.stop_texts import LazyStopTexts, MakeStopTexts
 from octavo.errors import ConfigError, InvalidRequest, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
-from octavo.models.registry import build_programs
+from octavo.models.registry import build_programs, check_family
 from octavo.ports import Checkpoint, Executor, ModelHeader, Profiler, Tokenizer, TokenizerSource
 from octavo.program.program import Program
 from octavo.program.work import Work, work_of
@@ -116,9 +116,9 @@ class Model:
 def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     """Loads no weight and starts no engine."""
     header = open_header(resolve_header(config.model.model))
-    info = model_info(header.config, header.generation_config)
+    info = _info_of(header)
     config = _derived(config, info)
-    program = build_programs(header.config)["decoder"]
+    program = _decoder(config, info, header)
     footprint = _footprint(config, build_backend(config), header, program)
     num_parameters = sum(math.prod(weight.shape) for weight in program.weights)
     return ModelPlan(config, info, num_parameters, capacity_of(config, program, footprint, memory_bytes), footprint, work_of(program))
@@ -174,8 +174,13 @@ def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[Engi
 def open_model(config: EngineConfig) -> Model:
     """Finds the model (fetching it where it has to be), reads its headers, derives the config."""
     checkpoint = open_checkpoint(resolve(config.model.model, progress=True))
-    info = model_info(checkpoint.config, checkpoint.generation_config)
+    info = _info_of(checkpoint)
     return Model(_derived(config, info), checkpoint, info)
+
+
+def _info_of(header: ModelHeader) -> ModelInfo:
+    check_family(header.config)
+    return model_info(header.config, header.generation_config)
 
 
 def _derived(config: EngineConfig, info: ModelInfo) -> EngineConfig:
@@ -188,7 +193,7 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
     config = model.config
     if config.observe.record is not None:
         check_writable(Path(config.observe.record))
-    program = _decoder(model)
+    program = _decoder(config, model.info, model.checkpoint)
     backend = build_backend(config)
     _check_fits(model, backend, program, report)
     reader = _weight_reader(model, program, report)
@@ -355,13 +360,10 @@ def flat_options(config: EngineConfig) -> dict[str, Any]:
     return {entry.name: getattr(section, entry.name) for section in sections for entry in fields(section)}
 
 
-def _decoder(model: Model) -> Program:
-    programs = build_programs(model.checkpoint.config)
-    if model.info.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{model.config.model.model}: {model.info.model_type} is an encoder and decoder, only decoders generate here"
-        )
-    return programs["decoder"]
+def _decoder(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Program:
+    if info.is_encoder_decoder:
+        raise UnsupportedModel(f"{config.model.model}: {info.model_type} is an encoder and decoder, only decoders generate here")
+    return build_programs(header.config)["decoder"]
 
 
 def _device_memory(backend: Backend) -> DeviceMemory | None:

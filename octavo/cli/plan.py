@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from octavo.backends.base import Ceilings
     from octavo.wiring import ModelPlan
+    from octavo.worker.capacity import Capacity
 
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
@@ -27,6 +28,12 @@ MEASURED_BYTES = 256 << 20
 
 TYPICAL_CONTEXT = 2048
 """Of requests, where the suggested number of them is counted."""
+
+LEAST_CONTEXT = 64
+"""What is shorter is of no use to anybody."""
+
+SMALL_STEPS = (512, 128)
+"""Tokens of a step, where the default's activations are too large."""
 
 
 @with_engine_flags(without=("model", "served_model_name", "record"))
@@ -202,23 +209,46 @@ def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[Row]:
 
 
 def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
-    """The fewest flags with which it fits: a shorter context, or weights packed at load, where these are floats."""
+    """The flags with which it fits, those first that cost least: a shorter context, smaller steps, weights packed at load."""
+    tries = list(_tries(found, memory_bytes))
+    wanted = min(TYPICAL_CONTEXT, found.capacity.load.max_model_len)
+    contexts = [_context_of(tried.capacity) for tried in tries]
+    best = next((index for index, context in enumerate(contexts) if context >= wanted), contexts.index(max(contexts)))
+    if contexts[best] < LEAST_CONTEXT:
+        return []
+    scheduler, quantization = tries[best].config.scheduler, tries[best].config.model.quantization
+    flags = [] if quantization is None else [f"--quantization={quantization}"]
+    if scheduler != found.config.scheduler:
+        flags.append(f"--max-num-batched-tokens={scheduler.max_num_batched_tokens}")
+    return [*flags, *_flags(tries[best], contexts[best])]
+
+
+def _context_of(capacity: Capacity) -> int:
+    """The longest that fits; 0 where the KV cache that was asked for does not."""
+    return 0 if capacity.wanted_kv_bytes is not None and capacity.shortfall_bytes else capacity.max_context()
+
+
+def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
+    """As it was asked for, with smaller steps, and so once more with packed weights, where these are floats."""
     from octavo.errors import UnsupportedModel
     from octavo.wiring import plan_model
 
-    quantizations: list[Any] = [found.config.model.quantization]
+    model, scheduler = found.config.model, found.config.scheduler
+    quantizations: list[Any] = [model.quantization]
     if quantizations == [None] and found.footprint.code not in ("u4", "u8"):
         quantizations += ["int8", "int4"]
+    steps = [scheduler.max_num_batched_tokens, *(size for size in SMALL_STEPS if size < scheduler.max_num_batched_tokens)]
     for quantization in quantizations:
-        config = replace(found.config, model=replace(found.config.model, quantization=quantization))
-        try:
-            tried = plan_model(config, memory_bytes=memory_bytes)
-        except UnsupportedModel:  # what cannot be packed so is not suggested
-            continue
-        context = tried.capacity.max_context()
-        if context >= min(TYPICAL_CONTEXT, found.capacity.load.max_model_len):
-            return [*([] if quantization is None else [f"--quantization={quantization}"]), *_flags(tried, context)]
-    return []
+        for size in steps if scheduler.enable_chunked_prefill else steps[:1]:
+            config = replace(
+                found.config,
+                model=replace(model, quantization=quantization),
+                scheduler=replace(scheduler, max_num_batched_tokens=size),
+            )
+            try:
+                yield plan_model(config, memory_bytes=memory_bytes)
+            except UnsupportedModel:  # what cannot be packed so is not suggested
+                break
 
 
 def _flags(found: ModelPlan, context: int) -> list[str]:

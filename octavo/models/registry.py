@@ -14,11 +14,17 @@ FAMILIES = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral",
 """Hugging Face's model_type, which is also the module's name here."""
 
 
+def check_family(config: Mapping[str, Any]) -> None:
+    """UnsupportedModel where nobody here knows its model_type: whatever else its config says would be misread."""
+    model_type = HfConfig(config).model_type
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(f"model type {model_type!r} is not supported", hint="known are " + ", ".join(FAMILIES))
+
+
 def build_programs(config: Mapping[str, Any]) -> dict[str, Program]:
     """ "decoder" and, where the family has one, "encoder". `config` is config.json as it stands."""
+    check_family(config)
     hf = HfConfig(config)
-    if hf.model_type not in FAMILIES:
-        raise UnsupportedModel(f"model type {hf.model_type!r} is not supported", hint="known are " + ", ".join(FAMILIES))
     hf.refuse_unless("quantization_config")
     programs: dict[str, Program] = import_module(f"octavo.models.{hf.model_type}").build(hf)
     return programs

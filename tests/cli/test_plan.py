@@ -61,6 +61,42 @@ def test_the_shortfall(octavo, config):
     assert "no options make it fit" in octavo("plan", config, "--memory=2GiB", *GIVEN).out
 
 
+def test_smaller_steps_where_the_weights_just_fit(octavo, config):
+    """Nothing is said not to fit that some flags would make fit; those that are printed do."""
+    least = planned(octavo, config, "--memory=80GiB", "--quantization=int4", "--max-num-batched-tokens=128", "--max-model-len=64")[1]
+    fixed = sum(least[name] for name in ("weight_bytes", "step_bytes", "process_bytes"))
+    for spare, flag in ((400 << 20, "--max-num-batched-tokens=512"), (60 << 20, "--max-num-batched-tokens=128")):
+        memory = f"--memory={fixed + spare}"
+        ended, found = planned(octavo, config, memory)
+        assert ended.code == 1 and found["flags"][0] == "--quantization=int4" and flag in " ".join(found["flags"])
+        ended, again = planned(octavo, config, memory, *found["flags"])
+        assert ended.code == 0 and again["shortfall_bytes"] == 0
+    assert planned(octavo, config, f"--memory={fixed}")[1]["flags"] == []
+
+
+def test_a_kv_cache_that_was_asked_for_and_does_not_fit(octavo, config):
+    ended, found = planned(octavo, config, "--memory=12GiB", "--kv-cache-memory-bytes=11GiB")
+    assert ended.code == 1 and found["flags"] == []
+    found = planned(octavo, config, "--memory=12GiB", "--kv-cache-memory-bytes=3GiB")[1]
+    assert found["flags"][0] == "--quantization=int8"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "bert", "hidden_size": 768}, "model type 'bert' is not supported"),
+        (
+            {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 320, "d_model": 48, "d_kv": 12, "d_ff": 64},
+            "only decoders generate",
+        ),
+    ],
+)
+def test_what_is_not_served_is_not_planned(octavo, tmp_path, values, message):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ended = octavo("plan", tmp_path, *GIVEN)
+    assert ended.code == 2 and message in ended.err and ended.out == ""
+
+
 def test_int4_of_a_config_alone(octavo, config):
     """Of 7 matrices a layer v keeps 8 bits, and down does in the first and last 4 and in 8 of the 24 between; the untied head has 4."""
     found = planned(octavo, config, "--memory=80GiB", "--quantization=int4")[1]
