@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from octavo.outputs import Profile
 from octavo.step import (
@@ -33,6 +33,23 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Launched(Protocol):
+    """A step that is being computed."""
+
+    def result(self) -> StepResult:
+        """Waits for it. Raises what computing it raised."""
+        ...
+
+
+@runtime_checkable
+class AsyncExecutor(Executor, Protocol):
+    """One that takes the next step before the one before has come back. They are computed in the order of their launches."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Returns as soon as it can; the rows that are `from_device` take what the step before draws."""
+        ...
 
 
 class Profiler(Protocol):

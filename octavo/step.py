@@ -44,6 +44,8 @@ class ScheduledRow(msgspec.Struct):
     """Set while a prompt's own logprobs are wanted: how many top alternatives per position."""
     search_of: str = ""
     """The request whose beam search looks at the row's logprobs; "" for a row that is a request itself."""
+    from_device: bool = False
+    """Its one token is what the row draws in the step before, which has not come back: the device knows it, and nobody else yet."""
 
     @property
     def owner(self) -> str:

@@ -238,13 +238,17 @@ class BlockManager:
 
     # -- a request leaves, for good or for a while ----------------------------------------------------------------------
 
-    def free(self, request_id: str, *, forget: bool = False) -> None:
-        """Releases all of a request's blocks, if it has any. With `forget` what they hold is not found again (a failed request's KV)."""
-        keys, num_named = self._keys.pop(request_id, []), self._num_named.pop(request_id, 0)
-        if forget:
-            for group, pool in enumerate(self.pools):
-                pool.cache.forget_keys(keys[:num_named])
-                self.connector.forget(group, keys[:num_named])
+    def forget(self, request_id: str) -> None:
+        """What its blocks hold is not found again: a failed request's KV."""
+        keys = self._keys.get(request_id, [])[: self._num_named.get(request_id, 0)]
+        for group, pool in enumerate(self.pools):
+            pool.cache.forget_keys(keys)
+            self.connector.forget(group, keys)
+
+    def free(self, request_id: str) -> None:
+        """Releases all of a request's blocks, if it has any."""
+        self._keys.pop(request_id, None)
+        self._num_named.pop(request_id, None)
         self.connector.release(request_id)
         self._release(request_id)
         self.host.drop(request_id)

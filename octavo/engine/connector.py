@@ -6,7 +6,9 @@ became of it comes back as a ConnectorReport. Implements `ports.Connector`; its 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
@@ -37,6 +39,14 @@ class Tiers(msgspec.Struct):
     """What is there at the start."""
 
 
+@dataclass(slots=True)
+class Sent:
+    """With one step, whose result has not come: blocks that it saves, and what goes with it."""
+
+    saving: dict[BlockName, Slot] = field(default_factory=dict)
+    plan: ConnectorPlan = field(default_factory=ConnectorPlan)
+
+
 class TierConnector:
     def __init__(self, tiers: Tiers) -> None:
         self.keeps = tiers.keeps
@@ -47,8 +57,6 @@ class TierConnector:
         self._behind: set[BlockName] = set()
         self._unsaved: dict[BlockName, BlockKey] = {}
         """Named on the device, in the order of their naming."""
-        self._saving: dict[BlockName, Slot] = {}
-        """By the step that is under way."""
         self._fetching: dict[BlockName, Slot] = {}
         self._keeping: dict[BlockName, Slot] = {}
         self._pins: dict[BlockName, float] = {}
@@ -56,7 +64,8 @@ class TierConnector:
         self._held: dict[str, list[tuple[int, Slot]]] = {}
         """By requests that wait, or have waited and not yet started: (group, slot)."""
         self._plan = ConnectorPlan()
-        self._sent = ConnectorPlan()
+        self._sent: deque[Sent] = deque()
+        """The steps that are under way, in their order."""
         self._load_budget = LOADED_BYTES_PER_STEP
         if tiers.first is not None:
             self.take(tiers.first)
@@ -198,6 +207,7 @@ class TierConnector:
     def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
         """Moves that come before all others of the step; `find` says which block of the device has that name."""
         self._load_budget = LOADED_BYTES_PER_STEP
+        self._sent.append(Sent())
         moves: list[BlockMove] = []
         num_bytes = 0
         while self._unsaved and num_bytes < SAVED_BYTES_PER_STEP:
@@ -216,7 +226,7 @@ class TierConnector:
         return moves
 
     def _begin_save(self, name: BlockName, slot: Slot) -> None:
-        self._saving[name] = slot
+        self._sent[-1].saving[name] = slot
         if self.keeps:
             self._slots[name.group].hold(slot)
             self._keeping[name] = slot
@@ -226,29 +236,32 @@ class TierConnector:
 
     def end_step(self) -> ConnectorPlan | None:
         """What goes with the step, after its moves."""
-        self._sent, self._plan = self._plan, ConnectorPlan()
-        return self._sent if _is_any(self._sent) else None
+        sent, self._plan = self._plan, ConnectorPlan()
+        self._sent[-1].plan = sent
+        return sent if _is_any(sent) else None
 
     def step_done(self, report: ConnectorReport | None) -> None:
-        self.stats.num_saved += len(self._saving)
-        for name, slot in self._saving.items():
+        """The oldest."""
+        saving = self._sent.popleft().saving
+        self.stats.num_saved += len(saving)
+        for name, slot in saving.items():
             slot.ready = True
             self._slots[name.group].release(slot)
-        self._saving.clear()
         if report is not None:
             self.take(report)
 
     def step_failed(self) -> None:
         """Nothing of it was begun behind the slots, and nobody knows which moves were made."""
-        for name in list(self._saving):
-            self._end(self._saving, name, ready=False)
-        for block in self._sent.keep:
+        saving, sent = self._sent[0].saving, self._sent[0].plan
+        for name in list(saving):
+            self._end(saving, name, ready=False)
+        for block in sent.keep:
             self._end(self._keeping, block.name, ready=False)
-        for block in self._sent.fetch:
+        for block in sent.fetch:
             self._end(self._fetching, block.name, ready=False)
-        self._plan.pin = self._sent.pin + self._plan.pin
-        self._plan.forget += self._sent.forget
-        self._plan.forget_all = self._sent.forget_all
+        self._plan.pin = sent.pin + self._plan.pin
+        self._plan.forget += sent.forget
+        self._plan.forget_all = sent.forget_all
 
     def take(self, report: ConnectorReport) -> None:
         self._behind.update(report.found)

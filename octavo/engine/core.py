@@ -1,13 +1,15 @@
 """The engine's heart: plan a step, execute it, take in what it yielded.
 
 Owns the scheduler, the executor and the measured rates, and nothing else: who calls `step`, and whether across a process boundary, is
-the client's business.
+the client's business. Where the executor can, it computes a step while the next one is planned.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,7 +20,7 @@ from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, GivenUp
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
-from octavo.ports import Executor
+from octavo.ports import AsyncExecutor, Executor, Launched
 from octavo.step import RowResult, StepPlan, StepResult
 
 CLOSE_S = 2.0
@@ -29,6 +31,18 @@ class CoreOutputs(msgspec.Struct):
 
     outputs: list[EngineOutput]
     stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was computed at once, or could not be. Implements `ports.Launched`."""
+
+    made: StepResult | Exception
+
+    def result(self) -> StepResult:
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
 
 
 class EngineCore:
@@ -43,8 +57,12 @@ class EngineCore:
         log: Log | None = None,
         stall_timeout_s: float = 0.0,
         kv_meter: KvMeter | None = None,
+        runs_ahead: bool = False,
     ) -> None:
-        """`stall_timeout_s`: for how long steps may compute nothing though requests wait, before the first of these fails; 0: for ever."""
+        """`stall_timeout_s`: for how long steps may compute nothing though requests wait, before the first of these fails; 0: for ever.
+
+        With `runs_ahead` the executor, an AsyncExecutor, is given the next step while it computes one.
+        """
         self.scheduler = scheduler
         self.executor = executor
         self._log = log or NoLog()
@@ -56,10 +74,14 @@ class EngineCore:
         """That is given on demand: the step after the last request's takes it back."""
         self._moved: float | None = None
         """When a step last computed anything, or nobody waited for one; None before the first step of those that are here."""
+        self._steps_ahead = 1 if runs_ahead else 0
+        self._in_flight: deque[tuple[StepPlan, Launched]] = deque()
+        self._early: list[EngineOutput] = []
+        """Of steps that were taken in between two calls of `step`."""
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._holds_memory
+        return bool(self._in_flight) or self.scheduler.has_work or self._holds_memory or bool(self._early)
 
     def add(self, request: EngineRequest) -> None:
         self._log.write(Added(request))
@@ -72,6 +94,7 @@ class EngineCore:
         self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        self._settle()
         self._log.write(CacheReset(reset_connector))
         return self.scheduler.blocks.reset_prefix_cache(reset_connector=reset_connector)
 
@@ -82,29 +105,60 @@ class EngineCore:
 
     def pause_s(self) -> float:
         """For how long a step would do nothing, unless a request comes or goes."""
-        return self.scheduler.pause_s(self._clock())
+        return 0.0 if self._in_flight or self._early else self.scheduler.pause_s(self._clock())
 
     def step(self) -> CoreOutputs:
+        """Plans a step and takes one in: the same, or, where the executor runs ahead, the one before. Either may have to wait a call."""
+        outputs, self._early = self._early, []
+        if self._may_plan:
+            plan = self._plan()
+            self._in_flight.append((plan, self._launch(plan)))
+            if len(self._in_flight) <= self._steps_ahead:
+                return CoreOutputs(outputs, self._stats())
+        outputs += self._take_in(*self._in_flight.popleft())
+        return CoreOutputs(outputs, self._stats())
+
+    @property
+    def _may_plan(self) -> bool:
+        """Not on top of a step that could not be launched, nor of one whose results the plan needs."""
+        return not self._in_flight or not (isinstance(self._in_flight[-1][1], Done) or self.scheduler.waits_for_results)
+
+    def _plan(self) -> StepPlan:
         now, rates = self._clock(), self._meter.rates
         plan = self.scheduler.schedule(now, rates)
         self._log.write(Planned(now, rates, plan, self.scheduler.waits_for))
         self._end_starvation(plan, now)
-        result = self._execute(plan)
+        return plan
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        try:
+            if self._steps_ahead and isinstance(self.executor, AsyncExecutor):
+                return self.executor.launch(plan)
+            return Done(self.executor.execute(plan))
+        except Exception as error:
+            return Done(error)
+
+    def _take_in(self, plan: StepPlan, launched: Launched) -> list[EngineOutput]:
+        result = self._result(plan, launched)
         self._meter.observe(plan, result)
         self._kv_meter.observe(plan, result, self.scheduler)
         self._holds_memory = bool(result.kv_bytes)
-        outputs = self.scheduler.update(plan, result)
-        return CoreOutputs(outputs, self._stats())
+        return self.scheduler.update(plan, result)
+
+    def _settle(self) -> None:
+        """Nothing is in flight any more; what it gave comes with the next step."""
+        while self._in_flight:
+            self._early += self._take_in(*self._in_flight.popleft())
 
     def _stats(self) -> EngineStats:
         stats = self.scheduler.stats()
         stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
         return stats
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _result(self, plan: StepPlan, launched: Launched) -> StepResult:
         """An exception fails the step's requests and no other: their blocks and rows are freed, and the engine goes on."""
         try:
-            result = self.executor.execute(plan)
+            result = launched.result()
         except Exception as error:
             failure = f"the step failed: {type(error).__name__}: {error}"
             self.scheduler.plan_failed(plan)
@@ -116,7 +170,8 @@ class EngineCore:
 
     def _end_starvation(self, plan: StepPlan, now: float) -> None:
         """Steps go on, but nobody is computed: whoever keeps the others waiting fails, so that they come to their turn."""
-        first = None if plan.rows or self.scheduler.pause_s(now) else self.scheduler.next_to_run
+        is_busy = plan.rows or self._in_flight or self.scheduler.pause_s(now)
+        first = None if is_busy else self.scheduler.next_to_run
         if first is None or self._moved is None:
             self._moved = now
         elif 0 < self._stall_timeout_s <= now - self._moved:
@@ -128,8 +183,10 @@ class EngineCore:
 
     def close(self) -> None:
         """What the connector has still to save is saved, given a little time."""
+        self._settle()
         end = time.monotonic() + CLOSE_S
         while self.scheduler.blocks.connector.has_work and time.monotonic() < end:
             self.step()
+        self._settle()
         self.executor.close()
         self._log.close()

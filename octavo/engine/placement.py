@@ -123,10 +123,15 @@ class Placement:
 
     # -- a request leaves, for good or for a while ----------------------------------------------------------------------
 
-    def free(self, request: Request, *, forget: bool = False) -> None:
-        """All that it holds. With `forget` what was computed is not found again."""
+    def forget(self, request: Request) -> None:
+        """What was computed of it is not found again."""
         for row in request.rows:
-            self._blocks.free(row.request_id, forget=forget)
+            self._blocks.forget(row.request_id)
+
+    def free(self, request: Request) -> None:
+        """All that it holds."""
+        for row in request.rows:
+            self._blocks.free(row.request_id)
         self._leave_worker(request)
 
     def swap_out(self, request: Request, rates: Rates) -> list[BlockMove] | None:

@@ -109,8 +109,8 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._encoder = msgspec.json.Encoder()
-        self._plan = StepPlan(0, [], [], [], [])
-        """The last one."""
+        self._plans: dict[int, StepPlan] = {}
+        """Those that have no result yet, by their step."""
         try:
             self._file = path.open("wb")
         except OSError as error:
@@ -121,9 +121,10 @@ class Recorder:
         if self._file.closed:
             return
         if isinstance(event, Planned):
-            self._plan = event.plan
+            self._plans[event.plan.step] = event.plan
         elif isinstance(event, Computed):
-            event = Computed(msgspec.structs.replace(event.result, rows=lean_rows(self._plan, event.result.rows)), event.failed)
+            plan = self._plans.pop(event.result.step)
+            event = Computed(msgspec.structs.replace(event.result, rows=lean_rows(plan, event.result.rows)), event.failed)
         try:
             self._file.write(self._encoder.encode(event) + b"\n")
             self._file.flush()

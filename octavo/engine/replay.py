@@ -6,6 +6,7 @@ carried out too, and what they yield is compared. Knows no file and no model.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from octavo.engine.stop_texts import MakeStopTexts
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.ports import Executor
 from octavo.step import RowResult, StepPlan, StepResult
+
+MAX_STEPS_AHEAD = 1
+"""In flight when a plan is made, at most."""
 
 
 @dataclass(slots=True)
@@ -40,9 +44,10 @@ class Replay:
         self.found = Replayed()
         self._scheduler = scheduler_of(began, stop_texts)
         self._executor = executor
-        self._plan: StepPlan | None = None
-        self._result: StepResult | None = None
-        self._failure: str | None = None
+        self._in_flight: deque[Planned] = deque()
+        """Whose results have not come, as in the engine that was recorded."""
+        self._made: dict[int, StepResult | str] = {}
+        """By step: what carrying out its plan gave now, or why it failed."""
         self._other_plan = False
 
     def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
@@ -51,7 +56,7 @@ class Replay:
             self._take(event)
             if self._other_plan or len(self.found.differences) >= max_differences:
                 return self.found
-        self.found.unfinished_step = None if self._plan is None else self._plan.step
+        self.found.unfinished_step = self._in_flight[0].plan.step if self._in_flight else None
         return self.found
 
     def _take(self, event: Event) -> None:
@@ -75,10 +80,10 @@ class Replay:
             raise _damaged("it begins a second time")
 
     def _schedule(self, then: Planned) -> None:
-        if self._plan is not None:
-            raise _damaged(f"step {self._plan.step} has no result, but another follows")
+        if len(self._in_flight) > MAX_STEPS_AHEAD:
+            raise _damaged(f"step {self._in_flight[0].plan.step} has no result, but others follow")
         plan = self._scheduler.schedule(then.now, then.rates)
-        self._plan = plan
+        self._in_flight.append(then)
         if plan != then.plan:
             self._other_plan = True
             self.found.differences.append(_difference(then.plan, plan))
@@ -87,26 +92,28 @@ class Replay:
             self._execute(self._executor, plan)
 
     def _execute(self, executor: Executor, plan: StepPlan) -> None:
+        """At once, whether it ran ahead or not: what a row takes from the device was drawn by the step before."""
         try:
-            self._result = executor.execute(plan)
+            self._made[plan.step] = executor.execute(plan)
         except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._made[plan.step] = f"{type(error).__name__}: {error}"
 
     def _update(self, then: Computed) -> None:
-        if self._plan is None:
+        if not self._in_flight:
             raise _damaged(f"step {then.result.step} has a result and no plan")
-        if [row.request_id for row in self._plan.rows] != [row.request_id for row in then.result.rows]:
-            raise _damaged(f"step {self._plan.step} has the result of another plan")
+        plan = self._in_flight.popleft().plan
+        if [row.request_id for row in plan.rows] != [row.request_id for row in then.result.rows]:
+            raise _damaged(f"step {plan.step} has the result of another plan")
+        made = self._made.pop(plan.step, None)
         if then.failed:
-            self._scheduler.plan_failed(self._plan)
-        elif self._failure is not None:
-            self.found.differences.append(f"step {self._plan.step}: it failed now: {self._failure}")
-        elif self._result is not None:
-            self._compare(self._plan, then.result.rows, self._result.rows)
-        self._scheduler.update(self._plan, then.result)
+            self._scheduler.plan_failed(plan)
+        elif isinstance(made, str):
+            self.found.differences.append(f"step {plan.step}: it failed now: {made}")
+        elif made is not None:
+            self._compare(plan, then.result.rows, made.rows)
+        self._scheduler.update(plan, then.result)
         self.found.num_steps += 1
         self.found.num_tokens += sum(len(row.token_ids) for row in then.result.rows)
-        self._plan = self._result = self._failure = None
 
     def _compare(self, plan: StepPlan, then: list[RowResult], now: list[RowResult]) -> None:
         for old, new in zip(then, lean_rows(plan, now), strict=True):

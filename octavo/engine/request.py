@@ -103,6 +103,7 @@ class Request(TokenRow):
         "search",
         "source",
         "status",
+        "waits_for_tokens",
         "watch",
     )
 
@@ -126,6 +127,8 @@ class Request(TokenRow):
         self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.waits_for_tokens = needs_last_token(params)
+        """Why none of its steps is planned before the one before is back; "" where they are."""
         self.search: BeamSearch | None = None
         if params.beam_width is not None:
             self.search = BeamSearch(
@@ -155,6 +158,11 @@ class Request(TokenRow):
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whatever its next token is: only a stop token can end it with that one."""
+        return len(self.token_ids) + 1 < self.max_num_tokens and not self.source.one_token
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -216,3 +224,14 @@ class Request(TokenRow):
             self.token_ids = self.search.fold(self.token_ids)
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
+
+
+def needs_last_token(params: SamplingParams) -> str:
+    """Why a request's next token cannot be drawn by who does not know its last one; "" where its number is enough."""
+    if params.beam_width is not None:
+        return "a beam search: which beams go on is decided by what they yield"
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        return "a penalty: it counts the tokens"
+    if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
+        return "bad_words: what is banned depends on the tokens before"
+    return ""

@@ -24,6 +24,7 @@ from octavo.engine.policy import Policy
 from octavo.engine.rates import UNMEASURED, Rates
 from octavo.engine.request import EngineOutput, EngineRequest, Request, RequestStatus
 from octavo.engine.stats import EngineStats
+from octavo.engine.steps_in_flight import StepsInFlight
 from octavo.engine.stop_texts import MakeStopTexts
 from octavo.engine.timings import Timekeeper
 from octavo.engine.token_row import TokenRow
@@ -77,12 +78,11 @@ class Scheduler:
         self._stop_texts = stop_texts
         self._num_seqs = 0
         """Rows that the running have, or may come to have."""
-        self._owners: list[tuple[Request, TokenRow]] = []
-        """Of each row of the last plan."""
+        self._in_flight = StepsInFlight()
+        self._leaving: list[Request] = []
+        """They have ended, but a step in flight computes them: what they hold is freed when it is back."""
         self._outputs: list[EngineOutput] = []
         """Final outputs made between steps: refused and aborted requests."""
-        self._swapped_out: list[Request] = []
-        """By the last plan."""
         self._times = Timekeeper()
         self._prompt_since: float | None = None
         self._last_prompt = PromptStep()
@@ -107,6 +107,11 @@ class Scheduler:
     def waits_for(self) -> str:
         """What kept the first of the waiting from starting in the last plan; "" where nobody waits."""
         return self._times.waits_for
+
+    @property
+    def waits_for_results(self) -> str:
+        """Why the next plan cannot be made before a step in flight is back; "" where it can."""
+        return self._in_flight.reason_to_wait(self.running)
 
     def pause_s(self, now: float) -> float:
         """For how long a step would do nothing, if nobody comes or goes: a batch may wait until it is full."""
@@ -155,13 +160,14 @@ class Scheduler:
     # -- a step is planned ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float, rates: Rates = UNMEASURED) -> StepPlan:
-        draft = Draft(now, rates, self._limits.max_num_batched_tokens, self._limits.chunk(self._policy))
+        budget, chunk = self._limits.max_num_batched_tokens, self._limits.chunk(self._policy)
+        draft = Draft(now, rates, budget, chunk, runs_ahead=bool(self._in_flight))
         self._times.begin_step(now)
         if self._prompt_since is not None:
             self._last_prompt = PromptStep(now, now - self._prompt_since)
         draft.moves += self.blocks.begin_step()
         self._continue_running(draft)
-        if not draft.preempted:
+        if not (draft.preempted or draft.is_short):
             self._return_swapped(draft)
             self._start_waiting(draft)
         return self._finish_draft(draft)
@@ -176,20 +182,24 @@ class Scheduler:
     def _compute(self, request: Request, draft: Draft) -> None:
         """As many tokens of its rows as the budget has. A beam that has none waits for the others."""
         for row in request.rows:
-            end = draft.end_of(row)
-            if end == row.num_computed_tokens:
+            start = row.num_planned_tokens
+            end = draft.end_of(request, row, start)
+            if end == start:
                 continue
-            grant = self._make_room(request, row, end, draft)
+            grant = self._make_room(request, row, start, end, draft)
             if grant is None:
                 return
             if not row.is_on_worker:
                 draft.add_new_row(request, row)
                 grant = Grant(self.blocks.block_ids(row.request_id), moves=grant.moves)
-            draft.add_row(request, row, end, grant)
+            draft.add_row(request, row, start, end, grant)
 
-    def _make_room(self, request: Request, row: TokenRow, end: int, draft: Draft) -> Grant | None:
-        """Blocks up to the token `end`, others preempted where they are missing; None where the request itself had to go."""
-        while (grant := self.blocks.grow(row.request_id, row.num_computed_tokens, end)) is None:
+    def _make_room(self, request: Request, row: TokenRow, start: int, end: int, draft: Draft) -> Grant | None:
+        """Blocks for these tokens, others preempted where they are missing; None where the request itself has to go, or to wait."""
+        while (grant := self.blocks.grow(row.request_id, start, end)) is None:
+            if draft.runs_ahead:
+                draft.is_short, draft.waits_for = True, NO_BLOCKS.reason
+                return None
             victim = self._policy.victim(self.running)
             self._preempt(victim, draft)
             if victim is request:
@@ -273,7 +283,7 @@ class Scheduler:
     def _finish_draft(self, draft: Draft) -> StepPlan:
         freed_rows, connector = self._placement.take_freed_rows(), self.blocks.connector.end_step()
         plan = StepPlan(self._stats.num_steps, freed_rows, draft.new_rows, draft.moves, draft.rows, connector)
-        self._owners, self._swapped_out = draft.owners, draft.swapped_out
+        self._in_flight.add(draft)
         self._prompt_since = draft.now if draft.has_prompt else None
         self._stats.num_steps += 1
         self._times.planned(len(draft.rows), draft.waits_for if len(self._policy) else "")
@@ -302,9 +312,9 @@ class Scheduler:
 
         The requests that were to be computed fail at `update`.
         """
-        self._placement.free_again(plan.freed_rows)
+        self._placement.free_again(self._in_flight.not_given_away(plan.freed_rows))
         self.blocks.connector.step_failed()
-        for request in self._swapped_out:
+        for request in self._in_flight.oldest.swapped_out:
             if request.status is RequestStatus.SWAPPED:
                 self.swapped.remove(request)
                 self._start_over(request)
@@ -319,13 +329,14 @@ class Scheduler:
     # -- a step is taken in ---------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Advances the plan's requests, finishes and frees; returns what each of them got."""
+        """Advances the requests of the oldest plan that is in flight, finishes and frees; returns what each of them got."""
+        owners = self._in_flight.take().owners
         self._times.computed(result.busy_s)
         outputs, self._outputs = self._outputs, []
         self.blocks.connector.step_done(result.connector)
         any_finished = False
-        for (request, row), scheduled, row_result in zip(self._owners, plan.rows, result.rows, strict=True):
-            if request.status is RequestStatus.FINISHED:  # one of its beams has failed
+        for (request, row), scheduled, row_result in zip(owners, plan.rows, result.rows, strict=True):
+            if request.status is RequestStatus.FINISHED:  # one of its beams has failed, or a step that was taken in before ended it
                 continue
             output = self._take(request, row, scheduled, row_result)
             if output is not None:
@@ -333,6 +344,10 @@ class Scheduler:
                 any_finished = any_finished or output.finish_reason is not None
         if any_finished:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            for request in leaving:
+                self._free(request)
         self._stats.busy_s += result.busy_s
         return outputs
 
@@ -342,6 +357,7 @@ class Scheduler:
         if result.prompt_logprobs:
             request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
         row.num_computed_tokens = scheduled.start + scheduled.num_tokens
+        row.num_tokens_in_flight -= scheduled.num_tokens
         if self._limits.keeps_kv:
             self.blocks.record(row.request_id, row.token_ids, row.num_computed_tokens, salt=request.source.cache_salt)
         elif scheduled.samples:
@@ -394,7 +410,7 @@ class Scheduler:
         return output
 
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
-        """Frees all that a request holds; out of the running the caller takes it."""
+        """Frees all that a request holds, if need be later; out of the running the caller takes it."""
         if request.status is RequestStatus.WAITING:
             self._leave(request)
         else:
@@ -405,8 +421,17 @@ class Scheduler:
             self._num_seqs -= request.num_seqs
         request.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
-        self._placement.free(request, forget=finish.reason == "error")
+        if finish.reason == "error":
+            self._placement.forget(request)
+        self._free(request)
         return self._final_output(request, finish)
+
+    def _free(self, request: Request) -> None:
+        """Not while a step in flight writes to its blocks and reads its row."""
+        if self._in_flight.computes(request):
+            self._leaving.append(request)
+        else:
+            self._placement.free(request)
 
     def _final_output(self, request: Request, finish: Finish) -> EngineOutput:
         return request.final_output(finish, self._times.so_far(request.watch))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from octavo.ports import Executor
+from octavo.ports import AsyncExecutor, Executor, Launched
 from octavo.step import StepPlan, StepResult
 
 PAGE_BYTES = 1 << 16
@@ -64,25 +66,66 @@ class Slate:
 
 
 class Watched:
-    """An executor whose steps stand on a slate while they are computed. Implements `ports.Executor`."""
+    """An executor whose steps stand on a slate while they are computed, one at a time. Implements `ports.AsyncExecutor` where it is one."""
 
     def __init__(self, executor: Executor, slate: Slate) -> None:
         self._executor = executor
         self._slate = slate
+        self._launched: deque[list[str]] = deque()
+        """The requests of steps that have not come back; the first is the one that computes."""
 
     @property
     def progress(self) -> int:
         return self._executor.progress
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._slate.begin(list(dict.fromkeys(row.owner for row in plan.rows)))
+        self._slate.begin(_requests_of(plan))
         try:
             return self._executor.execute(plan)
         finally:
             self._slate.end()
 
+    def launch(self, plan: StepPlan) -> Launched:
+        assert isinstance(self._executor, AsyncExecutor)
+        self._launched.append(_requests_of(plan))
+        self._slate.begin(self._launched[0])
+        try:
+            return WatchedStep(self._executor.launch(plan), self._came_back)
+        except BaseException:
+            self._launched.pop()
+            self._show()
+            raise
+
+    def _came_back(self) -> None:
+        self._launched.popleft()
+        self._show()
+
+    def _show(self) -> None:
+        if self._launched:
+            self._slate.begin(self._launched[0])
+        else:
+            self._slate.end()
+
     def close(self) -> None:
         self._executor.close()
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedStep:
+    """Implements `ports.Launched`."""
+
+    step: Launched
+    came_back: Callable[[], None]
+
+    def result(self) -> StepResult:
+        try:
+            return self.step.result()
+        finally:
+            self.came_back()
+
+
+def _requests_of(plan: StepPlan) -> list[str]:
+    return list(dict.fromkeys(row.owner for row in plan.rows))
 
 
 class Pulse:

@@ -8,6 +8,7 @@ of steps, and a request remembers how these stood when it began to wait or to ru
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from typing import NamedTuple
 
 from octavo.outputs import Timings
@@ -57,6 +58,10 @@ class Timekeeper:
     def __init__(self) -> None:
         self._now = 0.0
         self._end = 0.0
+        self._begun: deque[tuple[float, int]] = deque()
+        """Of the plans in flight: when they were made, and their rows."""
+        self._computed_until = 0.0
+        """By the last step that came back; the device goes on from there where the next one was planned before."""
         self.waits_for = ""
         """What keeps requests from starting, by the last plan; "" where nobody waits."""
         self._waited: dict[str, float] = {}
@@ -64,6 +69,9 @@ class Timekeeper:
         self._arrived: list[Stopwatch] = []
         self._num_steps = 0
         self._num_rows = 0
+        """Planned; and of these, computed:"""
+        self._num_steps_done = 0
+        self._num_rows_done = 0
         self._peaks: list[tuple[int, int]] = []
         """(step, rows), falling: from any step on, the largest batch is that of the first entry not before it."""
 
@@ -79,6 +87,7 @@ class Timekeeper:
 
     def planned(self, num_rows: int, waits_for: str) -> None:
         self.waits_for = waits_for
+        self._begun.append((self._now, num_rows))
         if num_rows == 0:
             return
         while self._peaks and self._peaks[-1][1] <= num_rows:
@@ -88,7 +97,11 @@ class Timekeeper:
         self._num_rows += num_rows
 
     def computed(self, busy_s: float) -> None:
-        self._end = self._now + busy_s
+        """The oldest plan in flight."""
+        begun, num_rows = self._begun.popleft()
+        self._end = self._computed_until = max(begun, self._computed_until) + busy_s
+        self._num_steps_done += num_rows > 0
+        self._num_rows_done += num_rows
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -116,7 +129,7 @@ class Timekeeper:
 
     def so_far(self, watch: Stopwatch) -> Timings:
         """As if it ended with the last step, wherever it stands; the counts that the request itself has are left at 0."""
-        end = max(self._end, watch.arrival)
+        end = max(self._end, watch.arrival, watch.started or 0.0)
         started = end if watch.started is None else watch.started
         first_token = end if watch.first_token is None else watch.first_token
         stretches = watch.stretches if watch.since is None else [*watch.stretches, self._stretch(watch)]
@@ -148,10 +161,10 @@ class Timekeeper:
         return {reason: seconds for reason, seconds in found.items() if seconds > 0}
 
     def _stretch(self, watch: Stopwatch) -> Stretch:
-        """Of one that runs, up to the last step planned."""
+        """Of one that runs, up to the last step computed."""
         assert watch.since is not None
         first_step, rows_before = watch.since
-        if self._num_steps == first_step:
+        if self._num_steps_done <= first_step:
             return Stretch(0, 0, 0)
         largest = self._peaks[bisect_left(self._peaks, (first_step, 0))][1]
-        return Stretch(self._num_steps - first_step, self._num_rows - rows_before, largest)
+        return Stretch(self._num_steps_done - first_step, self._num_rows_done - rows_before, largest)

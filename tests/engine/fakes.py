@@ -123,6 +123,29 @@ class FakeExecutor:
         self.closed = True
 
 
+@dataclass(frozen=True)
+class Later:
+    """A step that is computed when its result is asked for. Implements `ports.Launched`."""
+
+    executor: FakeExecutor
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        return self.executor.execute(self.plan)
+
+
+class LaunchingExecutor(FakeExecutor):
+    """Takes the next step before it has computed the one before; only what is `from_device` may be unknown when a plan is made."""
+
+    def launch(self, plan: StepPlan) -> Later:
+        known = {name: len(row.tokens) for name, row in self.rows.items()} | {new.request_id: len(new.token_ids) for new in plan.new_rows}
+        for row in plan.rows:
+            if row.request_id in known:
+                assert row.from_device == (row.start + row.num_tokens > known[row.request_id])
+                assert not row.from_device or row.num_tokens == 1
+        return Later(self, plan)
+
+
 def make_core(
     *,
     num_blocks: int = 64,
@@ -138,10 +161,11 @@ def make_core(
     budget: int = 64,
     max_num_seqs: int = 8,
     num_slots: int = 0,
+    runs_ahead: bool = False,
     **options,
 ) -> EngineCore:
     """`options` are the scheduler's; with `windows` each group has its own; with `num_slots` the executor's tiers are used."""
-    executor = executor or FakeExecutor(num_groups, windows=windows)
+    executor = executor or (LaunchingExecutor if runs_ahead else FakeExecutor)(num_groups, windows=windows)
     groups = [BlockGroup(num_blocks, window, num_host_blocks) for window in windows or [None] * num_groups]
     scheduler = build_scheduler(
         SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **options),
@@ -151,7 +175,7 @@ def make_core(
         max_model_len=max_model_len,
         tiers=tiers_of(len(groups), executor.tiers, num_slots) if num_slots else None,
     )
-    return EngineCore(scheduler, executor, clock=clock)
+    return EngineCore(scheduler, executor, clock=clock, runs_ahead=runs_ahead)
 
 
 def make_request(request_id: str, prompt: list[int], *, max_tokens: int | None = 8, eos: tuple[int, ...] = (), **fields) -> EngineRequest:

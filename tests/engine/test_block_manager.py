@@ -126,7 +126,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(request_id=consumes(requests), forget=st.booleans())
     def end(self, request_id, forget):
         self.families = [rest for family in self.families if (rest := [row for row in family if row != request_id])]
-        self.blocks.free(request_id, forget=forget)
+        if forget:
+            self.blocks.forget(request_id)
+        self.blocks.free(request_id)
         self.tokens.pop(request_id, None)
         self.computed.pop(request_id, None)
 

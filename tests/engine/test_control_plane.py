@@ -20,7 +20,7 @@ from octavo.engine.pin import Pin
 from octavo.engine.stats import GroupBlocks
 from octavo.errors import InvalidRequest
 from tests.engine.fake_tiers import MAX_PINNED_BLOCKS, Disk, FakeTiers
-from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all
+from tests.engine.fakes import FakeExecutor, LaunchingExecutor, expected_tokens, make_core, make_request, run_all
 
 NUM_BLOCKS = 9
 WINDOW = 21
@@ -49,9 +49,10 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 4, 100]),
         num_slots=st.sampled_from([50, 6, 2, 0]),
         disk_blocks=st.sampled_from([1000, 30, 12, None]),
+        runs_ahead=st.booleans(),
     )
-    def begin(self, policy, mode, caching, windows, budget, num_host_blocks, num_slots, disk_blocks):
-        """No `disk_blocks`: nothing lies behind the slots."""
+    def begin(self, policy, mode, caching, windows, budget, num_host_blocks, num_slots, disk_blocks, runs_ahead):
+        """No `disk_blocks`: nothing lies behind the slots. `runs_ahead`: a step is planned while another is in flight."""
         self.windows, self.disk = windows, Disk(disk_blocks) if disk_blocks else None
         self.options = {
             "num_blocks": NUM_BLOCKS,
@@ -63,6 +64,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             "caching": caching,
             "scheduling_policy": policy,
             "preemption_mode": mode,
+            "runs_ahead": runs_ahead,
         }
         self.count = 0
         self.load()
@@ -70,7 +72,8 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def load(self):
         """An engine that knows only what the disk has."""
         self.tiers = FakeTiers(len(self.windows), self.disk)
-        self.executor = FakeExecutor(windows=self.windows, tiers=self.tiers)
+        kind = LaunchingExecutor if self.options["runs_ahead"] else FakeExecutor
+        self.executor = kind(windows=self.windows, tiers=self.tiers)
         self.core = make_core(executor=self.executor, **self.options)
         self.given, self.tokens, self.finals, self.beams = {}, {}, {}, {}
 
@@ -148,6 +151,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
 
     @rule(connector=st.booleans())
     def reset(self, connector):
+        self.core._settle()
         holds = bool(self.core.scheduler.blocks.tables or self.core.scheduler.swapped)
         assert self.core.reset_prefix_cache(reset_connector=connector) != holds
 
@@ -225,23 +229,40 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         found = [request.request_id for queue in queues for request in queue]
         assert sorted(found) == sorted(scheduler._requests)
         assert scheduler._num_seqs == sum(request.num_seqs for request in scheduler.running) <= MAX_NUM_SEQS
-        assert set(scheduler.blocks.tables) == {row.request_id for request in scheduler.running for row in request.rows}
+        holders = [*scheduler.running, *scheduler._leaving]
+        assert set(scheduler.blocks.tables) == {row.request_id for request in holders for row in request.rows}
+
+    @invariant()
+    def only_steps_in_flight_run_ahead(self):
+        scheduler = self.core.scheduler
+        assert len(self.core._in_flight) == len(scheduler._in_flight._steps) == len(scheduler.blocks.connector._sent) <= 1
+        assert all(map(scheduler._in_flight.computes, scheduler._leaving))
+        for request in scheduler._requests.values():
+            for row in request.rows:
+                in_flight = [share for plan, _ in self.core._in_flight for share in plan.rows if share.request_id == row.request_id]
+                assert row.num_tokens_in_flight == sum(share.num_tokens for share in in_flight)
+                assert row.num_planned_tokens <= row.num_tokens
+        for row in (row for request in scheduler.running for row in request.rows):
+            assert scheduler.blocks._num_named[row.request_id] * 16 <= row.num_computed_tokens, "what has a name has come back"
 
     @invariant()
     def the_worker_has_the_rows_that_run(self):
         """But for those that the next plan frees."""
         scheduler = self.core.scheduler
-        rows = {row.request_id: row for request in scheduler.running for row in request.rows}
-        known = set(self.executor.rows) - set(scheduler._placement._freed_rows)
+        rows = {row.request_id: row for request in (*scheduler.running, *scheduler._leaving) for row in request.rows}
+        known = set(self.executor.rows)
+        for plan, _ in self.core._in_flight:
+            known = known - set(plan.freed_rows) | {new.request_id for new in plan.new_rows}
+        known -= set(scheduler._placement._freed_rows)
         assert known == {name for name, row in rows.items() if row.is_on_worker}
-        for name in known:
+        for name in known & set(self.executor.rows) - {new.request_id for plan, _ in self.core._in_flight for new in plan.new_rows}:
             assert self.executor.rows[name].tokens[: rows[name].num_tokens] == rows[name].token_ids
 
     @invariant()
     def slots_are_free_idle_or_held(self):
         connector = self.core.scheduler.blocks.connector
         held = Counter()
-        for under_way in (connector._saving, connector._fetching, connector._keeping):
+        for under_way in (*(sent.saving for sent in connector._sent), connector._fetching, connector._keeping):
             held.update(under_way.values())
         for request_id, entries in connector._held.items():
             assert request_id in self.core.scheduler._requests
@@ -306,6 +327,7 @@ def test_long_runs(seed):
         num_host_blocks=draw.choice([0, 4, 100]),
         num_slots=draw.choice([2, 6, 50]),
         disk_blocks=draw.choice([1000, 30, 12, None]),
+        runs_ahead=seed % 2 == 1,
     )
     for _ in range(150):
         blocks = [draw.randrange(2) for _ in range(draw.randrange(6))]

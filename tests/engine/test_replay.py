@@ -15,7 +15,7 @@ from octavo.engine.replay import Replay
 from octavo.errors import ConfigError
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
 from tests.engine.fake_tiers import Disk, FakeTiers, tiers_of
-from tests.engine.fakes import BLOCK, FakeExecutor, make_request
+from tests.engine.fakes import BLOCK, FakeExecutor, LaunchingExecutor, make_request
 from tests.llm_tools import make_llm, prompts_of
 
 GROUPS = [BlockGroup(18, num_host_blocks=5), BlockGroup(18, window=40, num_host_blocks=5)]
@@ -29,12 +29,12 @@ class MovingClock(SimulatedClock):
         return self.now
 
 
-def recorded_core(path, executor, clock, *, tiers=None, **options):
+def recorded_core(path, executor, clock, *, tiers=None, runs_ahead=False, **options):
     scheduler, cache = SchedulerOptions(max_num_batched_tokens=48, max_num_seqs=6, **options), CacheOptions()
     log = Recorder(path)
     log.write(Began(FORMAT, __version__, {}, scheduler, cache, GROUPS, BLOCK, 256, 0, tiers))
     made = build_scheduler(scheduler, cache, GROUPS, block_size=BLOCK, max_model_len=256, tiers=tiers)
-    return EngineCore(made, executor, clock=clock, log=log)
+    return EngineCore(made, executor, clock=clock, log=log, runs_ahead=runs_ahead)
 
 
 def traffic(core, seed, *, num_requests=60):
@@ -61,11 +61,12 @@ def traffic(core, seed, *, num_requests=60):
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_plan_is_made_again(tmp_path, policy, seed):
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_every_plan_is_made_again(tmp_path, policy, seed, runs_ahead):
     path = tmp_path / "log"
-    executor = FakeExecutor(windows=[None, 40])
+    executor = LaunchingExecutor(windows=[None, 40])
     executor.raise_on, executor.fail_on = {"7"}, {"9": "bad luck"}
-    core = recorded_core(path, executor, MovingClock(), scheduling_policy=policy)
+    core = recorded_core(path, executor, MovingClock(), scheduling_policy=policy, runs_ahead=runs_ahead)
     traffic(core, seed)
     stats = core.scheduler.stats()
     assert stats.num_preemptions >= stats.num_swaps > 0 and stats.prefix_hit_tokens > 0, "the traffic does all that can happen"
@@ -74,6 +75,7 @@ def test_every_plan_is_made_again(tmp_path, policy, seed):
     found = Replay(began).run(events)
     assert found.differences == [] and found.num_steps == stats.num_steps == len(executor.plans)
     assert [event.plan for event in events if isinstance(event, Planned)] == executor.plans
+    assert any(row.from_device for plan in executor.plans for row in plan.rows) == runs_ahead
     again = FakeExecutor(windows=[None, 40])
     again.raise_on, again.fail_on = {"7"}, {"9": "bad luck"}
     assert Replay(began, again).run(events).differences == []
