@@ -68,9 +68,16 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--reference", help="a dtype to compare with, for models other than smollm2")
+    parser.add_argument("--backend")
     parser.add_argument("--windows", type=int, help="only the first so many of the 20 windows")
     args = parser.parse_args()
-    options = {"model": args.model, "dtype": args.dtype, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    options = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "backend": args.backend,
+    }
     print(json.dumps(measure(args.windows, reference=args.reference, **options)))
 
 

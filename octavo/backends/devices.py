@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ Device = Literal["cpu", "cuda"]
 LEAST_TORCH = (2, 9)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 INSTALL = "pip install 'octavo[torch]'"
+INSTALL_FLASHINFER = "pip install flashinfer-python"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -41,6 +43,14 @@ def require_torch() -> Any:
     if version_of(torch.__version__) < LEAST_TORCH:
         raise BackendUnavailable(f"the torch backend needs PyTorch 2.9 or newer, got {torch.__version__}", hint=install_hint())
     return torch
+
+
+def require_flashinfer() -> Any:
+    """The package, or BackendUnavailable with the command that installs it."""
+    try:
+        return import_module("flashinfer")
+    except ImportError as error:
+        raise BackendUnavailable(f"attention_backend: flashinfer cannot be used: {error}", hint=INSTALL_FLASHINFER) from error
 
 
 def choose_device(wanted: Device | None) -> Device:

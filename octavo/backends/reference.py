@@ -42,8 +42,11 @@ KV_TYPES: dict[str, np.dtype] = {
     "fp32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "int8": np.dtype(np.float32),
+    "fp8": np.dtype(np.float32),
 }
-"""Of the arrays by `kv_cache_dtype`. Codes times scales are exact in fp32, so an int8 cache is kept multiplied out."""
+"""Of the arrays by `kv_cache_dtype`. Codes times scales are exact in fp32, so an int8 or fp8 cache is kept multiplied out."""
+
+E4M3_TOP = np.float32(448)
 
 FORMULAS = ROW_FORMULAS | ATTENTION_FORMULAS
 MASKS = ("causal", "window", "full")
@@ -59,12 +62,25 @@ def as_int8(numbers: Floats) -> Floats:
     return stored
 
 
+def as_fp8(numbers: Floats) -> Floats:
+    """The same in e4m3: code = x / scale rounded to even, scale = absmax / 448 in bf16."""
+    x = numbers.astype(np.float32)
+    absmax = abs(x).max(axis=-1, keepdims=True, initial=0)
+    scale = np.where(np.isfinite(absmax), absmax / E4M3_TOP, np.nan).astype(ml_dtypes.bfloat16).astype(np.float32)
+    codes = np.where(scale > 0, np.clip(x / scale, -E4M3_TOP, E4M3_TOP), 0).astype(ml_dtypes.float8_e4m3fn)
+    stored: Floats = (codes.astype(np.float32) * scale).astype(np.float64)
+    return stored
+
+
+AS_STORED = {"int8": as_int8, "fp8": as_fp8}
+
+
 class ReferenceKvCache:
     """KV bytes of all groups. Implements `base.OnDemandKvCache`."""
 
     def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], dtype: str) -> None:
         self._memory = [OnDemandArrays(_shapes(group, count), KV_TYPES[dtype]) for group, count in zip(groups, num_blocks, strict=True)]
-        as_stored = as_int8 if dtype == "int8" else as_is
+        as_stored = AS_STORED.get(dtype, as_is)
         self.groups = [GroupArrays(memory.arrays[0], memory.arrays[1], as_stored) for memory in self._memory]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
@@ -158,7 +174,8 @@ class ReferenceBackend:
     def kv_layout(self, group: CacheGroup) -> KvLayout:
         dtype = self._kv_dtype
         numbers = BLOCK_SIZE * group.num_kv_heads * (group.k_width + group.v_width)
-        return KvLayout(numbers * dtype.itemsize, group.num_layers, "int8" if self.options.kv_cache_dtype == "int8" else str(dtype))
+        asked = self.options.kv_cache_dtype
+        return KvLayout(numbers * dtype.itemsize, group.num_layers, asked if asked in AS_STORED else str(dtype))
 
     def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> ReferenceKvCache:
         try:

@@ -1,4 +1,5 @@
-"""Hugging Face directories: config, tokenizer files, and safetensors (one file or shards) as mapped, zero-copy tensors.
+"""Hugging Face directories: config, tokenizer files, and safetensors (one file or shards) as mapped, zero-copy tensors, fp8 ones with their
+scales.
 
 Reads the header itself, because NumPy's side of the safetensors package has no bfloat16. Knows nothing of model families.
 Source of the format: the README of huggingface/safetensors.
@@ -16,17 +17,20 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import TokenizerSource
+from octavo.quant.fp8 import FP8, SCALE_SUFFIXES, Fp8Scheme, fp8_scheme, fp8_weight
 from octavo.quant.packed import PackedWeight
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    FP8: np.dtype(ml_dtypes.float8_e4m3fn),
 }
 
 INDEX = "model.safetensors.index.json"
@@ -59,6 +63,7 @@ class SafetensorsCheckpoint:
         self.path = path
         self.config: dict[str, Any] = read_json(path / "config.json")
         self.generation_config: dict[str, Any] = read_json_if_there(path / "generation_config.json")
+        self._fp8: Fp8Scheme | None = fp8_scheme(self.config)
         self._entries: dict[str, _Entry] = {}
         self.weight_files: Sequence[Path] = _weight_files(path)
         for file in self.weight_files:
@@ -69,28 +74,33 @@ class SafetensorsCheckpoint:
         return self._entries.keys()
 
     def format_of(self, name: str) -> str:
-        return self._find(name).dtype
+        dtype = self._find(name)[1].dtype
+        return self._fp8.format_name if dtype == FP8 and self._fp8 is not None else dtype
 
     def tensor(self, name: str) -> PackedWeight:
         """A view into the mapped file."""
-        entry = self._find(name)
-        dtype = DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise UnsupportedModel(f"{entry.file}: {name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}")
-        array = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
-        return PackedWeight.plain(array.reshape(entry.shape))
+        found, entry = self._find(name)
+        array = _array(entry, found)
+        return self._fp8_weight(array, found) if entry.dtype == FP8 else PackedWeight.plain(array)
+
+    def _fp8_weight(self, codes: NDArray, name: str) -> PackedWeight:
+        scales = next((name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self._entries), None)
+        if self._fp8 is None or scales is None:
+            missing = "config.json has no quantization_config" if self._fp8 is None else "no scales stand beside it"
+            raise WeightMismatch(f"{self.path}: {name} is stored as {FP8}, but {missing}")
+        return fp8_weight(codes, _array(self._entries[scales], scales), self._fp8, name)
 
     def tokenizer_source(self) -> TokenizerSource | None:
         return tokenizer_source(self.path, self.config, self.generation_config)
 
-    def _find(self, name: str) -> _Entry:
-        """By its name, or by the name it has in a base model or inside a wrapper."""
+    def _find(self, name: str) -> tuple[str, _Entry]:
+        """By its name, or by the name it has in a base model or inside a wrapper: that name, and where it stands."""
         bare = next((name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)), name)
         candidates = [name, bare, *(prefix + part for prefix in WRAPPER_PREFIXES for part in (name, bare))]
-        entry = next((self._entries[candidate] for candidate in candidates if candidate in self._entries), None)
-        if entry is None:
+        found = next((candidate for candidate in candidates if candidate in self._entries), None)
+        if found is None:
             raise WeightMismatch(f"{self.path}: the tensor {name} is missing", hint=f"the files hold {len(self._entries)} tensors")
-        return entry
+        return found, self._entries[found]
 
     def _check_index(self) -> None:
         """Each tensor that the index promises stands in a shard."""
@@ -100,6 +110,14 @@ class SafetensorsCheckpoint:
         missing = [name for name in read_json(index)["weight_map"] if name not in self._entries]
         if missing:
             raise WeightMismatch(f"{index}: {len(missing)} tensors are in no shard, the first is {missing[0]}")
+
+
+def _array(entry: _Entry, name: str) -> NDArray:
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise UnsupportedModel(f"{entry.file}: {name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}")
+    found: NDArray = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
+    return found.reshape(entry.shape)
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -17,11 +17,12 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Checkpoint, ModelHeader
 from octavo.program.ops import Act, ActMul, Embedding, GroupedLinear, KvWrite, Linear, Route
 from octavo.program.program import Program, Weight
-from octavo.quant.online import check_int4, pack_int4, pack_int8
+from octavo.quant.fp8 import FP8
+from octavo.quant.online import check_int4, pack_fp8, pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "fp8"]
 
 WIDE_TYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -38,7 +39,7 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Q
     positions.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
-    sensitive = _sensitive(program)
+    sensitive = _sensitive(program) if quantization == "int4" else set()
     plan: dict[Weight, Quantization] = {}
     for op in program.ops:
         if isinstance(op, Linear) and not any(out.name in routed for out in op.outs):
@@ -46,7 +47,7 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Q
         elif isinstance(op, GroupedLinear):
             plan[op.weight] = quantization
         elif isinstance(op, Embedding) and not op.by_position:
-            plan[op.table] = "int8"
+            plan[op.table] = "fp8" if quantization == "fp8" else "int8"
     for weight, bits in plan.items():
         if bits == "int4":
             check_int4(weight.shape[-1], weight.name)
@@ -69,14 +70,17 @@ def _sensitive(program: Program) -> set[Weight]:
     return {weight for op in kept for weight in op.weights_}
 
 
+PACKED_FORMATS: dict[Quantization, str] = {"int8": "I8", "int4": "Q4_1", "fp8": FP8}
+
+
 def loaded_formats(header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program) -> Callable[[Weight], str]:
-    """How `WeightReader.load` will have each weight, by GGUF's names (and I8: one scale an output), from headers alone."""
+    """How `WeightReader.load` will have each weight, from headers alone: by GGUF's names, and I8 and F8_E4M3 with one scale an output."""
     packed = {} if quantization is None else packing_plan(program, quantization)
     wide = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype)
 
     def format_of(weight: Weight) -> str:
         if weight in packed:
-            return "I8" if packed[weight] == "int8" else "Q4_1"
+            return PACKED_FORMATS[packed[weight]]
         return header.format_of(weight.tensor_names[0]) if wide is None or len(weight.shape) < 2 else wide
 
     return format_of
@@ -133,6 +137,8 @@ class WeightReader:
         quantization = self._plan.get(weight)
         if quantization == "int8":
             return pack_int8(packed.dequantize())
+        if quantization == "fp8":
+            return pack_fp8(packed.dequantize())
         if quantization == "int4":
             return pack_int4(packed.dequantize(), self._importance.get(weight.name))
         wide = WIDE_TYPES.get(self._dtype)

@@ -13,7 +13,7 @@ from octavo import __version__
 from octavo.config.sizes import format_bytes
 from octavo.errors import BackendUnavailable
 
-WIDTH = 10
+WIDTH = 12
 """Of the names."""
 
 
@@ -33,7 +33,7 @@ class Finding:
 
 
 def doctor(*, json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Report PyTorch, CUDA, Triton, the driver, free memory, and the CPU's level. Exit code 1 where no fast backend can run."""
+    """Report PyTorch, CUDA, Triton, FlashInfer, the driver, free memory, and the CPU's level. Exit code 1 where no fast backend can run."""
     found = list(findings())
     if json:
         import json as json_format
@@ -87,6 +87,9 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", f"{torch.__version__}, built {'for CPUs' if build is None else f'with CUDA {build}'}")
         yield from _cuda(torch)
     yield Finding("Triton", _version("triton") or "not installed; PyTorch's builds with CUDA bring it")
+    flashinfer = _version("flashinfer-python")
+    missing = f"not installed; {devices.INSTALL_FLASHINFER} brings it (--attention-backend flashinfer, on CUDA)"
+    yield Finding("FlashInfer", flashinfer or missing)
     driver = devices.driver_version()
     yield Finding("driver", "no NVIDIA driver" if driver is None else f"NVIDIA {driver}")
 

@@ -54,6 +54,9 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least {MIN_STALL_S:g} second")
     _check_layout(config.cache)
     _check_backend(config.backend)
+    if config.model.quantization == "fp8" and config.backend.backend == "native":
+        hint = "use int8, which is the more exact, or set backend to torch"
+        raise ConfigError("quantization: fp8 is for the torch and reference backends, got 'native'", hint=hint)
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
         raise ConfigError(f"{got}, allowed is a share above 0 and at most 1")

@@ -30,7 +30,7 @@ class ModelOptions:
     tokenizer: str | None = option(None, "path of a tokenizer, where it is not the model's own")
     skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "precision of the arithmetic; auto keeps the file's")
-    quantization: Literal["int8", "int4"] | None = option(None, "pack the weights at load")
+    quantization: Literal["int8", "int4", "fp8"] | None = option(None, "pack the weights at load; fp8 (e4m3) on torch and reference")
     max_model_len: int | None = option(None, "longest context (prompt + output); default the model's", unit="count", low=1)
     served_model_name: str | None = option(None, "name in the API; default the model as given")
     chat_template: str | None = option(None, "a Jinja template, or the path of one, in place of the model's")
@@ -44,8 +44,10 @@ class CacheOptions:
         None, "memory of the KV cache, e.g. 2GiB; default a safe share of what is free", unit="bytes", low=1
     )
     gpu_memory_utilization: float = option(0.92, "share of a GPU's memory taken in all, where kv_cache_memory_bytes is not given", low=0)
-    kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
-        "auto", "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16; int8: a scale for each token and head"
+    kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8", "fp8"] = option(
+        "auto",
+        "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16; int8, and fp8 (e4m3; torch, reference): a scale for "
+        "each token and head",
     )
     kv_layout: Literal["paged", "virtual"] = option(
         "paged", "where blocks lie: anywhere; or virtual, each request's in a range of addresses of its own, without sharing (Linux)"
@@ -106,8 +108,9 @@ class BackendChoice:
         "default torch where it has a CUDA device, else native",
     )
     device: Literal["cpu", "cuda"] | None = option(None, "where torch computes; default cuda where there is one, else cpu")
-    attention_backend: Literal["auto", "sdpa"] = option(
-        "auto", "torch: which kernels compute attention; sdpa: PyTorch's own, on any device"
+    attention_backend: Literal["auto", "sdpa", "flashinfer"] = option(
+        "auto",
+        "torch: which kernels compute attention; sdpa: PyTorch's own, on any device; flashinfer: where it is installed, on CUDA",
     )
     enforce_eager: bool = option(False, "torch on CUDA: capture no decode steps as graphs")
     batch_invariant: bool = option(

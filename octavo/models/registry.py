@@ -25,6 +25,5 @@ def build_programs(config: Mapping[str, Any]) -> dict[str, Program]:
     """ "decoder" and, where the family has one, "encoder". `config` is config.json as it stands."""
     check_family(config)
     hf = HfConfig(config)
-    hf.refuse_unless("quantization_config")
     programs: dict[str, Program] = import_module(f"octavo.models.{hf.model_type}").build(hf)
     return programs

@@ -1,7 +1,7 @@
-"""Packing at load: float matrices to int8 codes with one scale an output, or to int4 codes in groups of 32 inputs.
+"""Packing at load: float matrices to int8 or fp8 (e4m3) codes with one scale an output, or to int4 codes in groups of 32 inputs.
 
-Owns how scales and mins are chosen; knows nothing of models or files. int8 is symmetric with an fp32 scale; int4 is as Q4_1 (fp16 scale
-and min, nibbles in halves).
+Owns how scales and mins are chosen; knows nothing of models or files. int8 and fp8 are symmetric with an fp32 scale; int4 is as Q4_1
+(fp16 scale and min, nibbles in halves).
 Source of the search: least squares over candidate grids, as in ggml's k-quants (`make_qkx2_quants`), weighted by how strongly each
 input is used where that is known.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +20,9 @@ from octavo.quant.packed import Levels, PackedWeight
 GROUP = 32
 CHUNK_VALUES = 1 << 16
 """Values packed at a time, so that temporaries stay in the second-level cache."""
+
+E4M3_TOP = 448.0
+"""The largest e4m3 (without infinities)."""
 
 INT4_TOP = 15.0
 SHRINKS = (1.0, 0.93)
@@ -42,6 +46,25 @@ def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
         shape=weight.shape,
         bits=8,
         code="int",
+        codes=codes.reshape(weight.shape),
+        group=width,
+        scales=Levels(scales.reshape(*weight.shape[:-1], 1)),
+        activation="per_token",
+    )
+
+
+def pack_fp8(weight: NDArray[np.float32]) -> PackedWeight:
+    """`weight [..., out, in]` as e4m3 codes times one fp32 scale an output, whose largest number is 448."""
+    width = weight.shape[-1]
+    flat = weight.reshape(-1, width)
+    codes = np.empty(flat.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.abs(flat).max(axis=-1, keepdims=True, initial=0) / np.float32(E4M3_TOP)
+    for rows in _chunks(flat):
+        codes[rows] = np.clip(flat[rows] * _inverse(scales[rows]), -E4M3_TOP, E4M3_TOP).astype(codes.dtype)
+    return PackedWeight(
+        shape=weight.shape,
+        bits=8,
+        code="e4m3",
         codes=codes.reshape(weight.shape),
         group=width,
         scales=Levels(scales.reshape(*weight.shape[:-1], 1)),

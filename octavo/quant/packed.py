@@ -54,7 +54,7 @@ class PackedWeight:
     `bits` 16 and 32 are plain floats: `codes [..., out, in]` of the dtype that `code` names, nothing else set.
     `bits` 8 or fewer: value = (code - zero_point) * scale + min, in float32, per group of `group` neighbouring inputs
     (a last group may be shorter). `codes` is
-    - bits 5, 6, 8: `[..., out, in]`, one code a byte, int8 where `code` is "int", uint8 where "uint";
+    - bits 5, 6, 8: `[..., out, in]`, one code a byte, int8 where `code` is "int", uint8 where "uint", float8_e4m3fn where "e4m3";
     - bits 4: `[..., out, in / 2] uint8`, low nibble first. `nibbles` "pairs": byte j holds inputs 2j and 2j+1; "halves": within each
       group the byte j holds inputs j and j + group/2 (GGUF's order). Strided views into a mapped file are welcome.
     `lookup [16] fp32` gives the meaning of 4-bit codes where `code` is "lookup" (NF4, MXFP4's e2m1).

@@ -53,7 +53,7 @@ def check_native(checkpoint, program, dtype, quantization):
     assert found.step_bytes >= 64 * 4 * 2 * 64, "at least two rows of the hidden size for each token"
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [*FORMATS, ("float16", None)])
+@pytest.mark.parametrize(("dtype", "quantization"), [*FORMATS, ("float16", None), ("auto", "fp8")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torch(family, dtype, quantization):
     checkpoint, program = decoder(family)
@@ -74,7 +74,8 @@ def test_reference(family):
 
 
 def test_every_format_that_is_read_has_a_size():
-    assert set(CODES) == {*FLOATS, *PACKED} == {kind.name for kind in BLOCK_TYPES.values()} | {"I8"}
+    assert set(CODES) == {kind.name for kind in BLOCK_TYPES.values()} | {"I8"}
+    assert {*FLOATS, *PACKED} == set(CODES) | {"F8_E4M3"}
 
 
 def test_a_config_alone_says_the_same(tmp_path):

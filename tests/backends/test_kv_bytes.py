@@ -18,7 +18,9 @@ NUM_BLOCKS = [4, 2]
 KINDS = {"reference": ReferenceBackend, "native": NativeBackend, "torch": TorchBackend}
 
 
-@pytest.fixture(params=["reference-bf16", "reference-int8", "native-bf16", "native-int8", "torch-bf16", "torch-int8"])
+@pytest.fixture(
+    params=["reference-bf16", "reference-int8", "reference-fp8", "native-bf16", "native-int8", "torch-bf16", "torch-int8", "torch-fp8"]
+)
 def backend(request):
     kind, dtype = request.param.split("-")
     return KINDS[kind](BackendOptions(kv_cache_dtype=dtype, num_threads=1))

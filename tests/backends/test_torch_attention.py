@@ -23,7 +23,7 @@ def expected(shape, kv="fp32"):
     return Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype=kv))).whole()
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8", "fp8"])
 @pytest.mark.parametrize("name", [*HEADS, *MASKS])
 def test_shapes_and_masks(name, kv):
     shape = {**HEADS, **MASKS}[name]

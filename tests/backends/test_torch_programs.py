@@ -21,7 +21,7 @@ from octavo.models.registry import build_programs
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Program, Value
 from octavo.quant.gguf import BLOCK_TYPES
-from octavo.quant.online import pack_int4, pack_int8
+from octavo.quant.online import pack_fp8, pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
 from tests.backends.test_native_programs import batch_of, logits_of
 from tests.models.test_families import CASES
@@ -119,6 +119,7 @@ def formats():
             yield kind.name, PackedWeight.plain(values.astype(kind.dtype))
     yield "int8", pack_int8(values[:, :, :70].copy())
     yield "int4", pack_int4(values)
+    yield "fp8", pack_fp8(values[:, :, :70].copy())
     codes, scales = rng.integers(0, 256, (4, 32), np.uint8), Levels(rng.normal(size=(4, 4)).astype(np.float16))
     table, order = rng.normal(size=16).astype(np.float32), rng.permutation(64).astype(np.int32)
     yield "lookup", PackedWeight((4, 64), 4, "lookup", codes, 16, scales, lookup=table, input_permutation=order)
@@ -149,7 +150,7 @@ def test_what_it_cannot_run_it_refuses_by_name(op, message):
 
 
 def test_a_precision_of_the_cache_that_it_has_not():
-    with pytest.raises(BackendUnavailable, match="kv_cache_dtype: the torch backend has fp32, bf16, int8, got int4"):
+    with pytest.raises(BackendUnavailable, match="kv_cache_dtype: the torch backend has fp32, bf16, int8, fp8, got int4"):
         torch_backend(kv_cache_dtype="int4")
 
 

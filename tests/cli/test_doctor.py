@@ -26,7 +26,7 @@ def test_this_machine(octavo):
     assert rows["native"] == f"level {supported_levels()[-1]}, of {', '.join(supported_levels())}"
     assert rows["torch"].startswith(torch.__version__)
     assert re.search(r"\d compute thread", rows["CPU"]) and re.match(r"[\d.]+ \wi?B free", rows["memory"])
-    assert {"Triton", "driver", "default"} <= set(rows)
+    assert {"Triton", "FlashInfer", "driver", "default"} <= set(rows)
 
 
 def test_as_json(octavo):
@@ -43,8 +43,8 @@ def test_without_anything(octavo, monkeypatch):
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: False)
     ended = octavo("doctor")
     assert ended.code == 1
-    assert "torch     the torch backend needs PyTorch 2.9 or newer: No module named 'torch'\n          hint: pip install" in ended.out
-    assert "native    the native backend is not built" in ended.out
+    assert "torch       the torch backend needs PyTorch 2.9 or newer: No module named 'torch'\n            hint: pip install" in ended.out
+    assert "native      the native backend is not built" in ended.out
 
 
 def test_a_gpu(octavo, monkeypatch):
@@ -60,9 +60,9 @@ def test_a_gpu(octavo, monkeypatch):
     monkeypatch.setattr(devices, "driver_version", lambda: "550.54.15")
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
     out = octavo("doctor").out
-    assert "torch     2.11.0, built with CUDA 12.8\n" in out
-    assert "CUDA 0    NVIDIA H100, compute capability 9.0, 70.0 GiB free of 80.0 GiB\n" in out
-    assert "driver    NVIDIA 550.54.15\n" in out and "default   --backend torch\n" in out
+    assert "torch       2.11.0, built with CUDA 12.8\n" in out
+    assert "CUDA 0      NVIDIA H100, compute capability 9.0, 70.0 GiB free of 80.0 GiB\n" in out
+    assert "driver      NVIDIA 550.54.15\n" in out and "default     --backend torch\n" in out
 
 
 def test_a_gpu_whose_pytorch_cannot_use_it(octavo, monkeypatch):
@@ -70,7 +70,7 @@ def test_a_gpu_whose_pytorch_cannot_use_it(octavo, monkeypatch):
     monkeypatch.setattr(devices, "_torch", lambda: fake)
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
     out = octavo("doctor").out
-    assert "CUDA      no device\n          hint: pip install 'octavo[torch]' (the build with CUDA, which is PyPI's on Linux)\n" in out
+    assert "CUDA        no device\n            hint: pip install 'octavo[torch]' (the build with CUDA, which is PyPI's on Linux)\n" in out
 
 
 @pytest.mark.parametrize(("text", "version"), [(DRIVER, "550.54.15"), (OPEN_DRIVER, "570.86.10")])

@@ -83,7 +83,6 @@ REFUSED = [
     ("llama", {"rope_parameters": 3}, "rope_parameters is 3, allowed is an object"),
     ("gpt2", {"n_head": 5}, "n_embd 72 is no multiple of n_head 5"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is 'linear_attention'"),
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is '1 layers', allowed is a list of 2"),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4096}, "sliding_window is 4096"),

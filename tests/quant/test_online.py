@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import UnsupportedModel
-from octavo.quant.online import pack_int4, pack_int8
+from octavo.quant.online import pack_fp8, pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
 
 
@@ -20,7 +20,7 @@ def relative_error(packed: PackedWeight, weight: np.ndarray) -> float:
     return float(np.sqrt(np.square(packed.dequantize() - weight).mean()) / weight.std())
 
 
-@pytest.mark.parametrize(("pack", "bound"), [(pack_int8, 0.008), (pack_int4, 0.085)])
+@pytest.mark.parametrize(("pack", "bound"), [(pack_int8, 0.008), (pack_fp8, 0.03), (pack_int4, 0.085)])
 @pytest.mark.parametrize("shape", [(1, 32), (300, 576), (4, 7, 96)], ids=str)
 def test_error_of_normal_weights(pack, bound: float, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)
@@ -37,6 +37,22 @@ def test_int8_has_one_scale_an_output_and_keeps_zeros() -> None:
     assert relative_error(packed, weight) < 0.008
     assert not packed.dequantize()[2].any()
     assert packed.codes.min() >= -127
+
+
+def test_fp8_has_one_scale_an_output_and_keeps_zeros_and_what_is_damaged() -> None:
+    weight = normal(5, 40)
+    weight[2], weight[3, 1] = 0, np.nan
+    packed = pack_fp8(weight)
+    assert packed.scales is not None and packed.scales.values.shape == (5, 1) and packed.codes.dtype.name == "float8_e4m3fn"
+    assert (packed.code, packed.activation, packed.num_bytes) == ("e4m3", "per_token", 5 * 44)
+    assert not packed.dequantize()[2].any() and np.isnan(packed.dequantize()[3]).any()
+    np.testing.assert_allclose(packed.dequantize()[[0, 1, 4]], weight[[0, 1, 4]], rtol=1 / 16, atol=1e-3 * abs(weight[[0, 1, 4]]).max())
+
+
+def test_fp8_of_an_fp8_grid_is_exact() -> None:
+    """What a checkpoint with a scale an output holds is made again."""
+    packed = pack_fp8(normal(6, 64))
+    np.testing.assert_array_equal(pack_fp8(packed.dequantize()).codes.view(np.uint8), packed.codes.view(np.uint8))
 
 
 def test_int4_refuses_short_groups() -> None:

@@ -28,7 +28,7 @@ from octavo.backends.base import (
     StepBatch,
     StepOutput,
 )
-from octavo.backends.native.footprint import native_footprint
+from octavo.backends.native.footprint import FP8_HINT, native_footprint
 from octavo.backends.native.lower import Lowering, check
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.outputs import OpProfile, Profile
@@ -37,6 +37,7 @@ from octavo.program.passes.fuse import fuse
 from octavo.program.program import CacheGroup, Program, Weight
 from octavo.quant.packed import Levels, PackedWeight
 
+KV_DTYPES = ("auto", "fp32", "bf16", "int8")
 ROW_TYPES = {"u4": "digits", "u8": "int8", "i8": "whole", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
 
 MANY_ROWS = 32
@@ -81,6 +82,9 @@ class NativeBackend:
     name = "native"
 
     def __init__(self, options: BackendOptions, *, level: str | None = None) -> None:
+        if options.kv_cache_dtype not in KV_DTYPES:
+            got = f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got {options.kv_cache_dtype}"
+            raise BackendUnavailable(got, hint="int8 takes as much memory as fp8 and is the more exact")
         self.options = options
         native = native_module()
         supported = supported_levels()
@@ -246,6 +250,8 @@ class _Weights:
             return NativeTiles(handle)
         if packed.lookup is not None or packed.input_permutation is not None:
             raise BackendUnavailable(f"the native backend cannot pack {weight.name}: codes through a table or permuted inputs")
+        if packed.code == "e4m3":
+            raise BackendUnavailable(f"the native backend cannot pack {weight.name}: fp8 codes", hint=FP8_HINT)
         assert packed.scales is not None
         try:
             handle = self._device.pack_codes(

@@ -35,6 +35,10 @@ CODES: dict[str, tuple[str, float]] = {
 """By a tensor's format: its code in tiles, and bits of a weight: 4 or 8 for the code, and for each scale or min of a group of 32 half a
 bit where it is an fp16, one where two levels were multiplied out. "I8" has one scale an output instead."""
 
+FP8_HINT = (
+    "--dtype bfloat16 turns fp8 weights into floats at load, --quantization int8 packs them anew; --backend torch reads them as they are"
+)
+
 FP32_CODES = ("fp32", "fp16")
 """Their products read fp32 rows."""
 
@@ -75,7 +79,8 @@ def _matrices(op: object) -> tuple[Weight, ...]:
 
 def _code(weight: Weight, stored: str) -> tuple[str, float]:
     if stored not in CODES:
-        raise UnsupportedModel(f"{weight.name} is stored as {stored}, supported are {', '.join(CODES)}")
+        hint = FP8_HINT if stored.startswith("F8_") else None
+        raise UnsupportedModel(f"{weight.name} is stored as {stored}, supported are {', '.join(CODES)}", hint=hint)
     return CODES[stored]
 
 

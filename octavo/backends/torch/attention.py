@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octavo.backends.base import StepBatch
+from octavo.backends.torch.flashinfer import flashinfer_on
 from octavo.backends.torch.kv_cache import Stored
 from octavo.backends.torch.rows import RequestRows, rows_of
 from octavo.backends.torch.sdpa import attend
@@ -40,6 +42,11 @@ class AttentionCall:
     context_lens: Tensor
     positions: Tensor
     rows: RequestRows
+    batch: StepBatch
+    """The step on the host; this attention's part of it is that of `group`."""
+    group: int
+    once: Callable[[Any, Callable[[], Any]], Any]
+    """`Step.once`: what several layers need alike."""
     scale: float
     v_width: int
     window: int | None = None
@@ -88,12 +95,13 @@ class Sdpa:
         return attend(call)
 
 
-CHOICES: dict[str, type[AttentionChoice]] = {"sdpa": Sdpa}
+CHOICES: dict[str, Callable[[torch.device], AttentionChoice]] = {"sdpa": lambda device: Sdpa(), "flashinfer": flashinfer_on}
 """By the name of the option `attention_backend`, the one that "auto" means first."""
 
 
-def choose_attention(wanted: str) -> AttentionChoice:
-    return CHOICES[next(iter(CHOICES)) if wanted == "auto" else wanted]()
+def choose_attention(wanted: str, device: torch.device) -> AttentionChoice:
+    """BackendUnavailable says why it cannot be."""
+    return CHOICES[next(iter(CHOICES)) if wanted == "auto" else wanted](device)
 
 
 def attention(op: ops.Attention, step: Step) -> Made:
@@ -149,6 +157,9 @@ def _paging(step: Step, at: int, *, full: bool, window: int | None) -> dict[str,
         "block_tables": step.inputs["block_tables"][at],
         "context_lens": step.inputs["context_lens"][at],
         "positions": step.inputs["positions"],
+        "batch": step.batch,
+        "group": at,
+        "once": step.once,
         "rows": step.once((at, full, window), lambda: rows_of(step.batch, at, full=full, window=window, device=step.device)),
         "window": window,
         "full": full,

@@ -16,6 +16,7 @@ from octavo.backends.base import BLOCK_SIZE, BackendOptions, Ceilings, DeviceMem
 from octavo.backends.torch.attention import choose_attention
 from octavo.backends.torch.experts import GATHERED_ROWS
 from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
+from octavo.backends.torch.fp8 import E4M3
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.memory import CudaMemory, blocks_of, largest_step
@@ -32,7 +33,7 @@ from octavo.quant.packed import PackedWeight
 MASKS = ("causal", "window", "full")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES_OF_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": E4M3}
 
 
 class TorchBackend:
@@ -47,7 +48,7 @@ class TorchBackend:
         self.device = torch.device(device)
         self.numerics = f"torch {torch.__version__} on {self.device_name}"
         self._dtype = DTYPES.get(options.dtype, torch.float32)
-        self._attention = choose_attention(options.attention_backend)
+        self._attention = choose_attention(options.attention_backend, self.device)
         self._uncaptured: list[TorchProgram] = []
         self._memory = CudaMemory(self.device, options.gpu_memory_utilization) if self.device.type == "cuda" else None
 

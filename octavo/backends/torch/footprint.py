@@ -36,8 +36,10 @@ PACKED: dict[str, tuple[str, int, int, int]] = {
     "Q4_K": ("u4", 4, 256, 160),
     "Q5_K": ("u8", 8, 256, 160),
     "Q6_K": ("u8", 8, 256, 144),
+    "F8_E4M3": ("e4m3", 8, WHOLE_ROW, 32),
 }
-"""By a tensor's format: its code, bits of a code, and of how many neighbouring inputs the scales and mins take how many bits."""
+"""By a tensor's format: its code, bits of a code, and of how many neighbouring inputs the scales and mins take how many bits. Behind a
+colon a format may say how many inputs these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,10 @@ def _matrices(op: Op) -> tuple[Weight, ...]:
 
 
 def _code(weight: Weight, stored: str) -> str:
-    if stored not in FLOATS and stored not in PACKED:
+    kind = stored.partition(":")[0]
+    if stored not in FLOATS and kind not in PACKED:
         raise UnsupportedModel(f"{weight.name} is stored as {stored}, supported are {', '.join([*FLOATS, *PACKED])}")
-    return FLOATS[stored][0] if stored in FLOATS else PACKED[stored][0]
+    return FLOATS[stored][0] if stored in FLOATS else PACKED[kind][0]
 
 
 def _matrix_bytes(weight: Weight, stored: str, dtype: torch.dtype) -> int:
@@ -94,7 +97,9 @@ def _matrix_bytes(weight: Weight, stored: str, dtype: torch.dtype) -> int:
     if stored in FLOATS:
         return math.prod(weight.shape) * dtype.itemsize
     *lead, inputs = weight.shape
-    _, bits, span, level_bits = PACKED[stored]
+    kind, _, inputs_together = stored.partition(":")
+    _, bits, span, level_bits = PACKED[kind]
+    span = int(inputs_together or span)
     return math.prod(lead) * (-(-inputs * bits // 8) + -(-inputs // span) * level_bits // 8)
 
 

@@ -14,14 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.base import BLOCK_SIZE, KvLayout
+from octavo.backends.torch.fp8 import E4M3, as_e4m3
 from octavo.program.program import CacheGroup
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8", E4M3: "fp8"}
+
+CODES = (torch.int8, E4M3)
+"""Kept with a scale for each token and head."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """K or V of one layer or all: `numbers [(L,) blocks + 1, 16, K, width]`; int8 ones with `scales [(L,) blocks + 1, 16, K] bf16`."""
+    """K or V of one layer or all: `numbers [(L,) blocks + 1, 16, K, width]`; int8 and e4m3 ones with `scales [(L,) blocks + 1, 16, K]
+    bf16`."""
 
     numbers: Tensor
     scales: Tensor | None = None
@@ -34,14 +39,19 @@ class Stored:
         if self.scales is None:
             self.numbers.flatten(0, 1).index_copy_(0, slots, rows.to(self.numbers.dtype))
             return
-        codes, scales = as_int8(rows.float())
-        self.numbers.flatten(0, 1).index_copy_(0, slots, codes)
+        codes, scales = (as_int8 if self.numbers.dtype == torch.int8 else _as_fp8)(rows.float())
+        self._raw.flatten(0, 1).index_copy_(0, slots, codes.view(self._raw.dtype))
         self.scales.flatten(0, 1).index_copy_(0, slots, scales)
 
     def read(self, tables: Tensor) -> Tensor:
-        """Blocks of one layer `[N, B]` as they were stored: `[N, B * 16, K, width]`, int8 in fp32."""
-        numbers = self.numbers[tables].flatten(1, 2)
+        """Blocks of one layer `[N, B]` as they were stored: `[N, B * 16, K, width]`, codes in fp32."""
+        numbers = self._raw[tables].flatten(1, 2).view(self.numbers.dtype)
         return numbers if self.scales is None else numbers.float() * self.scales[tables].flatten(1, 2)[..., None].float()
+
+    @property
+    def _raw(self) -> Tensor:
+        """The numbers; e4m3 ones, which PyTorch does not write by index on every device, as bytes."""
+        return self.numbers.view(torch.uint8) if self.numbers.dtype == E4M3 else self.numbers
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -55,6 +65,12 @@ def as_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = scales.float()
     codes = torch.where(wide > 0, torch.round(rows / wide).clamp(-127, 127), 0.0)
     return codes.to(torch.int8), scales[..., 0]
+
+
+def _as_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """As `reference.as_fp8` has them."""
+    codes, scales = as_e4m3(rows, torch.bfloat16)
+    return codes, scales[..., 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +92,7 @@ class GroupTensors:
 
 
 def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
-    scale_bytes = 2 * torch.bfloat16.itemsize if dtype == torch.int8 else 0
+    scale_bytes = 2 * torch.bfloat16.itemsize if dtype in CODES else 0
     head_bytes = (group.k_width + group.v_width) * dtype.itemsize + scale_bytes
     return KvLayout(BLOCK_SIZE * group.num_kv_heads * head_bytes, group.num_layers, NAMES[dtype])
 
@@ -123,7 +139,7 @@ def _group_tensors(group: CacheGroup, num_blocks: int, dtype: torch.dtype, devic
     shape = (group.num_layers, num_blocks + 1, BLOCK_SIZE, group.num_kv_heads)
 
     def stored(width: int) -> Stored:
-        scales = torch.zeros(shape, dtype=torch.bfloat16, device=device) if dtype == torch.int8 else None
+        scales = torch.zeros(shape, dtype=torch.bfloat16, device=device) if dtype in CODES else None
         return Stored(torch.zeros((*shape, width), dtype=dtype, device=device), scales)
 
     return GroupTensors(stored(group.k_width), stored(group.v_width))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.base import LoadWeight
+from octavo.backends.torch.fp8 import E4M3, is_scaled, scaled_product
 from octavo.errors import WeightMismatch
 from octavo.program.ops import Linear
 from octavo.program.program import Weight
@@ -79,6 +80,8 @@ class DeviceWeight:
     nibbles: NibbleOrder = "pairs"
     lookup: Tensor | None = None
     inverse_permutation: Tensor | None = None
+    is_scaled: bool = False
+    """Products multiply with it as it is stored (`fp8.is_scaled`)."""
 
     @staticmethod
     def of(packed: PackedWeight, device: torch.device, dtype: torch.dtype) -> DeviceWeight:
@@ -99,7 +102,19 @@ class DeviceWeight:
             packed.nibbles,
             None if packed.lookup is None else to_device(packed.lookup, device),
             None if permutation is None else to_device(np.argsort(permutation), device),
+            is_scaled(packed, device),
         )
+
+    @staticmethod
+    def joined(parts: Sequence[DeviceWeight]) -> DeviceWeight:
+        """One below the other; only where `joins`."""
+        scales = [part.scales.values for part in parts if part.scales is not None]
+        codes = torch.cat([part._raw for part in parts]).view(parts[0].codes.dtype)
+        return replace(parts[0], codes=codes, scales=DeviceLevels(torch.cat(scales), None) if scales else None)
+
+    def joins(self, other: DeviceWeight) -> bool:
+        """Whether both can be one weight, and so one product."""
+        return (self.is_plain and other.is_plain) or (self.is_scaled and other.is_scaled)
 
     @property
     def is_plain(self) -> bool:
@@ -111,10 +126,19 @@ class DeviceWeight:
 
     def take(self, index: Tensor | int) -> DeviceWeight:
         """Parts of the first axis: rows of a table, experts."""
+        codes = self._raw[index].view(self.codes.dtype)
         if self.scales is None:
-            return replace(self, codes=self.codes[index])
+            return replace(self, codes=codes)
         mins = None if self.mins is None else self.mins.take(index)
-        return replace(self, codes=self.codes[index], scales=self.scales.take(index), mins=mins)
+        return replace(self, codes=codes, scales=self.scales.take(index), mins=mins)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x [T, in]` times the weight `[out, in]`, plus `bias [out]`: `[T, out]` in x's dtype."""
+        if not self.is_scaled:
+            return F.linear(x, self.floats(x.dtype), bias)
+        assert self.scales is not None
+        made = scaled_product(x, self.codes, self.scales.values)
+        return (made if bias is None else made + bias).to(x.dtype)
 
     def floats(self, dtype: torch.dtype) -> Tensor:
         """`[..., out, in]`; what is packed is computed in fp32, then rounded."""
@@ -132,6 +156,11 @@ class DeviceWeight:
         if self.inverse_permutation is not None:
             values = values[..., self.inverse_permutation]
         return values.to(dtype)
+
+    @property
+    def _raw(self) -> Tensor:
+        """The codes; e4m3 ones, which not every PyTorch takes apart and joins, as bytes."""
+        return self.codes.view(torch.uint8) if self.codes.dtype == E4M3 else self.codes
 
     def _values(self) -> Tensor:
         """What the codes stand for before scales and mins: a tensor of its own, `[..., out, in] fp32`."""
@@ -155,7 +184,7 @@ class DeviceWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """What one Linear multiplies its rows with: plain weights are one tensor, so that it is one product. `bias [sum of out]`."""
+    """What one Linear multiplies its rows with: weights that join are one, so that it is one product. `bias [sum of out]`."""
 
     parts: tuple[DeviceWeight, ...]
     bias: Tensor | None
@@ -163,8 +192,8 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         """`x [T, in]` to `[T, sum of out]`."""
         if len(self.parts) == 1:
-            return F.linear(x, self.parts[0].floats(x.dtype), self.bias)
-        made = torch.cat([F.linear(x, part.floats(x.dtype)) for part in self.parts], dim=1)
+            return self.parts[0].product(x, self.bias)
+        made = torch.cat([part.product(x, None) for part in self.parts], dim=1)
         return made if self.bias is None else made + self.bias
 
 
@@ -195,8 +224,8 @@ class Weights:
     def add_product(self, linear: Linear) -> None:
         weights = linear.weights_
         parts = tuple(self._matrix(weight) for weight in weights)
-        if len(parts) > 1 and all(part.is_plain for part in parts):
-            parts = (replace(parts[0], codes=torch.cat([part.codes for part in parts])),)
+        if len(parts) > 1 and all(part.joins(parts[0]) for part in parts):
+            parts = (DeviceWeight.joined(parts),)
             for weight in weights:
                 if weight not in self._shared:
                     self._matrices.pop(weight, None)
