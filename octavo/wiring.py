@@ -195,6 +195,8 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
         check_writable(Path(config.observe.record))
     program = _decoder(config, model.info, model.checkpoint)
     backend = build_backend(config)
+    layouts = [backend.kv_layout(group) for group in program.groups]
+    _check_cache(config.cache, backend, layouts)
     _check_fits(model, backend, program, report)
     reader = _weight_reader(model, program, report)
     with LoadBar(reader.load, len(program.weights)) as bar:
@@ -205,15 +207,9 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
         report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
     max_model_len = budget.load.max_model_len
-    rows = RequestRows(
-        max_rows=config.scheduler.max_num_seqs,
-        max_model_len=max_model_len,
-        num_groups=len(program.groups),
-        vocab_size=program.vocab_size,
-    )
+    rows = _request_rows(config.scheduler.max_num_seqs, max_model_len, program)
     groups = _block_groups(config, budget)
     kv, places = _kv_memory(config, backend, program, groups, report)
-    layouts = [backend.kv_layout(group) for group in program.groups]
     host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
     tiers, tier_worker = _build_tiers(model, backend, layouts, program, report)
     worker = Worker(runnable, CacheEngine(kv, host, tier_worker, places), rows, close=backend.close)
@@ -226,14 +222,22 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
     return core, info, worker
 
 
+def _request_rows(max_num_seqs: int, max_model_len: int, program: Program) -> RequestRows:
+    sizes = {"num_groups": len(program.groups), "vocab_size": program.vocab_size}
+    try:
+        return RequestRows(max_rows=max_num_seqs, max_model_len=max_model_len, **sizes)
+    except MemoryError:
+        what = f"max_num_seqs: got {max_num_seqs:,}, but the token ids of so many requests of {max_model_len:,} tokens"
+        raise ConfigError(f"{what} take more memory than there is", hint="lower max_num_seqs or max_model_len") from None
+
+
 def _kv_memory(
     config: EngineConfig, backend: Backend, program: Program, groups: Sequence[BlockGroup], report: Report
 ) -> tuple[KvCache, BlockPlaces]:
     """The device's memory for KV, and where in it blocks lie, in the layout that the options name."""
     if config.cache.kv_layout == "paged":
         return backend.allocate(program.groups, [group.num_blocks for group in groups]), PagedPlaces()
-    if not isinstance(backend, OnDemandBackend):
-        raise ConfigError(f"kv_layout: virtual is not for the backend {backend.name}", hint="leave kv_layout at paged")
+    assert isinstance(backend, OnDemandBackend), "_check_cache has seen to it"
     assert config.model.max_model_len is not None, "derive() has set it"
     num_rows, context_blocks = config.scheduler.max_num_seqs, -(-config.model.max_model_len // BLOCK_SIZE)
     ranges = [
@@ -253,6 +257,17 @@ def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers
     sizes = {"block_size": BLOCK_SIZE, "max_model_len": budget.load.max_model_len, "kv_bytes": budget.num_bytes}
     log.write(Began(FORMAT, __version__, flat_options(config), config.scheduler, config.cache, groups, **sizes, tiers=tiers))
     return log
+
+
+def _check_cache(cache: CacheOptions, backend: Backend, layouts: Sequence[KvLayout]) -> None:
+    """ConfigError, before anything is loaded, where KV cannot be kept as the options have it."""
+    if cache.kv_layout == "virtual" and not isinstance(backend, OnDemandBackend):
+        raise ConfigError(f"kv_layout: virtual is not for the backend {backend.name}", hint="leave kv_layout at paged")
+    block_bytes = [layout.block_bytes for layout in layouts]
+    _num_slots(cache, sum(block_bytes))
+    if cache.prefix_cache_dir is not None:
+        check_size(cache.prefix_cache_size, block_bytes)
+        open_root(cache.prefix_cache_dir)
 
 
 def _check_fits(model: Model, backend: Backend, program: Program, report: Report) -> None:
@@ -422,7 +437,6 @@ def _num_slots(cache: CacheOptions, block_bytes: int) -> int:
 def _block_directory(model: Model, backend: Backend, layouts: Sequence[KvLayout], program: Program) -> BlockDirectory:
     cache, checkpoint = model.config.cache, model.checkpoint
     assert cache.prefix_cache_dir is not None
-    check_size(cache.prefix_cache_size, [layout.block_bytes for layout in layouts])
     root = open_root(cache.prefix_cache_dir)
     parts = {
         "octavo": __version__,

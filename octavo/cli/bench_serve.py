@@ -72,7 +72,7 @@ def serve(
 
     _check(trace, scale=scale, time_scale=time_scale, request_rate=request_rate, input_len=input_len, output_len=output_len)
     if more_goodput and not goodput:
-        raise ConfigError(f"got {more_goodput[0]!r}, which belongs to no option", hint="--goodput ttft:500 tpot:50")
+        raise ConfigError(f"got {more_goodput[0]!r}, which belongs to no option", hint=f"--model {more_goodput[0]}, or --goodput ttft:500")
     limits = parse_goodput([*(goodput or ()), *(more_goodput or ())])
     if trace is None:
         sizes = {"input_len": input_len or DEFAULT_LEN, "output_len": output_len or DEFAULT_LEN}

@@ -223,6 +223,24 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
     assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--prefix-cache-dir=/proc/nowhere", "prefix_cache_dir: /proc/nowhere cannot be written into"),
+        ("--prefix-cache-size=1", "prefix_cache_size: got 1, allowed is at least one block"),
+        ("--kv-offloading-size=1", "kv_offloading_size: got 1 B, allowed is at least one block"),
+        ("--max-num-seqs=2000000000", "max_num_seqs: got 2,000,000,000, but the token ids of so many requests"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(start, tmp_path, flag, message):
+    """What the prefix cache asks for, before the weights are read."""
+    server = start(f"--prefix-cache-dir={tmp_path}", flag, wait=False)
+    assert server.process.wait(20) == 2
+    assert until(lambda: any(line.startswith(f"octavo: {message}") for line in server.lines), seconds=2), server.lines
+    assert flag.startswith("--max-num-seqs") or not any(line.startswith("loading ") for line in server.lines)
+    assert not any("Traceback" in line for line in server.lines)
+
+
 def test_a_template_that_fails(start, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('roles must take turns') }}")
