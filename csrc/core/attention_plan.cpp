@@ -5,17 +5,28 @@
 namespace octavo {
 
 namespace {
+
 constexpr int kSplitBlocks = kSplitKeys / kTile;
-}
+constexpr int kPiecesAThread = 8;  // about: the more, the less one waits for another at the end
+
+}  // namespace
 
 void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads, bool share) {
-    const int rows_a_run = std::max(1, kMaxLanes / (num_heads / kv.num_heads));
+    const int rows_a_run = choose_rows_a_run(batch, kv, threads);
     make_runs(batch, rows_a_run);
     sharers.clear();
     shared.clear();
     saved_keys = 0;
     if (share && rows_a_run > 1 && runs.size() > 1) share_prefixes(batch, rows_a_run);
     make_works(kv, threads);
+}
+
+// Four sets of lanes read their keys from far once, but make a quarter of the pieces.
+int AttentionPlan::choose_rows_a_run(const Batch& batch, const KvGroup& kv, int threads) const {
+    const int rows_a_set = kMaxLanes / (num_heads / kv.num_heads), rows = rows_a_set * kMaxSets;
+    int64_t pieces = 0;
+    for (int r = 0; r < batch.num_requests; r++) pieces += (batch.query_starts[r + 1] - batch.query_starts[r] + rows - 1) / rows;
+    return pieces * kv.num_heads < (int64_t)kPiecesAThread * threads ? rows_a_set : rows;
 }
 
 void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
@@ -93,23 +104,25 @@ void AttentionPlan::pack(const std::vector<Sharer>& all, const Division& divisio
     }
 }
 
-// Where whole runs are too few pieces for the threads, each split is one.
+// Runs that are more than their share of all are cut into parts of a few splits.
 void AttentionPlan::make_works(const KvGroup& kv, int threads) {
-    int most = 0;
-    for (const QueryRun& run : runs) most = std::max(most, run.last_split - run.first_split);
-    const bool split = most > 1 && threads > 1 && (int)(runs.size() + shared.size()) * kv.num_heads < 4 * threads;
+    int64_t all = 0;
+    for (const SharedRun& run : shared) all += run.num_splits;
+    for (const QueryRun& run : runs) all += run.last_split - run.own_split;
+    const int64_t share = std::max<int64_t>(1, threads == 1 ? all : all * kv.num_heads / ((int64_t)kPiecesAThread * threads));
     works.clear();
     merged.clear();
     partial_floats = 0;
     const auto add = [&](bool is_shared, int run, int first, int last) {
-        for (int s = first; split && s < last; s++) works.push_back(AttentionWork{is_shared, run, s, s + 1});
-        if (!split && first < last) works.push_back(AttentionWork{is_shared, run, first, last});
+        const int64_t parts = (last - first + share - 1) / share;
+        for (int64_t i = 0; i < parts; i++) works.push_back(AttentionWork{is_shared, run, first + (int)(i * (last - first) / parts), first + (int)((i + 1) * (last - first) / parts)});
+        return parts;
     };
     for (size_t i = 0; i < shared.size(); i++) add(true, (int)i, 0, shared[i].num_splits);
     for (size_t i = 0; i < runs.size(); i++) {
         QueryRun& run = runs[i];
-        add(false, (int)i, run.own_split, run.last_split);
-        if (!split && run.own_split == run.first_split) continue;
+        const int64_t parts = add(false, (int)i, run.own_split, run.last_split);
+        if (parts <= 1 && run.own_split == run.first_split) continue;
         run.partial = (int64_t)partial_floats;
         merged.push_back((int)i);
         partial_floats += (size_t)(run.last_split - run.first_split) * run.num_rows * num_heads * (2 + kv.v_padded());

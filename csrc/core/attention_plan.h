@@ -1,7 +1,7 @@
 // How a step's attention over one cache group (and window) is cut into pieces; the same for all its layers.
 //
 // Requests whose block tables begin with the same blocks read these together (ChunkAttention, Ye et al. 2024): whole splits of 256 keys that all
-// their rows see, up to kMaxLanes lanes at a time. Such a row's states of splits go to memory, the shared ones from one piece, its own from
+// their rows see, up to kMaxSets sets of lanes at a time. Such a row's states of splits go to memory, the shared ones from one piece, its own from
 // another, and a second stage merges them left to right, which is what a piece by itself does. So it is the same, bit for bit.
 #pragma once
 
@@ -52,6 +52,7 @@ struct AttentionPlan {
     void make_runs(const Batch& batch, int rows_a_run);
     void share_prefixes(const Batch& batch, int rows_a_run);
     void pack(const std::vector<Sharer>& sharers, const Division& division, int rows_a_run);
+    int choose_rows_a_run(const Batch& batch, const KvGroup& kv, int threads) const;
     void make_works(const KvGroup& kv, int threads);
     static int common(const Sharer& a, const Sharer& b);
     static int64_t divide(const std::vector<Sharer>& sharers, size_t first, size_t last, std::vector<Division>& out);

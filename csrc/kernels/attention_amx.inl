@@ -2,25 +2,44 @@
 //
 // A lane is a row of a tile, so up to 16 lanes cost what one does. A block's keys, [D/2][16 tokens][2], are B tiles as they lie; so
 // are its values, [8 pairs of tokens][Dv][2], 16 columns at a time. Every number of lanes takes the tile unit: its sums have an
-// order of their own. Blocks in int8 are written out as bf16 first, a few at a time (`tile_keys`, `tile_columns`).
+// order of their own. Blocks in int8 are written out as bf16 first, a few at a time.
 #pragma once
 #include "amx.inl"
+#include "attention_products.inl"
 
 namespace octavo {
 namespace {
 
-// Blocks lie scattered, where the hardware's prefetcher is of no help.
+// The keys of block b in bf16, good while three more are asked for.
+template <Way way>
+const uint8_t* tile_keys(const LaneSet& set, int b) {
+    if (way == Way::bf16) return set.keys_of(b);
+    uint8_t* to = set.keys + sizeof(uint16_t) * (b % 4) * kTile * set.width;
+    for (int p = 0; p < set.width / 2; p++) store_i(to + 64 * p, int8_to_bf16((const int8_t*)set.keys_of(b) + 32 * p));
+    return to;
+}
+// Its values of up to 64 columns from `column` on, in bf16, harmless beyond key1; good until the next are asked for.
+template <Way way>
+const uint8_t* tile_columns(const LaneSet& set, int b, int key1, int column) {
+    const int padded = set.args->kv.v_padded, last = column + 64 < padded ? column + 64 : padded;
+    const uint8_t* v = values_until<way>(set, b, key1);
+    if (way == Way::bf16) return v + 4 * column;
+    for (int j = 0; j < kTile / 2; j++)
+        for (int d = column; d < last; d += kLanes) store_i(set.values + 4 * (j * padded + d), int8_to_bf16((const int8_t*)v + 2 * (j * padded + d)));
+    return set.values + 4 * column;
+}
+
 OCTAVO_INLINE void prefetch_tile(const uint8_t* p, int bytes) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 3);
 }
 
-// scores [lanes][256] of blocks block0 .. block1 - 1. `block_keys(block)`: a block's keys in bf16, good while three more are asked for. Four blocks at a time, so that the unit has independent sums to work on.
-template <typename Set, typename Keys>
-void tile_scores(const Set& set, int block0, int block1, int split0, const Keys& block_keys) {
-    const KvLayer& kv = set.args.kv;
-    const int share = kv.type == KvType::int8 ? 512 : 1024;  // bytes of 32 dimensions of a block
-    const auto keys = [&](int b) { return k_of(kv, set.piece.block_table[b], set.piece.kv_head); };
-    const auto values = [&](int b) { return v_of(kv, set.piece.block_table[b], set.piece.kv_head); };
+// scores [lanes][256] of blocks block0 .. block1 - 1. Four blocks at a time, so that the unit has independent sums to work on.
+template <Way way>
+void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
+    constexpr int share = way == Way::widened ? 512 : 1024;  // bytes of 32 dimensions of a block
+    const auto keys = [&](int b) { return set.keys_of(b); };
+    const auto values = [&](int b) { return set.values_of(b); };
+    const auto block_keys = [&](int b) { return tile_keys<way>(set, b); };
     // What is needed soon: the keys four blocks on, and the block's own values (as wide as its keys, or nearly).
     const auto prefetch = [&](int b, int d) {
         if (b + 4 < block1) prefetch_tile(keys(b + 4) + d / 32 * share, share);
@@ -70,11 +89,21 @@ void tile_scores(const Set& set, int block0, int block1, int split0, const Keys&
     }
 }
 
-// split_state's acc = weights times V, for keys key0 .. key1 - 1. `values(block, column)`: a block's values from that column on, in bf16,
-// harmless beyond key1; good until the next is asked for.
-template <typename Set, typename Values>
-void tile_values(const Set& set, int key0, int key1, int split0, const Values& values) {
-    const int padded = set.args.kv.v_padded, stride = (2 + padded) * (int)sizeof(float);
+// Sums of codes times each key's scale.
+template <Way way>
+void scale_scores(const LaneSet& set, int block0, int block1, int split0) {
+    if (way != Way::widened) return;
+    for (int b = block0; b < block1; b++) {
+        const vf scales = load_bf16(set.scales(b));
+        float* scores = set.scores + b * kTile - split0;
+        for (int lane = 0; lane < set.count; lane++) store(scores + lane * kSplitKeys, load(scores + lane * kSplitKeys) * scales);
+    }
+}
+
+// split_state's acc = weights times V, for keys key0 .. key1 - 1.
+template <Way way>
+void tile_values(const LaneSet& set, int key0, int key1, int split0) {
+    const int padded = set.args->kv.v_padded, stride = set.state_size * (int)sizeof(float);
     configure_attention(set.count);
     for (int column = 0; column < padded; column += 64) {
         const int columns = (padded - column) / 16;
@@ -83,7 +112,7 @@ void tile_values(const Set& set, int key0, int key1, int split0, const Values& v
         _tile_zero(2);
         _tile_zero(3);
         for (int key = key0; key < key1; key += kTile) {
-            const uint8_t* v = values(key / kTile, column);
+            const uint8_t* v = tile_columns<way>(set, key / kTile, key1, column);
             _tile_loadd(5, set.weights_bf16() + key - split0, kSplitKeys * 4);
             _tile_loadd(7, v, padded * 4);
             _tile_dpbf16ps(0, 5, 7);

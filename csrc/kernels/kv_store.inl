@@ -3,8 +3,7 @@
 // int8: per token and head, scale = absmax / 127 rounded to bf16, code = round(x / scale), in fp32 and with true divisions, so that every
 // level and the reference store the same bytes. A row of zeros has scale 0; a NaN or an infinity makes the scale NaN, so that it shows.
 #pragma once
-#include <type_traits>
-
+#include "dots.h"
 #include "rows.inl"
 
 namespace octavo {
@@ -13,13 +12,6 @@ namespace {
 OCTAVO_INLINE uint8_t* k_of(const KvLayer& kv, int block, int head) { return kv.base + head * kv.head_stride + block * kv.block_stride; }
 OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) { return k_of(kv, block, head) + kv.v_offset; }
 OCTAVO_INLINE uint16_t* scales_of(const KvLayer& kv, int block, int head) { return (uint16_t*)(k_of(kv, block, head) + kv.scales_offset); }
-
-template <KvType kType>
-using Element = std::conditional_t<kType == KvType::int8, int8_t, uint16_t>;
-
-// Thirty-two numbers as pairs of bf16. Small integers are exact in it.
-OCTAVO_INLINE vi load_pairs(const uint16_t* p) { return load_i(p); }
-OCTAVO_INLINE vi load_pairs(const int8_t* p) { return int8_to_bf16(p); }
 
 void store_fp32(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token, const float* k, const float* v) {
     for (int d = 0; d < kv.k_width; d++) ((float*)k_to)[d * kTile + token] = k[d];

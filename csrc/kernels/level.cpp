@@ -3,6 +3,7 @@
 #include "attention.inl"
 #include "epilogue.inl"
 #include "linear.inl"
+#include "rope.inl"
 #include "rows.inl"
 #include "sample.inl"
 #include "simd.h"

@@ -6,7 +6,7 @@
 // sums of both digits run over all inputs and are scaled once, by `scale_whole`. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
 // `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
 #pragma once
-#include "simd.h"
+#include "dots.h"
 #include "table.h"
 
 namespace octavo {

@@ -211,117 +211,6 @@ OCTAVO_INLINE vf load_fp16(const uint16_t* p) {
 #endif
 }
 
-// -- integer and bf16 dot products ---------------------------------------------------------------------------------------
-
-#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
-OCTAVO_INLINE __m512i dot4_wide(__m512i u, __m512i s) {
-    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(u, _mm512_set1_epi16(0xff)), _mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8));
-    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(s, 8));
-    return _mm512_add_epi32(even, odd);
-}
-#elif defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
-OCTAVO_INLINE __m256i dot4_wide(__m256i u, __m256i s) {
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
-    return _mm256_add_epi32(even, odd);
-}
-#endif
-
-// acc[i] += sum over b of 0..3 of uint8(u, 4i+b) * int8(s, 4i+b): exact, without saturation, at every level.
-OCTAVO_INLINE vi dot4(vi acc, vi u, vi s) {
-#if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
-#elif defined(__AVX512BW__)
-    return acc + (vi)dot4_wide((__m512i)u, (__m512i)s);
-#elif defined(__AVX2__)
-    Halves a, x, y;
-    a.i = acc, x.i = u, y.i = s;
-#if defined(__AVXVNNI__)
-    OCTAVO_BY_HALVES(a.n[h], _mm256_dpbusd_avx_epi32(a.n[h], x.n[h], y.n[h]));
-#else
-    OCTAVO_BY_HALVES(a.n[h], _mm256_add_epi32(a.n[h], dot4_wide(x.n[h], y.n[h])));
-#endif
-    return a.i;
-#else
-    const vi even_u = u & 0x00ff00ff, odd_u = (vi)((u >> 8) & 0x00ff00ff);
-    vi sum = acc;
-    // byte b of each lane, sign-extended by shifting it to the top first
-    sum += (even_u & 0xffff) * ((s << 24) >> 24);
-    sum += (odd_u & 0xffff) * ((s << 16) >> 24);
-    sum += (even_u >> 16) * ((s << 8) >> 24);
-    sum += (odd_u >> 16) * (s >> 24);
-    return sum;
-#endif
-}
-
-// Two 4-bit codes a byte. The products of the low nibbles are summed as they are; those of the high ones as codes times 16,
-// which saves a shift a vector (`high_sum` undoes it; exact). Where 16-bit pair sums serve (AVX2 without VNNI) the codes are
-// shifted down instead, since 240 * 127 * 2 would not fit 16 bits.
-#if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
-OCTAVO_INLINE vi high_nibbles(vi both) { return (both >> 4) & 0x0f0f0f0f; }
-OCTAVO_INLINE vi high_sum(vi sum) { return sum; }
-OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) {
-    Halves a, x, y;
-    a.i = acc, x.i = u, y.i = s;
-    OCTAVO_BY_HALVES(a.n[h], _mm256_add_epi32(a.n[h], _mm256_madd_epi16(_mm256_maddubs_epi16(x.n[h], y.n[h]), _mm256_set1_epi16(1))));
-    return a.i;
-}
-#else
-OCTAVO_INLINE vi high_nibbles(vi both) { return both & (int32_t)0xf0f0f0f0; }
-OCTAVO_INLINE vi high_sum(vi sum) { return sum >> 4; }
-OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) { return dot4(acc, u, s); }
-#endif
-
-// acc[i] += w[2i] * a[2i] + w[2i+1] * a[2i+1] over pairs of bf16 in each lane.
-OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
-#if defined(__AVX512BF16__)
-    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)a);
-#else
-    acc = fma((vf)(w << 16), (vf)(a << 16), acc);
-    return fma((vf)(w & (int32_t)0xffff0000), (vf)(a & (int32_t)0xffff0000), acc);
-#endif
-}
-
-// Sixteen int16 in a row, widened.
-OCTAVO_INLINE vi load_int16(const void* p) {
-#if defined(__AVX512F__)
-    return (vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__)
-    Halves x;
-    OCTAVO_BY_HALVES(x.n[h], _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p + h)));
-    return x.i;
-#else
-    int16_t values[kLanes];
-    std::memcpy(values, p, sizeof values);
-    vi wide;
-    for (int i = 0; i < kLanes; i++) wide[i] = values[i];
-    return wide;
-#endif
-}
-
-// Thirty-two int8 as pairs of bf16, of which each is one exactly.
-OCTAVO_INLINE vi int8_to_bf16(const int8_t* p) {
-#if defined(__AVX512BF16__)
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
-    return (vi)_mm512_cvtne2ps_pbh(high, low);
-#else
-    const vi pair = load_int16(p);  // the second number in the high byte, the first in the low one
-    const vi first = (vi)to_float((pair << 24) >> 24), second = (vi)to_float(pair >> 8);
-    return ((first >> 16) & 0xffff) | second;
-#endif
-}
-
-// The first n of 16 values to every second place of `to`; nothing is written between them.
-OCTAVO_INLINE void store_bf16_pairs(uint16_t* to, const uint16_t* from, int n) {
-#if defined(__AVX512BW__)
-    const __mmask32 mask = 0x55555555u & (n == kLanes ? 0xffffffffu : (1u << (2 * n)) - 1);
-    _mm512_mask_storeu_epi16(to, mask, _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)));
-#else
-    for (int i = 0; i < n; i++) to[2 * i] = from[i];
-#endif
-}
-
 // -- functions -----------------------------------------------------------------------------------------------------------
 
 // e^x to about 1 ulp for x in [-87, 88]; below, exactly 0; NaN stays NaN. Cody and Waite's reduction, Cephes' polynomial.
@@ -341,18 +230,17 @@ OCTAVO_INLINE vf exp(vf x) {
     return select((vi)(x < splat(-87.0f)), vf{}, p * (vf)((n + 127) << 23));
 }
 
-// e^x to 2^-18 of itself, for what is rounded to bf16 anyway: x <= 0; below -87 exactly 0; NaN stays NaN. The polynomial
-// interpolates 2^f at five Chebyshev points of [-1/2, 1/2].
-OCTAVO_INLINE vf exp_coarse(vf x) {
-    const vf log2 = max(splat(-126.0f), x * splat(1.44269504f));  // in this order a NaN passes
-    const vi n = round_to_int(log2);
-    const vf f = log2 - to_float(n);
+// 2^x to 2^-18 of itself, for what is rounded anyway: x <= 0; below -125 exactly 0; 1 at 0; NaN stays NaN. Adding 1.5 * 2^23 leaves x rounded in
+// the low bits; the polynomial interpolates 2^f at five Chebyshev points of [-1/2, 1/2].
+OCTAVO_INLINE vf exp2_coarse(vf x) {
+    const vf magic = splat(12582912.0f), shifted = x + magic;
+    const vf f = x - (shifted - magic);
     vf p = splat(9.666368515e-3f);
     p = fma(p, f, splat(5.592197584e-2f));
     p = fma(p, f, splat(2.402234904e-1f));
     p = fma(p, f, splat(6.931210452e-1f));
     p = fma(p, f, splat(1.0f));
-    return select((vi)(x < splat(-87.0f)), vf{}, p * (vf)((n + 127) << 23));
+    return select((vi)(x < splat(-125.0f)), vf{}, (vf)((vi)p + ((vi)shifted << 23)));
 }
 
 // 1 / x to about 1 ulp, for x of at least 1: an estimate and one step of Newton's take a fraction of a division's time.

@@ -135,14 +135,15 @@ struct AttentionRow {
     int64_t split_stride;
 };
 
-constexpr int kMaxLanes = 16;  // rows times query heads of the kv head that one attention piece may have
+constexpr int kMaxLanes = 16;  // rows times query heads of the kv head that are attended together, a set
+constexpr int kMaxSets = 4;    // of a piece: they read the same splits one after another
 
 // Rows that see the same blocks (of one request, or of several in what they share), one kv head, splits first_split .. last_split - 1.
 struct AttentionPiece {
     const int32_t* positions;    // [T]
     const int32_t* block_table;  // of the request
     int32_t context_len, kv_head, first_split, last_split, num_rows;
-    AttentionRow rows[kMaxLanes];
+    AttentionRow rows[kMaxSets * kMaxLanes];
 };
 
 struct SampleArgs;
@@ -177,9 +178,10 @@ struct KernelTable {
     size_t (*sample_scratch_bytes)(int vocab);
 };
 
-// Scratch of an attention piece, in floats: its lanes', and in bf16 a block's values and the keys of four.
+// Scratch of an attention piece, in floats; see AttentionScratch.
 inline size_t attention_scratch_floats(int k_width, int v_padded) {
-    return (size_t)kMaxLanes * (k_width + 1 + kSplitKeys + 2 * (v_padded + 2)) + kTile / 2 * (size_t)(v_padded + 4 * (k_width + 1)) + 256;
+    const size_t width = k_width + 1, state = v_padded + 2;
+    return kMaxLanes * (kSplitKeys + state + 1) + kSplitKeys + kTile / 2 * (state + 4 * width) + kMaxSets * kMaxLanes * (width + state) + 256;
 }
 
 // -- sampling ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+// The lanes of an attention piece: query rows of one head each, in sets of up to 16 that share a kv head.
+//
+// How K and V are multiplied follows from how they are stored (`Way`):
+//   fp32     as they are, queries and weights in fp32
+//   bf16     in pairs, queries and weights rounded to bf16
+//   int16    codes of int8 in pairs, queries and weights as integers of 15 bits: sums are exact, and the same at every level
+//   widened  codes of int8 as bf16 pairs, which they fit exactly; on the tile unit only
+#pragma once
+#include <type_traits>
+
+#include "kv_store.inl"
+
+namespace octavo {
+namespace {
+
+enum class Way { fp32, bf16, int16, widened };
+
+#ifdef __AMX_INT8__
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+
+// The largest integer of a query: 1024 products with a code fit 31 bits.
+constexpr float kQueryCodes = 16383;
+// And of a weight: 256 products do.
+constexpr float kWeightCodes = 32767;
+constexpr float kTiny = 1e-30f;  // below it a scale counts as none, so that its inverse is finite
+
+struct Lane {
+    int row, head, first_key, last_key;  // keys first_key .. last_key - 1 are seen
+};
+
+// Memory of a thread for a piece, in floats; what all sets use one after another comes first.
+struct AttentionScratch {
+    int width, state_size;
+    float* at;
+
+    AttentionScratch(const KvLayer& kv, float* scratch)
+        : width((kv.k_width + 1) / 2 * 2), state_size(2 + kv.v_padded), at((float*)(((uintptr_t)scratch + 63) / 64 * 64)) {}
+    float* scores() const { return at; }                                                  // [lanes][256]; 16-bit weights in the first half
+    float* split_state() const { return scores() + kMaxLanes * kSplitKeys; }              // [lanes][2 + v_padded]: m, l, acc
+    float* value_scales() const { return split_state() + kMaxLanes * state_size; }        // [256], see ValueScales
+    float* units() const { return value_scales() + kSplitKeys; }                          // [lanes]: what a lane's sums of values are multiples of
+    uint8_t* values() const { return (uint8_t*)(units() + kMaxLanes); }                   // a block's values of one head in bf16, where they do not lie so in the block
+    uint8_t* keys() const { return values() + sizeof(uint16_t) * kTile * (state_size - 2); }  // keys of four blocks likewise
+    float* sets() const { return (float*)(keys() + sizeof(uint16_t) * 4 * kTile * width); }
+    size_t set_size() const { return (size_t)kMaxLanes * (width + state_size); }
+};
+
+// Up to 16 lanes of a piece.
+struct LaneSet {
+    const AttentionArgs* args = nullptr;
+    const AttentionPiece* piece = nullptr;
+    Way way = Way::fp32;
+    bool asks = false;  // the first set of a piece asks for the memory that all need
+    int count = 0, width = 0, state_size = 0, row0 = 0, num_rows = 0, first_key = 0, last_key = 0;
+    Lane lanes[kMaxLanes];
+    float factors[kMaxLanes];  // what makes a lane's sums scores
+    float *q = nullptr, *state = nullptr;  // [lanes][width], in the first half where they have 16 bits; [lanes][2 + v_padded]
+    float *scores = nullptr, *split_state = nullptr, *value_scales = nullptr, *units = nullptr;
+    uint8_t *values = nullptr, *keys = nullptr;
+
+    void fill(const AttentionArgs& a, const AttentionPiece& p, int first_row, int rows, const AttentionScratch& scratch, int index) {
+        args = &a, piece = &p;
+        const int group = a.num_heads / a.kv.num_heads;
+        width = scratch.width, state_size = scratch.state_size, row0 = first_row, num_rows = rows, asks = index == 0;
+        way = a.kv.type == KvType::fp32 ? Way::fp32 : a.kv.type == KvType::bf16 ? Way::bf16 : on_tiles() ? Way::widened : Way::int16;
+        scores = scratch.scores(), split_state = scratch.split_state(), value_scales = scratch.value_scales(), units = scratch.units();
+        values = scratch.values(), keys = scratch.keys();
+        q = scratch.sets() + index * scratch.set_size();
+        state = q + kMaxLanes * width;
+        for (int i = 0; i < rows; i++)
+            for (int h = 0; h < group; h++) add(p.rows[first_row + i].row, p.kv_head * group + h);
+    }
+    bool on_tiles() const { return kHasTiles && args->kv.type != KvType::fp32 && width % 32 == 0; }
+
+    const uint16_t* q_bf16() const { return (const uint16_t*)q; }
+    uint16_t* weights_bf16() const { return (uint16_t*)scores; }
+    const uint8_t* keys_of(int b) const { return k_of(args->kv, piece->block_table[b], piece->kv_head); }
+    const uint8_t* values_of(int b) const { return v_of(args->kv, piece->block_table[b], piece->kv_head); }
+    const uint16_t* scales(int b) const { return scales_of(args->kv, piece->block_table[b], piece->kv_head); }
+    // Blocks up to here are this piece's.
+    int end_block() const {
+        const int end = piece->last_split * kSplitKeys;
+        return ((last_key < end ? last_key : end) + kTile - 1) / kTile;
+    }
+
+  private:
+    void add(int row, int head) {
+        const int position = piece->positions[row], window = args->window;
+        const int last = window < 0 || position >= piece->context_len ? piece->context_len : position + 1;
+        const int first = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
+        factors[count] = put_query(args->q + row * args->q_stride + (int64_t)head * args->kv.k_width, count * width);
+        first_key = count && first_key < first ? first_key : first;
+        last_key = count && last_key > last ? last_key : last;
+        lanes[count++] = Lane{row, head, first, last};
+    }
+
+    // Returns what the sums over it are to be multiplied by. A NaN or an infinity among int16 queries makes that NaN, so that it shows.
+    float put_query(const float* from, int at) {
+        float unit = 1, inverse = 1;
+        if (way == Way::int16) {
+            vf largest = {}, check = {};
+            for (int d = 0; d < args->kv.k_width; d += kLanes) {
+                const vf part = load_first(from + d, left(args->kv.k_width, d));
+                largest = max(largest, absolute(part));
+                check += part * 0.0f;
+            }
+            const bool finite = sum_lanes(check) == 0;
+            const float top = max_lanes(largest) > kTiny ? max_lanes(largest) : kTiny;
+            unit = finite ? top / kQueryCodes : NAN, inverse = finite ? kQueryCodes / top : 0;
+        }
+        for (int d = 0; d < width; d += kLanes) {
+            const vf part = load_first(from + d, left(args->kv.k_width, d));
+            uint16_t values[kLanes];
+            if (way == Way::fp32) {
+                store_first(q + at + d, part * args->scale, left(width, d));
+                continue;
+            }
+            if (way == Way::int16)
+                store_int16(values, round_to_int(inverse ? part * inverse : vf{}));
+            else
+                store_bf16(values, part);
+            std::memcpy((uint16_t*)q + at + d, values, sizeof(uint16_t) * left(width, d));
+        }
+        return way == Way::fp32 ? 1 : args->scale * unit;
+    }
+    static int left(int width, int d) { return width - d < kLanes ? width - d : kLanes; }
+};
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,107 @@
+// From a split's scores to weights: masks, caps, exponentials, and each lane's maximum m and sum l.
+#pragma once
+#include "attention_lanes.inl"
+
+namespace octavo {
+namespace {
+
+// int16: what weights are multiplied by before they become integers: their value's scale over the largest that the lane sees in the split, times
+// kWeightCodes; 0 where it sees none. Lanes that see the same share them.
+struct ValueScales {
+    const LaneSet& set;
+    const int from, to, split0;
+    float* scales;  // [256]
+    int first = 0, last = 0;
+    float unit = 0;  // of the weighed values' sums
+
+    ValueScales(const LaneSet& s, int a, int b, int split) : set(s), from(a), to(b), split0(split), scales(s.value_scales) {}
+
+    void see(int seen_first, int seen_last) {
+        if (seen_first == first && seen_last == last) return;
+        first = seen_first, last = seen_last;
+        vf largest = {}, check = {};
+        for (int key = from; key < to; key += kTile) {
+            vf s = {};
+            if (key < last && key + kTile > first) s = seen(load_bf16(set.scales(key / kTile) + kTile), key);
+            store(scales + key - split0, s);
+            largest = max(largest, s);
+            check += s * 0.0f;
+        }
+        const bool finite = sum_lanes(check) == 0;
+        const float top = max_lanes(largest);
+        unit = finite ? top / kWeightCodes : NAN;
+        const vf inverse = splat(finite && top > kTiny ? kWeightCodes / top : 0);
+        for (int i = from - split0; i < to - split0; i += kTile) store(scales + i, finite ? load(scales + i) * inverse : vf{});
+    }
+    vf seen(vf s, int key) const {
+        if (key >= first && key + kTile <= last) return s;
+        const vi at = iota() + key;
+        return select((vi)(at >= first) & (vi)(at < last), s, vf{});
+    }
+};
+
+// Scores as they count: capped, and -inf where the lane does not see the key. Returns the largest; a NaN may be lost here, and shows in the sum.
+OCTAVO_INLINE float mask_scores(const LaneSet& set, float* scores, float factor, int from, int to, int first, int last) {
+    vf largest = splat(-INFINITY);
+    const float softcap = set.args->softcap;
+    for (int key = from; key < to; key += kTile) {
+        vf s = load(scores + key);
+        const bool inside = key >= first && key + kTile <= last;
+        if (softcap > 0) s = softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f));
+        if (!inside) {
+            const vi at = iota() + key;
+            s = select((vi)(at >= first) & (vi)(at < last), s, splat(-INFINITY));
+        }
+        if (softcap > 0 || !inside) store(scores + key, s);
+        largest = max(largest, s);
+    }
+    return max_lanes(largest);
+}
+
+// Weights are e^(s - m). fp32: in place, and l is their sum. bf16: rounded to bf16, and l is the sum of the rounded ones. int16: times their
+// value's scale, as integers; widened: the same, rounded to bf16; l is the sum of e^(s - m). m = -inf where the lane sees no key here.
+template <Way way>
+void soften_lane(const LaneSet& set, int lane, int key0, int key1, int split0, ValueScales& values) {
+    float* scores = set.scores + lane * kSplitKeys - split0;
+    uint16_t* weights = set.weights_bf16() + lane * 2 * kSplitKeys - split0;
+    float* state = set.split_state + lane * set.state_size;
+    const Lane& l = set.lanes[lane];
+    const int first = l.first_key > key0 ? l.first_key : key0, last = l.last_key < key1 ? l.last_key : key1;
+    state[0] = -INFINITY, state[1] = 0, set.units[lane] = 0;
+    if (first >= last) {
+        std::memset(set.scores + lane * kSplitKeys, 0, sizeof(float) * kSplitKeys);
+        return;
+    }
+    float factor = set.factors[lane];
+    const float largest = mask_scores(set, scores, factor, values.from, values.to, first, last);
+    if (set.args->softcap > 0) factor = 1;
+    if constexpr (way == Way::int16) values.see(first, last);
+    const vf top = splat(largest), slope = splat(factor * 1.44269504f), ones = bits_to_float(splat_i(0x3f803f80));
+    vf total = {};
+    for (int key = values.from; key < values.to; key += kTile) {
+        const vf s = load(scores + key) - top;
+        const vf p = way == Way::fp32 ? exp(s) : exp2_coarse(s * slope);
+        if constexpr (way == Way::fp32) store(scores + key, p);
+        if constexpr (way == Way::bf16) store_bf16(weights + key, p);
+        if constexpr (way == Way::int16) store_int16(weights + key, round_to_int(p * load(values.scales + key - split0)));
+        if constexpr (way == Way::widened) {
+            const bool read = key >= key0 && key < key1;  // beyond, the block table may end
+            store_bf16(weights + key, read ? select((vi)(p == 0.0f), vf{}, p * load_bf16(set.scales(key / kTile) + kTile)) : vf{});  // unseen scales may be NaN
+        }
+        if constexpr (way != Way::bf16) total += p;
+    }
+    if constexpr (way == Way::bf16)
+        for (int key = values.from; key < values.to; key += 2 * kTile) total = dot2_bf16(total, load_i(weights + key), (vi)ones);
+    state[0] = largest * factor, state[1] = sum_lanes(total), set.units[lane] = values.unit;
+    if (state[1] != state[1]) state[0] = NAN;
+}
+
+template <Way way>
+void soften(const LaneSet& set, int key0, int key1, int split0) {
+    // Whole vectors of 16-bit weights: what lies around the keys is not seen.
+    ValueScales values(set, key0 / (2 * kTile) * 2 * kTile, (key1 + 2 * kTile - 1) / (2 * kTile) * 2 * kTile, split0);
+    for (int lane = 0; lane < set.count; lane++) soften_lane<way>(set, lane, key0, key1, split0, values);
+}
+
+}  // namespace
+}  // namespace octavo
