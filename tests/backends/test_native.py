@@ -5,6 +5,7 @@ Tolerances are stated with each op: a few units in the last place of fp32, wider
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -204,6 +205,7 @@ X, Y, KV = Value("x", "tokens", 4), Value("y", "tokens", 4), CacheGroup("kv", "f
         (ops.Attention(X, Y, "kv", 0, 1, 1.0, "tree"), "attention with the mask tree", {"groups": (KV,)}),
         (ops.Attention(X, Y, "kv", 0, 1, 1.0, bias=ops.AlibiBias((0.5,))), "attention with AlibiBias", {"groups": (KV,)}),
         (ops.Attention(X, Y, "kv", 0, 17, 1.0), "more than 16 query heads for one kv head", {"groups": (KV,)}),
+        (ops.Attention(X, Y, "kv", 0, 1, 1.0), "keys wider than 1024", {"groups": (replace(KV, k_width=1026),)}),
         (ops.Scale(X, Y, 2.0), "a cache group of kind latent", {"groups": (CacheGroup("kv", "latent", 1, 1, 4, 0),)}),
         (ops.Scale(X, Y, 2.0), "the outputs ['hidden']", {"outputs": ("hidden",)}),
     ],

@@ -30,6 +30,9 @@ ROW_LOCAL = (
 MAX_LANES = 16
 """Query heads of one kv head that the attention kernel takes together (csrc/kernels/table.h)."""
 
+MAX_KEY_WIDTH = 1024
+"""So many products with an int8 cache fit 31 bits (csrc/kernels/attention_lanes.inl)."""
+
 GROUP = 32
 """Inputs that share an activation scale (csrc/kernels/table.h)."""
 
@@ -65,6 +68,8 @@ def _check_attention(program: Program, op: ops.Attention) -> None:
         raise _refusal(program, f"attention with the mask {op.mask}")
     if op.num_heads // program.group(op.group).num_kv_heads > MAX_LANES:
         raise _refusal(program, f"more than {MAX_LANES} query heads for one kv head")
+    if program.group(op.group).k_width > MAX_KEY_WIDTH:
+        raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
 
 
 def _refusal(program: Program, what: str) -> BackendUnavailable:
