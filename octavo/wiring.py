@@ -321,6 +321,7 @@ def build_backend(config: EngineConfig) -> Backend:
         max_context=config.model.max_model_len,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
         attention_backend=config.backend.attention_backend,
+        torch_kernels=config.backend.torch_kernels,
         enforce_eager=config.backend.enforce_eager,
         batch_invariant=config.backend.batch_invariant,
     )

@@ -134,6 +134,7 @@ class BackendOptions:
     gpu_memory_utilization: float = 0.92
     """Share of a device's own memory that may be taken in all."""
     attention_backend: str = "auto"
+    torch_kernels: str = "auto"
     enforce_eager: bool = False
     """Nothing is captured as a CUDA graph."""
     batch_invariant: bool = False

@@ -112,6 +112,10 @@ class BackendChoice:
         "auto",
         "torch: which kernels compute attention; sdpa: PyTorch's own, on any device; flashinfer: where it is installed, on CUDA",
     )
+    torch_kernels: Literal["auto", "plain", "triton"] = option(
+        "auto",
+        "torch: what computes norms, gates, few rows' products with packed weights, experts and draws; auto: triton on CUDA, else plain",
+    )
     enforce_eager: bool = option(False, "torch on CUDA: capture no decode steps as graphs")
     batch_invariant: bool = option(
         False, "torch: a request's tokens and logprobs are the same bits in any company, as they always are on the others; slower"

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from octavo.backends import sampling
+from octavo.backends.torch.plain import PlainKernels
 from octavo.backends.torch.sampling import draw, draw_arrays, part_of, result_of, uniforms, wants_of
 from tests.backends.test_native_sampling import check, drawn, random_batch, random_logits
 
@@ -18,7 +19,7 @@ def sample_torch(logits, batch):
         wants = wants_of(part, logits.shape[1])
         inputs = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in draw_arrays(part, wants).items()}
         if rows.stop > rows.start:
-            parts.append((part, draw(torch.from_numpy(logits[rows]), inputs, wants)))
+            parts.append((part, draw(torch.from_numpy(logits[rows]), inputs, wants, PlainKernels())))
     return [(part, result_of([found])) for part, found in parts]
 
 

@@ -14,10 +14,10 @@ import torch
 
 from octavo.backends.base import BLOCK_SIZE, BackendOptions, Ceilings, DeviceMemory, Footprint, FormatOf, KvLayout, LoadWeight
 from octavo.backends.torch.attention import choose_attention
-from octavo.backends.torch.experts import GATHERED_ROWS
 from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
 from octavo.backends.torch.fp8 import E4M3
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
+from octavo.backends.torch.kernels import choose_kernels
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.memory import CudaMemory, blocks_of, largest_step
 from octavo.backends.torch.program import FORMULAS, Engine, TorchProgram
@@ -49,6 +49,7 @@ class TorchBackend:
         self.numerics = f"torch {torch.__version__} on {self.device_name}"
         self._dtype = DTYPES.get(options.dtype, torch.float32)
         self._attention = choose_attention(options.attention_backend, self.device)
+        self._kernels = choose_kernels(options.torch_kernels, self.device)
         self._uncaptured: list[TorchProgram] = []
         self._memory = CudaMemory(self.device, options.gpu_memory_utilization) if self.device.type == "cuda" else None
 
@@ -63,7 +64,13 @@ class TorchBackend:
         weights = self._load(fused, once.load)
         options = self.options
         engine = Engine(
-            self.device, self._dtype, self._attention, options.batch_invariant, self._num_threads, staging_bytes(options, len(fused.groups))
+            self.device,
+            self._dtype,
+            self._attention,
+            self._kernels,
+            options.batch_invariant,
+            self._num_threads,
+            staging_bytes(options, len(fused.groups)),
         )
         prepared = TorchProgram(fused, weights, engine)
         if self._memory is not None:
@@ -80,8 +87,11 @@ class TorchBackend:
             return ()
         if not self._attention.for_graphs or "logits" not in program.outputs:
             return ()
+        most, expert_rows = options.max_requests, self._kernels.captured_rows
         most_experts = max((op.top_k for op in program.ops if isinstance(op, ops.Route)), default=0)
-        return sizes_up_to(min(options.max_requests, GATHERED_ROWS // most_experts if most_experts else options.max_requests))
+        if most_experts and expert_rows is not None:
+            most = min(most, expert_rows // most_experts)
+        return sizes_up_to(most)
 
     def run_largest_step(self, prepared: TorchProgram) -> None:
         """Over a KV cache of its own, which goes with it."""

@@ -1,7 +1,5 @@
-"""Mixtures of experts in plain torch: who gets which row, the experts' products, their weighted sum. `ops.py` states the formulas.
-
-Routing is computed in fp32. With few rows each row's expert is gathered, which needs no word from the device; with many, experts go
-one by one over their rows.
+"""Mixtures of experts: who gets which row, the experts' products (`kernels.Kernels.grouped`), their weighted sum. Routing is computed
+in fp32. `ops.py` states the formulas.
 """
 
 from __future__ import annotations
@@ -10,15 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.backends.torch.step import Made, Step
 from octavo.program import ops
 from octavo.program.program import Op
-
-GATHERED_ROWS = 8
-"""So many rows at most take a copy of their expert's matrix each."""
 
 
 def route(op: ops.Route, step: Step) -> Made:
@@ -50,23 +44,10 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 
 def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
-    x, experts = step.get(op.x), step.get(op.ids).reshape(-1)
-    y = _gathered(op, x, experts, step) if len(x) <= GATHERED_ROWS else _one_by_one(op, x, experts, step)
-    return (y if op.bias is None else (y.float() + step.weights.vector(op.bias)[experts]).to(step.dtype),)
-
-
-def _gathered(op: ops.GroupedLinear, x: Tensor, experts: Tensor, step: Step) -> Tensor:
-    matrices = step.weights.matrix(op.weight).take(experts).floats(step.dtype)
-    return torch.bmm(matrices, x[:, :, None])[:, :, 0]
-
-
-def _one_by_one(op: ops.GroupedLinear, x: Tensor, experts: Tensor, step: Step) -> Tensor:
-    y = torch.empty(len(x), op.out.width, dtype=step.dtype, device=step.device)
-    for expert in range(op.weight.shape[0]):
-        rows = (experts == expert).nonzero()[:, 0]
-        if len(rows):
-            y[rows] = F.linear(x[rows], step.weights.matrix(op.weight).take(expert).floats(step.dtype))
-    return y
+    kernels = step.kernels
+    rows = step.once(op.ids.name, lambda: kernels.rows_of_experts(step.get(op.ids).reshape(-1), op.weight.shape[0]))
+    bias = None if op.bias is None else step.weights.vector(op.bias)
+    return (kernels.grouped(step.get(op.x), rows, step.weights.matrix(op.weight), bias),)
 
 
 def combine(op: ops.Combine, step: Step) -> Made:

@@ -22,9 +22,10 @@ from octavo.backends.torch.attention import ATTENTION_FORMULAS, AttentionChoice
 from octavo.backends.torch.experts import EXPERT_FORMULAS
 from octavo.backends.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
 from octavo.backends.torch.invariant import joined, rows_alone
+from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import TorchKvCache
 from octavo.backends.torch.profile import OpTimes
-from octavo.backends.torch.row_ops import ROW_FORMULAS
+from octavo.backends.torch.row_ops import ROW_FORMULAS, norms_ahead
 from octavo.backends.torch.sampling import Drawn, draw, draw_arrays, part_of, result_of, wants_of
 from octavo.backends.torch.step import Made, Staging, Step, step_arrays
 from octavo.backends.torch.weights import Weights
@@ -62,6 +63,7 @@ class Engine:
     device: torch.device
     dtype: torch.dtype
     attention: AttentionChoice
+    kernels: Kernels
     batch_invariant: bool
     num_threads: int | None
     staging_bytes: int
@@ -76,6 +78,7 @@ class TorchProgram:
         self._weights = weights
         self._engine = engine
         self._body, self._head = _instructions(program)
+        self._norms_ahead = norms_ahead([instruction.op for instruction in self._body])
         self._progress = 0
         self._staging, self._late_staging = Staging(engine.device, engine.staging_bytes), Staging(engine.device)
         self._graphs: DecodeGraphs | None = None
@@ -148,7 +151,18 @@ class TorchProgram:
 
     def _new_step(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Step:
         engine = self._engine
-        return Step(self.program, self._weights, engine.dtype, engine.device, batch, kv.groups, inputs, engine.attention)
+        return Step(
+            self.program,
+            self._weights,
+            engine.dtype,
+            engine.device,
+            batch,
+            kv.groups,
+            inputs,
+            engine.attention,
+            engine.kernels,
+            self._norms_ahead,
+        )
 
     def _put(self, arrays: dict[str, NDArray], draws: dict[str, NDArray]) -> dict[str, Tensor]:
         """In one copy, unless the draws' masks are too large for the buffer."""
@@ -170,7 +184,7 @@ class TorchProgram:
             wants = wants_of(part, self.program.vocab_size)
             if index:
                 inputs = self._late_staging.put(draw_arrays(part, wants))
-            drawn.append(draw(values_of(chunk)[self.program.outputs["logits"].name].float(), inputs, wants))
+            drawn.append(draw(values_of(chunk)[self.program.outputs["logits"].name].float(), inputs, wants, self._engine.kernels))
         return StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
 
     def _through_head(self, step: Step, sample_rows: Tensor) -> dict[str, Tensor]:

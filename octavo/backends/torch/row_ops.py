@@ -6,17 +6,17 @@ the step's dtype; norms, activations and rotations are computed in fp32 and roun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.backends.torch.step import Made, Step
+from octavo.backends.torch.plain import ACTIVATIONS, Norm
+from octavo.backends.torch.step import Made, NormOp, Step
 from octavo.program import ops
-from octavo.program.program import Op, Weight
+from octavo.program.program import Op, Value
 
 
 def embedding(op: ops.Embedding, step: Step) -> Made:
@@ -25,49 +25,69 @@ def embedding(op: ops.Embedding, step: Step) -> Made:
     return ((rows * op.scale).to(step.dtype),)
 
 
-def rms_norm(op: ops.RmsNorm, step: Step) -> Made:
-    x = step.get(op.x)
-    width = op.group_width or x.shape[1]
-    groups = x.float().view(len(x), x.shape[1] // width, width)
-    normed = _rms(groups, step.weights.vector(op.weight) + op.weight_offset, op.eps)
-    return (normed.view(x.shape).to(step.dtype),)
+def norm(op: ops.RmsNorm | ops.LayerNorm, step: Step) -> Made:
+    return (_normed(op, op.x, step),)
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last axis, in fp32."""
-    return x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
+def _normed(norm: NormOp, x: Value, step: Step) -> Tensor:
+    """Made already where what made `x` knew that a norm follows."""
+    found = step.normed.pop(x.name, None)
+    return step.kernels.norm(step.get(x), _numbers(norm, step)) if found is None else found
 
 
-def layer_norm(op: ops.LayerNorm, step: Step) -> Made:
-    return (_centered(step.get(op.x).float(), op.weight, op.bias, op.eps, step).to(step.dtype),)
+def _numbers(norm: NormOp, step: Step) -> Norm:
+    weight = step.weights.vector(norm.weight)
+    if isinstance(norm, ops.RmsNorm):
+        return Norm(weight, norm.eps, norm.weight_offset, norm.group_width)
+    bias = None if norm.bias is None else step.weights.vector(norm.bias)
+    if isinstance(norm, ops.LayerNorm):
+        return Norm(weight, norm.eps, bias=bias, centered=True)
+    return Norm(weight, norm.eps, norm.weight_offset, bias=bias, centered=norm.centered)
 
 
-def _centered(x: Tensor, weight: Weight, bias: Weight | None, eps: float, step: Step) -> Tensor:
-    normed = _rms(x - x.mean(dim=-1, keepdim=True), step.weights.vector(weight), eps)
-    return normed if bias is None else normed + step.weights.vector(bias)
+def _sum(a: Tensor, b: Tensor, out: Value, step: Step) -> Tensor:
+    """a + b, and in the same breath its norm where that is what the next op begins with."""
+    norm = step.norms_ahead.get(out.name)
+    if norm is None:
+        return a + b
+    total, step.normed[out.name] = step.kernels.add_norm(a, b, _numbers(norm, step))
+    return total
+
+
+def norms_ahead(body: Sequence[Op]) -> dict[str, NormOp]:
+    """By Value: the norm of its whole rows that the very next op begins with, where the Value is a sum."""
+    found: dict[str, NormOp] = {}
+    for made, reader in pairwise(body):
+        if isinstance(made, ops.Add) or (isinstance(made, ops.Linear) and made.residual is not None):
+            norm = _first_norm(reader, made.outputs[0])
+            if norm is not None:
+                found[made.outputs[0].name] = norm
+    return found
+
+
+def _first_norm(op: Op, x: Value) -> NormOp | None:
+    if isinstance(op, ops.Linear):
+        return op.norm if op.x == x else None
+    if isinstance(op, ops.LayerNorm) or (isinstance(op, ops.RmsNorm) and op.group_width in (0, op.x.width)):
+        return op if op.x == x else None
+    return None
 
 
 def linear(op: ops.Linear, step: Step) -> Made:
-    x = step.get(op.x) if op.norm is None else _pre_norm(op.norm, step.get(op.x), step)
-    y = step.weights.product(op)(x)
+    x = step.get(op.x) if op.norm is None else _normed(op.norm, op.x, step)
+    y = step.kernels.product(x, step.weights.product(op))
     if op.gate is not None:
         half = y.shape[1] // 2
-        y = gated(y[:, :half], y[:, half:], op.gate)
+        y = step.kernels.gated(y[:, :half], y[:, half:], op.gate)
     if op.activation is not None:
         y = activated(y, op.activation)
     if op.residual is not None:
-        y = y + step.get(op.residual)
+        y = _sum(y, step.get(op.residual), op.outs[0], step)
     return torch.split(y, [out.width for out in op.outs], dim=1) if len(op.outs) > 1 else (y,)
 
 
-def _pre_norm(norm: ops.PreNorm, x: Tensor, step: Step) -> Tensor:
-    if norm.centered:
-        return _centered(x.float(), norm.weight, norm.bias, norm.eps, step).to(step.dtype)
-    return _rms(x.float(), step.weights.vector(norm.weight) + norm.weight_offset, norm.eps).to(step.dtype)
-
-
 def add(op: ops.Add, step: Step) -> Made:
-    return (step.get(op.a) + step.get(op.b),)
+    return (_sum(step.get(op.a), step.get(op.b), op.out, step),)
 
 
 def mul(op: ops.Mul, step: Step) -> Made:
@@ -88,31 +108,11 @@ def act(op: ops.Act, step: Step) -> Made:
 
 
 def act_mul(op: ops.ActMul, step: Step) -> Made:
-    return (gated(step.get(op.gate), step.get(op.up), op),)
+    return (step.kernels.gated(step.get(op.gate), step.get(op.up), op),)
 
 
 def activated(x: Tensor, activation: ops.Activation) -> Tensor:
     return ACTIVATIONS[activation](x.float()).to(x.dtype)
-
-
-def gated(gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
-    """f(gate) * (up + up_offset)."""
-    dtype, gate, up = gate.dtype, gate.float(), up.float()
-    if how.clamp is not None:
-        gate, up = gate.clamp(max=how.clamp), up.clamp(-how.clamp, how.clamp)
-    f = gate * torch.sigmoid(how.alpha * gate) if how.activation == "silu" else ACTIVATIONS[how.activation](gate)
-    return (f * (up + how.up_offset)).to(dtype)
-
-
-ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x) ** 2,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
 
 
 def rope(op: ops.Rope, step: Step) -> Made:
@@ -163,8 +163,8 @@ def pool_rows(op: ops.PoolRows, step: Step) -> Made:
 
 ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.Embedding: embedding,
-    ops.RmsNorm: rms_norm,
-    ops.LayerNorm: layer_norm,
+    ops.RmsNorm: norm,
+    ops.LayerNorm: norm,
     ops.Linear: linear,
     ops.Add: add,
     ops.Mul: mul,

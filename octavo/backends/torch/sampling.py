@@ -15,6 +15,8 @@ from torch import Tensor
 
 from octavo.backends.base import SampleResult, SamplingBatch
 from octavo.backends.sampling import MASK32, PHILOX_MULTIPLIERS, PHILOX_WEYL
+from octavo.backends.torch.kernels import Kernels
+from octavo.backends.torch.plain import Cuts
 
 ROW_COLUMNS = (
     "temperatures",
@@ -116,14 +118,14 @@ class Drawn:
     """The tokens' own, their ranks, the best ids and theirs."""
 
 
-def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Drawn:
+def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kernels) -> Drawn:
     """`logits [S, V] fp32`, `inputs`: `draw_arrays` on the device."""
     failed = logits.isnan().any(dim=1)
     z = _adjusted(logits.double(), inputs, wants)
     unbounded = ~z.amax(dim=1).isfinite()
     tokens = z.argmax(dim=1)
     if wants.draws:
-        tokens = torch.where(inputs["temperatures"] > 0, _drawn(z, inputs, wants), tokens)
+        tokens = torch.where(inputs["temperatures"] > 0, _drawn(z, inputs, wants, kernels), tokens)
     targets = inputs["target_ids"].long()
     failed = failed | (unbounded & (targets < 0))
     tokens = torch.where(targets >= 0, targets, tokens).masked_fill(failed, 0)
@@ -147,30 +149,14 @@ def _adjusted(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
     return z
 
 
-def _drawn(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
+def _drawn(z: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kernels) -> Tensor:
     """`[S]`; means nothing in rows of temperature 0 and in failed ones."""
     temperatures = inputs["temperatures"].double()
     z = z / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     weights = torch.exp(z - z.amax(dim=1, keepdim=True))
-    kept = (weights > 0) & (weights >= inputs["min_ps"].double()[:, None])
-    if wants.cuts:
-        kept = _cut(z, weights, kept, inputs)
-    sums = torch.where(kept, weights, 0.0).cumsum(dim=1)
-    points = inputs["uniforms"][:, None] * sums[:, -1:]
-    last = kept.shape[1] - 1 - kept.flip(1).int().argmax(dim=1)
-    return torch.minimum((sums <= points).sum(dim=1), last)
-
-
-def _cut(z: Tensor, weights: Tensor, kept: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """Of the kept tokens the first top_k, of these the shortest beginning that reaches top_p."""
-    order = torch.where(kept, z, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-    top_ks, top_ps = inputs["top_ks"].long()[:, None], inputs["top_ps"].double()[:, None]
-    best = kept.gather(1, order)
-    best &= (top_ks <= 0) | (torch.arange(z.shape[1], device=z.device) < top_ks)
-    sums = torch.where(best, weights.gather(1, order), 0.0).cumsum(dim=1)
-    before = torch.cat([torch.full_like(sums[:, :1], -1.0), sums[:, :-1]], dim=1)
-    best &= (top_ps >= 1) | (before < top_ps * sums[:, -1:])
-    return torch.zeros_like(kept).scatter_(1, order, best)
+    weights = torch.where(weights >= inputs["min_ps"].double()[:, None], weights, 0.0)
+    cuts = Cuts(inputs["top_ks"], inputs["top_ps"]) if wants.cuts else Cuts(None, None)
+    return kernels.pick(z, weights, inputs["uniforms"], cuts)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.base import BLOCK_SIZE, BackendOptions, StepBatch
+from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import GroupTensors
 from octavo.backends.torch.weights import Weights
+from octavo.program import ops
 from octavo.program.program import Program, Value
 
 Made = tuple[Tensor, ...]
+NormOp = ops.RmsNorm | ops.LayerNorm | ops.PreNorm
 Shared = TypeVar("Shared")
 
 ALIGN_BYTES = 64
@@ -123,7 +126,12 @@ class Step:
     """`step_arrays` on the device."""
     attention: Any
     """The chosen `attention.AttentionChoice`."""
+    kernels: Kernels
+    norms_ahead: Mapping[str, NormOp]
+    """`row_ops.norms_ahead` of the Program."""
     values: dict[str, Tensor] = field(default_factory=dict)
+    normed: dict[str, Tensor] = field(default_factory=dict)
+    """Norms of Values that were made with them, until the next op takes them."""
     _shared: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

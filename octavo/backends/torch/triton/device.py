@@ -12,7 +12,8 @@ import torch
 
 INTERPRETER = "interpreter"
 INSTALL = "pip install 'octavo[triton]'"
-HINT_ON_CPU = "--attention-backend sdpa runs on any device; TRITON_INTERPRET=1 in the environment runs the kernels slowly on a CPU"
+PLAIN = "--attention-backend sdpa and --torch-kernels plain run on any device"
+HINT_ON_CPU = f"{PLAIN}; TRITON_INTERPRET=1 in the environment runs the kernels slowly on a CPU"
 
 
 def is_interpreted() -> bool:
@@ -23,7 +24,7 @@ def is_interpreted() -> bool:
 def refusal(device: torch.device) -> tuple[str, str] | None:
     """Why the kernels cannot run there, and a hint; None where they can."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed", f"{INSTALL}, or --attention-backend sdpa"
+        return "Triton is not installed", f"{INSTALL}; {PLAIN}"
     if device.type != "cuda" and not is_interpreted():
         return f"Triton has no kernels for the device {device.type}", HINT_ON_CPU
     return None

@@ -1,0 +1,124 @@
+"""The formulas that Triton kernels compute too, in plain torch on any device: norms, gates, products, experts, draws.
+
+What a kernel is compared with in tests, and what it falls back to. Knows tensors and weights, no op and no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.backends.torch.weights import DeviceWeight, Product
+from octavo.program import ops
+
+GATHERED_ROWS = 8
+"""So many expert rows at most take a copy of their expert's matrix each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """y = x / sqrt(mean(x^2) + eps) * (weight + offset) over groups of `width` columns (the whole row where 0); where `centered`, of
+    x - mean(x), plus `bias`. `weight`, `bias [width] fp32`."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+    width: int = 0
+    bias: Tensor | None = None
+    centered: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """How rows are cut before a token is drawn, `[S]` each; both None where no row asks."""
+
+    top_ks: Tensor | None
+    top_ps: Tensor | None
+
+
+class PlainKernels:
+    """Implements `kernels.Kernels`."""
+
+    name = "plain"
+    captured_rows: int | None = GATHERED_ROWS
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        width = norm.width or x.shape[1]
+        groups = x.float().view(len(x), x.shape[1] // width, width)
+        if norm.centered:
+            groups = groups - groups.mean(dim=-1, keepdim=True)
+        scale = torch.rsqrt((groups * groups).mean(dim=-1, keepdim=True) + norm.eps)
+        normed = groups * scale * (norm.weight + norm.offset if norm.offset else norm.weight)
+        normed = normed if norm.bias is None else normed + norm.bias
+        return normed.view(x.shape).to(x.dtype)
+
+    def add_norm(self, a: Tensor, b: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        total = a + b
+        return total, self.norm(total, norm)
+
+    def gated(self, gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
+        dtype, gate, up = gate.dtype, gate.float(), up.float()
+        if how.clamp is not None:
+            gate, up = gate.clamp(max=how.clamp), up.clamp(-how.clamp, how.clamp)
+        f = gate * torch.sigmoid(how.alpha * gate) if how.activation == "silu" else ACTIVATIONS[how.activation](gate)
+        return (f * (up + how.up_offset)).to(dtype)
+
+    def product(self, x: Tensor, product: Product) -> Tensor:
+        return product(x)
+
+    def rows_of_experts(self, experts: Tensor, num_experts: int) -> Tensor:
+        return experts
+
+    def grouped(self, x: Tensor, rows: Tensor, matrix: DeviceWeight, bias: Tensor | None) -> Tensor:
+        """With few rows each row's matrix is gathered, which needs no word from the device; with many, experts go one by one."""
+        y = _gathered(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
+        return y if bias is None else (y.float() + bias[rows]).to(x.dtype)
+
+    def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
+        if cuts.top_ks is not None and cuts.top_ps is not None:
+            weights = torch.where(_cut(z, weights, cuts.top_ks, cuts.top_ps), weights, 0.0)
+        sums = weights.cumsum(dim=1)
+        kept = weights > 0
+        last = kept.shape[1] - 1 - kept.flip(1).int().argmax(dim=1)
+        return torch.minimum((sums <= points[:, None] * sums[:, -1:]).sum(dim=1), last)
+
+
+ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x) ** 2,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+def _gathered(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
+    return torch.bmm(matrix.take(experts).floats(x.dtype), x[:, :, None])[:, :, 0]
+
+
+def _one_by_one(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
+    y = torch.empty(len(x), matrix.codes.shape[1], dtype=x.dtype, device=x.device)
+    for expert in range(len(matrix.codes)):
+        rows = (experts == expert).nonzero()[:, 0]
+        if len(rows):
+            y[rows] = F.linear(x[rows], matrix.take(expert).floats(x.dtype))
+    return y
+
+
+def _cut(z: Tensor, weights: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """Of the tokens with a weight the first top_k, of these the shortest beginning that reaches top_p."""
+    kept = weights > 0
+    order = torch.where(kept, z, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    top_ks, top_ps = top_ks.long()[:, None], top_ps.double()[:, None]
+    best = kept.gather(1, order)
+    best &= (top_ks <= 0) | (torch.arange(z.shape[1], device=z.device) < top_ks)
+    sums = torch.where(best, weights.gather(1, order), 0.0).cumsum(dim=1)
+    before = torch.cat([torch.full_like(sums[:, :1], -1.0), sums[:, :-1]], dim=1)
+    best &= (top_ps >= 1) | (before < top_ps * sums[:, -1:])
+    return torch.zeros_like(kept).scatter_(1, order, best)
