@@ -1,4 +1,4 @@
-"""Rotary tables out of a config: the rope types default, linear, llama3, yarn, and longrope where its two lists agree.
+"""Rotary tables out of a config: the rope types default, linear, dynamic, llama3, yarn, and longrope where its two lists agree.
 
 Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters` with `rope_type`) are read alike.
 Sources: Su et al. 2021; linear: position interpolation, Chen et al. 2023; llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023,
@@ -94,6 +94,12 @@ def _linear(p: RopeParameters, dim: int) -> RopeTable:
     return RopeTable(tuple(f / factor for f in _plain(p, dim)))
 
 
+def _dynamic(p: RopeParameters, dim: int) -> RopeTable:
+    """Stretched only where a context is longer than max_position_embeddings, which none is here."""
+    p.positive("factor")
+    return _default(p, dim)
+
+
 def _llama3(p: RopeParameters, dim: int) -> RopeTable:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     factor, low, high = p.positive("factor"), p.number("low_freq_factor"), p.number("high_freq_factor")
@@ -154,6 +160,7 @@ def _longrope(p: RopeParameters, dim: int) -> RopeTable:
 _MAKERS: dict[str, Callable[[RopeParameters, int], RopeTable]] = {
     "default": _default,
     "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

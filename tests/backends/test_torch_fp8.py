@@ -109,8 +109,8 @@ def test_where_there_is_no_such_product_the_weights_become_floats(monkeypatch):
 def test_merged_products_are_one_and_bytes_are_a_quarter():
     path, load = packed_model()
     prepared = TorchBackend(BackendOptions(num_threads=1)).prepare(build_programs(open_checkpoint(path).config)["decoder"], load)
-    products = prepared._weights._products
-    assert {len(product.parts) for product in products} == {1}
+    *products, head = prepared._weights._products
+    assert {len(product.parts) for product in products} == {1} and head.parts[0].is_plain
     floats = sum(product.parts[0].codes.numel() for product in products)
     assert sum(product.parts[0].num_bytes for product in products) == floats + 4 * sum(len(product.parts[0].codes) for product in products)
 

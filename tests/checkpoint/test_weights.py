@@ -119,6 +119,7 @@ def test_packing_plan() -> None:
     program = moe_program()
     assert by_name(program, "int4") == {"embed": "int8", "proj": "int4", "experts": "int4"}
     assert by_name(program, "int8") == {"embed": "int8", "proj": "int8", "experts": "int8"}
+    assert by_name(program, "fp8") == {"proj": "fp8", "experts": "fp8"}
     tensors = {weight.name: numbers(*weight.shape) for weight in program.weights}
     for quantization, bits in (("int8", 8), ("int4", 4)):
         reader = WeightReader(Memory(**tensors), quantization=quantization, program=program)
@@ -128,6 +129,17 @@ def test_packing_plan() -> None:
 
 def by_name(program: Program, quantization: Quantization) -> dict[str, str]:
     return {weight.name: bits for weight, bits in packing_plan(program, quantization).items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_with_fp8_what_stands_at_the_ends_stays(tied: bool) -> None:
+    config = tiny_model("gemma3_text").config | {"tie_word_embeddings": tied, "final_logit_softcapping": 3.0}
+    program = build_programs(config)["decoder"]
+    rest = {weight.name for op in program.ops if isinstance(op, Linear) for weight in op.weights_} - {
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    }
+    assert by_name(program, "fp8") == dict.fromkeys(rest, "fp8")
 
 
 def test_with_int4_values_and_half_of_down_keep_eight_bits() -> None:

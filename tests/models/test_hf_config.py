@@ -63,14 +63,14 @@ def test_tied_heads_are_the_embedding():
 
 
 REFUSED = [
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported, known are default, lin"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type dynamic needs the number factor, got None"),
     ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope needs short_factor, a list of 8 numbers"),
     (
         "llama",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}},
         "longrope is supported only where short_factor and long_factor are the same",
     ),
-    ("llama", {"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional' is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional' is not supported, known are default, lin"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope type linear needs the number factor, got None"),
     ("llama", {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
