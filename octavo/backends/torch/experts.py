@@ -51,12 +51,7 @@ def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
 
 
 def combine(op: ops.Combine, step: Step) -> Made:
-    weights = step.get(op.weights_value)
-    x = step.get(op.x).view(*weights.shape, op.out.width).float()
-    total = weights[:, 0, None] * x[:, 0]
-    for j in range(1, weights.shape[1]):
-        total = total + weights[:, j, None] * x[:, j]
-    return (total.to(step.dtype),)
+    return (step.kernels.combined(step.get(op.x), step.get(op.weights_value)),)
 
 
 EXPERT_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {

@@ -46,6 +46,10 @@ class Kernels(Protocol):
         """`x [R, in]` to `[R, out]`: each row times its expert's matrix of `[E, out, in]`, plus its expert's `bias [E, out] fp32`."""
         ...
 
+    def combined(self, x: Tensor, weights: Tensor) -> Tensor:
+        """`x [T*k, W]`, `weights [T, k] fp32` to `[T, W]`: a row's k parts summed in their order, as `ops.Combine` says."""
+        ...
+
     def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
         """A token of each row `[S]`. `z`, `weights [S, V] fp64`: logits, and exp(z - max z), 0 for tokens that may not be drawn;
         `points [S] fp64` in [0, 1). Cuts and draws as steps 5 and 6 of `backends/sampling.py`. Means nothing in a row without weights.

@@ -78,6 +78,13 @@ class PlainKernels:
         y = _gathered(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
         return y if bias is None else (y.float() + bias[rows]).to(x.dtype)
 
+    def combined(self, x: Tensor, weights: Tensor) -> Tensor:
+        rows = x.view(*weights.shape, x.shape[1]).float()
+        total = weights[:, 0, None] * rows[:, 0]
+        for j in range(1, weights.shape[1]):
+            total = total + weights[:, j, None] * rows[:, j]
+        return total.to(x.dtype)
+
     def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
         if cuts.top_ks is not None and cuts.top_ps is not None:
             weights = torch.where(_cut(z, weights, cuts.top_ks, cuts.top_ps), weights, 0.0)

@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from octavo.backends.torch.triton.act_mul import ACTIVATIONS, _act_mul_kernel
+from octavo.backends.torch.triton.combine import _combine_kernel
 from octavo.backends.torch.triton.grouped_linear import _grouped_linear_kernel
 from octavo.backends.torch.triton.norm import _norm_kernel
 from octavo.backends.torch.triton.packed_linear import _packed_linear_kernel, _sum_splits_kernel
@@ -66,6 +67,8 @@ def rows(dtype, *, everything):
     gate = {"gate": dtype, "up": dtype, "out": dtype, "clamp": "fp32", "alpha": "fp32", "up_offset": "fp32"}
     for activation in ACTIVATIONS if everything else ACTIVATIONS[:3]:
         compile_for_h100(_act_mul_kernel, gate, {"ACTIVATION": activation, "HAS_CLAMP": True, "BLOCK": 1024}, {})
+    sums = {"x": dtype, "weights": "*fp32", "out": dtype}
+    compile_for_h100(_combine_kernel, sums, {"NUM": 8, "BLOCK": 1024}, {})
 
 
 def products(dtype, *, everything):

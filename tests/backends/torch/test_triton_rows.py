@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.backends.torch.plain import Norm, PlainKernels
-from octavo.backends.torch.triton import act_mul, norm
+from octavo.backends.torch.triton import act_mul, combine, norm
 from octavo.backends.torch.triton.kernels import TritonKernels
 from octavo.program import ops
 from tests.backends.torch.device import DEVICE
@@ -63,6 +63,17 @@ def test_gates(activation, clamp, width, dtype):
     how = ops.Gate(activation, clamp, alpha, offset)
     assert act_mul.carries(gate, up, how)
     assert_close(act_mul.act_mul(gate, up, how), PLAIN.gated(gate, up, how))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num", "width"), [(1, 5), (2, 64), (7, 1100)])
+def test_experts_rows_summed(num, width, dtype):
+    x, weights = drawn(3 * num, width, dtype=dtype), drawn(3, num).softmax(dim=-1)
+    assert combine.carries(x, weights)
+    assert_close(combine.combine_rows(x, weights), PLAIN.combined(x, weights))
+    x[num:] = torch.nan
+    assert torch.equal(TRITON.combined(x, weights)[0], TRITON.combined(x[:num], weights[:1])[0])
+    assert not combine.carries(x, weights.double()) and TRITON.combined(x[:0], weights[:0]).shape == (0, width)
 
 
 def test_what_a_row_is_does_not_depend_on_the_others():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.backends.torch.plain import Cuts, Norm, PlainKernels
-from octavo.backends.torch.triton import act_mul, grouped_linear, packed_linear, pick
+from octavo.backends.torch.triton import act_mul, combine, grouped_linear, packed_linear, pick
 from octavo.backends.torch.triton import norm as norms
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.grouped_linear import ExpertRows
@@ -49,6 +49,9 @@ class TritonKernels:
         if grouped_linear.carries(x, matrix):
             return grouped_linear.grouped_product(x, rows, matrix, bias, self._device)
         return self._plain.grouped(x, rows.experts, matrix, bias)
+
+    def combined(self, x: Tensor, weights: Tensor) -> Tensor:
+        return combine.combine_rows(x, weights) if combine.carries(x, weights) else self._plain.combined(x, weights)
 
     def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
         return pick.pick(z, weights, points, cuts, self._device)
