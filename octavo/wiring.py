@@ -15,6 +15,7 @@ from octavo import __version__
 from octavo.backends.base import (
     BLOCK_SIZE,
     SPLIT_KEYS,
+    AsyncBackend,
     Backend,
     BackendOptions,
     DeviceBackend,
@@ -29,7 +30,7 @@ from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.weights import WeightReader, loaded_formats
-from octavo.config.derive import derive
+from octavo.config.derive import against_async_scheduling, derive
 from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
 from octavo.config.paths import is_there, user_path
 from octavo.config.sizes import format_bytes
@@ -207,7 +208,7 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
         report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
     max_model_len = budget.load.max_model_len
-    rows = _request_rows(config.scheduler.max_num_seqs, max_model_len, program)
+    rows = _request_rows(backend.options, max_model_len, program)
     groups = _block_groups(config, budget)
     kv, places = _kv_memory(config, backend, program, groups, report)
     host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
@@ -218,17 +219,32 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
     info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
     log = _log(config, budget, groups, tiers)
     meter = KvMeter([layout.block_bytes for layout in layouts], max_model_len=max_model_len)
-    core = EngineCore(scheduler, worker, log=log, stall_timeout_s=config.observe.stall_timeout, kv_meter=meter)
+    core = EngineCore(
+        scheduler,
+        worker,
+        log=log,
+        stall_timeout_s=config.observe.stall_timeout,
+        kv_meter=meter,
+        runs_ahead=_runs_ahead(config, backend),
+    )
     return core, info, worker
 
 
-def _request_rows(max_num_seqs: int, max_model_len: int, program: Program) -> RequestRows:
+def _request_rows(options: BackendOptions, max_model_len: int, program: Program) -> RequestRows:
     sizes = {"num_groups": len(program.groups), "vocab_size": program.vocab_size}
     try:
-        return RequestRows(max_rows=max_num_seqs, max_model_len=max_model_len, **sizes)
+        return RequestRows(max_rows=options.max_rows, max_model_len=max_model_len, **sizes)
     except MemoryError:
-        what = f"max_num_seqs: got {max_num_seqs:,}, but the token ids of so many requests of {max_model_len:,} tokens"
+        what = f"max_num_seqs: got {options.max_requests:,}, but the token ids of so many requests of {max_model_len:,} tokens"
         raise ConfigError(f"{what} take more memory than there is", hint="lower max_num_seqs or max_model_len") from None
+
+
+def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
+    """`on` was refused before where it cannot be."""
+    wanted = config.scheduler.async_scheduling
+    if wanted != "auto":
+        return wanted == "on"
+    return isinstance(backend, AsyncBackend) and backend.computes_apart and not against_async_scheduling(config)
 
 
 def _kv_memory(

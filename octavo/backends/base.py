@@ -78,6 +78,18 @@ class SampleResult:
     top_logprobs: NDArray[np.float32] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """Where a step's tokens come from and go to, on a device that keeps the last token of each permanent row.
+
+    `sources [T]`: the row whose last token is taken in place of the id, -1: the id. `targets [S]`: the row whose last token the draw is
+    from now on, -1: nobody's.
+    """
+
+    sources: NDArray[np.int32]
+    targets: NDArray[np.int32]
+
+
 @dataclass(slots=True)
 class StepBatch:
     """One Program's inputs of one step. `T` rows of `R` requests, laid end to end; `G` cache groups; `S` sampled rows.
@@ -106,6 +118,8 @@ class StepBatch:
     hidden: NDArray[np.float32] | None = None
     """[T, W], for Programs whose input is "hidden"."""
     adapter_rows: NDArray[np.int32] | None = None
+    last_tokens: LastTokens | None = None
+    """None: every id is known here."""
 
 
 @dataclass(slots=True)
@@ -139,6 +153,11 @@ class BackendOptions:
     """Nothing is captured as a CUDA graph."""
     batch_invariant: bool = False
     """A row's numbers are the same bits in any company, on backends where that costs speed."""
+
+    @property
+    def max_rows(self) -> int:
+        """Permanent ones: a request that has ended keeps its row while a step in flight computes it, beside those that took its place."""
+        return 2 * self.max_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +252,23 @@ class Runnable(Protocol):
     def stop_profile(self) -> Profile: ...
 
 
+class Computing(Protocol):
+    """A step that is under way."""
+
+    def result(self) -> StepOutput:
+        """Waits for it; raises what computing it raised."""
+        ...
+
+
+@runtime_checkable
+class AsyncRunnable(Protocol):
+    """A Runnable that takes the next step before the one before has come back, and keeps the last token of each permanent row."""
+
+    def launch(self, batch: StepBatch, kv: KvCache) -> Computing:
+        """`run`, without waiting for the results. Steps are computed in order, and so is what `kv` is told between them."""
+        ...
+
+
 class Backend(Protocol):
     """A way to compute Programs."""
 
@@ -268,6 +304,16 @@ class DeviceBackend(Protocol):
 
     def memory(self) -> DeviceMemory | None:
         """As it is now: once a Program is prepared, with what its largest step takes. None: it is the machine's."""
+        ...
+
+
+@runtime_checkable
+class AsyncBackend(Protocol):
+    """A backend whose prepared Programs are AsyncRunnables."""
+
+    @property
+    def computes_apart(self) -> bool:
+        """On a device of its own, while Python goes on."""
         ...
 
 

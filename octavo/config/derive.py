@@ -53,6 +53,8 @@ def _check(config: EngineConfig) -> None:
     if 0 < config.observe.stall_timeout < MIN_STALL_S:
         raise ConfigError(f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least {MIN_STALL_S:g} second")
     _check_layout(config.cache)
+    if options.async_scheduling == "on" and (why := against_async_scheduling(config)):
+        raise ConfigError(f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto")
     _check_backend(config.backend)
     if config.model.quantization == "fp8" and config.backend.backend == "native":
         hint = "use int8, which is the more exact, or set backend to torch"
@@ -68,6 +70,17 @@ def _check_backend(options: BackendChoice) -> None:
     given = [name for name in TORCH_ONLY if getattr(options, name)]
     if given and options.backend != "torch":
         raise ConfigError(f"{given[0]}: allowed only with the torch backend, got {options.backend!r}", hint="set backend to torch")
+
+
+def against_async_scheduling(config: EngineConfig) -> str:
+    """Why no step can be planned while another is computed, whatever the device; "" where none of the options speaks against it."""
+    if config.backend.backend != "torch":
+        return f"the {config.backend.backend} backend computes where the plans are made"
+    if not config.cache.kv_cache:
+        return "without the KV cache (kv_cache) a step computes again what the one before has drawn"
+    if config.scheduler.scheduler_delay_factor:
+        return "scheduler_delay_factor counts from the end of a step with a prompt, which must have come back"
+    return ""
 
 
 def _check_prefix_cache(cache: CacheOptions) -> None:

@@ -98,6 +98,9 @@ class SchedulerOptions:
     preemption_mode: Literal["auto", "swap", "recompute"] = option(
         "auto", "what happens to a request that gives up its KV blocks: to host memory, computed again, or the cheaper as measured"
     )
+    async_scheduling: Literal["auto", "on", "off"] = option(
+        "auto", "plan a step while the device computes the one before (torch); auto: on CUDA, where nothing speaks against it"
+    )
 
 
 @dataclass(frozen=True, slots=True)

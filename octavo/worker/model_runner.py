@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE, KvCache, Runnable, SampleResult, SamplingBatch, StepBatch
+from octavo.backends.base import (
+    BLOCK_SIZE,
+    AsyncRunnable,
+    Computing,
+    KvCache,
+    LastTokens,
+    Runnable,
+    SampleResult,
+    SamplingBatch,
+    StepBatch,
+)
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets, target_batch
@@ -33,9 +43,20 @@ class Layout:
     """(index in R, first token of this step, one past the last) whose successors in the prompt want a logprob."""
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedRows:
+    """Of a step that has been launched."""
+
+    scheduled: Sequence[ScheduledRow]
+    layout: Layout
+    sampling: SamplingBatch
+    computing: Computing
+
+
 class ModelRunner:
     def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows) -> None:
         self._runnable = runnable
+        self._asynchronous = runnable if isinstance(runnable, AsyncRunnable) else None
         self._kv = kv
         self._rows = rows
 
@@ -45,6 +66,23 @@ class ModelRunner:
         output = self._runnable.run(batch, self._kv)
         assert output.samples is not None and batch.sampling is not None
         return self._results(scheduled, layout, batch.sampling, output.samples)
+
+    def launch(self, scheduled: Sequence[ScheduledRow], *, all_known: bool = False) -> LaunchedRows:
+        """`run` without its results. The device keeps what it draws, for rows of the next step that are `from_device`.
+
+        With `all_known` these rows' tokens are here by now, too.
+        """
+        assert self._asynchronous is not None, "only what is asynchronous is launched"
+        batch, layout = self._batch(scheduled)
+        assert batch.sampling is not None
+        batch.last_tokens = _last_tokens([] if all_known else scheduled, layout, num_samples=len(batch.sample_rows))
+        return LaunchedRows(scheduled, layout, batch.sampling, self._asynchronous.launch(batch, self._kv))
+
+    def take_in(self, launched: LaunchedRows) -> list[RowResult]:
+        """What `run` gives, once it is computed. Steps are taken in in the order of their launches."""
+        output = launched.computing.result()
+        assert output.samples is not None
+        return self._results(launched.scheduled, launched.layout, launched.sampling, output.samples)
 
     def _batch(self, scheduled: Sequence[ScheduledRow]) -> tuple[StepBatch, Layout]:
         rows = self._rows.indices(scheduled)
@@ -124,6 +162,17 @@ class ModelRunner:
                 if any(failed[entry] for entry in entries):
                     results[index].failure = "the model's logits within the prompt are not numbers (NaN)"
         return results
+
+
+def _last_tokens(scheduled: Sequence[ScheduledRow], layout: Layout, *, num_samples: int) -> LastTokens:
+    """Prompt targets are nobody's last tokens."""
+    sources = np.full(layout.query_starts[-1], -1, np.int32)
+    for index, row in enumerate(scheduled):
+        if row.from_device:
+            sources[layout.query_starts[index]] = layout.rows[index]
+    targets = np.full(num_samples, -1, np.int32)
+    targets[: len(layout.draws)] = layout.rows[np.array(layout.draws, np.intp)]
+    return LastTokens(sources, targets)
 
 
 def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:

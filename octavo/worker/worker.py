@@ -1,4 +1,4 @@
-"""The execution plane of one device: applies a plan to its rows and blocks, then runs it. Implements `ports.Executor`.
+"""The execution plane of one device: applies a plan to its rows and blocks, then runs it. Implements `ports.AsyncExecutor`.
 
 Decides nothing. A fault that a whole step raises is narrowed to the request that raises it, by running the step's rows one by one.
 """
@@ -7,19 +7,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from octavo.backends.base import Runnable
 from octavo.outputs import Profile
 from octavo.step import BlockMove, ConnectorReport, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.cache_engine import CacheEngine
-from octavo.worker.model_runner import ModelRunner
+from octavo.worker.model_runner import LaunchedRows, ModelRunner
 from octavo.worker.request_rows import RequestRows
 
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.005
 """So long may a step that computes nothing hold up a request that comes."""
+
+
+RunRows = Callable[[Sequence[ScheduledRow]], list[RowResult]]
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """Implements `ports.Launched`."""
+
+    plan: StepPlan
+    rows: LaunchedRows | list[RowResult]
+    began: float
+    moved_s: float
+    take_in: Callable[[LaunchedStep], StepResult]
+
+    def result(self) -> StepResult:
+        return self.take_in(self)
 
 
 class Worker:
@@ -30,15 +49,65 @@ class Worker:
         self._rows = rows
         self._cache_engine = cache_engine
         self._runner = ModelRunner(runnable, cache_engine.kv, rows)
+        self._launched: deque[LaunchedStep] = deque()
+        """In the order in which they are computed, and taken in."""
+        self._free_since = 0.0
+        """When the device had computed the last step taken in."""
         self._close = close
 
     def execute(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         moved_s = self._apply(plan)
-        results = self._run(plan.rows) if plan.rows else []
+        self._begin_connector(plan)
+        results = self._run(plan.rows, self._runner.run) if plan.rows else []
         busy_s = time.perf_counter() - began
         kv_bytes = self._cache_engine.places.num_bytes
         return StepResult(plan.step, results, busy_s, moved_s, self._report(waits=not plan.rows), kv_bytes)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Where the runnable is asynchronous."""
+        began = time.perf_counter()
+        moved_s = self._apply(plan)
+        step = LaunchedStep(plan, self._launch(plan.rows) if plan.rows else [], began, moved_s, self._take_in)
+        self._launched.append(step)
+        return step
+
+    def _launch(self, rows: Sequence[ScheduledRow]) -> LaunchedRows | list[RowResult]:
+        """The results at once where the rows had to be run one by one."""
+        try:
+            return self._runner.launch(rows)
+        except Exception:
+            logger.exception("a step of %d requests could not be launched; running them one by one", len(rows))
+            for earlier in self._launched:
+                earlier.rows = self._results_of(earlier, [])
+            return [result for row in rows for result in self._run([row], self._run_again)]
+
+    def _run_again(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
+        """Once the steps before are taken in: what the device has of last tokens may be of a step that failed."""
+        return self._runner.take_in(self._runner.launch(rows, all_known=True))
+
+    def _take_in(self, step: LaunchedStep) -> StepResult:
+        first = self._launched.popleft()
+        assert first is step, "steps are taken in in the order of their launches"
+        results = self._results_of(step, self._launched)
+        now = time.perf_counter()
+        busy_s, self._free_since = now - max(step.began, self._free_since), now
+        self._begin_connector(step.plan)
+        report, kv_bytes = self._report(waits=not step.plan.rows), self._cache_engine.places.num_bytes
+        return StepResult(step.plan.step, results, busy_s, min(step.moved_s, busy_s), report, kv_bytes)
+
+    def _results_of(self, step: LaunchedStep, launched_on_it: Iterable[LaunchedStep]) -> list[RowResult]:
+        """One that fails after its launch is computed again, and so is what was launched on it, whose last tokens were no good."""
+        if isinstance(step.rows, list):
+            return step.rows
+        try:
+            return self._runner.take_in(step.rows)
+        except Exception:
+            logger.exception("a step of %d requests failed after its launch; computing it again", len(step.plan.rows))
+        results = self._run(step.plan.rows, self._run_again)
+        for later in launched_on_it:
+            later.rows = self._run(later.plan.rows, self._run_again) if later.plan.rows else []
+        return results
 
     @property
     def progress(self) -> int:
@@ -56,10 +125,12 @@ class Worker:
         for row in plan.rows:
             if row.new_block_ids or row.replaced_blocks:
                 self._rows.update_tables(row, places)
-        moved_s += self._move(plan.moves[returning:])
+        return moved_s + self._move(plan.moves[returning:])
+
+    def _begin_connector(self, plan: StepPlan) -> None:
+        """Once the plan's moves are made."""
         if plan.connector is not None and self._cache_engine.connector is not None:
             self._cache_engine.connector.begin(plan.connector)
-        return moved_s
 
     def _move(self, moves: Sequence[BlockMove]) -> float:
         began = time.perf_counter()
@@ -71,14 +142,14 @@ class Worker:
         connector = self._cache_engine.connector
         return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
 
-    def _run(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
+    def _run(self, rows: Sequence[ScheduledRow], run: RunRows) -> list[RowResult]:
         """Runs them together; where that raises, one by one. To compute a position twice writes the same KV twice."""
         try:
-            return self._runner.run(rows)
+            return run(rows)
         except Exception as error:
             if len(rows) > 1:
                 logger.exception("a step of %d requests failed; running them one by one", len(rows))
-                return [result for row in rows for result in self._run([row])]
+                return [result for row in rows for result in self._run([row], run)]
             logger.exception("request %s failed in a step", rows[0].request_id)
             return [RowResult(rows[0].request_id, failure=_describe(error))]
 

@@ -71,6 +71,7 @@ class TorchBackend:
             options.batch_invariant,
             self._num_threads,
             staging_bytes(options, len(fused.groups)),
+            options.max_rows,
         )
         prepared = TorchProgram(fused, weights, engine)
         if self._memory is not None:
@@ -79,6 +80,10 @@ class TorchBackend:
                 self._memory.reserve("graphs", graphs_footprint(fused, sizes, self._dtype))
                 self._uncaptured.append(prepared)
         return prepared
+
+    @property
+    def computes_apart(self) -> bool:
+        return self.device.type == "cuda"
 
     def graph_sizes(self, program: Program) -> tuple[int, ...]:
         """Numbers of requests whose decode steps are captured; () where nothing can be, or is to be."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from octavo.backends.base import BLOCK_SIZE, SampleResult, StepBatch, StepOutput
+from octavo.backends.base import BLOCK_SIZE, LastTokens, SampleResult, StepBatch, StepOutput
 from octavo.backends.torch.sampling import part_of
 
 
@@ -33,7 +33,8 @@ def rows_alone(batch: StepBatch) -> Iterator[Part]:
             yield Part(alone, -1)
         for sample in samples:
             sampling = None if batch.sampling is None else part_of(batch.sampling, slice(sample, sample + 1))
-            yield Part(replace(alone, sample_rows=np.zeros(1, np.int32), sampling=sampling), sample)
+            last_tokens = _last_tokens(batch, row, slice(sample, sample + 1))
+            yield Part(replace(alone, sample_rows=np.zeros(1, np.int32), sampling=sampling, last_tokens=last_tokens), sample)
 
 
 def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
@@ -50,7 +51,13 @@ def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
         block_tables=batch.block_tables[:, request : request + 1, : -(-int(context.max(initial=1)) // BLOCK_SIZE)],
         sample_rows=np.zeros(0, np.int32),
         hidden=None if batch.hidden is None else batch.hidden[row : row + 1],
+        last_tokens=_last_tokens(batch, row, slice(0, 0)),
     )
+
+
+def _last_tokens(batch: StepBatch, row: int, samples: slice) -> LastTokens | None:
+    last = batch.last_tokens
+    return None if last is None else LastTokens(last.sources[row : row + 1], last.targets[samples])
 
 
 def joined(batch: StepBatch, outputs: Sequence[StepOutput]) -> StepOutput:

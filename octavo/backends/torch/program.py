@@ -17,16 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import KvCache, SampleResult, StepBatch, StepOutput
+from octavo.backends.base import KvCache, SampleResult, SamplingBatch, StepBatch, StepOutput
 from octavo.backends.torch.attention import ATTENTION_FORMULAS, AttentionChoice
 from octavo.backends.torch.experts import EXPERT_FORMULAS
+from octavo.backends.torch.fetch import Fetch, UnderWay, out_of_memory_named
 from octavo.backends.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
 from octavo.backends.torch.invariant import joined, rows_alone
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import TorchKvCache
+from octavo.backends.torch.last_tokens import source_arrays, target_arrays
 from octavo.backends.torch.profile import OpTimes
 from octavo.backends.torch.row_ops import ROW_FORMULAS, norms_ahead
-from octavo.backends.torch.sampling import Drawn, draw, draw_arrays, part_of, result_of, wants_of
+from octavo.backends.torch.sampling import Drawn, Wants, draw, draw_arrays, part_of, result_of, wants_of
 from octavo.backends.torch.step import Made, Staging, Step, step_arrays
 from octavo.backends.torch.weights import Weights
 from octavo.errors import BackendUnavailable
@@ -68,6 +70,8 @@ class Engine:
     num_threads: int | None
     staging_bytes: int
     """Of the largest step's inputs."""
+    max_rows: int
+    """Permanent rows, whose last tokens are kept."""
 
 
 class TorchProgram:
@@ -81,6 +85,8 @@ class TorchProgram:
         self._norms_ahead = norms_ahead([instruction.op for instruction in self._body])
         self._progress = 0
         self._staging, self._late_staging = Staging(engine.device, engine.staging_bytes), Staging(engine.device)
+        self._last_tokens = torch.zeros(engine.max_rows + 1, dtype=torch.int32, device=engine.device)
+        """`[N + 1]`: what each permanent row has drawn last; the one behind is nobody's."""
         self._graphs: DecodeGraphs | None = None
         self._times: OpTimes | None = None
 
@@ -103,19 +109,24 @@ class TorchProgram:
         return times.result(self.weight_bytes)
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        return self.launch(batch, kv).result()
+
+    def launch(self, batch: StepBatch, kv: KvCache) -> UnderWay:
+        """On the CPU it has been computed when this returns."""
         assert isinstance(kv, TorchKvCache)
         self._set_threads()
-        try:
-            return self._step(batch, kv)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
+        with out_of_memory_named():
+            return self._launch(batch, kv)
 
-    def _step(self, batch: StepBatch, kv: TorchKvCache) -> StepOutput:
+    def _launch(self, batch: StepBatch, kv: TorchKvCache) -> UnderWay:
+        fetch = Fetch(self._engine.device)
         with torch.inference_mode():
             if not self._engine.batch_invariant:
-                return self._run(batch, kv)
-            found = [(part.sample, self._run(part.batch, kv)) for part in rows_alone(batch)]
-        return joined(batch, [output for sample, output in sorted(found, key=lambda entry: entry[0]) if sample >= 0])
+                finish = self._run(batch, kv, fetch)
+                return fetch.then(finish)
+            found = [(part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)]
+        sampled = [finish for sample, finish in sorted(found, key=lambda entry: entry[0]) if sample >= 0]
+        return fetch.then(lambda: joined(batch, [finish() for finish in sampled]))
 
     def capture(self, kv: TorchKvCache, sizes: Sequence[int], width: int, record: Record) -> None:
         """Decode steps of these sizes as graphs, from now on, over this KV cache and block tables of at most `width` blocks."""
@@ -134,20 +145,37 @@ class TorchProgram:
         self._execute(self._body, step)
         return self._through_head(step, step.inputs["sample_rows"])[self.program.outputs["logits"].name]
 
-    def _run(self, batch: StepBatch, kv: TorchKvCache) -> StepOutput:
+    def _run(self, batch: StepBatch, kv: TorchKvCache, fetch: Fetch) -> Callable[[], StepOutput]:
+        """What makes the output of what `fetch` brings."""
         chunks = [slice(start, min(start + HEAD_ROWS, len(batch.sample_rows))) for start in range(0, len(batch.sample_rows), HEAD_ROWS)]
         draws: dict[str, NDArray] = {}
         if batch.sampling is not None and chunks:
             part = part_of(batch.sampling, chunks[0])
-            draws = draw_arrays(part, wants_of(part, self.program.vocab_size))
+            draws = self._draw_arrays(batch, chunks[0], part, wants_of(part, self.program.vocab_size))
         padded = self._graphs.padded(batch) if self._graphs is not None and self._times is None else None
-        inputs = self._put(step_arrays(padded or batch, kv.num_blocks), draws)
+        inputs = self._put(step_arrays(padded or batch, kv.num_blocks), draws | source_arrays(batch.last_tokens))
+        self._take_last_tokens(inputs)
         if padded is not None and self._graphs is not None:
             logits = self._graphs.graphs[len(padded.token_ids)].replay()
-            return self._outputs(batch, chunks, inputs, lambda chunk: {self.program.outputs["logits"].name: logits[chunk]})
+            return self._outputs(batch, chunks, inputs, fetch, lambda chunk: {self.program.outputs["logits"].name: logits[chunk]})
         step = self._new_step(batch, kv, inputs)
         self._execute(self._body, step)
-        return self._outputs(batch, chunks, inputs, lambda chunk: self._through_head(step, inputs["sample_rows"][chunk]))
+        return self._outputs(batch, chunks, inputs, fetch, lambda chunk: self._through_head(step, inputs["sample_rows"][chunk]))
+
+    def _draw_arrays(self, batch: StepBatch, chunk: slice, part: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
+        return draw_arrays(part, wants) | target_arrays(batch.last_tokens, chunk, spare=self._engine.max_rows)
+
+    def _take_last_tokens(self, inputs: dict[str, Tensor]) -> None:
+        """In place, where a graph reads them."""
+        sources = inputs.get("last_sources")
+        if sources is not None:
+            token_ids = inputs["token_ids"][: len(sources)]
+            token_ids.copy_(torch.where(sources >= 0, self._last_tokens[sources.clamp(min=0)], token_ids))
+
+    def _keep_last_tokens(self, inputs: dict[str, Tensor], drawn: Drawn) -> None:
+        targets = inputs.get("last_targets")
+        if targets is not None:
+            self._last_tokens.index_copy_(0, targets, drawn.token_ids.int())
 
     def _new_step(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Step:
         engine = self._engine
@@ -171,21 +199,29 @@ class TorchProgram:
         return self._staging.put(arrays) | self._late_staging.put(draws)
 
     def _outputs(
-        self, batch: StepBatch, chunks: list[slice], inputs: dict[str, Tensor], values_of: Callable[[slice], dict[str, Tensor]]
-    ) -> StepOutput:
+        self,
+        batch: StepBatch,
+        chunks: list[slice],
+        inputs: dict[str, Tensor],
+        fetch: Fetch,
+        values_of: Callable[[slice], dict[str, Tensor]],
+    ) -> Callable[[], StepOutput]:
         """Of the sampled rows: tokens where the batch asks for draws, else the Program's outputs. `values_of` some of them."""
         if batch.sampling is None:
             found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
             outputs = self.program.outputs.items()
-            return StepOutput(arrays={n: torch.cat([part[v.name] for part in found]).float().cpu().numpy() for n, v in outputs})
+            arrays = {name: fetch.take(torch.cat([part[value.name] for part in found]).float()) for name, value in outputs}
+            return lambda: StepOutput(arrays={name: array.numpy() for name, array in arrays.items()})
         drawn: list[Drawn] = []
         for index, chunk in enumerate(chunks):
             part = part_of(batch.sampling, chunk)
             wants = wants_of(part, self.program.vocab_size)
             if index:
-                inputs = self._late_staging.put(draw_arrays(part, wants))
-            drawn.append(draw(values_of(chunk)[self.program.outputs["logits"].name].float(), inputs, wants, self._engine.kernels))
-        return StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
+                inputs = self._late_staging.put(self._draw_arrays(batch, chunk, part, wants))
+            one = draw(values_of(chunk)[self.program.outputs["logits"].name].float(), inputs, wants, self._engine.kernels)
+            self._keep_last_tokens(inputs, one)
+            drawn.append(fetch.take_drawn(one))
+        return lambda: StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
 
     def _through_head(self, step: Step, sample_rows: Tensor) -> dict[str, Tensor]:
         head = dataclasses.replace(step, inputs=step.inputs | {"sample_rows": sample_rows})

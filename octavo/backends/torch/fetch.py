@@ -1,0 +1,70 @@
+"""A step's results on their way to the host: copied behind its kernels into pinned memory, and waited for when they are asked for.
+
+So the host can launch the next step before this one is computed; a plain copy to the host would wait for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.backends.base import StepOutput
+from octavo.backends.torch.sampling import Drawn
+
+
+class Fetch:
+    """Of one step. On the CPU there is nothing to be copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Its copy on the host, there once the step is computed."""
+        if not self._is_cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def take_drawn(self, drawn: Drawn) -> Drawn:
+        logprobs = None
+        if drawn.logprobs is not None:
+            own, ranks, best, theirs = drawn.logprobs
+            logprobs = (self.take(own), self.take(ranks), self.take(best), self.take(theirs))
+        return Drawn(self.take(drawn.token_ids), self.take(drawn.failed), logprobs)
+
+    def then(self, finish: Callable[[], StepOutput]) -> UnderWay:
+        """`finish` is called once everything has come."""
+        copied: Any = None
+        if self._is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        return UnderWay(finish, copied)
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Implements `base.Computing`."""
+
+    finish: Callable[[], StepOutput]
+    copied: Any
+    """The event behind the last copy; None where there was none."""
+
+    def result(self) -> StepOutput:
+        with out_of_memory_named():
+            if self.copied is not None:
+                self.copied.synchronize()
+            return self.finish()
+
+
+@contextmanager
+def out_of_memory_named() -> Iterator[None]:
+    """PyTorch's own error as Python's."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from error
