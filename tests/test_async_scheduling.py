@@ -24,8 +24,8 @@ from octavo.wiring import build_executor
 from tests.llm_tools import GREEDY, PENALISED, fingerprint, make_llm, prompts_of
 from tests.test_llm_equivalence import Setup
 
-STOPS = list(range(3, 320, 20))
-VARIED = {"temperature": 1.3, "max_tokens": 40, "seed": 5, "stop_token_ids": STOPS, "logprobs": 2}
+STOPS = list(range(3, 320, 40))
+VARIED = {"temperature": 1.3, "max_tokens": 50, "seed": 5, "stop_token_ids": STOPS, "logprobs": 2}
 PARAMS = [
     SamplingParams(**VARIED),
     SamplingParams(**VARIED | {"n": 2, "top_k": 30}),
@@ -85,12 +85,12 @@ def mixed(llm: LLM, seed: int, params: list[SamplingParams], num_requests: int =
             if output is None or not patience[index]:
                 streams.pop(index).close()
 
-    tails = [[draw.randrange(3, 240) for _ in range(draw.randint(1, 30))] for _ in range(num_requests)]
+    tails = [[draw.randrange(3, 240) for _ in range(draw.randint(1, 12))] for _ in range(num_requests)]
     prompts = [shared[: draw.choice([0, 16, 37, 40])] + tail for tail in tails]
     patience = [draw.choice([5, 1000, 1000, 1000]) for _ in prompts]
     for index, prompt in enumerate(prompts):
         streams[index] = llm.stream(prompt, params[index % len(params)])
-        for _ in range(draw.randrange(3)):
+        for _ in range(draw.randrange(2)):
             turn()
     while streams:
         turn()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.backends.base import BackendOptions
+from octavo.backends.base import BackendOptions, LastTokens
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
 from tests.backends.test_native_sampling import random_batch
@@ -95,6 +95,37 @@ def test_draws_of_a_captured_step(monkeypatch):
         results.append(runner.runnables["decoder"].run(batch, runner.kv).samples)
     np.testing.assert_array_equal(results[0].token_ids, results[1].token_ids)
     np.testing.assert_allclose(results[0].logprobs, results[1].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_last_tokens_stay_on_the_device(invariant):
+    """A step that is launched before the one before is asked for takes what that one drew; replayed from graphs, eagerly, row by row."""
+    ids, results = np.random.default_rng(0).integers(3, 200, (3, 20)), []
+    for capture, launches in ((False, False), (True, True), (False, True)):
+        options = BackendOptions(num_threads=1, batch_invariant=invariant)
+        runner = PagedRunner(tiny_model("llama").path, TorchBackend(options, "cpu"), seed=3)
+        runnable, record = runner.runnables["decoder"], Recorder()
+        if capture and not invariant:
+            runnable.capture(runner.kv, (4,), WIDTH, record)
+        requests = [runner.add(row) for row in ids]
+        runner.step([(request, 0, 7) for request in requests])
+        drawn, under_way = [], []
+        for step in range(4):
+            batch = runner._batch([(request, 7 + step, 8 + step) for request in requests], runner.programs["decoder"])
+            batch.sampling = random_batch(3, 320, step)
+            if drawn or under_way:
+                batch.token_ids = drawn[-1] if drawn else np.full(3, 1, np.int32)
+            if launches:
+                sources = np.full(3, -1, np.int32) if not under_way else np.array([5, 2, 9], np.int32)
+                batch.last_tokens = LastTokens(sources, np.array([5, 2, 9], np.int32))
+                under_way.append(runnable.launch(batch, runner.kv))
+            else:
+                drawn.append(runnable.run(batch, runner.kv).samples.token_ids)
+        results.append(np.stack(drawn or [step.result().samples.token_ids for step in under_way]))
+        assert sum(graph.replays for graph in record.graphs) == (4 if capture and not invariant else 0)
+    for found in results[1:]:
+        np.testing.assert_array_equal(found, results[0])
+    assert len(np.unique(results[0])) > 6
 
 
 def test_the_sizes():
