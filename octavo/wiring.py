@@ -196,9 +196,9 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
         check_writable(Path(config.observe.record))
     program = _decoder(config, model.info, model.checkpoint)
     backend = build_backend(config)
-    layouts = [backend.kv_layout(group) for group in program.groups]
-    _check_cache(config.cache, backend, layouts)
-    _check_fits(model, backend, program, report)
+    footprint = _footprint(config, backend, model.checkpoint, program)
+    _check_cache(config.cache, backend, footprint)
+    _check_fits(model, backend, program, footprint, report)
     reader = _weight_reader(model, program, report)
     with LoadBar(reader.load, len(program.weights)) as bar:
         runnable = backend.prepare(program, bar.load)
@@ -211,6 +211,7 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
     rows = _request_rows(backend.options, max_model_len, program)
     groups = _block_groups(config, budget)
     kv, places = _kv_memory(config, backend, program, groups, report)
+    layouts = [backend.kv_layout(group) for group in program.groups]
     host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
     tiers, tier_worker = _build_tiers(model, backend, layouts, program, report)
     worker = Worker(runnable, CacheEngine(kv, host, tier_worker, places), rows, close=backend.close)
@@ -275,21 +276,20 @@ def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers
     return log
 
 
-def _check_cache(cache: CacheOptions, backend: Backend, layouts: Sequence[KvLayout]) -> None:
+def _check_cache(cache: CacheOptions, backend: Backend, footprint: Footprint) -> None:
     """ConfigError, before anything is loaded, where KV cannot be kept as the options have it."""
     if cache.kv_layout == "virtual" and not isinstance(backend, OnDemandBackend):
         raise ConfigError(f"kv_layout: virtual is not for the backend {backend.name}", hint="leave kv_layout at paged")
-    block_bytes = [layout.block_bytes for layout in layouts]
+    block_bytes = [layout.block_bytes for layout in footprint.kv_layouts]
     _num_slots(cache, sum(block_bytes))
     if cache.prefix_cache_dir is not None:
         check_size(cache.prefix_cache_size, block_bytes)
         open_root(cache.prefix_cache_dir)
 
 
-def _check_fits(model: Model, backend: Backend, program: Program, report: Report) -> None:
+def _check_fits(model: Model, backend: Backend, program: Program, footprint: Footprint, report: Report) -> None:
     """ConfigError, before anything is loaded, where it cannot fit."""
     config, name = model.config, str(model.config.model.served_model_name)
-    footprint = _footprint(config, backend, model.checkpoint, program)
     memory = _device_memory(backend)
     available_bytes = Machine().available_bytes() if memory is None else memory.kv_bytes
     if available_bytes is not None:
