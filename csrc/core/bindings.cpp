@@ -245,6 +245,8 @@ NB_MODULE(_native, m) {
         .def("pack_codes", &pack_codes, "codes"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "bits"_a, "halves"_a, "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a = false)
         .def("pack_values", &pack_values, "values"_a, "code"_a)
         .def("read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); }, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
+        .def("row_type", [](const Device& d, const std::string& code) { return kRowTypeNames[(int)d.kernels.row_type(code_of(code))]; }, "code"_a,
+             "How products of weights in that code read their rows, at this level: int8, digits, whole, bf16 or fp32.")
         .def("product_rate", [](Device& d, const std::string& code, int rows) { return product_rate(d.pool, d.kernels, code_of(code), rows); }, "code"_a, "rows"_a,
              nb::call_guard<nb::gil_scoped_release>(), "Operations per second with operands in the nearest cache; rows: at most 32.");
 

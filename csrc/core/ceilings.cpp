@@ -49,8 +49,6 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     return pack_quantised(source, pool);
 }
 
-bool code_has_digits(Code code) { return code == Code::u4 || code == Code::i8; }
-
 // One thread's operands.
 struct Bench {
     PackedTiles tiles;
@@ -62,7 +60,7 @@ struct Bench {
         : tiles(std::move(t)), values(2 * kTile * kInputs * sizeof(float)), scales(2 * kTile * (kInputs / kGroup) * 16), scratch(kernels.scratch_bytes(tiles.tiles)), acc((size_t)4 * kTile * kTile) {
         const size_t each = (size_t)2 * kTile * (kInputs / kGroup);
         float* at = (float*)scales.data();
-        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), (int64_t)kInputs * (code_has_digits(tiles.tiles.code) ? 2 : 1), at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup};
+        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), kInputs * digits_of(kernels.row_type(tiles.tiles.code)), at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup};
     }
     void run(const KernelTable& kernels, int num_rows) {
         const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()}, {&tiles.tiles, 1, acc.data() + 2 * kTile * kTile}};

@@ -59,7 +59,6 @@ struct PrepareOp : RowOp {
     void run(const View& view, int64_t row) const override { view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, *rows, row); }
 };
 
-int digits_of(RowType type) { return type == RowType::digits || type == RowType::whole ? 2 : 1; }
 size_t element_bytes(RowType type) { return type == RowType::fp32 ? 4 : type == RowType::bf16 ? 2 : 1; }
 
 // -- products ------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,31 @@ OCTAVO_INLINE vi dot4(vi acc, vi u, vi s) {
 #endif
 }
 
+// As dot4 with signed codes of -127 .. 127, in a form of which `for_dot4_signed` makes what can be shared by several rows. Where the instruction
+// wants unsigned ones, they come with 128 added, and kSignedOffset times the sum of s is too much; elsewhere the sign goes over
+// to s, so that the pair sums of 8-bit products fit 16 bits.
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+constexpr int kSignedOffset = 0;
+OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes; }
+OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) {
+    const __m512i w = (__m512i)codes, turned = _mm512_mask_sub_epi8((__m512i)s, _mm512_movepi8_mask(w), __m512i{}, (__m512i)s);
+    return acc + (vi)_mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(w), turned), _mm512_set1_epi16(1));
+}
+#elif defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+constexpr int kSignedOffset = 0;
+OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes; }
+OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) {
+    Halves a, x, y;
+    a.i = acc, x.i = codes, y.i = s;
+    OCTAVO_BY_HALVES(a.n[h], _mm256_add_epi32(a.n[h], _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(x.n[h]), _mm256_sign_epi8(y.n[h], x.n[h])), _mm256_set1_epi16(1))));
+    return a.i;
+}
+#else
+constexpr int kSignedOffset = 128;
+OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes ^ (int32_t)0x80808080; }
+OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) { return dot4(acc, codes, s); }
+#endif
+
 // Two 4-bit codes a byte. The products of the low nibbles are summed as they are; those of the high ones as codes times 16,
 // which saves a shift a vector (`high_sum` undoes it; exact). Where 16-bit pair sums serve (AVX2 without VNNI) the codes are
 // shifted down instead, since 240 * 127 * 2 would not fit 16 bits.

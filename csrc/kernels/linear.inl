@@ -2,8 +2,9 @@
 //
 // One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g of 32 inputs,
 // in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where isum is the exact int32 sum of
-// (code - zero_point) * q and sum that of q (with 4 bits, q has two digits). With one scale an output and one a row, the exact
-// sums of both digits run over all inputs and are scaled once, by `scale_whole`. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
+// (code - zero_point) * q and sum that of q. With one scale an output, acc = fma(float(isum), d, acc) and the scale comes last. Where
+// the level has the tile unit, rows beside 4-bit codes have two digits, and rows beside codes with one scale an output have two digits
+// and one d, so that exact sums run over all inputs and are scaled once, by `scale_whole`. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
 // `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
 #pragma once
 #include "dots.h"
@@ -27,6 +28,14 @@ OCTAVO_INLINE void prefetch_ahead(const uint8_t* p) {
     for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + kAhead + line, 0, 3);
 }
 
+// Whether rows have two digits beside 4-bit codes and beside codes with one scale an output: where the tile unit makes the second
+// one for next to nothing. On the vector unit it would double the work (decision 0017).
+#if defined(__AMX_INT8__)
+constexpr bool kTwoDigits = true;
+#else
+constexpr bool kTwoDigits = false;
+#endif
+
 // -- 4-bit ---------------------------------------------------------------------------------------------------------------
 
 template <int M, ScaleType S, bool kMin>
@@ -48,19 +57,22 @@ void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
         }
         const vf scale = load_scale<S>(tile + kCodes);
         for (int m = 0; m < M; m++) {
-            const int8_t* digits = q[m] + 2 * kGroup * g;
+            const int8_t* digits = q[m] + (kTwoDigits ? 2 : 1) * kGroup * g;
             vi a = {}, b = {};
-            for (int v = 0; v < 4; v++) {
-                a = dot4_nibbles(a, low[v], broadcast4(digits + 8 * v));
-                b = dot4_nibbles(b, high[v], broadcast4(digits + 8 * v + 4));
+            const auto add_digits = [&] {
+                for (int v = 0; v < 4; v++) {
+                    a = dot4_nibbles(a, low[v], broadcast4(digits + 8 * v));
+                    b = dot4_nibbles(b, high[v], broadcast4(digits + 8 * v + 4));
+                }
+            };
+            if (kTwoDigits) {
+                add_digits();
+                a *= kDigit;
+                b *= kDigit;
+                digits += kGroup;
             }
-            a *= kDigit;
-            b *= kDigit;
             if (w.zero_point) a -= w.zero_point * (first[m] + second[m]);
-            for (int v = 0; v < 4; v++) {
-                a = dot4_nibbles(a, low[v], broadcast4(digits + kGroup + 8 * v));
-                b = dot4_nibbles(b, high[v], broadcast4(digits + kGroup + 8 * v + 4));
-            }
+            add_digits();
             acc[m] = fma(to_float(a + high_sum(b)), scale * d[m], acc[m]);
             if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
         }
@@ -105,17 +117,43 @@ void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
 
 // -- 8-bit with one scale an output --------------------------------------------------------------------------------------
 
+OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) { return load((const float*)(tile + w.tile_bytes) - kTile); }
+
+// One digit: a row has a scale for each group, the weights one an output.
+template <int M>
+void product_i8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
+    constexpr int kVectors = kGroup / 4;
+    const vf scale = scales_of(w, tile);
+    const int8_t* q = (const int8_t*)x.values + row * x.stride;
+    vf acc[M] = {};
+    for (int g = 0; g < w.num_groups; g++, tile += 64 * kVectors, q += kGroup) {
+        if (M <= 2) prefetch_ahead<64 * kVectors>(tile);
+        const float* d = x.scales + x.at(row, g);
+        const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
+        vi codes[kVectors];
+        for (int v = 0; v < kVectors; v++) codes[v] = for_dot4_signed(load_i(tile + 64 * v));
+        for (int m = 0; m < M; m++) {
+            const int8_t* at = q + m * x.stride;
+            vi a = kSignedOffset ? splat_i(-kSignedOffset * (first[m] + second[m])) : vi{}, b = {};
+            for (int v = 0; v < kVectors; v += 2) {
+                a = dot4_signed(a, codes[v], broadcast4(at + 4 * v));
+                b = dot4_signed(b, codes[v + 1], broadcast4(at + 4 * v + 4));
+            }
+            acc[m] = fma(to_float(a + b), splat(d[m]), acc[m]);
+        }
+    }
+    for (int m = 0; m < M; m++) store(acc_out + 16 * m, acc[m] * scale);
+}
+
 // What the sums over all inputs of code * digit, for the two digits of a row, come to.
 OCTAVO_INLINE vf scale_whole(const Rows& x, int64_t row, vf scale, vi first, vi second) {
     return fma(to_float(first), splat(kWholeDigit), to_float(second)) * (scale * x.scales[x.at(row, 0)]);
 }
 
-OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) { return load((const float*)(tile + w.tile_bytes) - kTile); }
-
-// Codes become unsigned for the instruction by adding 128, which 128 times the sum of the digits undoes. Few rows take several vectors of
+// Two digits and one scale for a whole row. Codes become unsigned for the instruction by adding 128, which 128 times the sum of the digits undoes. Few rows take several vectors of
 // weights at a time, so that sums need not wait for one another.
 template <int M>
-void product_i8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
+void product_whole(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
     constexpr int kChains = M == 1 ? 4 : M == 2 ? 2 : 1;
     const int inputs = w.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
@@ -189,7 +227,7 @@ Product choose_scaled(const Tiles& w) {
 template <int M>
 Product choose(const Tiles& w) {
     switch (w.code) {
-        case Code::i8: return product_i8<M>;
+        case Code::i8: return kTwoDigits ? product_whole<M> : product_i8<M>;
         case Code::bf16: return product_bf16<M>;
         case Code::fp16: return product_float<M, true>;
         case Code::fp32: return product_float<M, false>;
@@ -213,9 +251,9 @@ void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int n
 
 RowType row_type(Code code) {
     switch (code) {
-        case Code::u4: return RowType::digits;
+        case Code::u4: return kTwoDigits ? RowType::digits : RowType::int8;
         case Code::u8: return RowType::int8;
-        case Code::i8: return RowType::whole;
+        case Code::i8: return kTwoDigits ? RowType::whole : RowType::int8;
         case Code::bf16: return RowType::bf16;
         default: return RowType::fp32;
     }

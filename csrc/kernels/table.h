@@ -53,15 +53,18 @@ struct TileRef {
 // -- rows on their way into a product ------------------------------------------------------------------------------------
 
 enum class RowType : int32_t { int8, digits, whole, bf16, fp32 };
+constexpr int kNumRowTypes = 5;
+constexpr const char* kRowTypeNames[kNumRowTypes] = {"int8", "digits", "whole", "bf16", "fp32"};
+constexpr int digits_of(RowType type) { return type == RowType::digits || type == RowType::whole ? 2 : 1; }
 constexpr int kDigit = 8;         // what the first of two digits counts
 constexpr int kWholeDigit = 128;  // and where a whole row shares its scale
 
-// Rows as a product reads them. int8 (8-bit weights) and digits (4-bit weights): per group of 32 inputs d (`scales`), the sums of
+// Rows as a product reads them. int8, and digits (4-bit weights on the tile unit): per group of 32 inputs d (`scales`), the sums of
 // the group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`). These three lie in blocks of 16 rows, so that a
 // kernel finds the numbers of its rows side by side: [rows / 16][groups][16] (sums: [rows / 16][groups][2][16]).
 //   int8    d = absmax / 127, q = x / d:           values [rows][groups][32]
 //   digits  d = absmax / 1016, q = 8 first + second: values [rows][groups][2 digits][32], first in -127 .. 127, second in -4 .. 3
-// whole (weights with one scale an output): one d for the row, absmax / 16319, and q = 128 first + second:
+// whole (weights with one scale an output, on the tile unit): one d for the row, absmax / 16319, and q = 128 first + second:
 //   values [rows][2 digits][32 groups], first in -127 .. 127, second in -64 .. 63; `scales` and `sums` (of each digit) lie where group 0's do
 // bf16, fp32: values [rows][stride]. Strides count elements.
 struct Rows {

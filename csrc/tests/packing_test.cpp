@@ -78,7 +78,7 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
     for (int r = 0; r < kRows; r++)
         for (int k = 0; k < e.inputs; k += kGroup) x[(size_t)r * e.inputs + k] = 127.0f / 64;
     const RowType type = kernels.row_type(packed.tiles.code);
-    const int stride = type == RowType::digits || type == RowType::whole ? 2 * padded : padded;
+    const int stride = padded * digits_of(type);
     Memory values((size_t)blocks * stride), scales((size_t)blocks * packed.tiles.num_groups * 4), sums(scales.size() * 2), scaled(scales.size());
     const Rows rows{type, values.data(), stride, (float*)scales.data(), (int32_t*)sums.data(), (float*)scaled.data(), packed.tiles.num_groups};
     for (int r = 0; r < kRows; r++) kernels.prepare_row(x.data() + (size_t)r * e.inputs, e.inputs, Norm{}, rows, r);

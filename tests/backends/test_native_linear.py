@@ -1,9 +1,9 @@
 """Products of the native backend at every level and weight format, against an exact emulation of the documented arithmetic.
 
 Codes of 8 bits or fewer: each group of 32 inputs of a row is quantised to d = absmax / 127 and q = round-half-even(x * (127 / absmax)) in
-fp32, and y = sum over groups of scale * d * sum(code q) + min * d * sum(q). With one scale an output the whole row is such a group, with
-d = absmax / 16319. bf16: the row is rounded to bf16. Native stays within
-2e-6 of the sum of the terms' magnitudes from that, and within what the rounding of the rows implies from the reference.
+fp32, and y = sum over groups of scale * d * sum(code q) + min * d * sum(q). On the tile unit rows have two digits: beside 4 bits
+d = absmax / 1016, and with one scale an output the whole row is a group, with d = absmax / 16319. bf16: the row is rounded to bf16. Native
+stays within 2e-6 of the sum of the terms' magnitudes from that, and within what the rounding of the rows implies from the reference.
 """
 
 from dataclasses import replace
@@ -59,25 +59,30 @@ def quantised(x, largest_code, group):
     return np.rint(groups * inverse[..., None]).astype(np.float64), (largest / np.float32(largest_code)).astype(np.float64)
 
 
-def as_multiplied(weight, x):
+def two_digits(level):
+    """Whether rows beside 4-bit codes, and beside codes with one scale an output, have two digits (decision 0017)."""
+    return level == "amx"
+
+
+def as_multiplied(weight, x, *, two_digits):
     """The rows that the product sees, `[T, K] fp64`, and the most by which each may differ from x."""
     if weight.code == "bf16":
         rounded = x.astype(ml_dtypes.bfloat16).astype(np.float64)
         return rounded, abs(x) * 2.0**-8
     if weight.is_float:
         return x.astype(np.float64), np.zeros(x.shape)
-    if weight.activation == "per_token":
+    if weight.activation == "per_token" and two_digits:
         largest_code, group = 16319, x.shape[1]
     else:
-        largest_code, group = 1016 if weight.bits == 4 else 127, GROUP
+        largest_code, group = 1016 if weight.bits == 4 and two_digits else 127, GROUP
     q, d = quantised(x, largest_code, group)
     seen = (q * d[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
     return seen, np.repeat(d, group, axis=1)[:, : x.shape[1]] * 0.5001
 
 
-def product(weight, x):
+def product(weight, x, *, two_digits):
     """(y, sum of the terms' magnitudes, how far y may lie from the unrounded product): `[T, N]` each."""
-    seen, error = as_multiplied(weight, x)
+    seen, error = as_multiplied(weight, x, two_digits=two_digits)
     values = weight.dequantize().astype(np.float64)
     terms = abs(seen) @ abs(values).T
     if weight.scales is not None:
@@ -109,10 +114,10 @@ def rows_of(k, seed=3):
 
 
 @cache
-def plain_product(kind, n, k):
+def plain_product(kind, n, k, *, two_digits=False):
     x, weight = rows_of(k), weight_of(kind, n, k)
     case = Case({"x": x}, lambda v: [ops.Linear(v["x"], (Value("y", "tokens", n),), (Weight("w", (n, k)),))], {"w": weight})
-    return case, *product(weight, x)
+    return case, *product(weight, x, two_digits=two_digits)
 
 
 def shapes(kind):
@@ -133,7 +138,8 @@ GRID = [(kind, *shape) for kind in FORMATS for shape in shapes(kind)]
 
 @pytest.mark.parametrize(("kind", "n", "k"), GRID, ids=str)
 def test_product(level, kind, n, k):
-    check_product(plain_product(kind, n, k)[0], level, *plain_product(kind, n, k)[1:])
+    case, *rest = plain_product(kind, n, k, two_digits=two_digits(level))
+    check_product(case, level, *rest)
 
 
 @pytest.mark.slow
@@ -142,7 +148,8 @@ def test_product(level, kind, n, k):
 def test_large_products(level, kind, n, k):
     if kind == "pairs of 128":
         n += 3
-    check_product(plain_product(kind, n, k)[0], level, *plain_product(kind, n, k)[1:])
+    case, *rest = plain_product(kind, n, k, two_digits=two_digits(level))
+    check_product(case, level, *rest)
 
 
 # -- what stands around a product -----------------------------------------------------------------------------------------------
@@ -163,7 +170,7 @@ def activated(kind, x):
 
 
 @cache
-def epilogue(kind, activation, *, with_residual):
+def epilogue(kind, activation, *, with_residual, two_digits):
     n, k = 37, 256
     x, residual, weight = rows_of(k), normal(NUM_ROWS, n, seed=8), weight_of(kind, n, k)
     if kind in GGUF:
@@ -178,7 +185,7 @@ def epilogue(kind, activation, *, with_residual):
             )
         ]  # fmt: skip
 
-    y, terms, drift = product(weight, x)
+    y, terms, drift = product(weight, x, two_digits=two_digits)
     y = y + bias
     if activation:
         y, terms, drift = activated(activation, y), (terms + 1) * (2 + 2 * abs(y)), drift * (2 + 2 * abs(y) + drift)
@@ -196,12 +203,12 @@ def tamed(weight):
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_bias_activation_residual(level, kind, activation, with_residual):
-    case, *rest = epilogue(kind, activation, with_residual=with_residual)
+    case, *rest = epilogue(kind, activation, with_residual=with_residual, two_digits=two_digits(level))
     check_product(case, level, *rest)
 
 
 @cache
-def gated(kind, activation, clamp, alpha, up_offset, *, bias):
+def gated(kind, activation, clamp, alpha, up_offset, *, bias, two_digits):
     n, k = 37, 256
     x, gate, up = rows_of(k), weight_of(kind, n, k), weight_of(kind, n, k, seed=20)
     if kind in GGUF:
@@ -213,7 +220,7 @@ def gated(kind, activation, clamp, alpha, up_offset, *, bias):
         pair = (Weight("g", (n, k)), Weight("u", (n, k)))
         return [ops.Linear(v["x"], (Value("y", "tokens", n),), pair, (Weight("gb", (n,)), Weight("ub", (n,))) if bias else (), gate=how)]
 
-    (g, g_terms, g_drift), (u, u_terms, u_drift) = product(gate, x), product(up, x)
+    (g, g_terms, g_drift), (u, u_terms, u_drift) = (product(weight, x, two_digits=two_digits) for weight in (gate, up))
     if bias:
         g, u = g + biases["gb"].codes, u + biases["ub"].codes
     clamped = (np.minimum(g, clamp), np.clip(u, -clamp, clamp)) if clamp else (g, u)
@@ -232,12 +239,12 @@ def gated(kind, activation, clamp, alpha, up_offset, *, bias):
     ids=["silu", "gelu_tanh", "as gpt_oss"],
 )
 def test_gate(level, kind, activation, clamp, alpha, up_offset, bias):
-    case, *rest = gated(kind, activation, clamp, alpha, up_offset, bias=bias)
+    case, *rest = gated(kind, activation, clamp, alpha, up_offset, bias=bias, two_digits=two_digits(level))
     check_product(case, level, *rest)
 
 
 @cache
-def normed(kind, centered):
+def normed(kind, centered, *, two_digits):
     """A norm that the product applies: it may round other than NumPy's, so where rows are quantised a code may differ by one."""
     n, k = 20, 160
     x, weight, scale, shift = rows_of(k) + 1, weight_of(kind, n, k), normal(k, seed=11), normal(k, seed=12)
@@ -245,7 +252,7 @@ def normed(kind, centered):
     wide = x.astype(np.float64)
     wide = wide - wide.mean(axis=1, keepdims=True) if centered else wide
     rows = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * (scale + (0 if centered else 1)) + (shift if centered else 0)
-    y, terms, drift = product(weight, rows.astype(np.float32))
+    y, terms, drift = product(weight, rows.astype(np.float32), two_digits=two_digits)
 
     def make(v):
         return [ops.Linear(v["x"], (Value("y", "tokens", n),), (Weight("w", (n, k)),), norm=norm)]
@@ -258,7 +265,7 @@ def normed(kind, centered):
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("centered", [False, True])
 def test_norm_before(level, kind, centered):
-    case, *rest = normed(kind, centered)
+    case, *rest = normed(kind, centered, two_digits=two_digits(level))
     check_product(case, level, *rest)
 
 
@@ -266,7 +273,7 @@ def test_norm_before(level, kind, centered):
 
 
 @cache
-def merged(kinds, out, *, one_out=False, with_residual=False):
+def merged(kinds, out, *, two_digits, one_out=False, with_residual=False):
     """Weights of 5, 20 and 33 rows side by side; outs that match them, or cut elsewhere, or one."""
     heights, k = (5, 20, 33), 256
     x, residual = rows_of(k), normal(NUM_ROWS, 58, seed=8)
@@ -281,7 +288,7 @@ def merged(kinds, out, *, one_out=False, with_residual=False):
         return [ops.Linear(v["x"], outs, named, biases, residual=v["r"] if with_residual else None)]
 
     bias = normal(20, seed=9)
-    parts = [product(weight, x) for weight in weights.values()]
+    parts = [product(weight, x, two_digits=two_digits) for weight in weights.values()]
     y, terms, drift = (np.concatenate([part[i] for part in parts], axis=1) for i in range(3))
     y[:, 5:25] += bias
     y += residual if with_residual else 0
@@ -297,13 +304,13 @@ def merged(kinds, out, *, one_out=False, with_residual=False):
 @pytest.mark.parametrize("out", range(5))
 def test_merged(level, kinds, out):
     """Also of formats whose rows are read in different types. Outs 0 to 2 match the weights; 3 and 4 are two cut across them."""
-    case, *rest = merged(kinds, out)
+    case, *rest = merged(kinds, out, two_digits=two_digits(level))
     check_product(case, level, *rest)
 
 
 @pytest.mark.parametrize("kinds", [("fp32",) * 3, ("int8", "bf16", "int8")], ids="+".join)
 def test_merged_into_one_with_a_residual(level, kinds):
-    case, *rest = merged(kinds, 0, one_out=True, with_residual=True)
+    case, *rest = merged(kinds, 0, two_digits=two_digits(level), one_out=True, with_residual=True)
     check_product(case, level, *rest)
 
 

@@ -38,7 +38,6 @@ from octavo.program.program import CacheGroup, Program, Weight
 from octavo.quant.packed import Levels, PackedWeight
 
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
-ROW_TYPES = {"u4": "digits", "u8": "int8", "i8": "whole", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
 
 MANY_ROWS = 32
 """Of a product whose rate is the machine's: two tiles of rows."""
@@ -65,15 +64,12 @@ class NativeTiles:
     """A weight in the kernels' tiles."""
 
     handle: Any
+    row_type: str
+    """How its products read their rows at this level (`RowType` in csrc/kernels/table.h)."""
 
     @property
     def num_bytes(self) -> int:
         return int(self.handle.num_bytes)
-
-    @property
-    def row_type(self) -> str:
-        """How its products read their rows (`RowType` in csrc/kernels/table.h)."""
-        return ROW_TYPES[self.handle.code]
 
 
 class NativeBackend:
@@ -117,7 +113,7 @@ class NativeBackend:
         return NativeProgram(self._device, executor, program.vocab_size, weights.num_bytes)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        found = native_footprint(self._fuse(program), format_of, self.options.max_tokens)
+        found = native_footprint(self._fuse(program), format_of, self._device.row_type, self.options.max_tokens)
         layouts = tuple(self._layout(group, self._kv_dtype(computes_fp32=found.computes_fp32)) for group in program.groups)
         return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 
@@ -246,8 +242,7 @@ class _Weights:
     def _pack(self, weight: Weight, packed: PackedWeight, wide: bool) -> NativeTiles:
         if packed.is_float:
             code = {"float32": "fp32", "bfloat16": "bf16"}.get(self._dtype, packed.code)
-            handle = self._device.pack_values(_typed(packed.codes), code)
-            return NativeTiles(handle)
+            return self._tiles_of(self._device.pack_values(_typed(packed.codes), code))
         if packed.lookup is not None or packed.input_permutation is not None:
             raise BackendUnavailable(f"the native backend cannot pack {weight.name}: codes through a table or permuted inputs")
         if packed.code == "e4m3":
@@ -270,7 +265,10 @@ class _Weights:
             )
         except ValueError as error:
             raise BackendUnavailable(f"the native backend cannot pack {weight.name}: {error}") from None
-        return NativeTiles(handle)
+        return self._tiles_of(handle)
+
+    def _tiles_of(self, handle: Any) -> NativeTiles:
+        return NativeTiles(handle, self._device.row_type(handle.code))
 
 
 def _typed(array: NDArray) -> tuple[NDArray, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.backends.base import FormatOf
@@ -52,10 +53,11 @@ class NativeFootprint:
     computes_fp32: bool
 
 
-def native_footprint(fused: Program, format_of: FormatOf, max_tokens: int) -> NativeFootprint:
+def native_footprint(fused: Program, format_of: FormatOf, row_type_of: Callable[[str], str], max_tokens: int) -> NativeFootprint:
+    """`row_type_of`: how products of weights in a code read their rows, at this level."""
     tiled = {weight for op in fused.ops for weight in _matrices(op)}
     codes = {weight: _code(weight, format_of(weight)) for weight in tiled}
-    codes |= {weight: _wide(codes[weight]) for op in fused.ops for weight in _widened(op, codes)}
+    codes |= {weight: _wide(codes[weight]) for op in fused.ops for weight in _widened(op, codes, row_type_of)}
     sizes = {weight: _tile_bytes(weight, codes[weight]) if weight in tiled else 4 * math.prod(weight.shape) for weight in fused.weights}
     products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
     bytes_of_codes = Counter[str]()
@@ -84,9 +86,9 @@ def _code(weight: Weight, stored: str) -> tuple[str, float]:
     return CODES[stored]
 
 
-def _widened(op: object, codes: dict[Weight, tuple[str, float]]) -> list[Weight]:
-    """Weights of 4 bits whose codes lie in bytes, because they are gate or up of one of 8."""
-    if not isinstance(op, Linear) or op.gate is None or {codes[weight][0] for weight in op.weights_} != {"u4", "u8"}:
+def _widened(op: object, codes: dict[Weight, tuple[str, float]], row_type_of: Callable[[str], str]) -> list[Weight]:
+    """Weights of 4 bits whose codes lie in bytes, because they are gate or up of one of 8 that reads its rows otherwise."""
+    if not isinstance(op, Linear) or op.gate is None or {row_type_of(codes[weight][0]) for weight in op.weights_} != {"digits", "int8"}:
         return []
     return [weight for weight in op.weights_ if codes[weight][0] == "u4"]
 
