@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,14 @@ class PagedRunner:
         num_blocks: int = 256,
         seed: int = 0,
         padding: int = 0,
+        rewrite: Callable[[Program], Program] = lambda program: program,
     ) -> None:
-        """`load` gives weights in another precision than the file's. `padding`: so many rows with slot -1 are put behind every step's."""
+        """`load` gives weights in another precision than the file's. `padding`: so many rows with slot -1 are put behind every step's.
+        `rewrite`: a pass over each Program.
+        """
         checkpoint = open_checkpoint(path)
         self.backend = backend or ReferenceBackend()
-        self.programs = build_programs(checkpoint.config)
+        self.programs = {name: rewrite(program) for name, program in build_programs(checkpoint.config).items()}
         load = load or WeightReader(checkpoint).load
         self.runnables = {name: self.backend.prepare(program, load) for name, program in self.programs.items()}
         self.groups = self.programs["decoder"].groups

@@ -30,7 +30,7 @@ from octavo.backends.base import (
 )
 from octavo.backends.reference_attention import ATTENTION_FORMULAS
 from octavo.backends.reference_on_demand import OnDemandArrays
-from octavo.backends.reference_ops import ROW_FORMULAS, Floats, GroupArrays, Step, as_is
+from octavo.backends.reference_ops import ROW_FORMULAS, Exchange, Floats, GroupArrays, Step, alone, as_is
 from octavo.backends.sampling import sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
 from octavo.outputs import Profile
@@ -116,6 +116,7 @@ class ReferenceRunnable:
 
     program: Program
     weights: dict[Weight, Floats]
+    exchange: Exchange = alone
     progress: int = 0
     """Ops computed, ever."""
 
@@ -131,7 +132,7 @@ class ReferenceRunnable:
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         assert isinstance(kv, ReferenceKvCache)
-        step = Step(self.program, self.weights, batch, kv.groups)
+        step = Step(self.program, self.weights, batch, kv.groups, exchange=self.exchange)
         with np.errstate(all="ignore"):
             for op in self.program.ops:
                 made = FORMULAS[type(op)](op, step)
@@ -145,13 +146,14 @@ class ReferenceRunnable:
 
 
 class ReferenceBackend:
-    """Implements `base.Backend`."""
+    """Implements `base.Backend`. `exchange`: with the other ranks, where there are any (`reference_ranks.py`)."""
 
     name = "reference"
     numerics = f"NumPy {np.__version__}"
 
-    def __init__(self, options: BackendOptions | None = None) -> None:
+    def __init__(self, options: BackendOptions | None = None, exchange: Exchange = alone) -> None:
         self.options = options or BackendOptions()
+        self._exchange = exchange
 
     def prepare(self, program: Program, load: LoadWeight) -> ReferenceRunnable:
         for op in program.ops:
@@ -159,7 +161,7 @@ class ReferenceBackend:
         for group in program.groups:
             if group.kind == "state":
                 raise _refused(program, f"cache groups of kind {group.kind}")
-        return ReferenceRunnable(program, {weight: _load(weight, load) for weight in program.weights})
+        return ReferenceRunnable(program, {weight: _load(weight, load) for weight in program.weights}, self._exchange)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         """Everything is float64, and every Value of a step lives to its end."""

@@ -7,7 +7,7 @@ sources. Matrix products go row by row through a matrix-vector product of fixed 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -22,9 +22,17 @@ from octavo.program.program import Op, Program, Value, Weight
 Floats = NDArray[np.float64]
 Made = tuple[NDArray, ...]
 
+Exchange = Callable[[NDArray], Sequence[NDArray]]
+"""What a rank has, for what all have, in rank order."""
+
 
 def as_is(numbers: Floats) -> Floats:
     return numbers
+
+
+def alone(x: NDArray) -> Sequence[NDArray]:
+    """The exchange of one rank."""
+    return [x]
 
 
 def matvecs(matrix: Floats, x: Floats) -> Floats:
@@ -55,6 +63,7 @@ class Step:
     values: dict[str, NDArray] = field(default_factory=dict)
     multiply: Callable[[Floats, Floats], Floats] = matvecs
     """How linears multiply."""
+    exchange: Exchange = alone
     live: NDArray[np.bool_] = field(init=False)
     """[T]: the rows that are no padding."""
 
@@ -79,7 +88,11 @@ class Step:
 
 def embedding(op: ops.Embedding, step: Step) -> Made:
     ids = step.positions + op.offset if op.ids is None else np.where(step.live, step.get(op.ids), 0)
-    return (step.weights[op.table][ids] * op.scale,)
+    if op.first_row is None:
+        return (step.weights[op.table][ids] * op.scale,)
+    rows = ids - op.first_row
+    here = (rows >= 0) & (rows < op.table.shape[0])
+    return (np.where(here[:, None], step.weights[op.table][np.where(here, rows, 0)] * op.scale, 0.0),)
 
 
 def rms_norm(op: ops.RmsNorm, step: Step) -> Made:
@@ -291,6 +304,20 @@ def pool_rows(op: ops.PoolRows, step: Step) -> Made:
     return (pooled,)
 
 
+# -- ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def all_reduce(op: ops.AllReduce, step: Step) -> Made:
+    first, *rest = step.exchange(step.get(op.x))
+    for part in rest:
+        first = first + part
+    return (first,)
+
+
+def all_gather(op: ops.AllGather, step: Step) -> Made:
+    return (np.concatenate(step.exchange(step.get(op.x)), axis=1),)
+
+
 ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.Embedding: embedding,
     ops.RmsNorm: rms_norm,
@@ -309,4 +336,6 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.Combine: combine,
     ops.GatherRows: gather_rows,
     ops.PoolRows: pool_rows,
+    ops.AllReduce: all_reduce,
+    ops.AllGather: all_gather,
 }

@@ -18,6 +18,7 @@ from octavo.ports import Checkpoint, ModelHeader
 from octavo.program.ops import Act, ActMul, Embedding, GroupedLinear, KvWrite, Linear, Route
 from octavo.program.program import Program, Weight
 from octavo.quant.fp8 import FP8
+from octavo.quant.gguf import BLOCK_TYPES
 from octavo.quant.online import check_int4, pack_fp8, pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
 
@@ -89,11 +90,22 @@ def loaded_formats(header: ModelHeader, dtype: Dtype, quantization: Quantization
     wide = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype)
 
     def format_of(weight: Weight) -> str:
-        if weight in packed:
-            return PACKED_FORMATS[packed[weight]]
+        if weight.whole in packed:
+            return PACKED_FORMATS[packed[weight.whole]]
         return header.format_of(weight.tensor_names[0]) if wide is None or len(weight.shape) < 2 else wide
 
     return format_of
+
+
+def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
+    """Of how many neighbouring inputs a weight can only be cut as a whole: 1 where it is floats, or has one scale an output."""
+    sizes = {kind.name: kind.block_size for kind in BLOCK_TYPES.values()}
+
+    def unit(weight: Weight) -> int:
+        name, _, group = format_of(weight).partition(":")
+        return int(group) if group else sizes.get(name, 1)
+
+    return unit
 
 
 class WeightReader:
@@ -101,7 +113,8 @@ class WeightReader:
 
     `dtype`: "auto" keeps the file's precision; "float32" and the like turn every matrix into that (quantised ones are dequantised),
     vectors keep what the file has, for they cost nothing. `quantization` packs what `packing_plan(program)` names and needs the Program.
-    `importance`: of each input of a matrix, by the weight's name, for packing to 4 bits.
+    `importance`: of each input of a matrix, by the weight's name, for packing to 4 bits. A rank's part of a weight is the same bits as in
+    the whole; of plain floats nothing else is read.
     """
 
     def __init__(
@@ -127,24 +140,32 @@ class WeightReader:
         parts = [self._part(name, weight) for name in weight.tensor_names]
         stacked = len(parts) > 1 or len(weight.shape) == len(parts[0].shape) + 1
         packed = stack(parts, weight.name) if stacked else parts[0]
-        if packed.shape != weight.shape:
+        if packed.shape[:-1] != weight.shape[:-1] or packed.shape[-1] != self._num_read(weight):
             raise WeightMismatch(
                 f"{self._checkpoint.path}: {weight.name} has shape {packed.shape}, expected {weight.shape}",
                 hint="config.json and the weights belong to different models, or the file is damaged",
             )
-        return self._in_precision(packed, weight)
+        packed = self._in_precision(packed, weight)
+        return packed if packed.shape == weight.shape else _inputs(packed, weight)
+
+    def _num_read(self, weight: Weight) -> int:
+        """Of the last axis: all inputs of what is packed here, for its scales are made of all."""
+        return weight.whole.shape[-1] if _cuts_inputs(weight) and weight.whole in self._plan else weight.shape[-1]
 
     def _part(self, name: str, weight: Weight) -> PackedWeight:
         """One source tensor, turned and cut as the weight says."""
         packed: PackedWeight = self._checkpoint.tensor(name)
-        if weight.transposed and not self._checkpoint.output_major and len(packed.shape) > 1:
+        turned = weight.transposed and not self._checkpoint.output_major and len(packed.shape) > 1
+        if turned:
             packed = _transposed(packed, name)
         if weight.row_indices is not None:
             packed = _cut(packed, weight, weight.row_indices)
-        return packed
+        if _cuts_inputs(weight) and weight.whole not in self._plan:
+            packed = _inputs(packed, weight)
+        return PackedWeight.plain(np.ascontiguousarray(packed.codes)) if turned else packed
 
     def _in_precision(self, packed: PackedWeight, weight: Weight) -> PackedWeight:
-        quantization = self._plan.get(weight)
+        quantization = self._plan.get(weight.whole)
         if quantization == "int8":
             return pack_int8(packed.dequantize())
         if quantization == "fp8":
@@ -198,20 +219,39 @@ def _stack_levels(levels: list[Levels | None]) -> Levels | None:
 
 
 def _transposed(packed: PackedWeight, name: str) -> PackedWeight:
-    """`[..., in, out]` floats as `[..., out, in]`."""
+    """`[..., in, out]` floats as `[..., out, in]`, a view."""
     if not packed.is_float:
         raise UnsupportedModel(f"{name}: a quantised matrix kept as [in, out] is not supported")
-    return PackedWeight.plain(np.ascontiguousarray(packed.codes.swapaxes(-1, -2)))
+    return PackedWeight.plain(packed.codes.swapaxes(-1, -2))
 
 
 def _cut(packed: PackedWeight, weight: Weight, rows: tuple[int, ...]) -> PackedWeight:
-    """The weight's own rows of the output axis."""
-    if len(packed.shape) != len(weight.shape) or packed.shape[weight.row_axis] != weight.source_rows:
-        raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {weight.source_rows} rows of {weight.shape}")
-    index = np.array(rows)
-    if weight.row_axis == -2:
+    """The weight's own rows of the output axis: a view where they are neighbours."""
+    axis = weight.row_axis if len(packed.shape) > 1 else -1
+    num_stacked = len(weight.shape) - len(packed.shape)
+    if num_stacked not in (0, 1 if weight.sources else 0) or packed.shape[axis] != weight.tensor_rows:
+        raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {weight.tensor_rows} rows of {weight.shape}")
+    neighbours = rows[-1] - rows[0] == len(rows) - 1 and weight.row_run == weight.row_step
+    index = slice(rows[0], rows[-1] + 1) if neighbours else np.array(rows)
+    if axis == -2:
         return packed.rows(index)
     if not packed.is_float:
         raise UnsupportedModel(f"{weight.name}: rows cannot be cut from a quantised vector")
     picked: NDArray = packed.codes[..., index]
     return PackedWeight.plain(picked)
+
+
+def _cuts_inputs(weight: Weight) -> bool:
+    return weight.cut is not None and weight.cut.inputs is not None
+
+
+def _inputs(packed: PackedWeight, weight: Weight) -> PackedWeight:
+    """A rank's own inputs of the last axis."""
+    assert weight.cut is not None and weight.cut.inputs is not None
+    width = weight.cut.shape[-1]
+    if packed.shape[-1] != width:
+        raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {width} inputs")
+    try:
+        return packed.inputs(*weight.cut.inputs)
+    except ValueError as error:
+        raise UnsupportedModel(f"{weight.name}: {error}", hint="use fewer ranks, or --dtype bfloat16, which unpacks the weights") from None

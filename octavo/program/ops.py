@@ -47,7 +47,10 @@ class AlibiBias:
 
 @dataclass(frozen=True, slots=True)
 class Embedding(Op):
-    """out[t] = table[ids[t]] * scale. `table [V, W]`. With `by_position` the ids are the step's positions plus `offset` (GPT-2, OPT)."""
+    """out[t] = table[ids[t]] * scale. `table [V, W]`. With `by_position` the ids are the step's positions plus `offset` (GPT-2, OPT).
+
+    With `first_row` the table is a rank's part of the vocabulary's, from that row on; an id outside of it gives zeros.
+    """
 
     out: Value
     table: Weight
@@ -55,6 +58,7 @@ class Embedding(Op):
     scale: float = 1.0
     by_position: bool = False
     offset: int = 0
+    first_row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,9 +359,15 @@ class Lora(Op):
     target: str
 
 
+# -- ranks ----------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class AllReduce(Op):
-    """out = sum of x over the ranks, in rank order."""
+    """out = sum over the ranks of their x, in an order that is the same on all of them. `x [T, W]` to `out [T, W]`.
+
+    What stands behind a product that is split along its inputs. Shoeybi et al. 2019 (Megatron-LM), section 3.
+    """
 
     x: Value
     out: Value
@@ -365,10 +375,14 @@ class AllReduce(Op):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Op):
-    """out = the ranks' x side by side, in rank order."""
+    """out = the ranks' x side by side, in rank order. `x [T, widths[rank]]` to `out [T, sum of widths]`.
+
+    What stands behind a product that is split along its outputs, where all of them are wanted on every rank (logits).
+    """
 
     x: Value
     out: Value
+    widths: tuple[int, ...]
 
 
 HOST_OPS: tuple[type[Op], ...] = (AllReduce, AllGather)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -30,6 +30,19 @@ class Value:
     dtype: Literal["float", "int"] = "float"
 
 
+Span = tuple[int, int]
+"""The first, and one past the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which rows (of the output axis) and which inputs (of the last axis) of a weight of `shape` one rank has; None: all."""
+
+    shape: tuple[int, ...]
+    rows: Span | None = None
+    inputs: Span | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter, named as the family's safetensors checkpoint names it, and how its tensors become it.
@@ -39,6 +52,7 @@ class Weight:
     `transposed`: the checkpoint keeps the last two axes the other way round (GPT-2's Conv1D, gpt_oss's experts).
     Where `source_rows` is set, the checkpoint's tensor has so many rows on its output axis (after transposing), and this weight is
     some of them: its row r is row_start + (r // row_run) * row_step + r % row_run of the tensor.
+    `cut` is set on a rank's part of a weight, whose `shape` is then the part's.
     """
 
     name: str
@@ -50,6 +64,7 @@ class Weight:
     row_step: int = 1
     row_run: int = 1
     rows_last: bool = False
+    cut: Cut | None = None
 
     @property
     def row_axis(self) -> int:
@@ -59,10 +74,30 @@ class Weight:
     @property
     def row_indices(self) -> tuple[int, ...] | None:
         """Rows of the checkpoint's tensor that make this weight, in order; None: all of them."""
-        if not self.source_rows:
+        if not self.source_rows and (self.cut is None or self.cut.rows is None):
             return None
-        rows = range(self.shape[self.row_axis])
+        first = 0 if self.cut is None or self.cut.rows is None else self.cut.rows[0]
+        rows = range(first, first + self.shape[self.row_axis])
         return tuple(self.row_start + r // self.row_run * self.row_step + r % self.row_run for r in rows)
+
+    @property
+    def tensor_rows(self) -> int:
+        """How many rows the checkpoint's tensor has on its output axis."""
+        return self.source_rows or self.whole.shape[self.row_axis]
+
+    @property
+    def whole(self) -> Weight:
+        """The weight of which this is a rank's part; itself where it is no part."""
+        return self if self.cut is None else replace(self, shape=self.cut.shape, cut=None)
+
+    def part(self, *, rows: Span | None = None, inputs: Span | None = None) -> Weight:
+        """Of a whole weight these rows and inputs; itself where that is all of it."""
+        shape = list(self.shape)
+        if inputs is not None:
+            shape[-1] = inputs[1] - inputs[0]
+        if rows is not None:
+            shape[self.row_axis] = rows[1] - rows[0]
+        return self if tuple(shape) == self.shape else replace(self, shape=tuple(shape), cut=Cut(self.shape, rows, inputs))
 
     @property
     def tensor_names(self) -> tuple[str, ...]:

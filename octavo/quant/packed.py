@@ -43,6 +43,19 @@ class Levels:
         repeat = values.shape[-1] // self.super_scale.shape[-1]
         return np.repeat(self.super_scale.astype(np.float32), repeat, axis=-1) * values
 
+    @property
+    def span(self) -> int:
+        """Neighbouring groups that share a super-scale; 1 where there is none."""
+        return 1 if self.super_scale is None else int(self.values.shape[-1] // self.super_scale.shape[-1])
+
+    def groups(self, group: int, first: int, last: int) -> Levels:
+        """Of the inputs first to last - 1, in groups of `group`."""
+        own = slice(first // group, -(-last // group))
+        if self.super_scale is None:
+            return Levels(self.values[..., own])
+        supers = slice(first // group // self.span, -(-last // (group * self.span)))
+        return Levels(self.values[..., own], self.super_scale[..., supers])
+
     def rows(self, index: slice | NDArray[np.intp]) -> Levels:
         return Levels(self.values[..., index, :], None if self.super_scale is None else self.super_scale[..., index, :])
 
@@ -140,3 +153,28 @@ class PackedWeight:
             scales=None if self.scales is None else self.scales.rows(index),
             mins=None if self.mins is None else self.mins.rows(index),
         )
+
+    def inputs(self, first: int, last: int) -> PackedWeight:
+        """The inputs `first` to `last` - 1, which must begin and end with a group; one group for all inputs may be cut anywhere."""
+        width = self.shape[-1]
+        if self.is_float:
+            return replace(self, shape=(*self.shape[:-1], last - first), codes=self.codes[..., first:last])
+        one_group = self.group >= width and self.bits != 4
+        unit = 1 if one_group else self._input_unit
+        if first % unit or (last % unit and last != width) or self.input_permutation is not None:
+            raise ValueError(f"inputs {first} to {last} cannot be cut from a weight of groups of {unit}")
+        step = 2 if self.bits == 4 else 1
+        return replace(
+            self,
+            shape=(*self.shape[:-1], last - first),
+            codes=self.codes[..., first // step : -(-last // step)],
+            group=last - first if one_group else self.group,
+            scales=None if self.scales is None else self.scales.groups(self.group, first, last),
+            mins=None if self.mins is None else self.mins.groups(self.group, first, last),
+        )
+
+    @property
+    def _input_unit(self) -> int:
+        """Inputs that share a scale of the higher level."""
+        supers = [levels.span for levels in (self.scales, self.mins) if levels is not None]
+        return self.group * max(supers, default=1)

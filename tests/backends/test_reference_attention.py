@@ -214,8 +214,7 @@ def test_kv_layout():
 @pytest.mark.parametrize(
     ("op", "message"),
     [
-        (ops.AllReduce(Value("x", "tokens", 4), Value("y", "tokens", 4)), "the op AllReduce (in test)"),
-        (ops.Lora(Value("x", "tokens", 4), Value("x", "tokens", 4), Value("y", "tokens", 4), "q"), "the op Lora"),
+        (ops.Lora(Value("x", "tokens", 4), Value("x", "tokens", 4), Value("y", "tokens", 4), "q"), "the op Lora (in test)"),
         (ops.Attention(Value("x", "tokens", 4), Value("y", "tokens", 4), "kv", 0, 1, 1.0, "tree"), "attention with the mask tree"),
     ],
 )

@@ -41,6 +41,18 @@ def test_rows_and_code_range(number: int) -> None:
     assert codes.min() >= low and codes.max() < low + (1 << packed.bits)
 
 
+@pytest.mark.parametrize("number", QUANTISED, ids=lambda n: BLOCK_TYPES[n].name)
+def test_inputs_are_cut_between_blocks(number: int) -> None:
+    size = BLOCK_TYPES[number].block_size
+    packed = BLOCK_TYPES[number].packed(random_blocks(number, (2, 3, 1024)), (2, 3, 1024))
+    for first, last in ((0, 512), (512, 1024), (size, 1024), (256, 256 + size)):
+        part = packed.inputs(first, last)
+        assert part.shape == (2, 3, last - first)
+        assert part.dequantize().tobytes() == packed.dequantize()[..., first:last].tobytes()
+    with pytest.raises(ValueError, match=f"inputs {size // 2} to {size} cannot be cut from a weight of groups of {size}"):
+        packed.inputs(size // 2, size)
+
+
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 def test_floats_are_views(name: str) -> None:
     number = next(n for n, kind in BLOCK_TYPES.items() if kind.name == name)

@@ -21,8 +21,13 @@ from octavo.program.program import Op, Value
 
 def embedding(op: ops.Embedding, step: Step) -> Made:
     ids = step.inputs["positions"] + op.offset if op.ids is None else step.get(op.ids)
-    rows = step.weights.matrix(op.table).take(ids).floats(torch.float32)
-    return ((rows * op.scale).to(step.dtype),)
+    if op.first_row is None:
+        rows = step.weights.matrix(op.table).take(ids).floats(torch.float32)
+        return ((rows * op.scale).to(step.dtype),)
+    ids = ids - op.first_row
+    here = (ids >= 0) & (ids < op.table.shape[0])
+    rows = step.weights.matrix(op.table).take(ids.where(here, 0)).floats(torch.float32)
+    return ((rows * op.scale).where(here[:, None], 0.0).to(step.dtype),)
 
 
 def norm(op: ops.RmsNorm | ops.LayerNorm, step: Step) -> Made:

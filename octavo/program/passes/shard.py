@@ -1,0 +1,302 @@
+"""The shard pass: what one of several ranks computes of a Program, so that together they compute the whole (tensor parallelism).
+
+Products before heads and activations are split along their outputs, those behind them along their inputs, which leaves every rank with a
+part of a sum; AllReduce adds the parts where somebody wants whole rows. Heads and their KV, the vocabulary, the width of every expert are
+split; norms, routers and latents are on every rank. Runs before fuse. What cannot be split is refused by name.
+Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from octavo.program import ops
+from octavo.program.passes.splits import (
+    Even,
+    Spans,
+    UnitOf,
+    head_spans,
+    is_split,
+    kv_spans,
+    query_spans,
+    refused,
+    shares,
+    times,
+    wishes,
+)
+from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
+
+UNPACK = "use fewer ranks, or --dtype bfloat16, which unpacks the weights"
+
+
+def uncut(weight: Weight) -> int:
+    """A `UnitOf` for weights of plain floats."""
+    return 1
+
+
+def shard(program: Program, rank: int, num_ranks: int, unit_of: UnitOf = uncut) -> Program:
+    """What rank `rank` of `num_ranks` computes. ConfigError names what cannot be split, and why."""
+    return program if num_ranks == 1 else _Sharder(program, rank, num_ranks, unit_of).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank has of a Value: all of it, the columns `spans[rank]`, or one summand of it (`partial`)."""
+
+    value: Value
+    spans: Spans | None = None
+    partial: bool = False
+
+
+class _Sharder:
+    def __init__(self, program: Program, rank: int, num_ranks: int, unit_of: UnitOf) -> None:
+        self._program = program
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._unit_of = unit_of
+        self._wishes = wishes(program, num_ranks, unit_of)
+        self._held = {value: _Held(value) for value in program.inputs.values()}
+        self._ops: list[Op] = []
+
+    def run(self) -> Program:
+        for op in self._program.ops:
+            getattr(self, f"_shard_{op.kind}")(op)
+        outputs = {name: self._whole(value) for name, value in self._program.outputs.items()}
+        groups = tuple(map(self._group, self._program.groups))
+        sharded = replace(self._program, outputs=outputs, groups=groups, ops=tuple(self._ops))
+        sharded.check()
+        return sharded
+
+    def _group(self, group: CacheGroup) -> CacheGroup:
+        first, last = kv_spans(group, self._num_ranks)[self._rank]
+        return replace(group, num_kv_heads=last - first)
+
+    # -- Values -----------------------------------------------------------------------------------------------------------
+
+    def _make(self, value: Value, spans: Spans | None = None, *, partial: bool = False) -> Value:
+        """What this rank will have of a Value that the next op makes."""
+        own = value if spans is None else replace(value, width=_width(spans[self._rank]))
+        self._held[value] = _Held(own, spans, partial)
+        return own
+
+    def _whole(self, value: Value) -> Value:
+        """All columns, summed or gathered by the first who wants them."""
+        held = self._held[value]
+        if not held.partial and held.spans is None:
+            return held.value
+        whole = replace(value, name=f"{value.name}.{'sum' if held.partial else 'all'}")
+        if held.spans is None:
+            self._ops.append(ops.AllReduce(held.value, whole))
+        else:
+            self._ops.append(ops.AllGather(held.value, whole, tuple(map(_width, held.spans))))
+        self._held[value] = _Held(whole)
+        return whole
+
+    def _columns(self, value: Value, spans: Spans, op: Op) -> Value:
+        """This rank's columns, where they are the ones that the op needs."""
+        held = self._held[value]
+        if held.spans != spans:
+            what = f"{op.kind} reads {value.name}, which cannot be made in parts of whole heads"
+            raise refused(what, hint="leave tensor_parallel_size at 1")
+        return held.value
+
+    def _alike(self, values: Sequence[Value]) -> tuple[list[Value], Spans | None]:
+        """The same columns of all of them, or all columns."""
+        held = [self._held[value] for value in values]
+        if all(one.spans == held[0].spans and not one.partial for one in held):
+            return [one.value for one in held], held[0].spans
+        return list(map(self._whole, values)), None
+
+    def _spans(self, out: Value) -> Spans | None:
+        """How a product's out is to be split; None: whole."""
+        wish = self._wishes.get(out)
+        if wish is None or not is_split(wish):
+            return None
+        if not isinstance(wish, Even):
+            return wish if isinstance(wish, tuple) else None
+        if out.width < self._num_ranks * wish.unit:
+            what = f"got {self._num_ranks}, but {out.name} has {out.width} columns, which can only be cut at multiples of {wish.unit}"
+            raise refused(what, hint=UNPACK if wish.unit > 1 else f"take at most {out.width}")
+        return shares(out.width, self._num_ranks, wish.unit)
+
+    # -- products ---------------------------------------------------------------------------------------------------------
+
+    def _shard_Linear(self, op: ops.Linear) -> None:
+        assert op.norm is None and op.gate is None and op.residual is None, "shard runs before fuse"
+        spans = self._held[op.x].spans
+        if spans is not None and not any(is_split(self._wishes.get(out)) for out in op.outs):
+            self._along_inputs(op, spans)
+        else:
+            self._along_outputs(op)
+
+    def _along_outputs(self, op: ops.Linear) -> None:
+        x = self._whole(op.x)
+        if not any(is_split(self._wishes.get(out)) for out in op.outs):
+            self._ops.append(replace(op, x=x, outs=tuple(map(self._make, op.outs))))
+            return
+        if [out.width for out in op.outs] != [weight.shape[0] for weight in op.weights_]:
+            raise refused(f"{op.weights_[0].name} and the outputs of its product do not match", hint="leave tensor_parallel_size at 1")
+        spans = [self._spans(out) for out in op.outs]
+        outs = tuple(map(self._make, op.outs, spans))
+        weights = tuple(map(self._rows, op.weights_, spans))
+        biases = tuple(None if bias is None else self._rows(bias, cut) for bias, cut in zip(op.biases, spans, strict=False))
+        self._ops.append(replace(op, x=x, outs=outs, weights_=weights, biases=biases))
+
+    def _along_inputs(self, op: ops.Linear, spans: Spans) -> None:
+        """A summand on each rank. Biases are added on the first alone, an activation once the sum is there."""
+        outs = tuple(self._make(out, partial=True) for out in op.outs)
+        weights = tuple(self._inputs(weight, spans) for weight in op.weights_)
+        biases = op.biases if self._rank == 0 else ()
+        self._ops.append(replace(op, x=self._held[op.x].value, outs=outs, weights_=weights, biases=biases, activation=None))
+        if op.activation is not None:
+            for out in op.outs:
+                made = replace(out, name=f"{out.name}.{op.activation}")
+                self._ops.append(ops.Act(self._whole(out), made, op.activation))
+                self._held[out] = _Held(made)
+
+    def _shard_GroupedLinear(self, op: ops.GroupedLinear) -> None:
+        held, ids = self._held[op.x], self._whole(op.ids)
+        if held.spans is not None and not is_split(self._wishes.get(op.out)):
+            weight, bias = self._inputs(op.weight, held.spans), op.bias if self._rank == 0 else None
+            self._ops.append(ops.GroupedLinear(held.value, ids, self._make(op.out, partial=True), weight, bias))
+            return
+        x, spans = self._whole(op.x), self._spans(op.out)
+        bias = None if op.bias is None else self._rows(op.bias, spans)
+        self._ops.append(ops.GroupedLinear(x, ids, self._make(op.out, spans), self._rows(op.weight, spans), bias))
+
+    def _rows(self, weight: Weight, spans: Spans | None) -> Weight:
+        return weight if spans is None else weight.part(rows=spans[self._rank])
+
+    def _inputs(self, weight: Weight, spans: Spans) -> Weight:
+        unit = self._unit_of(weight)
+        cut = next((last for _, last in spans[:-1] if last % unit), None)
+        if cut is not None:
+            what = f"got {self._num_ranks}, which cuts {weight.name} at input {cut}, but its scales are of {unit} inputs each"
+            raise refused(what, hint=UNPACK)
+        return weight.part(inputs=spans[self._rank])
+
+    def _shard_Embedding(self, op: ops.Embedding) -> None:
+        """Tables of tokens by rows, so that each rank finds some of them; tables of positions are small."""
+        if op.ids is None:
+            self._ops.append(replace(op, out=self._make(op.out)))
+            return
+        if op.table.shape[0] < self._num_ranks:
+            raise refused(f"got {self._num_ranks}, but the vocabulary has {op.table.shape[0]} tokens", hint="take fewer")
+        rows = shares(op.table.shape[0], self._num_ranks)[self._rank]
+        out = self._make(op.out, partial=True)
+        self._ops.append(replace(op, out=out, table=op.table.part(rows=rows), ids=self._whole(op.ids), first_row=rows[0]))
+
+    # -- attention --------------------------------------------------------------------------------------------------------
+
+    def _shard_Attention(self, op: ops.Attention) -> None:
+        group = self._program.group(op.group)
+        heads = query_spans(op.num_heads, group, self._num_ranks)
+        own = heads[self._rank]
+        bias = op.bias
+        if isinstance(bias, ops.T5Bias):
+            bias = replace(bias, table=bias.table.part(inputs=own))
+        elif isinstance(bias, ops.AlibiBias):
+            bias = ops.AlibiBias(bias.slopes[slice(*own)])
+        self._ops.append(
+            replace(
+                op,
+                q=self._columns(op.q, times(heads, group.k_width), op),
+                out=self._make(op.out, times(heads, group.v_width)),
+                num_heads=_width(own),
+                sinks=None if op.sinks is None else op.sinks.part(rows=own),
+                bias=bias,
+            )
+        )
+
+    def _shard_MlaAttention(self, op: ops.MlaAttention) -> None:
+        heads = head_spans(op.num_heads, self._num_ranks)
+        self._ops.append(
+            replace(
+                op,
+                q_nope=self._columns(op.q_nope, times(heads, op.nope_width), op),
+                q_rope=self._columns(op.q_rope, times(heads, op.rope_width), op),
+                out=self._make(op.out, times(heads, op.v_width)),
+                kv_b=op.kv_b.part(rows=times(heads, op.nope_width + op.v_width)[self._rank]),
+                num_heads=_width(heads[self._rank]),
+            )
+        )
+
+    def _shard_KvWrite(self, op: ops.KvWrite) -> None:
+        group = self._program.group(op.group)
+        if group.num_kv_heads == 1:
+            self._ops.append(replace(op, k_parts=tuple(map(self._whole, op.k_parts)), v=None if op.v is None else self._whole(op.v)))
+            return
+        heads = kv_spans(group, self._num_ranks)
+
+        def own(value: Value) -> Value:
+            return self._columns(value, times(heads, value.width // group.num_kv_heads), op)
+
+        self._ops.append(replace(op, k_parts=tuple(map(own, op.k_parts)), v=None if op.v is None else own(op.v)))
+
+    def _shard_Rope(self, op: ops.Rope) -> None:
+        (x,), spans = self._alike([op.x])
+        self._ops.append(replace(op, x=x, out=self._make(op.out, spans), num_heads=x.width // op.head_width))
+
+    # -- row by row -------------------------------------------------------------------------------------------------------
+
+    def _shard_RmsNorm(self, op: ops.RmsNorm) -> None:
+        by_heads = op.group_width not in (0, op.x.width)
+        (x,), spans = self._alike([op.x]) if by_heads else ([self._whole(op.x)], None)
+        self._ops.append(replace(op, x=x, out=self._make(op.out, spans)))
+
+    def _shard_LayerNorm(self, op: ops.LayerNorm) -> None:
+        self._ops.append(replace(op, x=self._whole(op.x), out=self._make(op.out)))
+
+    def _shard_linear_op(self, op: ops.Scale | ops.GatherRows | ops.PoolRows) -> None:
+        """Whatever a rank has of x: all, columns, a summand."""
+        held = self._held[op.x]
+        self._ops.append(replace(op, x=held.value, out=self._make(op.out, held.spans, partial=held.partial)))
+
+    _shard_Scale = _shard_GatherRows = _shard_PoolRows = _shard_linear_op
+
+    def _shard_column_op(self, op: ops.Act | ops.SoftCap) -> None:
+        (x,), spans = self._alike([op.x])
+        self._ops.append(replace(op, x=x, out=self._make(op.out, spans)))
+
+    _shard_Act = _shard_SoftCap = _shard_column_op
+
+    def _shard_ActMul(self, op: ops.ActMul) -> None:
+        (gate, up), spans = self._alike([op.gate, op.up])
+        self._ops.append(replace(op, gate=gate, up=up, out=self._make(op.out, spans)))
+
+    def _shard_Add(self, op: ops.Add) -> None:
+        """Two summands stay one."""
+        a, b = self._held[op.a], self._held[op.b]
+        if a.partial and b.partial:
+            self._ops.append(ops.Add(a.value, b.value, self._make(op.out, partial=True)))
+            return
+        (x, y), spans = self._alike([op.a, op.b])
+        self._ops.append(ops.Add(x, y, self._make(op.out, spans)))
+
+    def _shard_Mul(self, op: ops.Mul) -> None:
+        """A summand times what all ranks have is a summand."""
+        a = self._held[op.a]
+        if a.partial or op.b.width != op.a.width:
+            self._ops.append(ops.Mul(a.value, self._whole(op.b), self._make(op.out, a.spans, partial=a.partial)))
+            return
+        (x, y), spans = self._alike([op.a, op.b])
+        self._ops.append(ops.Mul(x, y, self._make(op.out, spans)))
+
+    # -- experts ----------------------------------------------------------------------------------------------------------
+
+    def _shard_Route(self, op: ops.Route) -> None:
+        rows, ids, weights = op.outs
+        outs = (self._make(rows), self._make(ids), self._make(weights))
+        self._ops.append(replace(op, x=self._whole(op.x), logits=self._whole(op.logits), outs=outs))
+
+    def _shard_Combine(self, op: ops.Combine) -> None:
+        held, weights = self._held[op.x], self._whole(op.weights_value)
+        self._ops.append(ops.Combine(held.value, weights, self._make(op.out, held.spans, partial=held.partial)))
+
+    def _shard_ScatterRows(self, op: ops.ScatterRows) -> None:
+        self._ops.append(replace(op, x=self._whole(op.x), base=self._whole(op.base), out=self._make(op.out)))
+
+
+def _width(span: Span) -> int:
+    return span[1] - span[0]

@@ -1,0 +1,169 @@
+"""Where a Program's Values can be split over ranks: which columns of them each rank has, as their readers want them.
+
+Readers are asked last to first: attention wants whole heads, a product of rows takes any columns on the borders of its weight's groups and
+then makes a part of a sum, a norm of whole rows wants all. Knows ops and widths; `shard.py` rewrites them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from octavo.errors import ConfigError
+from octavo.program import ops
+from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
+
+Spans = tuple[Span, ...]
+"""The columns of each rank, in rank order. Those of KV heads that are fewer than the ranks overlap."""
+
+UnitOf = Callable[[Weight], int]
+"""Of how many neighbouring inputs a weight can only be cut as a whole: 1, or the group of its scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Even:
+    """Any columns will do whose borders are multiples of `unit`."""
+
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """All columns are wanted on every rank."""
+
+
+Wish = Even | Whole | Spans
+"""How a Value's readers want it."""
+
+EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Act, ops.GatherRows, ops.PoolRows)
+"""Ops of one input, each of whose columns is made of the same column."""
+
+WHOLE_ROWS = (ops.Embedding, ops.LayerNorm, ops.Route, ops.ScatterRows)
+"""Ops that are given all columns of all that they read."""
+
+
+def refused(what: str, *, hint: str) -> ConfigError:
+    return ConfigError(f"tensor_parallel_size: {what}", hint=hint)
+
+
+def shares(width: int, num_ranks: int, unit: int = 1) -> Spans:
+    """Columns 0 to `width` in neighbouring runs of whole units, as even as can be, the first ranks' the longest; every rank has some."""
+    units = -(-width // unit)
+    assert units >= num_ranks, "the caller asks first"
+    borders = [min(-(-rank * units // num_ranks) * unit, width) for rank in range(num_ranks + 1)]
+    return tuple(pairwise(borders))
+
+
+def times(spans: Spans, width: int) -> Spans:
+    """Of heads, in columns of `width` each."""
+    return tuple((first * width, last * width) for first, last in spans)
+
+
+def kv_spans(group: CacheGroup, num_ranks: int) -> Spans:
+    """A group's KV heads: some for each rank, or each head for several ranks."""
+    heads = group.num_kv_heads
+    if heads >= num_ranks:
+        return shares(heads, num_ranks)
+    if num_ranks % heads:
+        what = f"got {num_ranks}, but the model has {heads} KV heads: they can neither be shared out nor each be given to as many ranks"
+        raise refused(what, hint=f"take a number up to {heads}, or a multiple of it")
+    return tuple((rank * heads // num_ranks, rank * heads // num_ranks + 1) for rank in range(num_ranks))
+
+
+def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
+    """The query heads that read a rank's KV heads; where ranks share one, each its part of them."""
+    per_kv_head = num_heads // group.num_kv_heads
+    copies = max(1, num_ranks // group.num_kv_heads)
+    if per_kv_head < copies:
+        raise refused(f"got {num_ranks}, but the model has only {num_heads} attention heads", hint=f"take at most {num_heads}")
+    if copies == 1:
+        return times(kv_spans(group, num_ranks), per_kv_head)
+    parts = shares(per_kv_head, copies)
+    firsts = [first * per_kv_head for first, _ in kv_spans(group, num_ranks)]
+    return tuple((at + parts[rank % copies][0], at + parts[rank % copies][1]) for rank, at in enumerate(firsts))
+
+
+def head_spans(num_heads: int, num_ranks: int) -> Spans:
+    """Of heads that all read the same latents."""
+    if num_heads < num_ranks:
+        raise refused(f"got {num_ranks}, but the model has only {num_heads} attention heads", hint=f"take at most {num_heads}")
+    return shares(num_heads, num_ranks)
+
+
+def wishes(program: Program, num_ranks: int, unit_of: UnitOf) -> dict[Value, Wish]:
+    """How each Value is wanted. Of the outputs the logits may come in parts; what nobody reads has no entry."""
+    found: dict[Value, Wish] = {value: Even() if name == "logits" else Whole() for name, value in program.outputs.items()}
+    for op in reversed(program.ops):
+        for value, wish in _asked(op, program, num_ranks, found, unit_of):
+            found[value] = met(found[value], wish) if value in found else wish
+    return found
+
+
+def met(a: Wish, b: Wish) -> Wish:
+    """What serves both."""
+    if a == b:
+        return a
+    if isinstance(a, Even) and isinstance(b, Even):
+        return Even(math.lcm(a.unit, b.unit))
+    if isinstance(a, Even):
+        return b
+    return a if isinstance(b, Even) else Whole()
+
+
+def is_split(wish: Wish | None) -> bool:
+    return wish is not None and not isinstance(wish, Whole)
+
+
+def _asked(op: Op, program: Program, num_ranks: int, found: dict[Value, Wish], unit_of: UnitOf) -> Iterator[tuple[Value, Wish]]:
+    """How an op wants what it reads, where it is known how its outputs are wanted."""
+    if isinstance(op, ops.Linear | ops.GroupedLinear):
+        makes_columns = any(is_split(found.get(out)) for out in op.outputs)
+        units = [unit_of(weight) for weight in matrices_of(op)]
+        yield op.x, Whole() if makes_columns else Even(math.lcm(*units))
+        if isinstance(op, ops.GroupedLinear):
+            yield op.ids, Whole()
+    elif isinstance(op, ops.Attention):
+        group = program.group(op.group)
+        yield op.q, times(query_spans(op.num_heads, group, num_ranks), group.k_width)
+    elif isinstance(op, ops.MlaAttention):
+        heads = head_spans(op.num_heads, num_ranks)
+        yield op.q_nope, times(heads, op.nope_width)
+        yield op.q_rope, times(heads, op.rope_width)
+    elif isinstance(op, ops.KvWrite):
+        group = program.group(op.group)
+        for value in op.inputs:
+            heads = kv_spans(group, num_ranks)
+            yield value, Whole() if group.num_kv_heads == 1 else times(heads, value.width // group.num_kv_heads)
+    else:
+        yield from _asked_by_rows(op, found)
+
+
+def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wish]]:
+    """Of ops that make a column of the same column, or of its head."""
+    if isinstance(op, EACH_COLUMN):
+        yield op.x, found.get(op.out, Whole())
+    elif isinstance(op, ops.Add):
+        yield from ((value, found.get(op.out, Whole())) for value in (op.a, op.b))
+    elif isinstance(op, ops.ActMul):
+        yield from ((value, found.get(op.out, Whole())) for value in (op.gate, op.up))
+    elif isinstance(op, ops.Mul):
+        yield op.a, found.get(op.out, Whole())
+        yield op.b, found.get(op.out, Whole()) if op.b.width == op.a.width else Whole()
+    elif isinstance(op, ops.Combine):
+        yield op.x, found.get(op.out, Whole())
+        yield op.weights_value, Whole()
+    elif isinstance(op, ops.Rope):
+        yield op.x, met(found.get(op.out, Whole()), Even(op.head_width))
+    elif isinstance(op, ops.RmsNorm):
+        by_heads = op.group_width not in (0, op.x.width)
+        yield op.x, met(found.get(op.out, Whole()), Even(op.group_width)) if by_heads else Whole()
+    elif isinstance(op, WHOLE_ROWS):
+        yield from ((value, Whole()) for value in op.inputs)
+    else:
+        raise refused(f"the op {op.kind} cannot be split over ranks", hint="leave tensor_parallel_size at 1")
+
+
+def matrices_of(op: ops.Linear | ops.GroupedLinear) -> tuple[Weight, ...]:
+    return op.weights_ if isinstance(op, ops.Linear) else (op.weight,)

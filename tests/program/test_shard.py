@@ -1,0 +1,266 @@
+"""The shard pass: ranks in threads together compute what the whole Program computes (reference backend, 1e-9), each a part of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from octavo.backends.base import BackendOptions
+from octavo.backends.native.backend import NativeBackend
+from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference_ranks import RanksInThreads
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
+from octavo.errors import BackendUnavailable, ConfigError
+from octavo.models.registry import build_programs
+from octavo.program import ops
+from octavo.program.passes.fuse import fuse
+from octavo.program.passes.shard import shard
+from octavo.program.passes.splits import kv_spans, query_spans, shares
+from octavo.program.program import CacheGroup, Op, Program, Value, Weight
+from tests.paged_runner import PagedRunner
+from tests.tiny_models import FAMILIES, WIDTHS_OF_32, tiny_model
+
+torch.set_num_threads(1)
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES if family != "t5"},
+    "llama-bias-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-4-kv-heads": ("llama", {"num_key_value_heads": 4}),
+    "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 3.0, "attention_bias": True, "tie_word_embeddings": False}),
+    "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True}),
+}
+
+
+def in_threads(num_ranks: int, run: Callable[[int, ReferenceBackend], NDArray]) -> list[NDArray]:
+    """What `run(rank, its backend)` gives on each rank."""
+    ranks = RanksInThreads(num_ranks)
+    found: dict[int, NDArray] = {}
+    errors: list[BaseException] = []
+
+    def run_rank(rank: int) -> None:
+        try:
+            found[rank] = run(rank, ReferenceBackend(exchange=ranks.exchange_of(rank)))
+        except BaseException as error:
+            errors.append(error)
+            ranks.abort()
+
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    return [found[rank] for rank in range(num_ranks)]
+
+
+def sharded_logits(path: Path, ids: NDArray, num_ranks: int, **options: Any) -> list[NDArray]:
+    def run(rank: int, backend: ReferenceBackend) -> NDArray:
+        return PagedRunner(path, backend, rewrite=partial(shard, rank=rank, num_ranks=num_ranks), **options).logits(ids)
+
+    return in_threads(num_ranks, run)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_together_are_the_whole(case, num_ranks):
+    family, overrides = CASES[case]
+    tiny = tiny_model(family, **overrides)
+    ids = np.random.default_rng(5).integers(0, tiny.config["vocab_size"], 40)
+    wanted = PagedRunner(tiny.path).logits(ids)
+    heads = tiny.config.get("num_attention_heads") or tiny.config["n_head"]
+    kv_heads = 1 if family == "deepseek_v3" else tiny.config.get("num_key_value_heads", heads)
+    if heads < num_ranks or (family != "deepseek_v3" and kv_heads < num_ranks and num_ranks % kv_heads):
+        with pytest.raises(ConfigError, match=rf"tensor_parallel_size: got {num_ranks}, but the model has"):
+            sharded_logits(tiny.path, ids, num_ranks)
+        return
+    found = sharded_logits(tiny.path, ids, num_ranks)
+    for logits in found:
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-9 * abs(wanted).max())
+        np.testing.assert_array_equal(logits, found[0], err_msg="every rank has the same bits")
+
+
+def test_an_encoder_and_its_decoder():
+    """T5: heads of every kind of attention, and of the table of its biases."""
+    path = tiny_model("t5").path
+    whole = t5_logits(PagedRunner(path))
+    found = in_threads(2, lambda rank, backend: t5_logits(PagedRunner(path, backend, rewrite=partial(shard, rank=rank, num_ranks=2))))
+    np.testing.assert_allclose(found[0], whole, rtol=0, atol=1e-9 * abs(whole).max())
+
+
+def t5_logits(runner: PagedRunner) -> NDArray:
+    ids = np.random.default_rng(2).integers(3, 250, 30)
+    request = runner.add(ids)
+    runner.step([(request, 0, 30)], program="encoder")
+    return runner.step([(request, 0, 20)])["logits"]
+
+
+GROUPS_FOR_TWO: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2_moe": {},
+    "deepseek_v3": {"v_head_dim": 32, "moe_intermediate_size": 64},
+}
+"""Heads of a rank are whole groups; the experts of qwen2_moe stay one group of 32."""
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
+def test_what_is_packed_at_load_is_the_same_bits_in_parts(family, quantization):
+    """Scales of one output are made of all its inputs, those of the other ranks too; groups of 32 are cut between groups."""
+    tiny = tiny_model(family, **WIDTHS_OF_32[family] | GROUPS_FOR_TWO[family])
+    program = build_programs(tiny.config)["decoder"]
+    reader = WeightReader(open_checkpoint(tiny.path), "auto", quantization, program)
+    ids = np.random.default_rng(5).integers(0, tiny.config["vocab_size"], 20)
+    wanted = PagedRunner(tiny.path, load=reader.load).logits(ids)
+    units = input_units(loaded_formats(open_checkpoint(tiny.path), "auto", quantization, program))
+
+    def run(rank: int, backend: ReferenceBackend) -> NDArray:
+        rewrite = partial(shard, rank=rank, num_ranks=2, unit_of=units)
+        return PagedRunner(tiny.path, backend, load=reader.load, rewrite=rewrite).logits(ids)
+
+    if quantization == "int4" and family == "qwen2_moe":
+        with pytest.raises(ConfigError, match=r"has 32 columns, which can only be cut at multiples of 32"):
+            in_threads(2, run)
+        return
+    np.testing.assert_allclose(in_threads(2, run)[1], wanted, rtol=0, atol=1e-9 * abs(wanted).max())
+
+
+def test_what_two_ranks_of_a_llama_are():
+    """A sum behind the embedding and each of a layer's two halves, the logits gathered; every part is a half, but for the norms."""
+    config = open_checkpoint(tiny_model("llama").path).config
+    whole = build_programs(config)["decoder"]
+    layers = config["num_hidden_layers"]
+    parts = [fuse(shard(whole, rank, 2)) for rank in range(2)]
+    for rank, part in enumerate(parts):
+        assert Counter(op.kind for op in part.ops)["AllReduce"] == 1 + 2 * layers
+        gather = next(op for op in part.ops if isinstance(op, ops.AllGather))
+        assert gather.x.axis == "samples" and gather.widths == (160, 160)
+        assert part.groups[0].num_kv_heads == 1
+        table = next(op for op in part.ops if isinstance(op, ops.Embedding))
+        assert table.first_row == 160 * rank and table.table.shape == (160, 64)
+        qkv = next(op for op in part.ops if isinstance(op, ops.Linear))
+        assert [(weight.name.split(".")[-2], weight.shape) for weight in qkv.weights_] == [
+            ("q_proj", (32, 64)),
+            ("k_proj", (16, 64)),
+            ("v_proj", (16, 64)),
+        ]
+        assert qkv.norm is not None, "the fuse pass folds as it does in a whole Program"
+        gated = next(op for op in part.ops if isinstance(op, ops.Linear) and op.gate is not None)
+        assert [weight.cut.rows for weight in gated.weights_] == [(50 * rank, 50 * rank + 50)] * 2
+        assert {weight.whole for weight in part.weights} == set(whole.weights)
+    sizes = [sum(math.prod(weight.shape) for weight in program.weights if len(weight.shape) > 1) for program in (whole, *parts)]
+    assert sizes[0] == sizes[1] + sizes[2]
+
+
+def test_a_tied_table_is_cut_once():
+    config = open_checkpoint(tiny_model("qwen2").path).config
+    part = shard(build_programs(config)["decoder"], 1, 2)
+    tables = [weight for weight in part.weights if weight.name == "model.embed_tokens.weight"]
+    assert [(weight.shape, weight.cut.rows) for weight in tables] == [((128, 72), (129, 257))]
+
+
+def test_biases_of_sums_are_added_once():
+    """gpt_oss: q, k, v, the router, gate and up on both ranks; o's and the experts' down on the first alone."""
+    whole = build_programs(open_checkpoint(tiny_model("gpt_oss").path).config)["decoder"]
+    first, second = (shard(whole, rank, 2) for rank in range(2))
+    names = [{weight.name.split(".", 3)[-1] for weight in part.weights if "bias" in weight.name} for part in (first, second)]
+    assert names[0] - names[1] == {"self_attn.o_proj.bias", "mlp.experts.down_proj_bias"}
+    assert {"self_attn.q_proj.bias", "mlp.router.bias", "mlp.experts.gate_up_proj_bias"} <= names[1]
+
+
+# -- shares -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_even_and_whole_units():
+    assert shares(10, 3) == ((0, 4), (4, 7), (7, 10))
+    assert shares(257, 2) == ((0, 129), (129, 257))
+    assert shares(1536, 4, 256) == ((0, 512), (512, 768), (768, 1280), (1280, 1536))
+    assert shares(50, 2, 32) == ((0, 32), (32, 50))
+
+
+def group_of(num_kv_heads: int) -> CacheGroup:
+    return CacheGroup("full", "full", 1, num_kv_heads, 8, 8)
+
+
+def test_query_heads_stay_with_their_kv_heads():
+    assert query_spans(9, group_of(3), 2) == ((0, 6), (6, 9))
+    assert query_spans(8, group_of(8), 4) == ((0, 2), (2, 4), (4, 6), (6, 8))
+    assert (kv_spans(group_of(2), 4), query_spans(8, group_of(2), 4)) == (
+        ((0, 1), (0, 1), (1, 2), (1, 2)),
+        ((0, 2), (2, 4), (4, 6), (6, 8)),
+    )
+    assert query_spans(3, group_of(1), 2) == ((0, 2), (2, 3))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------------------
+
+X, Y, Z = (Value(name, "tokens", 32) for name in ("x", "y", "z"))
+
+
+def program_of(*body: Op, out: Value = Z) -> Program:
+    return Program("test", {"hidden": X}, {"hidden": out}, body, (group_of(4),))
+
+
+ATTENTION = ops.Attention(Y, Z, "full", 0, 4, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "message"),
+    [
+        ("llama", 3, "got 3, but the model has 2 KV heads: they can neither be shared out nor each be given to as many ranks"),
+        ("llama", 8, "got 8, but the model has only 4 attention heads"),
+        ("deepseek_v3", 5, "got 5, but the model has only 4 attention heads"),
+    ],
+)
+def test_heads_that_do_not_suffice_are_refused(family, num_ranks, message):
+    whole = build_programs(open_checkpoint(tiny_model(family).path).config)["decoder"]
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: {message}") as refused:
+        shard(whole, 0, num_ranks)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ((ops.RmsNorm(X, Y, Weight("n", (32,)), 1e-5), ATTENTION), "Attention reads y, which cannot be made in parts of whole heads"),
+        ((ops.Lora(X, X, Z, "q"),), "the op Lora cannot be split over ranks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(body, message):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: {message}"):
+        shard(program_of(*body), 0, 2)
+
+
+def test_groups_of_inputs_are_not_cut():
+    body = (
+        ops.Linear(X, (Y,), (Weight("q", (32, 32)),)),
+        ATTENTION,
+        ops.Linear(Z, (Value("o", "tokens", 32),), (Weight("o_proj", (32, 32)),)),
+    )
+    program = program_of(*body, out=Value("o", "tokens", 32))
+    assert shard(program, 0, 2, lambda weight: 16).weights[1].shape == (32, 16)
+    with pytest.raises(ConfigError, match=r"got 2, which cuts o_proj at input 16, but its scales are of 32 inputs each") as refused:
+        shard(program, 0, 2, lambda weight: 32)
+    assert "--dtype bfloat16" in refused.value.hint
+
+
+def test_one_rank_is_the_whole():
+    program = program_of(ops.Lora(X, X, Z, "q"))
+    assert shard(program, 0, 1) is program
+
+
+def test_native_refuses_by_name():
+    whole = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
+    with pytest.raises(BackendUnavailable, match="the native backend cannot run the op AllReduce"):
+        NativeBackend(BackendOptions()).prepare(shard(whole, 0, 2), WeightReader(open_checkpoint(tiny_model("llama").path)).load)
