@@ -46,6 +46,12 @@ def _rebuild(kind: type[OctavoError], message: str, state: dict[str, object]) ->
     return error
 
 
+def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None:
+    """An error that another process has told of; None where its class is not of this tree."""
+    found = globals().get(kind)
+    return found(message, hint=hint) if isinstance(found, type) and issubclass(found, OctavoError) else None
+
+
 class ClientError(OctavoError):
     """The caller's fault. `param` names the offending field where there is one."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from octavo.errors import OctavoError
 from octavo.outputs import Profile
 from octavo.step import (
     BlockKey,
@@ -49,6 +50,15 @@ class AsyncExecutor(Executor, Protocol):
 
     def launch(self, plan: StepPlan) -> Launched:
         """Returns as soon as it can; the rows that are `from_device` take what the step before draws."""
+        ...
+
+
+@runtime_checkable
+class Losable(Protocol):
+    """An executor that may become useless by itself, at any time. `worker/ranks/ranked_worker.py` is one."""
+
+    def when_lost(self, tell: Callable[[OctavoError], None]) -> None:
+        """`tell` is called once, from another thread, when that is so; at once where it has been."""
         ...
 
 

@@ -6,7 +6,7 @@ Everything is chosen by the frozen config; nothing is registered or looked up el
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,15 @@ from octavo.backends.base import (
     AsyncBackend,
     Backend,
     BackendOptions,
-    DeviceBackend,
-    DeviceMemory,
     Footprint,
-    KvCache,
-    KvLayout,
+    FormatOf,
     OnDemandBackend,
 )
 from octavo.backends.devices import choose_device, default_backend
 from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint, open_header
-from octavo.checkpoint.weights import WeightReader, loaded_formats
+from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
 from octavo.config.derive import against_async_scheduling, derive
 from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
 from octavo.config.paths import is_there, user_path
@@ -48,22 +45,27 @@ from octavo.errors import ConfigError, InvalidRequest, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
 from octavo.ports import Checkpoint, Executor, ModelHeader, Profiler, Tokenizer, TokenizerSource
+from octavo.program.passes.shard import shard
 from octavo.program.program import Program
 from octavo.program.work import Work, work_of
-from octavo.worker.block_places import BlockPlaces, PagedPlaces, RangeShape, VirtualPlaces, check_addressable, describe_ranges
-from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.progress import quiet
+from octavo.worker.cache_engine import HostShape
 from octavo.worker.calibration import input_powers
 from octavo.worker.capacity import Capacity, capacity_of
 from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
 from octavo.worker.connectors.fingerprint import fingerprint
 from octavo.worker.connectors.tiers import TierWorker
 from octavo.worker.load_bar import LoadBar
+from octavo.worker.loaded_model import LoadedModel, device_memory, host_bytes
 from octavo.worker.machine import Machine
-from octavo.worker.memory import SAFE_SHARE, GroupSize, KvBudget, Load, memory_table, plan_kv
-from octavo.worker.request_rows import RequestRows
+from octavo.worker.memory import SAFE_SHARE, KvBudget, memory_table
+from octavo.worker.ranks.messages import Allocate, Fits, Loaded, Measure, Ready, Setup, Started
+from octavo.worker.ranks.other_ranks import OtherRanks
+from octavo.worker.ranks.ranked_worker import RankedWorker
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
+    from octavo.backends.torch.ranks import TorchRanks
     from octavo.engine.process_client import ProcessClient
     from octavo.engine.supervised_client import SupervisedClient
 
@@ -119,14 +121,15 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     header = open_header(resolve_header(config.model.model))
     info = _info_of(header)
     config = _derived(config, info)
-    program = _decoder(config, info, header)
-    footprint = _footprint(config, build_backend(config), header, program)
-    num_parameters = sum(math.prod(weight.shape) for weight in program.weights)
+    whole = _decoder(config, info, header)
+    program = _part(config, header, whole, 0)
+    footprint = build_backend(config).footprint(program, _formats(config, header, whole))
+    num_parameters = sum(math.prod(weight.shape) for weight in whole.weights)
     return ModelPlan(config, info, num_parameters, capacity_of(config, program, footprint, memory_bytes), footprint, work_of(program))
 
 
-def _footprint(config: EngineConfig, backend: Backend, header: ModelHeader, program: Program) -> Footprint:
-    return backend.footprint(program, loaded_formats(header, config.model.dtype, config.model.quantization, program))
+def _formats(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
+    return loaded_formats(header, config.model.dtype, config.model.quantization, whole)
 
 
 def build_in_process(config: EngineConfig, report: Report) -> Front:
@@ -189,55 +192,51 @@ def _derived(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     return derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads(), backend=backend)
 
 
-def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple[EngineCore, EngineInfo, Worker]:
-    """Weights packed, KV cache allocated, scheduler in front."""
+def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple[EngineCore, EngineInfo, Worker | RankedWorker]:
+    """Weights packed, KV cache allocated, scheduler in front; other ranks started, where there are any."""
+    if model.config.observe.record is not None:
+        check_writable(Path(model.config.observe.record))
+    if model.config.backend.tensor_parallel_size == 1:
+        return _build_core(model, report, stop_texts)
+    ranks, others = _start_ranks(model)
+    try:
+        return _build_core(model, report, stop_texts, ranks, others)
+    except BaseException:
+        others.close(patience_s=0.0)
+        raise
+
+
+def _build_core(
+    model: Model, report: Report, stop_texts: MakeStopTexts, ranks: TorchRanks | None = None, others: OtherRanks | None = None
+) -> tuple[EngineCore, EngineInfo, Worker | RankedWorker]:
     config = model.config
-    if config.observe.record is not None:
-        check_writable(Path(config.observe.record))
-    program = _decoder(config, model.info, model.checkpoint)
-    backend = build_backend(config)
-    footprint = _footprint(config, backend, model.checkpoint, program)
-    _check_cache(config.cache, backend, footprint)
-    _check_fits(model, backend, program, footprint, report)
-    reader = _weight_reader(model, program, report)
-    with LoadBar(reader.load, len(program.weights)) as bar:
-        runnable = backend.prepare(program, bar.load)
-    memory = _device_memory(backend)
-    budget = _kv_budget(config, backend, program, memory)
-    if memory is not None:
+    loaded = load_model(model, report, ranks)
+    budget = _common_budget(loaded, others)
+    if (memory := device_memory(loaded.backend)) is not None:
         report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
-    max_model_len = budget.load.max_model_len
-    rows = _request_rows(backend.options, max_model_len, program)
     groups = _block_groups(config, budget)
-    kv, places = _kv_memory(config, backend, program, groups, report)
-    layouts = [backend.kv_layout(group) for group in program.groups]
-    host = [HostShape(group.num_host_blocks, layout.block_bytes) for group, layout in zip(groups, layouts, strict=True)]
-    tiers, tier_worker = _build_tiers(model, backend, layouts, program, report)
-    worker = Worker(runnable, CacheEngine(kv, host, tier_worker, places), rows, close=backend.close)
+    tiers, tier_worker = _build_tiers(model, loaded, report)
+    num_blocks, num_host_blocks = [group.num_blocks for group in groups], [group.num_host_blocks for group in groups]
+    if others is not None:
+        others.send(Allocate(num_blocks, num_host_blocks))
+    own = loaded.worker(num_blocks, num_host_blocks, tier_worker, report)
+    worker = own if others is None else _with_others(own, others)
+    max_model_len = budget.load.max_model_len
     sizes = {"block_size": BLOCK_SIZE, "max_model_len": max_model_len}
     scheduler = build_scheduler(config.scheduler, config.cache, groups, **sizes, tiers=tiers, stop_texts=stop_texts)
-    info = EngineInfo(program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
+    info = EngineInfo(loaded.program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
     log = _log(config, budget, groups, tiers)
-    meter = KvMeter([layout.block_bytes for layout in layouts], max_model_len=max_model_len)
+    meter = KvMeter([layout.block_bytes for layout in loaded.layouts], max_model_len=max_model_len)
     core = EngineCore(
         scheduler,
         worker,
         log=log,
         stall_timeout_s=config.observe.stall_timeout,
         kv_meter=meter,
-        runs_ahead=_runs_ahead(config, backend),
+        runs_ahead=_runs_ahead(config, loaded.backend),
     )
     return core, info, worker
-
-
-def _request_rows(options: BackendOptions, max_model_len: int, program: Program) -> RequestRows:
-    sizes = {"num_groups": len(program.groups), "vocab_size": program.vocab_size}
-    try:
-        return RequestRows(max_rows=options.max_rows, max_model_len=max_model_len, **sizes)
-    except MemoryError:
-        what = f"max_num_seqs: got {options.max_requests:,}, but the token ids of so many requests of {max_model_len:,} tokens"
-        raise ConfigError(f"{what} take more memory than there is", hint="lower max_num_seqs or max_model_len") from None
 
 
 def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
@@ -248,23 +247,70 @@ def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
     return isinstance(backend, AsyncBackend) and backend.computes_apart and not against_async_scheduling(config)
 
 
-def _kv_memory(
-    config: EngineConfig, backend: Backend, program: Program, groups: Sequence[BlockGroup], report: Report
-) -> tuple[KvCache, BlockPlaces]:
-    """The device's memory for KV, and where in it blocks lie, in the layout that the options name."""
-    if config.cache.kv_layout == "paged":
-        return backend.allocate(program.groups, [group.num_blocks for group in groups]), PagedPlaces()
-    assert isinstance(backend, OnDemandBackend), "_check_cache has seen to it"
-    assert config.model.max_model_len is not None, "derive() has set it"
-    num_rows, context_blocks = config.scheduler.max_num_seqs, -(-config.model.max_model_len // BLOCK_SIZE)
-    ranges = [
-        RangeShape.of(group.num_blocks, context_blocks, backend.kv_pieces(spec), spec.num_layers)
-        for spec, group in zip(program.groups, groups, strict=True)
-    ]
-    check_addressable(ranges, num_rows=num_rows)
-    report(describe_ranges(ranges, num_rows=num_rows))
-    kv = backend.allocate_on_demand(program.groups, [num_rows * shape.num_blocks for shape in ranges])
-    return kv, VirtualPlaces(kv, ranges, num_rows=num_rows)
+def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) -> LoadedModel:
+    """All of it, or what one of several ranks computes."""
+    config, whole = model.config, _decoder(model.config, model.info, model.checkpoint)
+    own = _part(config, model.checkpoint, whole, 0 if ranks is None else ranks.rank)
+    backend = build_backend(config, ranks)
+    footprint = backend.footprint(own, _formats(config, model.checkpoint, whole))
+    _check_cache(config.cache, backend, footprint)
+    _check_fits(model, backend, own, footprint, report)
+    reader = _weight_reader(model, whole, report)
+    with LoadBar(reader.load, len(own.weights)) as bar:
+        return LoadedModel(config, own, backend, backend.prepare(own, bar.load))
+
+
+def _part(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:
+    """What the rank computes of it; ConfigError where it cannot be split over as many ranks as the options say."""
+    num_ranks = config.backend.tensor_parallel_size
+    return whole if num_ranks == 1 else shard(whole, rank, num_ranks, input_units(_formats(config, header, whole)))
+
+
+def _start_ranks(model: Model) -> tuple[TorchRanks, OtherRanks]:
+    """This process is the first; what can be refused is, before another is started."""
+    config = model.config
+    num_ranks = config.backend.tensor_parallel_size
+    _part(config, model.checkpoint, _decoder(model.config, model.info, model.checkpoint), 0)
+    device = choose_device(config.backend.device, num_devices=num_ranks)
+    from octavo.backends.torch.ranks import Meeting, TorchRanks
+
+    meeting = Meeting(num_ranks)
+    options = flat_options(config) | {"model": str(model.checkpoint.path), "record": None}
+    others = OtherRanks("octavo.wiring:load_rank", options, num_ranks, meeting.port)
+    try:
+        others.expect(Started)
+        ranks = TorchRanks(0, num_ranks, device, meeting)
+        others.when_lost(lambda error: ranks.abort())
+        return ranks, others
+    except BaseException:
+        others.close(patience_s=0.0)
+        raise
+
+
+def load_rank(setup: Setup, started: Callable[[], None]) -> LoadedModel:
+    """What the process of another rank calls: meets the first one and loads its part."""
+    model = open_model(EngineConfig.from_options(**setup.options))
+    device = choose_device(model.config.backend.device, num_devices=setup.num_ranks)
+    from octavo.backends.torch.ranks import TorchRanks
+
+    started()
+    return load_model(model, quiet, TorchRanks(setup.rank, setup.num_ranks, device, setup.port))
+
+
+def _with_others(worker: Worker, others: OtherRanks) -> RankedWorker:
+    others.expect(Ready)
+    return RankedWorker(worker, others)
+
+
+def _common_budget(loaded: LoadedModel, others: OtherRanks | None) -> KvBudget:
+    """As many blocks as fit on every rank; measured once all have loaded."""
+    if others is None:
+        return loaded.kv_budget()
+    others.expect(Loaded)
+    others.send(Measure())
+    budget = loaded.kv_budget()
+    fits = [budget.num_blocks, *(said.num_blocks for said in others.expect(Fits))]
+    return replace(budget, num_blocks=tuple(map(min, zip(*fits, strict=True))))
 
 
 def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None) -> Log:
@@ -287,15 +333,17 @@ def _check_cache(cache: CacheOptions, backend: Backend, footprint: Footprint) ->
         open_root(cache.prefix_cache_dir)
 
 
-def _check_fits(model: Model, backend: Backend, program: Program, footprint: Footprint, report: Report) -> None:
+def _check_fits(model: Model, backend: Backend, own: Program, footprint: Footprint, report: Report) -> None:
     """ConfigError, before anything is loaded, where it cannot fit."""
     config, name = model.config, str(model.config.model.served_model_name)
-    memory = _device_memory(backend)
-    available_bytes = Machine().available_bytes() if memory is None else memory.kv_bytes
+    memory = device_memory(backend)
+    available_bytes = host_bytes(config) if memory is None else memory.kv_bytes
     if available_bytes is not None:
         share = SAFE_SHARE if memory is None else 1.0
-        capacity_of(config, program, footprint, available_bytes, share=share).check(name)
-    report(f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}")
+        capacity_of(config, own, footprint, available_bytes, share=share).check(name)
+    num_ranks = config.backend.tensor_parallel_size
+    each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    report(f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}")
 
 
 def stop_texts_of(began: Began, *, model: str | None) -> MakeStopTexts:
@@ -325,7 +373,7 @@ def _weight_reader(model: Model, program: Program, report: Report) -> WeightRead
     return WeightReader(model.checkpoint, options.dtype, options.quantization, program, importance)
 
 
-def build_backend(config: EngineConfig) -> Backend:
+def build_backend(config: EngineConfig, ranks: TorchRanks | None = None) -> Backend:
     assert config.model.max_model_len is not None, "derive() has set it"
     options = BackendOptions(
         dtype=config.model.dtype,
@@ -346,18 +394,18 @@ def build_backend(config: EngineConfig) -> Backend:
 
         return ReferenceBackend(options)
     if config.backend.backend == "torch":
-        return _torch_backend(options, config.backend)
+        return _torch_backend(options, config.backend, ranks)
     from octavo.backends.native.backend import NativeBackend
 
     return NativeBackend(options)
 
 
-def _torch_backend(options: BackendOptions, choice: BackendChoice) -> Backend:
+def _torch_backend(options: BackendOptions, choice: BackendChoice, ranks: TorchRanks | None) -> Backend:
     """PyTorch is imported here, and nowhere before."""
     device = choose_device(choice.device)
     from octavo.backends.torch.backend import TorchBackend
 
-    return TorchBackend(options, device)
+    return TorchBackend(options, device if ranks is None else str(ranks.device), ranks)
 
 
 def build_tokenizer(model: Model) -> Tokenizer | None:
@@ -398,23 +446,6 @@ def _decoder(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Prog
     return build_programs(header.config)["decoder"]
 
 
-def _device_memory(backend: Backend) -> DeviceMemory | None:
-    return backend.memory() if isinstance(backend, DeviceBackend) else None
-
-
-def _kv_budget(config: EngineConfig, backend: Backend, program: Program, memory: DeviceMemory | None) -> KvBudget:
-    """Of the machine's memory a safe share; of a device's own all that is left of its."""
-    assert config.model.max_model_len is not None, "derive() has set it"
-    options = config.scheduler
-    return plan_kv(
-        [GroupSize(backend.kv_layout(group).block_bytes, group.window if config.cache.kv_cache else None) for group in program.groups],
-        Load(config.model.max_model_len, options.max_num_seqs, options.max_num_batched_tokens),
-        wanted_bytes=config.cache.kv_cache_memory_bytes,
-        available_bytes=Machine().available_bytes() if memory is None else memory.kv_bytes,
-        share=SAFE_SHARE if memory is None else 1.0,
-    )
-
-
 def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
     """As the scheduler sees the KV cache; the host never holds more than the device."""
     num_host_blocks = config.cache.swap_space // budget.block_bytes
@@ -423,16 +454,14 @@ def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
     ]
 
 
-def _build_tiers(
-    model: Model, backend: Backend, layouts: Sequence[KvLayout], program: Program, report: Report
-) -> tuple[Tiers | None, TierWorker | None]:
+def _build_tiers(model: Model, loaded: LoadedModel, report: Report) -> tuple[Tiers | None, TierWorker | None]:
     """The prefix cache off the device: what its scheduler half is made of, and its worker half, where the options ask for them."""
-    cache = model.config.cache
+    cache, layouts = model.config.cache, loaded.layouts
     block_bytes = [layout.block_bytes for layout in layouts]
     num_slots = _num_slots(cache, sum(block_bytes))
     if not num_slots:
         return None, None
-    directory = None if cache.prefix_cache_dir is None else _block_directory(model, backend, layouts, program)
+    directory = None if cache.prefix_cache_dir is None else _block_directory(model, loaded)
     worker = TierWorker([HostShape(num_slots, size) for size in block_bytes], directory)
     first = worker.report(wait_s=0.0)
     if first is not None:
@@ -451,8 +480,9 @@ def _num_slots(cache: CacheOptions, block_bytes: int) -> int:
     return wanted // block_bytes
 
 
-def _block_directory(model: Model, backend: Backend, layouts: Sequence[KvLayout], program: Program) -> BlockDirectory:
+def _block_directory(model: Model, loaded: LoadedModel) -> BlockDirectory:
     cache, checkpoint = model.config.cache, model.checkpoint
+    backend, layouts = loaded.backend, loaded.layouts
     assert cache.prefix_cache_dir is not None
     root = open_root(cache.prefix_cache_dir)
     parts = {
@@ -460,7 +490,7 @@ def _block_directory(model: Model, backend: Backend, layouts: Sequence[KvLayout]
         "config": checkpoint.config,
         "options": [model.config.model.dtype, model.config.model.quantization],
         "backend": [backend.name, backend.numerics],
-        "groups": list(map(str, program.groups)),
+        "groups": list(map(str, loaded.program.groups)),
         "layouts": list(map(str, layouts)),
         "block and split": [BLOCK_SIZE, SPLIT_KEYS],
     }

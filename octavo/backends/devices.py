@@ -53,13 +53,17 @@ def require_flashinfer() -> Any:
         raise BackendUnavailable(f"attention_backend: flashinfer cannot be used: {error}", hint=INSTALL_FLASHINFER) from error
 
 
-def choose_device(wanted: Device | None) -> Device:
-    """The wanted one, by default cuda where there is one, else cpu; BackendUnavailable says why there is none."""
+def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
+    """The wanted one, by default cuda where there is one, else cpu; BackendUnavailable says why there is none, or are too few."""
     cuda = require_torch().cuda
     if wanted == "cuda" and not cuda.is_available():
         build = "this PyTorch is built without CUDA" if cuda_build() is None else "no NVIDIA GPU that its driver shows"
         raise BackendUnavailable(f"device: got 'cuda', but {build}", hint="`octavo doctor` says what is here; --device cpu runs anywhere")
-    return wanted or ("cuda" if cuda.is_available() else "cpu")
+    chosen = wanted or ("cuda" if cuda.is_available() else "cpu")
+    if chosen == "cuda" and cuda.device_count() < num_devices:
+        what = f"tensor_parallel_size: got {num_devices}, but there are {cuda.device_count()} CUDA devices"
+        raise BackendUnavailable(what, hint="take fewer; --device cpu runs any number")
+    return chosen
 
 
 def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:

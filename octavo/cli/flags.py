@@ -55,5 +55,6 @@ def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
         annotation = Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}" if default else flag, help=text)]
     else:
         metavar = "|".join(spec.choices) or ("N" if spec.number else "TEXT")
-        annotation = Annotated[list[str] | None if spec.is_list else str | None, typer.Option(flag, help=text, metavar=metavar)]
+        names = (flag, short) if (short := spec.entry.metadata["short"]) else (flag,)
+        annotation = Annotated[list[str] | None if spec.is_list else str | None, typer.Option(*names, help=text, metavar=metavar)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

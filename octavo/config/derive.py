@@ -32,7 +32,7 @@ def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int,
             max_model_len=_max_model_len(config.model.max_model_len, model_context_tokens),
             served_model_name=config.model.served_model_name or config.model.model,
         ),
-        backend=replace(config.backend, threads=config.backend.threads or num_threads),
+        backend=replace(config.backend, threads=config.backend.threads or max(1, num_threads // config.backend.tensor_parallel_size)),
     )
 
 
@@ -59,6 +59,7 @@ def _check(config: EngineConfig) -> None:
     if config.model.quantization == "fp8" and config.backend.backend == "native":
         hint = "use int8, which is the more exact, or set backend to torch"
         raise ConfigError("quantization: fp8 is for the torch and reference backends, got 'native'", hint=hint)
+    _check_ranks(config)
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
         raise ConfigError(f"{got}, allowed is a share above 0 and at most 1")
@@ -76,11 +77,25 @@ def against_async_scheduling(config: EngineConfig) -> str:
     """Why no step can be planned while another is computed, whatever the device; "" where none of the options speaks against it."""
     if config.backend.backend != "torch":
         return f"the {config.backend.backend} backend computes where the plans are made"
+    if config.backend.tensor_parallel_size > 1:
+        return "ranks (tensor_parallel_size) carry out one step at a time"
     if not config.cache.kv_cache:
         return "without the KV cache (kv_cache) a step computes again what the one before has drawn"
     if config.scheduler.scheduler_delay_factor:
         return "scheduler_delay_factor counts from the end of a step with a prompt, which must have come back"
     return ""
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    num_ranks = config.backend.tensor_parallel_size
+    if num_ranks == 1:
+        return
+    if config.backend.backend != "torch":
+        what = f"tensor_parallel_size: got {num_ranks}, allowed only with the torch backend, got {config.backend.backend!r}"
+        raise ConfigError(what, hint="set backend to torch, or leave tensor_parallel_size at 1")
+    for name in ("prefix_cache_dir", "kv_offloading_size"):
+        if getattr(config.cache, name) is not None:
+            raise ConfigError(f"{name}: allowed only where tensor_parallel_size is 1, got {num_ranks}")
 
 
 def _check_prefix_cache(cache: CacheOptions) -> None:

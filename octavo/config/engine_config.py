@@ -19,9 +19,12 @@ MAX_COUNT = (1 << 31) - 1
 """Of requests, tokens, threads: arrays of them have 32-bit indices."""
 
 
-def option(default: Any, text: str, *, unit: Literal["bytes", "count"] | None = None, low: float | None = None) -> Any:
-    """A field with its help text; `unit` lets texts such as "2GiB" or "8k" stand for numbers; `low` is the least value."""
-    return field(default=default, metadata={"help": text, "unit": unit, "low": low})
+def option(
+    default: Any, text: str, *, unit: Literal["bytes", "count"] | None = None, low: float | None = None, short: str | None = None
+) -> Any:
+    """A field with its help text; `unit` lets texts such as "2GiB" or "8k" stand for numbers; `low` is the least value; `short`: a short
+    flag beside the long one."""
+    return field(default=default, metadata={"help": text, "unit": unit, "low": low, "short": short})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,10 @@ class BackendChoice:
     batch_invariant: bool = option(
         False, "torch: a request's tokens and logprobs are the same bits in any company, as they always are on the others; slower"
     )
-    threads: int | None = option(None, "compute threads; default the physical cores this process may use", low=1)
+    tensor_parallel_size: int = option(
+        1, "torch: processes, each with a device of its own, that share out the heads and widths of every layer", low=1, short="-tp"
+    )
+    threads: int | None = option(None, "compute threads of each process; default the physical cores this process may use", low=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, GivenUp
 from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
+from octavo.errors import EngineDead
 from octavo.ports import AsyncExecutor, Executor, Launched
 from octavo.step import RowResult, StepPlan, StepResult
 
@@ -156,9 +157,13 @@ class EngineCore:
         return stats
 
     def _result(self, plan: StepPlan, launched: Launched) -> StepResult:
-        """An exception fails the step's requests and no other: their blocks and rows are freed, and the engine goes on."""
+        """An exception fails the step's requests and no other: their blocks and rows are freed, and the engine goes on.
+        EngineDead ends it.
+        """
         try:
             result = launched.result()
+        except EngineDead:
+            raise
         except Exception as error:
             failure = f"the step failed: {type(error).__name__}: {error}"
             self.scheduler.plan_failed(plan)

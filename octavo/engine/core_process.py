@@ -24,11 +24,14 @@ import zmq
 from octavo.engine.client import Ask, Close, Command, EngineInfo, answer, apply_command
 from octavo.engine.core import CoreOutputs, EngineCore
 from octavo.engine.slate import PULSE_S, Pulse, Slate, Watched
-from octavo.errors import InvalidRequest, OctavoError
+from octavo.errors import EngineDead, InvalidRequest, OctavoError
+from octavo.ports import Losable
 
 Report: TypeAlias = Callable[[str], None]
 BuildCore: TypeAlias = Callable[[dict[str, Any], Report], tuple[EngineCore, EngineInfo]]
 """Builds the engine of flat options; tells in words what it is doing."""
+
+OWN_COMMANDS = "inproc://own-commands"
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,12 @@ class Answered(msgspec.Struct, tag=True):
     hint: str | None = None
 
 
+class Lost(msgspec.Struct, tag=True):
+    """To itself, from another of its threads: the executor can compute nothing any more."""
+
+    error: str
+
+
 Reply = Connected | Progress | Ready | Failed | Stepped | Answered
 
 
@@ -86,6 +95,7 @@ def main() -> None:
     if not _bind(commands, sys.argv[1]):
         return
     threading.Thread(target=_end_with_parent, args=(sys.argv[1:3],), daemon=True).start()
+    commands.bind(OWN_COMMANDS)
     replies.connect(sys.argv[2])
     loop = CoreLoop(commands, replies, Slate(int(sys.argv[3])))
     try:
@@ -109,7 +119,7 @@ class CoreLoop:
         self._replies = replies
         self._slate = slate
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._decoder = msgspec.msgpack.Decoder(Command | Lost)
 
     def send(self, reply: Reply) -> None:
         self._replies.send(self._encoder.encode(reply))
@@ -120,6 +130,8 @@ class CoreLoop:
         module, _, function = setup.build.partition(":")
         build: BuildCore = getattr(importlib.import_module(module), function)
         core, info = build(setup.options, lambda text: self.send(Progress(text)))
+        if isinstance(core.executor, Losable):
+            core.executor.when_lost(self._tell_itself)
         core.executor = Watched(core.executor, self._slate)
         pulse = Pulse(core.executor, self._slate)
         self.send(Ready(info))
@@ -140,11 +152,19 @@ class CoreLoop:
             pulse.wake()
             if isinstance(command, Close):
                 return False
+            if isinstance(command, Lost):
+                raise EngineDead(command.error)
             if isinstance(command, Ask):
                 self.send(_answer(core, command))
             else:
                 apply_command(core, command)
         return True
+
+    def _tell_itself(self, error: OctavoError) -> None:
+        """Wakes a loop that waits for commands; called by another thread."""
+        with self._commands.context.socket(zmq.PUSH) as own:
+            own.connect(OWN_COMMANDS)
+            own.send(self._encoder.encode(Lost(error.message)))
 
 
 def _answer(core: EngineCore, asked: Ask) -> Answered:

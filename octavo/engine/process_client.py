@@ -19,14 +19,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo import errors
 from octavo.engine.client import Abort, Add, Ask, Close, Command, EngineInfo, Question, ResetPrefixCache
 from octavo.engine.core import CoreOutputs
 from octavo.engine.core_process import Answered, Connected, Failed, Progress, Ready, Reply, Report, Setup, Stepped
 from octavo.engine.pin import Pin
 from octavo.engine.request import EngineRequest
 from octavo.engine.slate import PAGE_BYTES, Slate
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable, error_named
 
 START = "from octavo.engine.core_process import main; main()"
 END_S = 5.0
@@ -227,10 +226,8 @@ class ProcessClient:
 
 
 def _error_of(failed: Failed) -> OctavoError:
-    kind = getattr(errors, failed.kind, None)
-    if isinstance(kind, type) and issubclass(kind, OctavoError):
-        return kind(failed.message, hint=failed.hint)
-    return EngineDead(f"the engine process has failed: {failed.kind}: {failed.message}")
+    known = error_named(failed.kind, failed.message, failed.hint)
+    return known or EngineDead(f"the engine process has failed: {failed.kind}: {failed.message}")
 
 
 def _describe_exit(code: int) -> str:

@@ -42,9 +42,11 @@ class LaunchedStep:
 
 
 class Worker:
-    """Runs the plans of one engine on one device."""
+    """Runs the plans of one engine on one device. `is_alone`: there are no other ranks, which would not know of a step taken apart."""
 
-    def __init__(self, runnable: Runnable, cache_engine: CacheEngine, rows: RequestRows, *, close: Callable[[], None]) -> None:
+    def __init__(
+        self, runnable: Runnable, cache_engine: CacheEngine, rows: RequestRows, *, close: Callable[[], None], is_alone: bool = True
+    ) -> None:
         self._runnable = runnable
         self._rows = rows
         self._cache_engine = cache_engine
@@ -54,6 +56,7 @@ class Worker:
         self._free_since = 0.0
         """When the device had computed the last step taken in."""
         self._close = close
+        self._is_alone = is_alone
 
     def execute(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
@@ -144,6 +147,8 @@ class Worker:
 
     def _run(self, rows: Sequence[ScheduledRow], run: RunRows) -> list[RowResult]:
         """Runs them together; where that raises, one by one. To compute a position twice writes the same KV twice."""
+        if not self._is_alone:
+            return run(rows)
         try:
             return run(rows)
         except Exception as error:

@@ -21,6 +21,7 @@ from octavo.backends.torch.kernels import choose_kernels
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.memory import CudaMemory, blocks_of, largest_step
 from octavo.backends.torch.program import FORMULAS, Engine, TorchProgram
+from octavo.backends.torch.ranks import TorchRanks
 from octavo.backends.torch.rates import measured_ceilings
 from octavo.backends.torch.step import staging_bytes
 from octavo.backends.torch.weights import Weights
@@ -37,15 +38,16 @@ KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, 
 
 
 class TorchBackend:
-    """Implements `base.Backend`. `device` as `devices.choose_device` gives it."""
+    """Implements `base.Backend`. `device` as `devices.choose_device` gives it, or one of several; `ranks`: the others, if any."""
 
     name = "torch"
 
-    def __init__(self, options: BackendOptions, device: str = "cpu") -> None:
+    def __init__(self, options: BackendOptions, device: str = "cpu", ranks: TorchRanks | None = None) -> None:
         if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
             raise BackendUnavailable(f"kv_cache_dtype: the torch backend has {', '.join(KV_DTYPES)}, got {options.kv_cache_dtype}")
         self.options = options
         self.device = torch.device(device)
+        self.ranks = ranks
         self.numerics = f"torch {torch.__version__} on {self.device_name}"
         self._dtype = DTYPES.get(options.dtype, torch.float32)
         self._attention = choose_attention(options.attention_backend, self.device)
@@ -72,6 +74,7 @@ class TorchBackend:
             self._num_threads,
             staging_bytes(options, len(fused.groups)),
             options.max_rows,
+            self.ranks,
         )
         prepared = TorchProgram(fused, weights, engine)
         if self._memory is not None:
@@ -88,7 +91,7 @@ class TorchBackend:
     def graph_sizes(self, program: Program) -> tuple[int, ...]:
         """Numbers of requests whose decode steps are captured; () where nothing can be, or is to be."""
         options = self.options
-        if self.device.type != "cuda" or options.enforce_eager or options.batch_invariant:
+        if self.device.type != "cuda" or options.enforce_eager or options.batch_invariant or self.ranks is not None:
             return ()
         if not self._attention.for_graphs or "logits" not in program.outputs:
             return ()
@@ -172,6 +175,11 @@ class TorchBackend:
     def _check_op(self, program: Program, op: Op) -> None:
         if type(op) not in FORMULAS:
             raise _refused(program, f"the op {op.kind}")
+        num_ranks = 1 if self.ranks is None else self.ranks.num_ranks
+        if isinstance(op, ops.AllGather) and len(op.widths) != num_ranks:
+            raise _refused(program, f"the op AllGather over {len(op.widths)} ranks on one of {num_ranks}")
+        if isinstance(op, ops.AllReduce) and num_ranks == 1:
+            raise _refused(program, "the op AllReduce on one rank")
         if isinstance(op, ops.Attention) and op.mask not in MASKS:
             raise _refused(program, f"attention with the mask {op.mask}")
         if isinstance(op, ops.Attention) and op.mask == "full" and self.options.batch_invariant and _writes(program, op.group):

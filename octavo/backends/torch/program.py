@@ -27,6 +27,7 @@ from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import TorchKvCache
 from octavo.backends.torch.last_tokens import source_arrays, target_arrays
 from octavo.backends.torch.profile import OpTimes
+from octavo.backends.torch.ranks import RANK_FORMULAS, TorchRanks, told_by_first
 from octavo.backends.torch.row_ops import ROW_FORMULAS, norms_ahead
 from octavo.backends.torch.sampling import Drawn, Wants, draw, draw_arrays, part_of, result_of, wants_of
 from octavo.backends.torch.step import Made, Staging, Step, step_arrays
@@ -36,7 +37,7 @@ from octavo.outputs import Profile
 from octavo.program.program import Op, Program, Value
 from octavo.progress import Bar
 
-FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = ROW_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS
+FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = ROW_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS | RANK_FORMULAS
 
 HEAD_ROWS = 128
 """Sampled rows that go through the head at once: with 150,000 tokens in a vocabulary an fp64 array of them takes 154 MB."""
@@ -72,6 +73,8 @@ class Engine:
     """Of the largest step's inputs."""
     max_rows: int
     """Permanent rows, whose last tokens are kept."""
+    ranks: TorchRanks | None = None
+    """Where there are several: the first draws for all."""
 
 
 class TorchProgram:
@@ -190,6 +193,7 @@ class TorchProgram:
             engine.attention,
             engine.kernels,
             self._norms_ahead,
+            engine.ranks,
         )
 
     def _put(self, arrays: dict[str, NDArray], draws: dict[str, NDArray]) -> dict[str, Tensor]:
@@ -218,10 +222,17 @@ class TorchProgram:
             wants = wants_of(part, self.program.vocab_size)
             if index:
                 inputs = self._late_staging.put(self._draw_arrays(batch, chunk, part, wants))
-            one = draw(values_of(chunk)[self.program.outputs["logits"].name].float(), inputs, wants, self._engine.kernels)
+            one = self._drawn(values_of(chunk)[self.program.outputs["logits"].name].float(), inputs, wants)
             self._keep_last_tokens(inputs, one)
             drawn.append(fetch.take_drawn(one))
         return lambda: StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
+
+    def _drawn(self, logits: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Drawn:
+        """Of several ranks the first one draws, and tells the others."""
+        ranks, kernels = self._engine.ranks, self._engine.kernels
+        if ranks is None:
+            return draw(logits, inputs, wants, kernels)
+        return told_by_first(ranks, draw(logits, inputs, wants, kernels) if ranks.rank == 0 else None, len(logits))
 
     def _through_head(self, step: Step, sample_rows: Tensor) -> dict[str, Tensor]:
         head = dataclasses.replace(step, inputs=step.inputs | {"sample_rows": sample_rows})

@@ -129,6 +129,8 @@ class Step:
     kernels: Kernels
     norms_ahead: Mapping[str, NormOp]
     """`row_ops.norms_ahead` of the Program."""
+    ranks: Any = None
+    """`ranks.TorchRanks`, where there are several."""
     values: dict[str, Tensor] = field(default_factory=dict)
     normed: dict[str, Tensor] = field(default_factory=dict)
     """Norms of Values that were made with them, until the next op takes them."""

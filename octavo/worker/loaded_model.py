@@ -1,0 +1,114 @@
+"""A model whose weights are in place, or one rank's part of it: how many KV blocks fit beside them, and the worker over these blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from octavo.backends.base import (
+    BLOCK_SIZE,
+    Backend,
+    BackendOptions,
+    DeviceBackend,
+    DeviceMemory,
+    KvCache,
+    KvLayout,
+    OnDemandBackend,
+    Runnable,
+)
+from octavo.config.engine_config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.ports import ConnectorWorker
+from octavo.program.program import Program
+from octavo.worker.block_places import BlockPlaces, PagedPlaces, RangeShape, VirtualPlaces, check_addressable, describe_ranges
+from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.machine import Machine
+from octavo.worker.memory import SAFE_SHARE, GroupSize, KvBudget, Load, plan_kv
+from octavo.worker.request_rows import RequestRows
+from octavo.worker.worker import Worker
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`config` has everything derived. Implements `ranks.process.LoadedRank`."""
+
+    config: EngineConfig
+    program: Program
+    backend: Backend
+    runnable: Runnable
+
+    @property
+    def layouts(self) -> list[KvLayout]:
+        return [self.backend.kv_layout(group) for group in self.program.groups]
+
+    def kv_budget(self) -> KvBudget:
+        """As much as the options say; else of the machine's memory a safe share, of a device's own all that is left of its."""
+        config, options = self.config, self.config.scheduler
+        assert config.model.max_model_len is not None, "derive() has set it"
+        memory = device_memory(self.backend)
+        windows = [group.window if config.cache.kv_cache else None for group in self.program.groups]
+        return plan_kv(
+            [GroupSize(layout.block_bytes, window) for layout, window in zip(self.layouts, windows, strict=True)],
+            Load(config.model.max_model_len, options.max_num_seqs, options.max_num_batched_tokens),
+            wanted_bytes=config.cache.kv_cache_memory_bytes,
+            available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
+            share=SAFE_SHARE if memory is None else 1.0,
+        )
+
+    def num_blocks(self) -> Sequence[int]:
+        return self.kv_budget().num_blocks
+
+    def worker(
+        self,
+        num_blocks: Sequence[int],
+        num_host_blocks: Sequence[int],
+        connector: ConnectorWorker | None = None,
+        report: Report = lambda text: None,
+    ) -> Worker:
+        """With memory for so many blocks of each group, on the device and for swapped requests."""
+        config, program = self.config, self.program
+        assert config.model.max_model_len is not None, "derive() has set it"
+        rows = _request_rows(self.backend.options, config.model.max_model_len, program)
+        kv, places = self._kv_memory(num_blocks, report)
+        host = [HostShape(count, layout.block_bytes) for count, layout in zip(num_host_blocks, self.layouts, strict=True)]
+        is_alone = config.backend.tensor_parallel_size == 1
+        return Worker(self.runnable, CacheEngine(kv, host, connector, places), rows, close=self.backend.close, is_alone=is_alone)
+
+    def _kv_memory(self, num_blocks: Sequence[int], report: Report) -> tuple[KvCache, BlockPlaces]:
+        """The device's memory for KV, and where in it blocks lie, in the layout that the options name."""
+        config, backend, groups = self.config, self.backend, self.program.groups
+        if config.cache.kv_layout == "paged":
+            return backend.allocate(groups, num_blocks), PagedPlaces()
+        assert isinstance(backend, OnDemandBackend), "it was refused before the weights were read"
+        assert config.model.max_model_len is not None, "derive() has set it"
+        num_rows, context_blocks = config.scheduler.max_num_seqs, -(-config.model.max_model_len // BLOCK_SIZE)
+        ranges = [
+            RangeShape.of(count, context_blocks, backend.kv_pieces(group), group.num_layers)
+            for group, count in zip(groups, num_blocks, strict=True)
+        ]
+        check_addressable(ranges, num_rows=num_rows)
+        report(describe_ranges(ranges, num_rows=num_rows))
+        kv = backend.allocate_on_demand(groups, [num_rows * shape.num_blocks for shape in ranges])
+        return kv, VirtualPlaces(kv, ranges, num_rows=num_rows)
+
+
+def _request_rows(options: BackendOptions, max_model_len: int, program: Program) -> RequestRows:
+    sizes = {"num_groups": len(program.groups), "vocab_size": program.vocab_size}
+    try:
+        return RequestRows(max_rows=options.max_rows, max_model_len=max_model_len, **sizes)
+    except MemoryError:
+        what = f"max_num_seqs: got {options.max_requests:,}, but the token ids of so many requests of {max_model_len:,} tokens"
+        raise ConfigError(f"{what} take more memory than there is", hint="lower max_num_seqs or max_model_len") from None
+
+
+def device_memory(backend: Backend) -> DeviceMemory | None:
+    """Of a device's own; None where it is the machine's."""
+    return backend.memory() if isinstance(backend, DeviceBackend) else None
+
+
+def host_bytes(config: EngineConfig) -> int | None:
+    """Of the machine's memory what is free, or one rank's share of it; None where the system does not say."""
+    available = Machine().available_bytes()
+    return None if available is None else available // config.backend.tensor_parallel_size

@@ -1,0 +1,55 @@
+"""The first rank's worker and the others as one executor: every plan goes to all, all compute it in step, the first one's result counts."""
+
+from __future__ import annotations
+
+from octavo.errors import EngineDead, OctavoError
+from octavo.outputs import Profile
+from octavo.step import StepPlan, StepResult
+from octavo.worker.ranks.messages import Execute
+from octavo.worker.ranks.other_ranks import OtherRanks, Tell
+from octavo.worker.worker import Worker
+
+
+class RankedWorker:
+    """Implements `ports.Executor`, `ports.Profiler` and `ports.Losable`. EngineDead from the first fault of any rank on."""
+
+    def __init__(self, worker: Worker, others: OtherRanks) -> None:
+        self._worker = worker
+        self._others = others
+        self._dead: EngineDead | None = None
+
+    @property
+    def progress(self) -> int:
+        return self._worker.progress
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._others.lost is not None:
+            self._die(self._others.lost)
+        if self._dead is not None:
+            raise self._dead
+        self._others.send(Execute(plan))
+        try:
+            return self._worker.execute(plan)
+        except Exception as error:
+            self._die(self._others.wait_for_loss() or error)
+            raise self._dead or error from error
+
+    def when_lost(self, tell: Tell) -> None:
+        self._others.when_lost(tell)
+
+    def start_profile(self) -> None:
+        self._worker.start_profile()
+
+    def stop_profile(self) -> Profile:
+        return self._worker.stop_profile()
+
+    def close(self) -> None:
+        self._others.close()
+        self._worker.close()
+
+    def _die(self, error: Exception) -> None:
+        """The ranks are no longer in step: none of them is of any use."""
+        if self._dead is None:
+            what = error.message if isinstance(error, OctavoError) else f"rank 0 has failed: {type(error).__name__}: {error}"
+            self._dead = EngineDead(f"the engine can compute nothing any more: {what}")
+            self._others.close(patience_s=0.0)
