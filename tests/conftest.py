@@ -10,6 +10,7 @@ from tests.backend_choice import BACKENDS, VARIABLE
 
 if not has_nvidia_driver():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run in its interpreter
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # whose products of tiles are too small for threads
 
 LONG_ON_TORCH = {"test_llm_faults.py", "test_prefix_store.py", "test_beam_search.py", "test_best_of.py"}
 """Files whose tests on torch, which computes a batch-invariant step row by row, run in make test-all only."""

@@ -114,9 +114,10 @@ class BackendChoice:
         "default torch where it has a CUDA device, else native",
     )
     device: Literal["cpu", "cuda"] | None = option(None, "where torch computes; default cuda where there is one, else cpu")
-    attention_backend: Literal["auto", "sdpa", "flashinfer"] = option(
+    attention_backend: Literal["auto", "triton", "sdpa", "flashinfer"] = option(
         "auto",
-        "torch: which kernels compute attention; sdpa: PyTorch's own, on any device; flashinfer: where it is installed, on CUDA",
+        "torch: which kernels compute attention; sdpa: PyTorch's own, on any device; flashinfer: where it is installed, on CUDA; "
+        "auto: triton on CUDA where it is installed, else sdpa",
     )
     torch_kernels: Literal["auto", "plain", "triton"] = option(
         "auto",

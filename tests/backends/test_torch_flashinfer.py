@@ -103,7 +103,7 @@ STAND_IN = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefi
 
 def backend_of(choice, device="cpu", **options):
     backend = TorchBackend(BackendOptions(num_threads=1, kv_cache_dtype="bf16", dtype="float32", **options), device)
-    backend._attention = choice
+    backend._attention = (choice,)
     return backend
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from octavo.backends.base import BLOCK_SIZE, BackendOptions, Ceilings, DeviceMemory, Footprint, FormatOf, KvLayout, LoadWeight
-from octavo.backends.torch.attention import choose_attention
+from octavo.backends.torch.attention import choose_attention, takes_all
 from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
 from octavo.backends.torch.fp8 import E4M3
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
@@ -50,7 +50,7 @@ class TorchBackend:
         self.ranks = ranks
         self.numerics = f"torch {torch.__version__} on {self.device_name}"
         self._dtype = DTYPES.get(options.dtype, torch.float32)
-        self._attention = choose_attention(options.attention_backend, self.device)
+        self._attention = choose_attention(options, self.device)
         self._kernels = choose_kernels(options.torch_kernels, self.device)
         self._uncaptured: list[TorchProgram] = []
         self._memory = CudaMemory(self.device, options.gpu_memory_utilization) if self.device.type == "cuda" else None
@@ -65,10 +65,11 @@ class TorchBackend:
         self._check(fused)
         weights = self._load(fused, once.load)
         options = self.options
+        attention = takes_all(self._attention, fused, self._kv_dtype(self._dtype))
         engine = Engine(
             self.device,
             self._dtype,
-            self._attention,
+            attention,
             self._kernels,
             options.batch_invariant,
             self._num_threads,
@@ -93,7 +94,7 @@ class TorchBackend:
         options = self.options
         if self.device.type != "cuda" or options.enforce_eager or options.batch_invariant or self.ranks is not None:
             return ()
-        if not self._attention.for_graphs or "logits" not in program.outputs:
+        if not takes_all(self._attention, program, self._kv_dtype(self._dtype)).for_graphs or "logits" not in program.outputs:
             return ()
         most, expert_rows = options.max_requests, self._kernels.captured_rows
         most_experts = max((op.top_k for op in program.ops if isinstance(op, ops.Route)), default=0)
@@ -184,8 +185,6 @@ class TorchBackend:
             raise _refused(program, f"attention with the mask {op.mask}")
         if isinstance(op, ops.Attention) and op.mask == "full" and self.options.batch_invariant and _writes(program, op.group):
             raise _refused(program, "attention to later tokens with batch_invariant")
-        if isinstance(op, ops.Attention | ops.MlaAttention) and (why := self._attention.refusal(op, self._kv_dtype(self._dtype))):
-            raise _refused(program, f"attention with {self._attention.name}: {why}")
 
 
 class _Once:

@@ -20,10 +20,10 @@ from octavo.backends.base import BLOCK_SIZE, StepBatch
 from octavo.backends.devices import require_flashinfer
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
-from octavo.program.program import Op
+from octavo.program.program import Op, Program
 
 if TYPE_CHECKING:
-    from octavo.backends.torch.attention import AttentionCall
+    from octavo.backends.torch.attention import ArraysOf, AttentionCall
 
 WORKSPACE_BYTES = 128 << 20
 """Where splits of a long context are kept until they are merged: what FlashInfer recommends. All plans share it, for one runs at a time."""
@@ -67,12 +67,16 @@ class FlashInfer:
 
     name = "flashinfer"
     for_graphs = False
+    rope_write = None
 
     def __init__(self, kernels: Any, device: torch.device) -> None:
         self._kernels = kernels
         self._device = device
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[Hashable, Any] = {}
+
+    def arrays_of(self, program: Program) -> ArraysOf:
+        return lambda batch, *, fixed: {}
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         if not isinstance(op, ops.Attention):

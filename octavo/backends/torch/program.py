@@ -28,6 +28,7 @@ from octavo.backends.torch.kv_cache import TorchKvCache
 from octavo.backends.torch.last_tokens import source_arrays, target_arrays
 from octavo.backends.torch.profile import OpTimes
 from octavo.backends.torch.ranks import RANK_FORMULAS, TorchRanks, told_by_first
+from octavo.backends.torch.rope_write import with_rope_writes
 from octavo.backends.torch.row_ops import ROW_FORMULAS, norms_ahead
 from octavo.backends.torch.sampling import Drawn, Wants, draw, draw_arrays, part_of, result_of, wants_of
 from octavo.backends.torch.step import Made, Staging, Step, step_arrays
@@ -84,8 +85,9 @@ class TorchProgram:
         self.program = program
         self._weights = weights
         self._engine = engine
-        self._body, self._head = _instructions(program)
+        self._body, self._head = _instructions(program, write_with_rope=engine.attention.rope_write is not None)
         self._norms_ahead = norms_ahead([instruction.op for instruction in self._body])
+        self._attention_arrays = engine.attention.arrays_of(program)
         self._progress = 0
         self._staging, self._late_staging = Staging(engine.device, engine.staging_bytes), Staging(engine.device)
         self._last_tokens = torch.zeros(engine.max_rows + 1, dtype=torch.int32, device=engine.device)
@@ -137,7 +139,7 @@ class TorchProgram:
         with Bar("graphs", len(sizes)) as bar, torch.inference_mode():
             for size in sorted(sizes, reverse=True):
                 batch = longest_decode(size, width, len(kv.groups))
-                inputs = self._staging.put(step_arrays(batch, kv.num_blocks))
+                inputs = self._staging.put(self._arrays(batch, kv, fixed=True))
                 graphs[size] = record(partial(self._decode, batch, kv, inputs))
                 bar.advance()
         self._graphs = DecodeGraphs(graphs, width)
@@ -156,7 +158,7 @@ class TorchProgram:
             part = part_of(batch.sampling, chunks[0])
             draws = self._draw_arrays(batch, chunks[0], part, wants_of(part, self.program.vocab_size))
         padded = self._graphs.padded(batch) if self._graphs is not None and self._times is None else None
-        inputs = self._put(step_arrays(padded or batch, kv.num_blocks), draws | source_arrays(batch.last_tokens))
+        inputs = self._put(self._arrays(padded or batch, kv, fixed=padded is not None), draws | source_arrays(batch.last_tokens))
         self._take_last_tokens(inputs)
         if padded is not None and self._graphs is not None:
             logits = self._graphs.graphs[len(padded.token_ids)].replay()
@@ -195,6 +197,9 @@ class TorchProgram:
             self._norms_ahead,
             engine.ranks,
         )
+
+    def _arrays(self, batch: StepBatch, kv: TorchKvCache, *, fixed: bool) -> dict[str, NDArray]:
+        return step_arrays(batch, kv.num_blocks) | self._attention_arrays(batch, fixed=fixed)
 
     def _put(self, arrays: dict[str, NDArray], draws: dict[str, NDArray]) -> dict[str, Tensor]:
         """In one copy, unless the draws' masks are too large for the buffer."""
@@ -256,7 +261,7 @@ class TorchProgram:
             torch.set_num_threads(wanted)
 
 
-def _instructions(program: Program) -> tuple[list[Instruction], list[Instruction]]:
+def _instructions(program: Program, *, write_with_rope: bool) -> tuple[list[Instruction], list[Instruction]]:
     """The body, and the head: what is made of gathered rows."""
     sampled: set[Value] = set()
     head: list[Op] = []
@@ -266,8 +271,10 @@ def _instructions(program: Program) -> tuple[list[Instruction], list[Instruction
             sampled.update(op.outputs)
     in_head = set(map(id, head))
     body = [op for op in program.ops if id(op) not in in_head]
-    last = {value.name: at for at, op in enumerate(body) for value in op.inputs}
     kept = {value.name for op in head for value in op.inputs} | {value.name for value in program.outputs.values()}
+    if write_with_rope:
+        body = with_rope_writes(body, kept)
+    last = {value.name: at for at, op in enumerate(body) for value in op.inputs}
     made = [
         Instruction(op, FORMULAS[type(op)], tuple({v.name for v in (*op.inputs, *op.outputs) if last.get(v.name, at) == at} - kept))
         for at, op in enumerate(body)

@@ -121,7 +121,7 @@ def activated(x: Tensor, activation: ops.Activation) -> Tensor:
 
 
 def rope(op: ops.Rope, step: Step) -> Made:
-    cos, sin = step.once(op.table, lambda: _angles(op.table, step))
+    cos, sin = step.once(op.table, lambda: angles(op.table, step))
     x = step.get(op.x)
     x = x.view(len(x), op.num_heads, op.head_width)
     turning = x[:, :, op.rotary_start : op.rotary_start + op.rotary_dim].float()
@@ -136,7 +136,7 @@ def rope(op: ops.Rope, step: Step) -> Made:
     return (out.view(len(x), op.x.width),)
 
 
-def _angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
+def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
     """cos and sin `[T, 1, rotary_dim / 2] fp32`; angles in fp64, for a position of 100,000 leaves fp32 two digits behind the point."""
     angles = step.inputs["positions"].double()[:, None, None] * step.weights.constant(table)
     return (torch.cos(angles) * table.mscale).float(), (torch.sin(angles) * table.mscale).float()

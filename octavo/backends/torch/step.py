@@ -27,6 +27,9 @@ Shared = TypeVar("Shared")
 
 ALIGN_BYTES = 64
 
+SHARING_BYTES = 36
+"""A request's part of who shares a prefix with whom, and the length of its context: numbers of 4 bytes in each group."""
+
 TYPES: dict[str, torch.dtype] = {
     "int32": torch.int32,
     "int64": torch.int64,
@@ -76,7 +79,8 @@ class Staging:
 def staging_bytes(options: BackendOptions, num_groups: int) -> int:
     """Of the arrays of the largest step, and as much again for how to draw, a mask or a bias aside."""
     table = options.max_requests * -(-options.max_context // BLOCK_SIZE)
-    return 2 * (options.max_tokens * (8 + 8 * num_groups) + 4 * num_groups * (table + options.max_requests) + (64 << 10))
+    of_requests = SHARING_BYTES * options.max_requests
+    return 2 * (options.max_tokens * (8 + 8 * num_groups) + 4 * num_groups * (table + of_requests) + (64 << 10))
 
 
 def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
@@ -96,6 +100,7 @@ def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
         "token_ids": np.where(live, batch.token_ids, 0),
         "positions": np.where(live, batch.positions[0], 0),
         "slots": np.where(batch.slots < 0, spare, batch.slots).astype(np.int64),
+        "query_starts": batch.query_starts,
         "context_lens": batch.context_lens,
         "block_tables": np.maximum(batch.block_tables, 0),
         "sample_rows": batch.sample_rows,
