@@ -218,6 +218,38 @@ class KvCache(Protocol):
         ...
 
 
+class BlockMover(Protocol):
+    """Copies blocks of a group in batches, perhaps while steps compute; as if all were done in the order in which it is asked for."""
+
+    def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, target) on the device; no target is another's source."""
+        ...
+
+    def read(self, group: int, block_ids: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
+        """`KvCache.read_block` of each; the host has it after `settle`, and a later `write` from the same memory has it at once."""
+        ...
+
+    def write(self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]) -> None:
+        """`KvCache.write_block` of each."""
+        ...
+
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """So that the device reads and writes this memory by itself, as long as it lives."""
+        ...
+
+    def settle(self) -> float:
+        """Until the host has what was read; the seconds that were spent copying since the last time, 0 where nobody has measured."""
+        ...
+
+
+@runtime_checkable
+class BatchedKvCache(Protocol):
+    """A KvCache whose blocks are copied in batches."""
+
+    @property
+    def copies(self) -> BlockMover: ...
+
+
 class OnDemandKvCache(KvCache, Protocol):
     """One whose blocks get memory when they are written and give it back when they are told to, in whole pages."""
 

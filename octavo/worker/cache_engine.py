@@ -6,13 +6,13 @@ the BlockManager says which block is whose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import KvCache
+from octavo.backends.base import BatchedKvCache, BlockMover, KvCache
 from octavo.ports import ConnectorWorker
 from octavo.step import BlockMove
 from octavo.worker.block_places import BlockPlaces, PagedPlaces
@@ -24,6 +24,47 @@ class HostShape:
 
     num_blocks: int
     block_bytes: int
+
+
+class OneByOne:
+    """Blocks of a KvCache, at once. Implements `base.BlockMover`."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+
+    def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._kv.copy_block(group, source, target)
+
+    def read(self, group: int, block_ids: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
+        for block_id, memory in zip(block_ids, into, strict=True):
+            self._kv.read_block(group, block_id, memory)
+
+    def write(self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]) -> None:
+        for block_id, memory in zip(block_ids, data, strict=True):
+            self._kv.write_block(group, block_id, memory)
+
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """All memory is alike."""
+
+    def settle(self) -> float:
+        return 0.0
+
+
+def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
+    """Neighbours of one kind and group, in order; a block that was just copied to is read by a later batch only."""
+    batch: list[BlockMove] = []
+    targets: set[int] = set()
+    for move in moves:
+        follows = batch and (move.kind, move.group) == (batch[0].kind, batch[0].group)
+        if not follows or (move.kind == "copy" and targets & {move.source, move.target}):
+            if batch:
+                yield batch
+            batch, targets = [], set()
+        batch.append(move)
+        targets.add(move.target)
+    if batch:
+        yield batch
 
 
 class CacheEngine:
@@ -39,19 +80,29 @@ class CacheEngine:
         self.kv = kv
         self.connector = connector
         self.places: BlockPlaces = places or PagedPlaces()
+        self._mover: BlockMover = kv.copies if isinstance(kv, BatchedKvCache) else OneByOne(kv)
         self._host = [np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in host]
         """Per group `[blocks, bytes of a block in every layer]`"""
+        for memory in self._host:
+            self._mover.pin(memory)
 
     def apply(self, moves: Sequence[BlockMove]) -> None:
         """In the plan's order, before the step computes."""
         find = self.places.find
-        for move in moves:
-            if move.kind == "copy":
-                self.kv.copy_block(move.group, find(move.group, move.source), find(move.group, move.target))
-            elif move.kind in ("swap_out", "save"):
-                self.kv.read_block(move.group, find(move.group, move.source), self._off_device(move, move.target))
+        for batch in batches(moves):
+            group, kind = batch[0].group, batch[0].kind
+            if kind == "copy":
+                self._mover.copy(group, [(find(group, move.source), find(group, move.target)) for move in batch])
+            elif kind in ("swap_out", "save"):
+                into = [self._off_device(move, move.target) for move in batch]
+                self._mover.read(group, [find(group, move.source) for move in batch], into)
             else:
-                self.kv.write_block(move.group, find(move.group, move.target), self._off_device(move, move.source))
+                data = [self._off_device(move, move.source) for move in batch]
+                self._mover.write(group, [find(group, move.target) for move in batch], data)
+
+    def settle(self, moves: Sequence[BlockMove]) -> float:
+        """Until what these brought off the device is there; for how many seconds blocks were copied, 0 where nobody has measured."""
+        return self._mover.settle() if any(move.kind != "copy" for move in moves) else 0.0
 
     def _off_device(self, move: BlockMove, index: int) -> NDArray[np.uint8]:
         """`[block_bytes]`"""

@@ -60,7 +60,7 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        moved_s = self._apply(plan)
+        moved_s = max(self._apply(plan), self._cache_engine.settle(plan.moves))
         self._begin_connector(plan)
         results = self._run(plan.rows, self._runner.run) if plan.rows else []
         busy_s = time.perf_counter() - began
@@ -93,11 +93,12 @@ class Worker:
         first = self._launched.popleft()
         assert first is step, "steps are taken in in the order of their launches"
         results = self._results_of(step, self._launched)
+        moved_s = max(step.moved_s, self._cache_engine.settle(step.plan.moves))
         now = time.perf_counter()
         busy_s, self._free_since = now - max(step.began, self._free_since), now
         self._begin_connector(step.plan)
         report, kv_bytes = self._report(waits=not step.plan.rows), self._cache_engine.places.num_bytes
-        return StepResult(step.plan.step, results, busy_s, min(step.moved_s, busy_s), report, kv_bytes)
+        return StepResult(step.plan.step, results, busy_s, min(moved_s, busy_s), report, kv_bytes)
 
     def _results_of(self, step: LaunchedStep, launched_on_it: Iterable[LaunchedStep]) -> list[RowResult]:
         """One that fails after its launch is computed again, and so is what was launched on it, whose last tokens were no good."""

@@ -1,11 +1,11 @@
 """The KV bytes of the torch backend: per cache group K and V of all layers, and one block more, which padded rows write to.
 
-Knows whole blocks; what lies in them only attention and `KvWrite` know. Swapped blocks pass through pinned memory on CUDA.
+Knows whole blocks; what lies in them only attention and `KvWrite` know. How they move is `BlockCopies`' business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.base import BLOCK_SIZE, KvLayout
+from octavo.backends.torch.block_copies import BlockCopies
 from octavo.backends.torch.fp8 import E4M3, as_e4m3
+from octavo.backends.torch.streams import streams_of
 from octavo.program.program import CacheGroup
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8", E4M3: "fp8"}
@@ -98,12 +100,11 @@ def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
 
 
 class TorchKvCache:
-    """Implements `base.KvCache`."""
+    """Implements `base.BatchedKvCache`."""
 
     def __init__(self, groups: Sequence[CacheGroup], num_blocks: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.groups = [_group_tensors(group, count, dtype, device) for group, count in zip(groups, num_blocks, strict=True)]
-        sizes = [layout_of(group, dtype).block_bytes for group in groups]
-        self._host = torch.empty(max(sizes, default=0), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.copies = BlockCopies([group.tensors for group in self.groups], streams_of(device))
 
     @property
     def num_blocks(self) -> list[int]:
@@ -111,28 +112,15 @@ class TorchKvCache:
         return [group.num_blocks for group in self.groups]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        for tensor in self.groups[group].tensors:
-            tensor[:, target] = tensor[:, source]
+        self.copies.copy(group, [(source, target)])
 
     def read_block(self, group: int, block_id: int, into: NDArray[np.uint8]) -> None:
-        host = self._host[: len(into)]
-        for block, part in self._parts(group, block_id, host):
-            part.copy_(block.reshape(-1).view(torch.uint8))
-        into[:] = host.numpy()
+        self.copies.read(group, [block_id], [into])
+        self.copies.settle()
 
     def write_block(self, group: int, block_id: int, data: NDArray[np.uint8]) -> None:
-        host = self._host[: len(data)]
-        host.numpy()[:] = data
-        for block, part in self._parts(group, block_id, host):
-            block.copy_(part.to(block.device).view(block.dtype).view(block.shape))
-
-    def _parts(self, group: int, block_id: int, host: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each tensor's part of a block, and its bytes on the host."""
-        start = 0
-        for tensor in self.groups[group].tensors:
-            block = tensor[:, block_id]
-            yield block, host[start : start + block.nbytes]
-            start += block.nbytes
+        self.copies.write(group, [block_id], [data])
+        self.copies.settle()
 
 
 def _group_tensors(group: CacheGroup, num_blocks: int, dtype: torch.dtype, device: torch.device) -> GroupTensors:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.backends.base import BLOCK_SIZE, StepBatch
+from octavo.backends.torch.streams import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def rows_of(batch: StepBatch, group: int, *, full: bool, window: int | None, dev
     last_block = -(-int(context[singles].max(initial=0)) // BLOCK_SIZE)
     if len(singles) == len(num_rows) == len(batch.token_ids):
         return RequestRows((), len(singles), first_block, last_block)
-    at = torch.from_numpy(np.stack([singles, starts[:-1][singles]]).astype(np.int64)).to(device)
+    at = on_device(np.stack([singles, starts[:-1][singles]]).astype(np.int64), device)
     return RequestRows(tuple(spans), len(singles), first_block, last_block, at[0], at[1])
 
 

@@ -1,0 +1,157 @@
+"""The order of two queues of work for a device: what computes, and what copies between it and the host beside that.
+
+Each queue keeps its own order; one waits for the other only where it is told to. `InTurn` is for devices that have one queue (the CPU);
+tests have one of their own, which does the work in any order that is allowed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Work = Callable[[], object]
+
+
+class Streams(Protocol):
+    def compute(self, work: Work) -> None:
+        """Behind all that computes."""
+        ...
+
+    def side(self, work: Work) -> None:
+        """Behind all that was copied."""
+        ...
+
+    def side_waits(self) -> None:
+        """What is copied from now on comes after all that computes until now."""
+        ...
+
+    def compute_waits(self) -> None:
+        """What computes from now on comes after all that is copied until now."""
+        ...
+
+    def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
+        """`[blocks, bytes] uint8` on the device, whose first use is on the side or where it computes; lent until both have passed it."""
+        ...
+
+    def pinned(self, num_blocks: int, num_bytes: int) -> Tensor:
+        """`[blocks, bytes] uint8` of the host's memory that the device reads and writes by itself."""
+        ...
+
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """Makes memory of the host such, for as long as it lives; where it cannot be, it is copied through some that is."""
+        ...
+
+    def is_pinned(self, memory: Tensor) -> bool: ...
+
+    def indices(self, block_ids: list[int]) -> Tensor:
+        """`[blocks] int64` on the device."""
+        ...
+
+    def drain(self) -> float:
+        """Waits until all is copied; says for how many seconds it was copied since the last time, 0 where nobody has measured."""
+        ...
+
+
+class InTurn:
+    """Everything at once."""
+
+    def compute(self, work: Work) -> None:
+        work()
+
+    def side(self, work: Work) -> None:
+        work()
+
+    def side_waits(self) -> None:
+        """It comes after."""
+
+    def compute_waits(self) -> None:
+        """It comes after."""
+
+    def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
+        return torch.empty(num_blocks, num_bytes, dtype=torch.uint8)
+
+    def pinned(self, num_blocks: int, num_bytes: int) -> Tensor:
+        return torch.empty(num_blocks, num_bytes, dtype=torch.uint8)
+
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """All memory is the device's."""
+
+    def is_pinned(self, memory: Tensor) -> bool:
+        return True
+
+    def indices(self, block_ids: list[int]) -> Tensor:
+        return torch.tensor(block_ids)
+
+    def drain(self) -> float:
+        return 0.0
+
+
+class CudaStreams:
+    """What computes is queued on the current stream. Events order the two; memory of either is not given away before the other is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._spans: list[tuple[Any, Any]] = []
+
+    @property
+    def _computing(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def compute(self, work: Work) -> None:
+        work()
+
+    def side(self, work: Work) -> None:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record(self._side)
+        with torch.cuda.stream(self._side):
+            work()
+        ended.record(self._side)
+        self._spans.append((began, ended))
+
+    def side_waits(self) -> None:
+        self._side.wait_stream(self._computing)  # type: ignore[no-untyped-call]
+
+    def compute_waits(self) -> None:
+        self._computing.wait_stream(self._side)  # type: ignore[no-untyped-call]
+
+    def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
+        with torch.cuda.stream(self._side if on_side else self._computing):
+            made = torch.empty(num_blocks, num_bytes, dtype=torch.uint8, device=self._device)
+        made.record_stream(self._computing if on_side else self._side)
+        return made
+
+    def pinned(self, num_blocks: int, num_bytes: int) -> Tensor:
+        return torch.empty(num_blocks, num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        if memory.nbytes and int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)):  # type: ignore[no-untyped-call]
+            warnings.warn(f"{memory.nbytes:,} bytes of host memory cannot be pinned; swaps are slower", stacklevel=2)
+
+    def is_pinned(self, memory: Tensor) -> bool:
+        return memory.is_pinned()
+
+    def indices(self, block_ids: list[int]) -> Tensor:
+        return on_device(np.array(block_ids, np.int64), self._device)
+
+    def drain(self) -> float:
+        self._side.synchronize()
+        spans, self._spans = self._spans, []
+        return float(sum(began.elapsed_time(ended) for began, ended in spans)) / 1e3
+
+
+def on_device(array: NDArray, device: torch.device) -> Tensor:
+    """Its copy, queued behind what computes there and not waited for."""
+    if device.type != "cuda":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+
+
+def streams_of(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else InTurn()
