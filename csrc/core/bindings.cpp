@@ -61,6 +61,7 @@ Matrix matrix_or_none(const nb::object& pair) {
 struct Device {
     ThreadPool pool;
     const KernelTable& kernels;
+    WeightMemory weights;
     Device(int threads, const std::string& directory, const std::string& level) : pool(threads), kernels(load_level(directory, level)) {}
 };
 
@@ -213,13 +214,13 @@ std::shared_ptr<PackedTiles> pack_codes(Device& device, const nb::tuple& codes, 
                                         const nb::object& super_mins, int bits, bool halves, int group, int zero_point, int num_inputs, bool wide, bool whole_rows) {
     const QuantisedSource source{bits, halves, group, zero_point, num_inputs, matrix_or_none(codes), matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide, whole_rows};
     nb::gil_scoped_release release;
-    return std::make_shared<PackedTiles>(pack_quantised(source, device.pool));
+    return std::make_shared<PackedTiles>(pack_quantised(source, device.pool, device.weights));
 }
 
 std::shared_ptr<PackedTiles> pack_values(Device& device, const nb::tuple& values, const std::string& code) {
     const Matrix matrix = matrix_or_none(values);
     nb::gil_scoped_release release;
-    return std::make_shared<PackedTiles>(pack_floats(matrix, code_of(code), device.pool));
+    return std::make_shared<PackedTiles>(pack_floats(matrix, code_of(code), device.pool, device.weights));
 }
 
 void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {

@@ -28,6 +28,7 @@ double best_seconds(const Fn& fn) {
 
 // Zero codes or values serve: no instruction here depends on what it multiplies.
 PackedTiles zero_tiles(Code code, ThreadPool& pool) {
+    WeightMemory memory;
     std::vector<float> zeros((size_t)2 * kTile * kInputs);
     Matrix m{};
     m.data = (const uint8_t*)zeros.data();
@@ -35,7 +36,7 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     if (code != Code::u4 && code != Code::u8 && code != Code::i8) {
         m.kind = Matrix::Kind::fp32;
         m.row_stride = kInputs * sizeof(float), m.column_stride = sizeof(float);
-        return pack_floats(m, code, pool);
+        return pack_floats(m, code, pool, memory);
     }
     const int bits = code == Code::u4 ? 4 : 8;
     m.kind = code == Code::u4 ? Matrix::Kind::u8 : Matrix::Kind::i8;
@@ -46,7 +47,7 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     levels.data = m.data, levels.rows = 2 * kTile, levels.columns = kInputs / kGroup;
     levels.row_stride = levels.columns * 2, levels.column_stride = 2;
     const QuantisedSource source{bits, true, kGroup, 0, kInputs, m, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}, false, code == Code::i8};
-    return pack_quantised(source, pool);
+    return pack_quantised(source, pool, memory);
 }
 
 // One thread's operands.

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -31,6 +32,18 @@ void Memory::give_back(size_t offset, size_t bytes) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const uintptr_t first = ((uintptr_t)data_ + offset + page - 1) / page * page, end = ((uintptr_t)data_ + offset + bytes) / page * page;
     if (first < end && madvise((void*)first, end - first, MADV_DONTNEED)) throw std::runtime_error("the system does not take memory back");
+}
+
+std::shared_ptr<uint8_t> WeightMemory::take(size_t bytes) {
+#ifdef __SANITIZE_ADDRESS__
+    constexpr size_t kPiece = 0;  // each by itself, so that a step over its end is seen
+#else
+    constexpr size_t kPiece = 32u << 20;
+#endif
+    bytes = (bytes + 63) / 64 * 64;
+    if (!piece_ || used_ + bytes > piece_->size()) piece_ = std::make_shared<Memory>(std::max(bytes, kPiece)), used_ = 0;
+    used_ += bytes;
+    return {piece_, piece_->data() + used_ - bytes};
 }
 
 namespace {
@@ -142,15 +155,15 @@ struct QuantisedPacker {
     }
 };
 
-PackedTiles allocate(Tiles tiles) {
-    const size_t count = ((size_t)tiles.num_rows + kTile - 1) / kTile;
-    auto memory = std::make_shared<Memory>(count * tiles.tile_bytes);
-    tiles.data = memory->data();
-    return PackedTiles{tiles, memory};
+PackedTiles allocate(const Tiles& tiles, WeightMemory& memory) {
+    PackedTiles packed{tiles, nullptr};
+    packed.memory = memory.take(packed.num_bytes());
+    packed.tiles.data = packed.memory.get();
+    return packed;
 }
 
 // Codes with one scale an output.
-PackedTiles pack_whole_rows(const QuantisedSource& s, ThreadPool& pool) {
+PackedTiles pack_whole_rows(const QuantisedSource& s, ThreadPool& pool, WeightMemory& memory) {
     if (s.bits != 8 || s.codes.kind != Matrix::Kind::i8 || s.zero_point || s.mins.data || s.super_scales.data)
         throw std::invalid_argument("weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
     Tiles t{};
@@ -161,9 +174,9 @@ PackedTiles pack_whole_rows(const QuantisedSource& s, ThreadPool& pool) {
     t.num_groups = (s.num_inputs + 2 * kGroup - 1) / (2 * kGroup) * 2;
     const size_t codes_bytes = (size_t)t.num_groups * kGroup * kTile;
     t.tile_bytes = codes_bytes + kTile * sizeof(float);
-    const PackedTiles packed = allocate(t);
+    const PackedTiles packed = allocate(t, memory);
     pool.parallel_for((t.num_rows + kTile - 1) / kTile, [&](int tile, int) {
-        uint8_t* data = packed.memory->data() + tile * t.tile_bytes;
+        uint8_t* data = packed.memory.get() + tile * t.tile_bytes;
         for (int lane = 0; lane < kTile; lane++) {
             const int64_t row = (int64_t)tile * kTile + lane;
             if (row >= t.num_rows) return;
@@ -177,8 +190,8 @@ PackedTiles pack_whole_rows(const QuantisedSource& s, ThreadPool& pool) {
 
 }  // namespace
 
-PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool) {
-    if (s.whole_rows) return pack_whole_rows(s, pool);
+PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool, WeightMemory& memory) {
+    if (s.whole_rows) return pack_whole_rows(s, pool, memory);
     const bool half_groups = s.group == 16;
     if (!half_groups && s.group % kGroup != 0) throw std::invalid_argument("weights are packed in groups of 16 or a multiple of 32, got " + std::to_string(s.group));
     if (half_groups && s.bits == 4) throw std::invalid_argument("4-bit weights are packed in groups of a multiple of 32, got 16");
@@ -197,13 +210,13 @@ PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool) {
     const int parts = half_groups ? 2 : 1;
     const size_t group_bytes = codes_bytes + scale_bytes * parts * (t.has_min ? 2 : 1);
     t.tile_bytes = group_bytes * t.num_groups;
-    const PackedTiles packed = allocate(t);
+    const PackedTiles packed = allocate(t, memory);
     const QuantisedPacker packer{s, t, scale_bytes, codes_bytes, group_bytes, parts, LevelReader{s.scales, s.super_scales, fp16}, LevelReader{s.mins, s.super_mins, fp16}};
-    pool.parallel_for((t.num_rows + kTile - 1) / kTile, [&](int tile, int) { packer.pack_tile(tile, packed.memory->data() + tile * t.tile_bytes); });
+    pool.parallel_for((t.num_rows + kTile - 1) / kTile, [&](int tile, int) { packer.pack_tile(tile, packed.memory.get() + tile * t.tile_bytes); });
     return packed;
 }
 
-PackedTiles pack_floats(const Matrix& values, Code code, ThreadPool& pool) {
+PackedTiles pack_floats(const Matrix& values, Code code, ThreadPool& pool, WeightMemory& memory) {
     Tiles t{};
     t.code = code;
     t.num_rows = (int32_t)values.rows;
@@ -211,9 +224,9 @@ PackedTiles pack_floats(const Matrix& values, Code code, ThreadPool& pool) {
     t.num_groups = (t.num_inputs + kGroup - 1) / kGroup;
     const size_t element = code == Code::fp32 ? 4 : 2;
     t.tile_bytes = (size_t)t.num_groups * kGroup * kTile * element;
-    const PackedTiles packed = allocate(t);
+    const PackedTiles packed = allocate(t, memory);
     pool.parallel_for((t.num_rows + kTile - 1) / kTile, [&](int tile, int) {
-        uint8_t* data = packed.memory->data() + tile * t.tile_bytes;
+        uint8_t* data = packed.memory.get() + tile * t.tile_bytes;
         for (int lane = 0; lane < kTile; lane++) {
             const int64_t row = (int64_t)tile * kTile + lane;
             if (row >= t.num_rows) return;

@@ -27,10 +27,22 @@ class Memory {
     size_t size_;
 };
 
+// Where weights lie: side by side in large pieces of memory, in the order they are packed, which is that in which a step reads them. A
+// matrix of a small model alone would be too small for a large page, and then a core waits for the table of pages, not for memory.
+class WeightMemory {
+  public:
+    // `bytes` zeros at a multiple of 64; they stay as long as somebody holds them.
+    std::shared_ptr<uint8_t> take(size_t bytes);
+
+  private:
+    std::shared_ptr<Memory> piece_;
+    size_t used_ = 0;
+};
+
 struct PackedTiles {
     Tiles tiles;
-    std::shared_ptr<Memory> memory;
-    size_t num_bytes() const { return memory->size(); }
+    std::shared_ptr<uint8_t> memory;
+    size_t num_bytes() const { return ((size_t)tiles.num_rows + kTile - 1) / kTile * tiles.tile_bytes; }
 };
 
 // An array [rows][columns] with strides in bytes; `kind` says what an element is.
@@ -51,7 +63,7 @@ struct QuantisedSource {
     bool whole_rows = false;  // one scale an output, in scales [rows][1]; signed codes of 8 bits
 };
 
-PackedTiles pack_quantised(const QuantisedSource& source, ThreadPool& pool);
-PackedTiles pack_floats(const Matrix& values, Code code, ThreadPool& pool);
+PackedTiles pack_quantised(const QuantisedSource& source, ThreadPool& pool, WeightMemory& memory);
+PackedTiles pack_floats(const Matrix& values, Code code, ThreadPool& pool, WeightMemory& memory);
 
 }  // namespace octavo

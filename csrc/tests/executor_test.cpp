@@ -23,8 +23,9 @@ struct Matrix2 {
     PackedTiles packed;
 
     Matrix2(int n, int k, uint32_t seed, Format format, ThreadPool& pool) : rows(n), columns(k), values(normal((size_t)n * k, seed, 1 / std::sqrt((float)k))) {
+        WeightMemory memory;
         if (format == Format::fp32 || format == Format::bf16) {
-            packed = pack_floats(Matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4}, format == Format::fp32 ? Code::fp32 : Code::bf16, pool);
+            packed = pack_floats(Matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4}, format == Format::fp32 ? Code::fp32 : Code::bf16, pool, memory);
             return;
         }
         const int levels = format == Format::int8 ? 127 : 7, groups = (k + kGroup - 1) / kGroup;
@@ -51,7 +52,7 @@ struct Matrix2 {
             source.bits = 4, source.zero_point = 8;
             source.codes = Matrix{Matrix::Kind::u8, nibbles.data(), n, k / 2, k / 2, 1};
         }
-        packed = pack_quantised(source, pool);
+        packed = pack_quantised(source, pool, memory);
     }
     std::vector<double> times(const std::vector<double>& x) const {
         std::vector<double> y(rows, 0);

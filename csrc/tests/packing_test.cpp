@@ -101,11 +101,12 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
 
 void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     const int n = 21, k = 45;
+    WeightMemory memory;
     const Floats values = normal((size_t)n * k, 3);
     const Matrix matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4};
     Floats row(k);
     for (const Code code : {Code::fp32, Code::bf16}) {
-        const PackedTiles packed = pack_floats(matrix, code, pool);
+        const PackedTiles packed = pack_floats(matrix, code, pool, memory);
         for (int r = 0; r < n; r++) {
             kernels.read_row(packed.tiles, r, 2, row.data());
             for (int i = 0; i < k; i++) CHECK(std::fabs(row[i] - 2 * values[(size_t)r * k + i]) <= (code == Code::fp32 ? 0 : std::fabs(row[i]) / 256));
@@ -113,7 +114,7 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     }
     const uint16_t halves[] = {0x3c00, 0xc000, 0x0001, 0x7bff};  // 1, -2, 2^-24, 65504
     const Matrix half{Matrix::Kind::fp16, (const uint8_t*)halves, 1, 4, 8, 2};
-    const PackedTiles packed = pack_floats(half, Code::fp16, pool);
+    const PackedTiles packed = pack_floats(half, Code::fp16, pool, memory);
     kernels.read_row(packed.tiles, 0, 1, row.data());
     CHECK(row[0] == 1 && row[1] == -2 && row[2] == std::ldexp(1.0f, -24) && row[3] == 65504);
 }
@@ -122,6 +123,7 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
 
 void test_packing(const KernelTable& kernels) {
     ThreadPool pool(3);
+    WeightMemory memory;
     const Example examples[] = {
         //      rows inputs bits group zero halves signed mins two levels
         Example(5, 96, 4, 32, 8, true, false, false, false),   Example(40, 64, 4, 32, 0, true, false, true, false),
@@ -132,7 +134,7 @@ void test_packing(const KernelTable& kernels) {
         Example(37, 100, 8, 100, 0, false, true, false, false), Example(16, 192, 8, 192, 0, false, true, false, false),
     };
     for (const Example& e : examples) {
-        const PackedTiles packed = pack_quantised(e.source(), pool);
+        const PackedTiles packed = pack_quantised(e.source(), pool, memory);
         check_rows(kernels, packed, e);
         check_products(kernels, packed, e);
     }
