@@ -177,7 +177,7 @@ class LLM:
             while unfinished:
                 changed = self._changed & unfinished
                 if not changed:
-                    self._step()
+                    self._step(at_once=streaming)
                 for request_id in changed:
                     self._changed.discard(request_id)
                     if streaming or front.outputs.is_finished(request_id):
@@ -191,16 +191,20 @@ class LLM:
                 front.outputs.forget(request_id)
                 self._changed.discard(request_id)
 
-    def _step(self) -> None:
-        """One step of the core, for all that run."""
-        step = self._front.client.receive()
+    def _step(self, *, at_once: bool) -> None:
+        """One step of the core, for all that run. `at_once`: a token of each, for whoever waits for it in this thread."""
+        step = self._front.client.receive(take_early=None if at_once else self._take)
         if step is None:
             raise EngineDead("the engine was closed")
+        self._take(step)
+
+    def _take(self, step: CoreOutputs) -> bool:
         self._stats = step.stats
         changes = self._front.outputs.process(step.outputs, time.monotonic())
         if changes.abort_ids:
             self._front.client.abort(changes.abort_ids)
         self._changed.update(changes.request_ids)
+        return True
 
 
 class RequestStream:
@@ -394,11 +398,16 @@ class AsyncLLM:
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread: hands each step's outputs to the event loop."""
+
+        def hand_over(step: CoreOutputs) -> bool:
+            loop.call_soon_threadsafe(self._take, step)
+            return True
+
         while not self._closing:
             try:
-                step = self._front.client.receive()
+                step = self._front.client.receive(take_early=hand_over)
                 if step is not None:
-                    loop.call_soon_threadsafe(self._take, step)
+                    hand_over(step)
             except Exception as error:
                 dead = error if isinstance(error, EngineDead) else EngineDead(f"the engine has failed: {type(error).__name__}: {error}")
                 if not loop.is_closed():

@@ -16,16 +16,20 @@ from octavo.step import (
     ConnectorPlan,
     ConnectorReport,
     ConnectorStats,
+    RowResult,
     StepPlan,
     StepResult,
 )
+
+Between = Callable[[Sequence[RowResult]], bool]
+"""Told what a decode step yielded after which its plan has another; False: it is not to be computed. Never raises."""
 
 
 class Executor(Protocol):
     """Runs steps. `engine/core.py` knows only this; `worker/worker.py` is one."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Never raises for the fault of a single row: that row's result carries `failure`."""
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+        """Never raises for the fault of a single row: that row's result carries `failure`. The result holds all steps' tokens."""
         ...
 
     @property

@@ -179,6 +179,11 @@ class StepPlan(msgspec.Struct):
     moves: list[BlockMove]
     rows: list[ScheduledRow]
     connector: ConnectorPlan | None = None
+    num_steps: int = 1
+    """Decode steps, each row's drawn token being its next one. More than 1 only where every row computes one token and draws one.
+
+    They end early where a request ends or fails, and where whoever listens says so.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -194,7 +199,7 @@ class TokenLogprobs(msgspec.Struct):
 
 
 class RowResult(msgspec.Struct):
-    """What one row of the plan yielded. `token_ids` is empty where it did not sample."""
+    """What one row of the plan yielded: a token for each decode step; none where it did not sample."""
 
     request_id: str
     token_ids: list[int] = []
@@ -216,3 +221,5 @@ class StepResult(msgspec.Struct):
     connector: ConnectorReport | None = None
     kv_bytes: int | None = None
     """Memory that the requests' KV has on the device, where it is given on demand."""
+    num_steps: int = 1
+    """Decode steps computed, of those that the plan allows."""

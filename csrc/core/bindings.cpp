@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "ceilings.h"
+#include "decode_batch.h"
 #include "executor.h"
 #include "levels.h"
 
@@ -128,18 +129,30 @@ struct Builder {
     void run(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
              const Array<int32_t>& slots, const Array<int32_t>& block_tables, const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
              const nb::object& logits, const std::shared_ptr<KvMemory>& kv) {
-        Batch b{};
-        b.num_tokens = (int)token_ids.size();
-        b.num_requests = (int)query_starts.size() - 1;
-        b.num_samples = (int)sample_rows.size();
-        b.table_width = (int)block_tables.shape(2);
-        b.token_ids = token_ids.data(), b.positions = positions.data(), b.query_starts = query_starts.data();
-        b.context_lens = context_lens.data(), b.slots = slots.data(), b.block_tables = block_tables.data(), b.sample_rows = sample_rows.data();
-        b.draws = !sampling.is_none();
-        if (b.draws) read_sampling(b.sampling, sampling, result);
+        Batch b = batch_of(token_ids, positions, query_starts, context_lens, slots, block_tables, sample_rows, sampling, result);
         if (!logits.is_none()) b.out_logits = nb::cast<Out<float>>(logits).data();
         nb::gil_scoped_release release;
         executor.run(b, *kv);
+    }
+
+    // Returns how many steps were computed. What a step raises after others have been is left to whoever asks for it again.
+    int decode(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
+               const Array<int32_t>& slots, const Array<int32_t>& block_tables, const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
+               const std::shared_ptr<KvMemory>& kv, const Array<int32_t>& end_starts, const Array<int32_t>& end_ids, int num_steps, const nb::callable& goes_on) {
+        const Batch first = batch_of(token_ids, positions, query_starts, context_lens, slots, block_tables, sample_rows, sampling, result);
+        if (checked<Out<int32_t>>(result.attr("token_ids"), "token_ids").size() < sample_rows.size() * num_steps || end_starts.size() != query_starts.size())
+            throw std::invalid_argument("decode steps: results or end tokens of another size");
+        DecodeBatch steps(first, kv->num_groups(), (int)positions.shape(0), num_steps, EndTokens{end_starts.data(), end_ids.data()});
+        for (int done = 0;; done++) {
+            try {
+                nb::gil_scoped_release release;
+                executor.run(steps.batch(), *kv);
+            } catch (const std::exception&) {
+                if (done == 0) throw;
+                return done;
+            }
+            if (done + 1 == num_steps || !steps.advance() || !nb::cast<bool>(goes_on(done))) return done + 1;
+        }
     }
 
     nb::list profiled() const {
@@ -166,6 +179,19 @@ struct Builder {
     static T* out_field(const nb::object& o, const char* name) {
         const nb::object value = o.attr(name);
         return value.is_none() ? nullptr : checked<Out<T>>(value, name).data();
+    }
+    static Batch batch_of(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
+                          const Array<int32_t>& slots, const Array<int32_t>& block_tables, const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result) {
+        Batch b{};
+        b.num_tokens = (int)token_ids.size();
+        b.num_requests = (int)query_starts.size() - 1;
+        b.num_samples = (int)sample_rows.size();
+        b.table_width = (int)block_tables.shape(2);
+        b.token_ids = token_ids.data(), b.positions = positions.data(), b.query_starts = query_starts.data();
+        b.context_lens = context_lens.data(), b.slots = slots.data(), b.block_tables = block_tables.data(), b.sample_rows = sample_rows.data();
+        b.draws = !sampling.is_none();
+        if (b.draws) read_sampling(b.sampling, sampling, result);
+        return b;
     }
     static void read_sampling(SampleArgs& a, const nb::object& s, const nb::object& r) {
         a.temperatures = field<float>(s, "temperatures");
@@ -298,7 +324,9 @@ NB_MODULE(_native, m) {
         .def_prop_ro("stages_done", [](const Builder& b) { return b.executor.stages_done(); }, "Ever; may be read while a step runs.")
         .def("profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)
         .def("profiled", &Builder::profiled, "Per kind of stage: (name, code of its weights or \"\", calls, seconds, bytes, operations).")
-        .def("run", &Builder::run, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a.none(), "result"_a.none(), "logits"_a.none(), "kv"_a);
+        .def("run", &Builder::run, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a.none(), "result"_a.none(), "logits"_a.none(), "kv"_a)
+        .def("decode", &Builder::decode, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a, "result"_a, "kv"_a,
+             "end_starts"_a, "end_ids"_a, "num_steps"_a, "goes_on"_a, "Steps of a decoding batch, each row's draw its next token, until num_steps, an end, or goes_on(step) is false.");
 }
 
 }  // namespace octavo

@@ -1,5 +1,6 @@
 // A small llama, built by hand, on the executor: its logits are those of plain loops in double, and bitwise the same alone or in a
 // batch, in chunks or whole, on any number of threads, in copied blocks.
+#include "../core/decode_batch.h"
 #include "../core/executor.h"
 
 #include <algorithm>
@@ -425,6 +426,111 @@ void test_draws(const KernelTable& kernels) {
     }
 }
 
+// What each step drew, of all requests: token, its logprob, the best three.
+struct Drawn {
+    std::vector<int32_t> ids, top_ids;
+    Floats logprobs;
+
+    void take(const Draws& draws, size_t from, size_t count) {
+        ids.insert(ids.end(), draws.ids.begin() + from, draws.ids.begin() + from + count);
+        logprobs.insert(logprobs.end(), draws.logprobs.begin() + from, draws.logprobs.begin() + from + count);
+        top_ids.insert(top_ids.end(), draws.top_ids.begin() + 3 * from, draws.top_ids.begin() + 3 * (from + count));
+    }
+    bool operator==(const Drawn& other) const { return ids == other.ids && top_ids == other.top_ids && same_bits(logprobs, other.logprobs); }
+};
+
+// One decode step's arrays, as Python makes them: each request's last token. The second request has a penalty on what it has generated.
+struct DecodeArrays {
+    std::vector<int32_t> ids, positions, starts = {0}, contexts, slots, rows, tables, history_starts = {0}, history_ids, history_counts;
+    std::vector<uint32_t> draw_positions;
+    size_t width = 0;
+
+    DecodeArrays(const std::vector<Request>& requests, const std::vector<size_t>& prompts) {
+        for (const Request& r : requests) width = std::max(width, r.blocks.size());
+        for (size_t i = 0; i < requests.size(); i++) {
+            const Request& r = requests[i];
+            const int last = (int)r.tokens.size() - 1;
+            ids.push_back(r.tokens[last]), positions.push_back(last), contexts.push_back(last + 1), rows.push_back((int)i), starts.push_back((int)i + 1);
+            slots.push_back(r.blocks[last / 16] * 16 + last % 16);
+            draw_positions.push_back((uint32_t)last + 1);
+            tables.insert(tables.end(), r.blocks.begin(), r.blocks.end());
+            tables.resize((i + 1) * width, -1);
+            for (size_t t = prompts[i]; i == 1 && t < r.tokens.size(); t++) {
+                const auto at = std::find(history_ids.begin(), history_ids.end(), r.tokens[t]);
+                if (at == history_ids.end()) history_ids.push_back(r.tokens[t]), history_counts.push_back(1);
+                else history_counts[at - history_ids.begin()]++;
+            }
+            history_starts.push_back((int)history_ids.size());
+        }
+    }
+    Batch batch(Draws& draws) const {
+        Batch b{};
+        b.num_tokens = b.num_requests = b.num_samples = (int)ids.size(), b.table_width = (int)width;
+        b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(), b.context_lens = contexts.data();
+        b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
+        b.draws = true;
+        b.sampling = draws.args();
+        b.sampling.positions = draw_positions.data(), b.sampling.history_starts = history_starts.data();
+        b.sampling.history_ids = history_ids.data(), b.sampling.history_counts = history_counts.data();
+        return b;
+    }
+};
+
+Draws draws_of(size_t rows) {
+    Draws draws((int)rows);
+    draws.ones[1] = 1.7f, draws.zeros[1] = 0.4f;  // the second request's penalties
+    return draws;
+}
+
+// Steps of a batch that moves itself on are those of batches made anew, also with penalties, and end with a token that ends a request.
+void test_decode_batch(const KernelTable& kernels, int threads) {
+    constexpr int kSteps = 9;
+    ThreadPool packers(1);
+    const Model model(Format::int8, packers);
+    std::vector<Request> requests = make_requests();
+    std::vector<size_t> prompts;
+    int next = 24;  // blocks that make_requests has given away
+    for (Request& r : requests) prompts.push_back(r.tokens.size() - 1), r.blocks.push_back(next++ * 37 % kBlocks);
+    const size_t num = requests.size();
+    Engine engine(kernels, model, threads, KvType::bf16);
+    for (const Request& r : requests)
+        if (r.tokens.size() > 1) engine.run({{&r, 0, (int)r.tokens.size() - 1}});
+    const std::vector<Request> before = requests;
+    Drawn wanted;
+    for (int step = 0; step < kSteps; step++) {
+        const DecodeArrays arrays(requests, prompts);
+        Draws draws = draws_of(num);
+        engine.executor.run(arrays.batch(draws), engine.kv);
+        wanted.take(draws, 0, num);
+        for (size_t r = 0; r < num; r++) requests[r].tokens.push_back(draws.ids[r]);
+    }
+    const int32_t end = wanted.ids[5 * num + 2];
+    const auto until_end = [&](const std::vector<int32_t>& ends, const std::vector<int32_t>& end_starts) {
+        const DecodeArrays arrays(before, prompts);
+        Draws draws = draws_of(num * kSteps);
+        DecodeBatch steps(arrays.batch(draws), 1, 1, kSteps, EndTokens{end_starts.data(), ends.data()});
+        Drawn found;
+        for (int step = 0; step < kSteps; step++) {
+            engine.executor.run(steps.batch(), engine.kv);
+            found.take(draws, step * num, num);
+            if (!steps.advance()) break;
+        }
+        return found;
+    };
+    CHECK(until_end({}, {0, 0, 0, 0, 0}) == wanted, "nine steps on %d threads", threads);
+    int first = 0;
+    while (wanted.ids[first * num + 2] != end) first++;
+    CHECK(until_end({end}, {0, 0, 0, 1, 1}).ids.size() == (first + 1) * num, "a token that ends the third request");
+    try {
+        const DecodeArrays arrays(before, prompts);
+        Draws draws = draws_of(num * 40);
+        const std::vector<int32_t> none(num + 1);
+        DecodeBatch(arrays.batch(draws), 1, 1, 40, EndTokens{none.data(), none.data()});
+        CHECK(false, "block tables end before the last step");
+    } catch (const std::invalid_argument&) {
+    }
+}
+
 }  // namespace
 
 void test_executor(const KernelTable& kernels) {
@@ -433,6 +539,7 @@ void test_executor(const KernelTable& kernels) {
     for (const Format format : {Format::fp32, Format::int8}) test_format(kernels, format, KvType::int8);
     for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8}) test_copied_blocks(kernels, cache), test_shared_prefix(kernels, cache);
     test_draws(kernels);
+    for (const int threads : {1, 3}) test_decode_batch(kernels, threads);
 }
 
 }  // namespace octavo::test

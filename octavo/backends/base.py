@@ -77,6 +77,14 @@ class SampleResult:
     top_ids: NDArray[np.int32] | None = None
     top_logprobs: NDArray[np.float32] | None = None
 
+    def part(self, first: int, end: int) -> SampleResult:
+        """A view of the entries `first` .. `end` - 1."""
+        part = SampleResult(self.token_ids[first:end], self.failed[first:end])
+        for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
+            array = getattr(self, name)
+            setattr(part, name, None if array is None else array[first:end])
+        return part
+
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
@@ -298,6 +306,32 @@ class AsyncRunnable(Protocol):
 
     def launch(self, batch: StepBatch, kv: KvCache) -> Computing:
         """`run`, without waiting for the results. Steps are computed in order, and so is what `kv` is told between them."""
+        ...
+
+
+GoesOn = Callable[[SampleResult], bool]
+"""Told what a decode step drew after which there is to be another; False: there is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """Several steps of a batch in which each request has one row and draws from it: the drawn token is its next row.
+
+    They end early where a request draws a token that ends it or fails. Block tables reach to the last step.
+    """
+
+    num_steps: int
+    end_starts: NDArray[np.int32]
+    """[R+1]: the tokens end_ids[end_starts[r] .. end_starts[r+1]) end request r."""
+    end_ids: NDArray[np.int32]
+
+
+@runtime_checkable
+class DecodingRunnable(Protocol):
+    """A Runnable that computes several decode steps in one call."""
+
+    def decode(self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, goes_on: GoesOn) -> list[SampleResult]:
+        """Of each step computed, bitwise what `run` gives. Raises what the first one raises; a later one ends them instead."""
         ...
 
 

@@ -12,6 +12,9 @@ from octavo.errors import ConfigError
 MIN_STALL_S = 1.0
 """A step shows that it gets ahead some times in it."""
 
+NUM_STEPS = 8
+"""Decode steps in one call: more would gain little, as Python's share of one is paid for by eight."""
+
 BackendName = Literal["native", "torch", "reference"]
 
 TORCH_ONLY = ("device", "enforce_eager")
@@ -32,8 +35,16 @@ def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int,
             max_model_len=_max_model_len(config.model.max_model_len, model_context_tokens),
             served_model_name=config.model.served_model_name or config.model.model,
         ),
+        scheduler=replace(config.scheduler, num_scheduler_steps=_num_scheduler_steps(config)),
         backend=replace(config.backend, threads=config.backend.threads or max(1, num_threads // config.backend.tensor_parallel_size)),
     )
+
+
+def _num_scheduler_steps(config: EngineConfig) -> int:
+    given, backend = config.scheduler.num_scheduler_steps, config.backend.backend
+    if given not in (None, 1) and backend != "native":
+        raise ConfigError(f"num_scheduler_steps: got {given}, allowed is 1 with the backend {backend}", hint="leave it out, or use native")
+    return given or (NUM_STEPS if backend == "native" else 1)
 
 
 def _check(config: EngineConfig) -> None:

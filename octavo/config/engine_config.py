@@ -98,6 +98,9 @@ class SchedulerOptions:
         "start requests at any step, or (to compare) in batches that run to their end: as they wait, when full, singly",
     )
     batch_window_ms: int = option(50, "how long dynamic batching waits for a batch to fill", low=0)
+    num_scheduler_steps: int | None = option(
+        None, "most decode steps computed for one plan, in one native call, while nobody waits; default 8 with native, else 1", low=1
+    )
     preemption_mode: Literal["auto", "swap", "recompute"] = option(
         "auto", "what happens to a request that gives up its KV blocks: to host memory, computed again, or the cheaper as measured"
     )

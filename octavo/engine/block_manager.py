@@ -197,10 +197,30 @@ class BlockManager:
                 return self._extend(self.tables[request_id], index, num_blocks)
         return NOTHING
 
+    def reserve(self, ends: Mapping[str, int]) -> dict[str, list[list[int]]] | None:
+        """The blocks that tables gain so that they reach to those ends, by request, of the requests whose tables do not.
+
+        For requests that have just grown, so that nothing is copied. None, and nothing changed, where not enough are free for all.
+        """
+        missing = {request_id: self._missing(self.tables[request_id], self._blocks_for(end)) for request_id, end in ends.items()}
+        missing = {request_id: counts for request_id, counts in missing.items() if any(counts)}
+        for group, pool in enumerate(self.pools):
+            if sum(counts[group] for counts in missing.values()) > len(pool.free):
+                return None
+        grants = {}
+        for request_id, counts in missing.items():
+            added = grants[request_id] = [[pool.take() for _ in range(count)] for pool, count in zip(self.pools, counts, strict=True)]
+            for table, block_ids in zip(self.tables[request_id], added, strict=True):
+                table += block_ids
+        return grants
+
+    def _missing(self, tables: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
+        return [max(0, num_blocks - len(table)) for table in tables]
+
     def _extend(self, tables: list[list[int]], index: int, num_blocks: int) -> Grant | None:
         # Only the first block written can be shared: a fork shares up to its first uncomputed token, hits are full blocks.
         copies = [index < len(table) and pool.is_shared(table[index]) for pool, table in zip(self.pools, tables, strict=True)]
-        missing = [max(0, num_blocks - len(table)) for table in tables]
+        missing = self._missing(tables, num_blocks)
         if any(len(pool.free) < count + copy for pool, count, copy in zip(self.pools, missing, copies, strict=True)):
             return None
         grant = Grant()

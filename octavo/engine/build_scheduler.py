@@ -15,6 +15,7 @@ from octavo.engine.batching import build_batching
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.block_pool import BlockGroup
 from octavo.engine.connector import TierConnector, Tiers
+from octavo.engine.decode_steps import DecodeSteps
 from octavo.engine.placement import Placement
 from octavo.engine.policy import Fair, FirstComeFirstServed, Policy, Priority
 from octavo.engine.preemption import Preemption
@@ -62,6 +63,7 @@ def build_scheduler(
             delay_factor=options.scheduler_delay_factor,
         ),
         placement=Placement(blocks, admission, Preemption(blocks, options.preemption_mode)),
+        decode_steps=DecodeSteps(blocks, options.num_scheduler_steps or 1),
         stop_texts=stop_texts,
     )
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from octavo.engine.core import CoreOutputs, EngineCore
+from octavo.engine.core import CoreOutputs, EngineCore, TakeEarly
 from octavo.engine.pin import Pin
 from octavo.engine.request import EngineRequest
 
@@ -38,8 +38,12 @@ class EngineClient(Protocol):
         """Each that is still known ends in an output with finish_reason "abort"."""
         ...
 
-    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
-        """What the next step gave; blocks, without using the CPU, while there is nothing to do. None: the time is up, or closed."""
+    def receive(self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
+        """What the next step gave; blocks, without using the CPU, while there is nothing to do. None: the time is up, or closed.
+
+        `take_early`: takes what a core in this process yields before a step's end, in this thread. Without, a step ends with the first
+        token of each request. What a core in a process of its own yields is received as it comes.
+        """
         ...
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
@@ -101,7 +105,7 @@ class InProcessClient:
     def abort(self, request_ids: list[str]) -> None:
         self._inbox.put(Abort(request_ids))
 
-    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
+    def receive(self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         self._take_commands(wait=not self._core.has_work, timeout_s=timeout_s)
         while not self._closed and self._core.has_work and (pause_s := self._core.pause_s()):
@@ -112,7 +116,7 @@ class InProcessClient:
         with self._lock:
             if self._closed or not self._core.has_work:
                 return None
-            return self._core.step()
+            return self._core.step(lambda outputs: take_early is not None and self._inbox.empty() and take_early(outputs))
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         return bool(self._ask(ResetPrefixCache(reset_connector)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from octavo.engine.early_outputs import EarlyOutputs
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.pin import Pin
 from octavo.engine.rates import RateMeter
@@ -21,17 +22,21 @@ from octavo.engine.request import EngineOutput, EngineRequest
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead
-from octavo.ports import AsyncExecutor, Executor, Launched
+from octavo.ports import AsyncExecutor, Between, Executor, Launched
 from octavo.step import RowResult, StepPlan, StepResult
 
 CLOSE_S = 2.0
 
 
 class CoreOutputs(msgspec.Struct):
-    """What one step gave."""
+    """What one step gave, or what of it came before its end."""
 
     outputs: list[EngineOutput]
     stats: EngineStats
+
+
+TakeEarly = Callable[[CoreOutputs], bool]
+"""Is given what comes before a step's end. False: it has not taken it; the step is to end, and what it gave comes then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +113,21 @@ class EngineCore:
         """For how long a step would do nothing, unless a request comes or goes."""
         return 0.0 if self._in_flight or self._early else self.scheduler.pause_s(self._clock())
 
-    def step(self) -> CoreOutputs:
-        """Plans a step and takes one in: the same, or, where the executor runs ahead, the one before. Either may have to wait a call."""
+    def step(self, take_early: TakeEarly | None = None) -> CoreOutputs:
+        """Plans a step and takes one in: the same, or, where the executor runs ahead, the one before. Either may have to wait a call.
+
+        Where a plan holds several decode steps, `take_early` is given what each of them yields; without it all comes at the end.
+        """
         outputs, self._early = self._early, []
+        early = None
         if self._may_plan:
             plan = self._plan()
-            self._in_flight.append((plan, self._launch(plan)))
+            early = self._early_outputs(plan, take_early)
+            self._in_flight.append((plan, self._launch(plan, early)))
             if len(self._in_flight) <= self._steps_ahead:
                 return CoreOutputs(outputs, self._stats())
-        outputs += self._take_in(*self._in_flight.popleft())
+        taken = self._take_in(*self._in_flight.popleft())
+        outputs += taken if early is None else early.rest(taken)
         return CoreOutputs(outputs, self._stats())
 
     @property
@@ -131,11 +142,19 @@ class EngineCore:
         self._end_starvation(plan, now)
         return plan
 
-    def _launch(self, plan: StepPlan) -> Launched:
+    def _early_outputs(self, plan: StepPlan, take: TakeEarly | None) -> EarlyOutputs | None:
+        """Where there is somebody to take what comes between a plan's steps."""
+        if take is None or plan.num_steps == 1:
+            return None
+        stats = self._stats()
+        return EarlyOutputs(self.scheduler, lambda outputs: take(CoreOutputs(outputs, stats)), clock=self._clock)
+
+    def _launch(self, plan: StepPlan, between: Between | None) -> Launched:
         try:
             if self._steps_ahead and isinstance(self.executor, AsyncExecutor):
+                assert plan.num_steps == 1, "the next plan counts on one token of each row"
                 return self.executor.launch(plan)
-            return Done(self.executor.execute(plan))
+            return Done(self.executor.execute(plan, between))
         except Exception as error:
             return Done(error)
 

@@ -138,10 +138,17 @@ class CoreLoop:
         try:
             while self._take_commands(core, pulse):
                 if core.has_work:
-                    self.send(Stepped(core.step()))
+                    self.send(Stepped(core.step(self._send_early)))
         finally:
             pulse.close()
             core.close()
+
+    def _send_early(self, outputs: CoreOutputs) -> bool:
+        """Unless a command has come, which goes before further steps."""
+        if int(self._commands.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return False
+        self.send(Stepped(outputs))
+        return True
 
     def _take_commands(self, core: EngineCore, pulse: Pulse) -> bool:
         """All that have come, waiting for one while there is no work. False: it is time to end."""

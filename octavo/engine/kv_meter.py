@@ -28,7 +28,8 @@ class KvMeter:
         if not plan.rows or not self._block_bytes:
             return
         blocks, running = scheduler.blocks, [row for request in scheduler.running for row in request.rows]
-        num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens
+        num_ahead = (result.num_steps - 1) * len(plan.rows)
+        num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens + num_ahead
         tables = [blocks.tables[row.request_id] for row in running]
         used = reserved = whole = 0.0
         for group, (pool, block_bytes) in enumerate(zip(blocks.pools, self._block_bytes, strict=True)):
@@ -38,4 +39,4 @@ class KvMeter:
             reserved += num_held * block_bytes
             whole += len(running) * -(-self._max_model_len // blocks.block_size) * block_bytes
         self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
-        self.sums += self.now
+        self.sums += self.now.times(result.num_steps)

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from octavo.engine.client import Abort, Add, Ask, Close, Command, EngineInfo, Question, ResetPrefixCache
-from octavo.engine.core import CoreOutputs
+from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.core_process import Answered, Connected, Failed, Progress, Ready, Reply, Report, Setup, Stepped
 from octavo.engine.pin import Pin
 from octavo.engine.request import EngineRequest
@@ -102,7 +102,7 @@ class ProcessClient:
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(request_ids))
 
-    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
+    def receive(self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
         """EngineDead where the process has ended."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:

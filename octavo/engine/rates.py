@@ -1,4 +1,4 @@
-"""How fast this machine prefills and swaps, measured from steps, for those who choose between the two.
+"""How fast this machine prefills, swaps and decodes, measured from steps, for those who choose by it.
 
 Owned by the core and handed to the scheduler with each call, so that the scheduler itself measures nothing and a recording replays
 exactly.
@@ -23,6 +23,8 @@ class Rates(msgspec.Struct, frozen=True):
     prefill_tokens_per_s: float | None = None
     swap_blocks_per_s: float | None = None
     """Of any group, in either direction."""
+    decode_step_s: float | None = None
+    """Of steps in which all that run decode."""
 
 
 UNMEASURED = Rates()
@@ -39,10 +41,13 @@ class RateMeter:
             rate = _mean(self.rates.swap_blocks_per_s, len(plan.moves) / result.moved_s)
             self.rates = msgspec.structs.replace(self.rates, swap_blocks_per_s=rate)
         computing_s = result.busy_s - result.moved_s
-        num_tokens = sum(row.num_tokens for row in plan.rows)
+        num_tokens = plan.num_tokens
         if num_tokens - len(plan.rows) >= MIN_PREFILL_TOKENS and computing_s > 0:
             rate = _mean(self.rates.prefill_tokens_per_s, num_tokens / computing_s)
             self.rates = msgspec.structs.replace(self.rates, prefill_tokens_per_s=rate)
+        elif num_tokens and num_tokens == len(plan.rows):
+            step_s = _mean(self.rates.decode_step_s, computing_s / result.num_steps)
+            self.rates = msgspec.structs.replace(self.rates, decode_step_s=step_s)
 
 
 def _mean(old: float | None, new: float) -> float:

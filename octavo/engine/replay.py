@@ -6,6 +6,7 @@ carried out too, and what they yield is compared. Knows no file and no model.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,7 +19,7 @@ from octavo.engine.recorder import Aborted, Added, Began, CacheReset, Computed, 
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stop_texts import MakeStopTexts
 from octavo.errors import ConfigError, InvalidRequest
-from octavo.ports import Executor
+from octavo.ports import Between, Executor
 from octavo.step import RowResult, StepPlan, StepResult
 
 MAX_STEPS_AHEAD = 1
@@ -46,8 +47,6 @@ class Replay:
         self._executor = executor
         self._in_flight: deque[Planned] = deque()
         """Whose results have not come, as in the engine that was recorded."""
-        self._made: dict[int, StepResult | str] = {}
-        """By step: what carrying out its plan gave now, or why it failed."""
         self._other_plan = False
 
     def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
@@ -56,6 +55,8 @@ class Replay:
             self._take(event)
             if self._other_plan or len(self.found.differences) >= max_differences:
                 return self.found
+        for planned in self._in_flight:
+            self._execute(planned.plan, planned.plan.num_steps)
         self.found.unfinished_step = self._in_flight[0].plan.step if self._in_flight else None
         return self.found
 
@@ -87,16 +88,18 @@ class Replay:
         if plan != then.plan:
             self._other_plan = True
             self.found.differences.append(_difference(then.plan, plan))
-            return
-        if self._executor is not None:
-            self._execute(self._executor, plan)
 
-    def _execute(self, executor: Executor, plan: StepPlan) -> None:
-        """At once, whether it ran ahead or not: what a row takes from the device was drawn by the step before."""
+    def _execute(self, plan: StepPlan, num_steps: int) -> StepResult | str | None:
+        """What the executor yields, if there is one, in no more decode steps than there were then; or how it failed.
+
+        In the order of the plans, whether the engine ran ahead or not: what a row takes from the device was drawn by the step before.
+        """
+        if self._executor is None:
+            return None
         try:
-            self._made[plan.step] = executor.execute(plan)
+            return self._executor.execute(plan, _until(num_steps))
         except Exception as error:
-            self._made[plan.step] = f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
 
     def _update(self, then: Computed) -> None:
         if not self._in_flight:
@@ -104,7 +107,7 @@ class Replay:
         plan = self._in_flight.popleft().plan
         if [row.request_id for row in plan.rows] != [row.request_id for row in then.result.rows]:
             raise _damaged(f"step {plan.step} has the result of another plan")
-        made = self._made.pop(plan.step, None)
+        made = self._execute(plan, then.result.num_steps)
         if then.failed:
             self._scheduler.plan_failed(plan)
         elif isinstance(made, str):
@@ -112,7 +115,7 @@ class Replay:
         elif made is not None:
             self._compare(plan, then.result.rows, made.rows)
         self._scheduler.update(plan, then.result)
-        self.found.num_steps += 1
+        self.found.num_steps += then.result.num_steps
         self.found.num_tokens += sum(len(row.token_ids) for row in then.result.rows)
 
     def _compare(self, plan: StepPlan, then: list[RowResult], now: list[RowResult]) -> None:
@@ -132,6 +135,12 @@ def scheduler_of(began: Began, stop_texts: MakeStopTexts | None = None) -> Sched
         tiers=began.tiers,
         stop_texts=stop_texts,
     )
+
+
+def _until(num_steps: int) -> Between:
+    """Ends after so many."""
+    count = itertools.count(1)
+    return lambda rows: next(count) < num_steps
 
 
 def _damaged(what: str) -> ConfigError:

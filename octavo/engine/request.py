@@ -179,7 +179,27 @@ class Request(TokenRow):
         """Those of the prompt's tokens from `position` on, of which some may not be wanted."""
         self.prompt_logprobs += logprobs[max(0, self.params.first_prompt_logprob - position) :]
 
-    def append(self, token_id: int) -> Finish | None:
+    @property
+    def num_plain_draws(self) -> int:
+        """Tokens that it may draw one after another before the scheduler or the worker has something to do for it.
+
+        Its length ends it no earlier, and it is told no earlier that it may end (min_tokens).
+        """
+        if self.search is not None or self.source.one_token or self.params.bad_words_token_ids:
+            return 1
+        num_banned = self.min_num_tokens - self.num_tokens
+        num_left = self.max_num_tokens - self.num_tokens
+        return min(num_left, num_banned) if num_banned > 0 else num_left
+
+    def extend(self, token_ids: Sequence[int]) -> Finish | None:
+        """Sampled tokens, as far as one of them ends the request."""
+        for token_id in token_ids:
+            finish = self._append(token_id)
+            if finish is not None:
+                return finish
+        return None
+
+    def _append(self, token_id: int) -> Finish | None:
         """One more sampled token; says whether the request ends with it."""
         self.token_ids.append(token_id)
         if token_id in self.end_token_ids and len(self.token_ids) >= self.min_num_tokens:

@@ -9,6 +9,7 @@ Source: continuous batching (Orca, Yu et al. 2022), chunked prefill (Sarathi, Ag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,6 +18,7 @@ from octavo.engine.admission import HELD_BACK, NO_BLOCKS, NO_PROMPT, OK, READING
 from octavo.engine.batching import Batching, Crowd, PromptStep
 from octavo.engine.beam_search import BeamSearch
 from octavo.engine.block_manager import BlockManager, Grant
+from octavo.engine.decode_steps import DecodeSteps
 from octavo.engine.draft import Draft
 from octavo.engine.finish import Finish
 from octavo.engine.placement import Placement
@@ -28,7 +30,7 @@ from octavo.engine.steps_in_flight import StepsInFlight
 from octavo.engine.stop_texts import MakeStopTexts
 from octavo.engine.timings import Timekeeper
 from octavo.engine.token_row import TokenRow
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Scheduler:
         policy: Policy,
         batching: Batching,
         placement: Placement,
+        decode_steps: DecodeSteps,
         stop_texts: MakeStopTexts | None = None,
     ) -> None:
         """`stop_texts`: for beam searches with stop strings; those of other requests are found by the front."""
@@ -75,6 +78,7 @@ class Scheduler:
         self._policy = policy
         self._batching = batching
         self._placement = placement
+        self._decode_steps = decode_steps
         self._stop_texts = stop_texts
         self._num_seqs = 0
         """Rows that the running have, or may come to have."""
@@ -282,7 +286,9 @@ class Scheduler:
 
     def _finish_draft(self, draft: Draft) -> StepPlan:
         freed_rows, connector = self._placement.take_freed_rows(), self.blocks.connector.end_step()
-        plan = StepPlan(self._stats.num_steps, freed_rows, draft.new_rows, draft.moves, draft.rows, connector)
+        runs_alone = not (self.swapped or len(self._policy) or self._outputs or self._in_flight)
+        num_steps = self._decode_steps.num_steps(draft, num_running=len(self.running)) if runs_alone else 1
+        plan = StepPlan(self._stats.num_steps, freed_rows, draft.new_rows, draft.moves, draft.rows, connector, num_steps)
         self._in_flight.add(draft)
         self._prompt_since = draft.now if draft.has_prompt else None
         self._stats.num_steps += 1
@@ -328,10 +334,17 @@ class Scheduler:
 
     # -- a step is taken in ---------------------------------------------------------------------------------------------
 
+    def preview(self, rows: Sequence[RowResult], busy_s: float) -> list[EngineOutput]:
+        """What `update` will say of the next decode step of the plan in flight, which ends no request and is not its last."""
+        self._times.went_on(busy_s)
+        owners = self._in_flight.oldest.owners
+        return [self._output(request, row.token_ids, row.logprobs) for (request, _), row in zip(owners, rows, strict=True)]
+
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Advances the requests of the oldest plan that is in flight, finishes and frees; returns what each of them got."""
         owners = self._in_flight.take().owners
-        self._times.computed(result.busy_s)
+        self._times.computed(result.busy_s, result.num_steps)
+        self._stats.num_steps += result.num_steps - 1
         outputs, self._outputs = self._outputs, []
         self.blocks.connector.step_done(result.connector)
         any_finished = False
@@ -356,7 +369,10 @@ class Scheduler:
             return self._finish(request, Finish("error", error=result.failure))
         if result.prompt_logprobs:
             request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
-        row.num_computed_tokens = scheduled.start + scheduled.num_tokens
+        num_before = request.num_tokens
+        finish = request.extend(result.token_ids) if request.search is None else None
+        num_drawn = request.num_tokens - num_before
+        row.num_computed_tokens = scheduled.start + scheduled.num_tokens + max(0, num_drawn - 1)
         row.num_tokens_in_flight -= scheduled.num_tokens
         if self._limits.keeps_kv:
             self.blocks.record(row.request_id, row.token_ids, row.num_computed_tokens, salt=request.source.cache_salt)
@@ -366,7 +382,7 @@ class Scheduler:
             return None
         if request.search is not None:
             return self._take_candidates(request, request.search, row, result)
-        return self._take_tokens(request, result)
+        return self._take_tokens(request, result, num_drawn, finish)
 
     def _take_candidates(self, request: Request, search: BeamSearch, row: TokenRow, result: RowResult) -> EngineOutput | None:
         """Once all beams have yielded theirs, the next ones branch off; once the search is done, all that it has found."""
@@ -386,28 +402,27 @@ class Scheduler:
         request.describe_start(output)
         return output
 
-    def _take_tokens(self, request: Request, result: RowResult) -> EngineOutput:
-        is_first = request.num_output_tokens == 0
+    def _take_tokens(self, request: Request, result: RowResult, num_drawn: int, finish: Finish | None) -> EngineOutput:
+        """Of the result so many tokens, which the request has already; those after its end are nobody's."""
         if request.watch.first_token is None:
             self._times.yielded(request.watch)
-        finish = None
-        num_taken = 0
-        for token_id in result.token_ids:
-            num_taken += 1
-            finish = request.append(token_id)
-            if finish is not None:
-                break
-        self._stats.generation_tokens += num_taken
-        self._policy.took(request, num_taken)
-        output = EngineOutput(request.request_id) if finish is None else self._finish(request, finish)
-        output.token_ids = result.token_ids[:num_taken]
-        output.logprobs = result.logprobs
-        if finish is None and request.params.stop_strings:
-            output.timings = request.timings(self._times.so_far(request.watch))
-        if is_first:
+        self._stats.generation_tokens += num_drawn
+        self._policy.took(request, num_drawn)
+        token_ids, logprobs = result.token_ids[:num_drawn], result.logprobs and result.logprobs[:num_drawn]
+        if finish is None:
+            output = self._output(request, token_ids, logprobs)
+        else:
+            output = self._finish(request, finish)
+            output.token_ids, output.logprobs = token_ids, logprobs
+        if request.num_output_tokens == num_drawn:
             self._stats.prompt_tokens += request.num_prompt_tokens
             request.describe_start(output)
         return output
+
+    def _output(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> EngineOutput:
+        """Of one that goes on, as far as this plane knows."""
+        timings = request.timings(self._times.so_far(request.watch)) if request.params.stop_strings else None
+        return EngineOutput(request.request_id, token_ids, logprobs, timings=timings)
 
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
         """Frees all that a request holds, if need be later; out of the running the caller takes it."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.ports import AsyncExecutor, Executor, Launched
+from octavo.ports import AsyncExecutor, Between, Executor, Launched
 from octavo.step import StepPlan, StepResult
 
 PAGE_BYTES = 1 << 16
@@ -78,10 +78,10 @@ class Watched:
     def progress(self) -> int:
         return self._executor.progress
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         self._slate.begin(_requests_of(plan))
         try:
-            return self._executor.execute(plan)
+            return self._executor.execute(plan, between)
         finally:
             self._slate.end()
 

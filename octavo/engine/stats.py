@@ -22,6 +22,9 @@ class KvBytes(msgspec.Struct, frozen=True, array_like=True):
     def __sub__(self, other: KvBytes) -> KvBytes:
         return KvBytes(self.used - other.used, self.reserved - other.reserved, self.whole_contexts - other.whole_contexts)
 
+    def times(self, count: int) -> KvBytes:
+        return KvBytes(self.used * count, self.reserved * count, self.whole_contexts * count)
+
     @property
     def utilisation(self) -> float:
         """Used of reserved, 0 to 1."""

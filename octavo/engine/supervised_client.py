@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.engine.client import EngineInfo
-from octavo.engine.core import CoreOutputs
+from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.pin import Pin
 from octavo.engine.process_client import ProcessClient
 from octavo.engine.request import EngineOutput, EngineRequest
@@ -120,7 +120,7 @@ class SupervisedClient:
                     self._core.add([unfinished.again()])
             self._core.abort(request_ids)
 
-    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
+    def receive(self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closing:
             left_s = self._watch.interval_s if end is None else end - time.monotonic()

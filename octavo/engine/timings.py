@@ -72,6 +72,8 @@ class Timekeeper:
         """Planned; and of these, computed:"""
         self._num_steps_done = 0
         self._num_rows_done = 0
+        self._num_ahead = 0
+        """Decode steps of the plan in flight that are computed and counted."""
         self._peaks: list[tuple[int, int]] = []
         """(step, rows), falling: from any step on, the largest batch is that of the first entry not before it."""
 
@@ -96,12 +98,28 @@ class Timekeeper:
         self._num_steps += 1
         self._num_rows += num_rows
 
-    def computed(self, busy_s: float) -> None:
-        """The oldest plan in flight."""
+    def went_on(self, busy_s: float) -> None:
+        """A decode step of the only plan in flight is computed, which goes on with another."""
+        begun, num_rows = self._begun[0]
+        self._end = max(begun, self._computed_until) + busy_s
+        self._num_ahead += 1
+        self._count(num_rows, num_planned=1, num_done=1)
+
+    def computed(self, busy_s: float, num_steps: int = 1) -> None:
+        """The oldest plan in flight, with so many decode steps."""
         begun, num_rows = self._begun.popleft()
         self._end = self._computed_until = max(begun, self._computed_until) + busy_s
-        self._num_steps_done += num_rows > 0
-        self._num_rows_done += num_rows
+        if num_rows:
+            num_left = num_steps - self._num_ahead
+            self._count(num_rows, num_planned=num_left - 1, num_done=num_left)
+        self._num_ahead = 0
+
+    def _count(self, num_rows: int, *, num_planned: int, num_done: int) -> None:
+        """Steps of so many rows."""
+        self._num_steps += num_planned
+        self._num_rows += num_planned * num_rows
+        self._num_steps_done += num_done
+        self._num_rows_done += num_done * num_rows
 
     # -- requests -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from octavo.backends.base import (
     BLOCK_SIZE,
     AsyncRunnable,
     Computing,
+    DecodeSteps,
+    DecodingRunnable,
     KvCache,
     LastTokens,
     Runnable,
@@ -22,6 +24,7 @@ from octavo.backends.base import (
     SamplingBatch,
     StepBatch,
 )
+from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets, target_batch
@@ -84,7 +87,31 @@ class ModelRunner:
         assert output.samples is not None
         return self._results(launched.scheduled, launched.layout, launched.sampling, output.samples)
 
-    def _batch(self, scheduled: Sequence[ScheduledRow]) -> tuple[StepBatch, Layout]:
+    def decode(self, scheduled: Sequence[ScheduledRow], num_steps: int, between: Between | None) -> list[RowResult]:
+        """`run` so many times, each row's drawn token being its next one, in one call. Ends early as `StepPlan.num_steps` says."""
+        assert isinstance(self._runnable, DecodingRunnable)
+        batch, layout = self._batch(scheduled, num_steps)
+        sampling = batch.sampling
+        assert sampling is not None
+        done: list[list[RowResult]] = []
+
+        def take(samples: SampleResult) -> list[RowResult]:
+            done.append(self._results(scheduled, layout, sampling, samples))
+            layout.ends += 1
+            return done[-1]
+
+        def goes_on(samples: SampleResult) -> bool:
+            results = take(samples)
+            return between is None or between(results)
+
+        end_ids, end_starts = self._rows.end_tokens(layout.rows)
+        steps = self._runnable.decode(batch, self._kv, DecodeSteps(num_steps, end_starts, end_ids), goes_on)
+        for samples in steps[len(done) :]:
+            take(samples)
+        return [_joined(results) for results in zip(*done, strict=True)]
+
+    def _batch(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> tuple[StepBatch, Layout]:
+        """Of the first of so many steps, with block tables for them all."""
         rows = self._rows.indices(scheduled)
         starts = np.array([row.start for row in scheduled], np.int32)
         counts = np.array([row.num_tokens for row in scheduled], np.int32)
@@ -103,7 +130,7 @@ class ModelRunner:
             query_starts=query_starts,
             context_lens=np.broadcast_to(ends, (len(tables), len(rows))).copy(),
             slots=np.ascontiguousarray(slots),
-            block_tables=np.ascontiguousarray(tables[:, rows, : -(-int(ends.max()) // BLOCK_SIZE)]),
+            block_tables=np.ascontiguousarray(tables[:, rows, : -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)]),
             sample_rows=sample_rows,
             sampling=sampling,
         )
@@ -173,6 +200,13 @@ def _last_tokens(scheduled: Sequence[ScheduledRow], layout: Layout, *, num_sampl
     targets = np.full(num_samples, -1, np.int32)
     targets[: len(layout.draws)] = layout.rows[np.array(layout.draws, np.intp)]
     return LastTokens(sources, targets)
+
+
+def _joined(steps: Sequence[RowResult]) -> RowResult:
+    """What one row yielded in several decode steps."""
+    token_ids = [token_id for step in steps for token_id in step.token_ids]
+    logprobs = None if steps[0].logprobs is None else [entry for step in steps for entry in step.logprobs or ()]
+    return RowResult(steps[0].request_id, token_ids, logprobs, failure=steps[-1].failure)
 
 
 def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:

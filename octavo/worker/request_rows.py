@@ -16,6 +16,8 @@ from octavo.step import NewRow, ScheduledRow
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.sampling_rows import SamplingRows
 
+NO_TOKENS = np.zeros(0, np.int32)
+
 
 class RequestRows:
     """`N` rows of `context` tokens in `G` cache groups."""
@@ -27,6 +29,7 @@ class RequestRows:
         self.block_tables = np.full((num_groups, max_rows, max_blocks), -1, np.int32)
         """[G, N, B], padded with -1"""
         self.num_prompt_tokens = [0] * max_rows
+        self._end_token_ids = [NO_TOKENS] * max_rows
         self.sampling = SamplingRows(max_rows=max_rows, vocab_size=vocab_size)
         self._num_blocks = [[0] * max_rows for _ in range(num_groups)]
         self._row_of: dict[str, int] = {}
@@ -50,6 +53,7 @@ class RequestRows:
         self._row_of[new.request_id] = row
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self._end_token_ids[row] = np.array(new.end_token_ids, np.int32)
         for num_blocks in self._num_blocks:
             num_blocks[row] = 0
         self.sampling.add(row, new)
@@ -68,6 +72,13 @@ class RequestRows:
         """[R]"""
         row_of = self._row_of
         return np.array([row_of[entry.request_id] for entry in scheduled], np.intp)
+
+    def end_tokens(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Of `rows [R]` the tokens that end them, end to end, and `[R+1]` where each one's begin."""
+        ids = [self._end_token_ids[row] for row in rows.tolist()]
+        starts = np.zeros(len(ids) + 1, np.int32)
+        np.cumsum([len(some) for some in ids], out=starts[1:])
+        return np.concatenate(ids), starts
 
     def append(self, rows: NDArray[np.intp], ends: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """The sampled tokens `[S]` of `rows [S]`, at the positions `ends [S]`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 SMOLLM2_ON_2_CORES = ((1, 0.0084), (8, 0.020), (32, 0.039), (128, 0.090), (256, 0.150), (512, 0.315), (2048, 1.36))
@@ -57,12 +58,19 @@ class SimulatedExecutor:
         self.clock = clock
         self.costs = costs or StepCosts()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         moved_s = self.costs.move_s * len(plan.moves)
-        busy_s = moved_s + self._compute_s(plan.rows)
+        step_s = self._compute_s(plan.rows)
+        busy_s = moved_s + step_s
         self.clock.now += busy_s
-        results = [_result(row) for row in plan.rows]
-        return StepResult(plan.step, results, busy_s, moved_s)
+        results, num_steps = [_result(row) for row in plan.rows], 1
+        while num_steps < plan.num_steps and (between is None or between([_result(row) for row in plan.rows])):
+            self.clock.now += step_s
+            busy_s += step_s
+            num_steps += 1
+            for result in results:
+                result.token_ids.append(TOKEN)
+        return StepResult(plan.step, results, busy_s, moved_s, num_steps=num_steps)
 
     @property
     def progress(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from octavo.backends.base import Runnable
 from octavo.outputs import Profile
+from octavo.ports import Between
 from octavo.step import BlockMove, ConnectorReport, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.model_runner import LaunchedRows, ModelRunner
@@ -58,14 +59,15 @@ class Worker:
         self._close = close
         self._is_alone = is_alone
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         began = time.perf_counter()
         moved_s = max(self._apply(plan), self._cache_engine.settle(plan.moves))
         self._begin_connector(plan)
-        results = self._run(plan.rows, self._runner.run) if plan.rows else []
+        results = self._compute(plan, between) if plan.rows else []
         busy_s = time.perf_counter() - began
+        num_steps = max(1, len(results[0].token_ids)) if plan.num_steps > 1 else 1
         kv_bytes = self._cache_engine.places.num_bytes
-        return StepResult(plan.step, results, busy_s, moved_s, self._report(waits=not plan.rows), kv_bytes)
+        return StepResult(plan.step, results, busy_s, moved_s, self._report(waits=not plan.rows), kv_bytes, num_steps)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Where the runnable is asynchronous."""
@@ -145,6 +147,15 @@ class Worker:
         """Where a step computes nothing it waits a little for what the connector brings."""
         connector = self._cache_engine.connector
         return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
+
+    def _compute(self, plan: StepPlan, between: Between | None) -> list[RowResult]:
+        """Where several decode steps raise with the first of them, that one by itself."""
+        if plan.num_steps > 1:
+            try:
+                return self._runner.decode(plan.rows, plan.num_steps, between)
+            except Exception:
+                logger.exception("%d decode steps of %d requests failed; running one", plan.num_steps, len(plan.rows))
+        return self._run(plan.rows, self._runner.run)
 
     def _run(self, rows: Sequence[ScheduledRow], run: RunRows) -> list[RowResult]:
         """Runs them together; where that raises, one by one. To compute a position twice writes the same KV twice."""

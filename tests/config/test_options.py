@@ -58,9 +58,19 @@ def test_every_option_has_a_help_text():
 def test_derived_values_fill_gaps_only():
     bare = derive(EngineConfig.from_options(model="m"), model_context_tokens=512, num_threads=3)
     assert (bare.model.max_model_len, bare.backend.threads, bare.model.served_model_name) == (512, 3, "m")
-    assert bare.backend.backend == "native"
-    given = EngineConfig.from_options(model="m", max_model_len=100, threads=1, served_model_name="name", backend="torch", device="cpu")
+    assert bare.backend.backend == "native" and bare.scheduler.num_scheduler_steps == 8
+    options = {"max_model_len": 100, "threads": 1, "served_model_name": "name", "backend": "torch", "device": "cpu"}
+    given = EngineConfig.from_options(model="m", num_scheduler_steps=1, **options)
     assert derive(given, model_context_tokens=512, num_threads=3) == given
+
+
+def test_several_decode_steps_are_the_native_backends():
+    given = EngineConfig.from_options(num_scheduler_steps=3)
+    assert derive(given, model_context_tokens=512, num_threads=3).scheduler.num_scheduler_steps == 3
+    with pytest.raises(ConfigError, match="num_scheduler_steps: got 3, allowed is 1 with the backend torch"):
+        derive(given, model_context_tokens=512, num_threads=3, backend="torch")
+    bare = derive(EngineConfig.from_options(), model_context_tokens=512, num_threads=3, backend="reference")
+    assert bare.scheduler.num_scheduler_steps == 1
 
 
 def test_options_of_the_torch_backend_are_refused_elsewhere():

@@ -12,16 +12,16 @@ INFO = EngineInfo(VOCAB, 512, 1024, "a fake cache")
 
 
 class DyingExecutor(FakeExecutor):
-    def execute(self, plan):
+    def execute(self, plan, between=None):
         if plan.rows:
             os._exit(7)
-        return super().execute(plan)
+        return super().execute(plan, between)
 
 
 class SlowExecutor(FakeExecutor):
-    def execute(self, plan):
+    def execute(self, plan, between=None):
         time.sleep(0.01)
-        return super().execute(plan)
+        return super().execute(plan, between)
 
 
 BAD = VOCAB + 1
@@ -33,24 +33,24 @@ SICK = VOCAB + 2
 class HangingExecutor(FakeExecutor):
     bad = BAD
 
-    def execute(self, plan):
+    def execute(self, plan, between=None):
         for new in plan.new_rows:
             self.rows.setdefault(new.request_id, FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index))
         tokens = [self.rows[row.request_id].tokens[row.start : row.start + row.num_tokens] for row in plan.rows]
         if any(self.bad in some for some in tokens) or sum(SICK in some for some in tokens) > 1:
             time.sleep(3600)
         time.sleep(0.002)
-        return super().execute(plan)
+        return super().execute(plan, between)
 
 
 class LongExecutor(FakeExecutor):
     """Its steps last longer than they may stand still, but they get ahead."""
 
-    def execute(self, plan):
+    def execute(self, plan, between=None):
         for _ in range(6):
             time.sleep(0.3)
             self.progress += 1
-        return super().execute(plan)
+        return super().execute(plan, between)
 
 
 def build(options, report):

@@ -13,8 +13,9 @@ from octavo.engine.block_pool import BlockGroup
 from octavo.engine.build_scheduler import build_scheduler
 from octavo.engine.core import EngineCore
 from octavo.engine.request import EngineOutput, EngineRequest
+from octavo.ports import Between
 from octavo.sampling_params import SamplingParams
-from octavo.step import BlockMove, RowResult, StepPlan, StepResult, TokenLogprobs
+from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 from tests.engine.fake_tiers import FakeTiers, tiers_of
 
 VOCAB = 1000
@@ -45,6 +46,7 @@ class FakeRow:
     tokens: list[int]
     num_prompt_tokens: int
     sample_index: int
+    end_token_ids: frozenset[int] = frozenset()
     tables: list[list[int]] = field(default_factory=list)
 
 
@@ -60,22 +62,33 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self.raise_on: set[str] = set()
         self.fail_on: dict[str, str] = {}
+        self.step_s = 0.0
+        """What a step is said to take."""
         self.progress = 0
         self.closed = False
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         self.plans.append(plan)
         for request_id in plan.freed_rows:
             self.rows.pop(request_id, None)
         for new in plan.new_rows:
-            tables = [[] for _ in self.kv]
-            self.rows[new.request_id] = FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index, tables)
+            tables, ends = [[] for _ in self.kv], frozenset(new.end_token_ids)
+            self.rows[new.request_id] = FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index, ends, tables)
         for move in plan.moves:
             self._move(move)
         if bad := self.raise_on & {row.request_id for row in plan.rows}:
             raise RuntimeError(f"no luck with {sorted(bad)}")
         self.tiers.begin(plan.connector)
-        return StepResult(plan.step, [self._run(row) for row in plan.rows], connector=self.tiers.report())
+        steps = [[self._run(row) for row in plan.rows]]
+        while len(steps) < plan.num_steps and not any(map(self._ends, steps[-1])) and (between is None or between(steps[-1])):
+            further = [ScheduledRow(row.request_id, row.start + len(steps), 1, [], samples=True) for row in plan.rows]
+            steps.append([self._run(row) for row in further])
+        results = [_joined(rows) for rows in zip(*steps, strict=True)]
+        return StepResult(plan.step, results, connector=self.tiers.report(), busy_s=self.step_s * len(steps), num_steps=len(steps))
+
+    def _ends(self, result: RowResult) -> bool:
+        ends = self.rows[result.request_id].end_token_ids
+        return result.failure is not None or any(token in ends for token in result.token_ids)
 
     def _move(self, move: BlockMove) -> None:
         kv, host, slots = self.kv[move.group], self.host[move.group], self.tiers.slots[move.group]
@@ -121,6 +134,13 @@ class FakeExecutor:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _joined(steps: Sequence[RowResult]) -> RowResult:
+    last = steps[-1]
+    return RowResult(
+        last.request_id, [token for step in steps for token in step.token_ids], last.logprobs, last.prompt_logprobs, last.failure
+    )
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,9 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         num_slots=st.sampled_from([50, 6, 2, 0]),
         disk_blocks=st.sampled_from([1000, 30, 12, None]),
         runs_ahead=st.booleans(),
+        num_scheduler_steps=st.sampled_from([1, 3, 8]),
     )
-    def begin(self, policy, mode, caching, windows, budget, num_host_blocks, num_slots, disk_blocks, runs_ahead):
+    def begin(self, policy, mode, caching, windows, budget, num_host_blocks, num_slots, disk_blocks, runs_ahead, num_scheduler_steps):
         """No `disk_blocks`: nothing lies behind the slots. `runs_ahead`: a step is planned while another is in flight."""
         self.windows, self.disk = windows, Disk(disk_blocks) if disk_blocks else None
         self.options = {
@@ -65,8 +66,9 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             "scheduling_policy": policy,
             "preemption_mode": mode,
             "runs_ahead": runs_ahead,
+            "num_scheduler_steps": 1 if runs_ahead else num_scheduler_steps,
         }
-        self.count = 0
+        self.count = self.num_early = 0
         self.load()
 
     def load(self):
@@ -74,6 +76,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         self.tiers = FakeTiers(len(self.windows), self.disk)
         kind = LaunchingExecutor if self.options["runs_ahead"] else FakeExecutor
         self.executor = kind(windows=self.windows, tiers=self.tiers)
+        self.executor.step_s = 0.001
         self.core = make_core(executor=self.executor, **self.options)
         self.given, self.tokens, self.finals, self.beams = {}, {}, {}, {}
 
@@ -127,7 +130,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def step(self, count):
         for _ in range(count):
             if self.core.has_work:
-                self.take(self.core.step())
+                self.take(self.core.step(self.take_early))
 
     def one_alive(self, which):
         alive = sorted(set(self.given) - set(self.finals))
@@ -192,6 +195,15 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             key, tokens = self.disk.pop(name)
             if damaged:
                 self.disk[name] = (key._replace(parent=b""), (9, *tokens[1:]))
+
+    def take_early(self, step):
+        """Now and then somebody comes, and the step ends."""
+        self.num_early += 1
+        if self.num_early % 5 == 0:
+            return False
+        assert all(output.token_ids and output.finish_reason is None for output in step.outputs)
+        self.take(step)
+        return True
 
     def take(self, step):
         for output in step.outputs:
@@ -328,6 +340,7 @@ def test_long_runs(seed):
         num_slots=draw.choice([2, 6, 50]),
         disk_blocks=draw.choice([1000, 30, 12, None]),
         runs_ahead=seed % 2 == 1,
+        num_scheduler_steps=draw.choice([1, 8, 8]),
     )
     for _ in range(150):
         blocks = [draw.randrange(2) for _ in range(draw.randrange(6))]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.engine.rates import UNMEASURED, RateMeter, Rates
+from octavo.engine.rates import RateMeter, Rates
 from octavo.engine.request import RequestStatus
 from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult
 from tests.engine.fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
@@ -95,11 +95,11 @@ def test_what_a_failed_step_may_not_have_swapped_out_is_computed_again():
     add_all(core)
     execute, failed = executor.execute, []
 
-    def execute_or_fail(plan):
+    def execute_or_fail(plan, between=None):
         if not failed and any(move.kind == "swap_out" for move in plan.moves):
             failed.extend(row.request_id for row in plan.rows)
             raise RuntimeError("the device is gone for a moment")
-        return execute(plan)
+        return execute(plan, between)
 
     executor.execute = execute_or_fail
     found = run_all(core)
@@ -134,9 +134,14 @@ def test_rates_are_means_of_what_steps_took():
     result = [RowResult("a")]
     meter.observe(plan_of(1), StepResult(0, result, 0.1))
     meter.observe(plan_of(1, BlockMove(0, 1, 2)), StepResult(0, result, 0.1, 0.01))
-    assert meter.rates == UNMEASURED, "decode steps and copies on the device say nothing"
+    assert meter.rates == Rates(decode_step_s=pytest.approx(0.098)), "copies on the device say nothing, one token nothing of prefill"
     meter.observe(plan_of(100), StepResult(0, result, 0.5))
     meter.observe(plan_of(1, BlockMove(0, 1, 2, "swap_out")), StepResult(0, result, 0.1, 0.01))
-    assert meter.rates == Rates(200.0, 100.0)
+    assert (meter.rates.prefill_tokens_per_s, meter.rates.swap_blocks_per_s) == (200.0, 100.0)
+    meter = RateMeter()
+    meter.observe(plan_of(1), StepResult(0, result, 0.8, num_steps=8))
+    assert meter.rates == Rates(decode_step_s=0.1)
+    meter = RateMeter()
+    meter.observe(plan_of(100), StepResult(0, result, 0.5))
     meter.observe(plan_of(100), StepResult(0, result, 1.0))
     assert meter.rates.prefill_tokens_per_s == pytest.approx(180.0)

@@ -26,7 +26,7 @@ class Looking:
         self.outside = Slate(page)
         self.seen = None
 
-    def execute(self, plan):
+    def execute(self, plan, between=None):
         self.seen = self.outside.read()
         if plan.step:
             raise RuntimeError("no luck")

@@ -26,11 +26,11 @@ class Hanging(FakeExecutor):
         super().__init__()
         self.bad, self.chance = bad, chance
 
-    def execute(self, plan):
+    def execute(self, plan, between=None):
         names = [row.request_id for row in plan.rows]
         if self.chance() or any(row.start + row.num_tokens >= self.bad.get(row.request_id, 1 << 30) for row in plan.rows):
             raise Hang(names)
-        return super().execute(plan)
+        return super().execute(plan, between)
 
 
 class FakeProcess:

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from octavo.backends.base import (
     BackendOptions,
     Ceilings,
+    DecodeSteps,
     Footprint,
     FormatOf,
+    GoesOn,
     KvCache,
     KvLayout,
     LoadWeight,
@@ -201,6 +203,20 @@ class NativeProgram:
             batch.sampling, result, logits, kv,
         )  # fmt: skip
         return StepOutput(result) if logits is None else StepOutput(arrays={"logits": logits})
+
+    def decode(self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, goes_on: GoesOn) -> list[SampleResult]:
+        assert batch.sampling is not None
+        num_draws = len(batch.sample_rows)
+        whole = _empty_result(batch.sampling, num_draws * steps.num_steps, self._vocab_size)
+
+        def step(index: int) -> SampleResult:
+            return whole.part(index * num_draws, (index + 1) * num_draws)
+
+        num_steps = self._executor.decode(
+            batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.slots, batch.block_tables, batch.sample_rows,
+            batch.sampling, whole, kv, steps.end_starts, steps.end_ids, steps.num_steps, lambda index: goes_on(step(index)),
+        )  # fmt: skip
+        return [step(index) for index in range(num_steps)]
 
 
 def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> SampleResult:

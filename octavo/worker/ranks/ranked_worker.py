@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from octavo.errors import EngineDead, OctavoError
 from octavo.outputs import Profile
+from octavo.ports import Between
 from octavo.step import StepPlan, StepResult
 from octavo.worker.ranks.messages import Execute
 from octavo.worker.ranks.other_ranks import OtherRanks, Tell
@@ -22,14 +23,15 @@ class RankedWorker:
     def progress(self) -> int:
         return self._worker.progress
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+        assert plan.num_steps == 1, "only the first rank would know where several end"
         if self._others.lost is not None:
             self._die(self._others.lost)
         if self._dead is not None:
             raise self._dead
         self._others.send(Execute(plan))
         try:
-            return self._worker.execute(plan)
+            return self._worker.execute(plan, between)
         except Exception as error:
             self._die(self._others.wait_for_loss() or error)
             raise self._dead or error from error

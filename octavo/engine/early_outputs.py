@@ -1,0 +1,53 @@
+"""Hands on what each decode step of a plan yields when it has, so that no token waits for the plan's last one.
+
+Stands between the steps of an executor (`ports.Between`), where it also sees that they do not last too long. What it has handed on is
+taken out of what the scheduler says of the whole plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from octavo.engine import decode_steps
+from octavo.engine.request import EngineOutput
+from octavo.engine.scheduler import Scheduler
+from octavo.step import RowResult
+
+Send = Callable[[list[EngineOutput]], bool]
+"""False: they are not taken, and no further step is to be computed."""
+
+
+class EarlyOutputs:
+    """Of one plan, made just before its first step begins."""
+
+    def __init__(self, scheduler: Scheduler, send: Send, *, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._send = send
+        self._clock = clock
+        self._began = clock()
+        self._num_sent = 0
+        """Steps."""
+        self._error: Exception | None = None
+
+    def __call__(self, rows: Sequence[RowResult]) -> bool:
+        """Whether there is to be another step; what `rows` hold has been sent then, and comes with the plan's outputs otherwise."""
+        num_steps, elapsed_s = self._num_sent + 1, self._clock() - self._began
+        if elapsed_s * (num_steps + 1) > decode_steps.MAX_CALL_S * num_steps:
+            return False
+        try:
+            goes_on = self._send(self._scheduler.preview(rows, elapsed_s))
+        except Exception as error:  # to the executor this would be a fault of its own
+            self._error = error
+            return False
+        self._num_sent += goes_on
+        return goes_on
+
+    def rest(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """What is still to be sent. Raises what the sending of others has raised."""
+        if self._error is not None:
+            raise self._error
+        if self._num_sent:
+            for output in outputs:
+                output.token_ids = output.token_ids[self._num_sent :]
+                output.logprobs = output.logprobs and output.logprobs[self._num_sent :]
+        return outputs
