@@ -25,6 +25,7 @@ from octavo.cli.kv_use import KvUse
 from octavo.cli.model import fetched
 from octavo.cli.percentiles import percentiles
 from octavo.errors import ConfigError, WorkerFailed
+from octavo.progress import quiet
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -134,18 +135,35 @@ def _bench(work: Workload, options: dict[str, Any], *, picture: Path | None, jso
         load_s = time.monotonic() - started
         _check_fits(work, llm)
         draw = random.Random(work.seed)
-        _run(llm, work, [_prompt(draw, llm, 8)], [min(8, work.output_len)])
+        _warm_up(llm, work, draw)
         before = llm.get_metrics()
         rounds = [_round(llm, work, draw, number) for number in range(1, work.rounds + 1)]
         kv = KvUse.between(llm.config.cache.kv_layout, before, llm.get_metrics())
         settings = {"model": llm.config.model.served_model_name, "load_s": load_s, **asdict(work), "engine": asdict(llm.config)}
         profile = None if picture is None else _profile(llm, work, draw)
-    _print(settings, rounds, kv, profile, json=json)
+        several_steps = work.bench == "latency" and (llm.config.scheduler.num_scheduler_steps or 1) > 1
+    single_steps = _single_steps(work, options) if several_steps else None
+    _print(settings, rounds, kv, profile, single_steps, json=json)
     if profile is not None and picture is not None:
         picture.write_text(
             roofline.picture(profile, f"{settings['model']}: {work.bench}, {work.input_len} + {work.output_len} tokens"), encoding="utf-8"
         )
         print(f"picture: {picture}", file=sys.stderr)
+
+
+def _warm_up(llm: LLM, work: Workload, draw: random.Random) -> None:
+    _run(llm, work, [_prompt(draw, llm, 8)], [min(8, work.output_len)])
+
+
+def _single_steps(work: Workload, options: dict[str, Any]) -> list[Round]:
+    """The same rounds by an engine that computes one decode step a call."""
+    from octavo.llm import LLM
+
+    print("the same with one decode step a call", file=sys.stderr)
+    with LLM(**fetched(options | {"num_scheduler_steps": 1}), report=quiet) as llm:
+        draw = random.Random(work.seed)
+        _warm_up(llm, work, draw)
+        return [_round(llm, work, draw, number) for number in range(1, work.rounds + 1)]
 
 
 def _profile(llm: LLM, work: Workload, draw: random.Random) -> Profile:
@@ -212,8 +230,18 @@ def _measure(outputs: Sequence[RequestOutput], elapsed_s: float, num_steps: int)
     )
 
 
-def _print(settings: dict[str, Any], rounds: Sequence[Round], kv: KvUse, profile: Profile | None, *, json: bool) -> None:
+def _print(
+    settings: dict[str, Any],
+    rounds: Sequence[Round],
+    kv: KvUse,
+    profile: Profile | None,
+    single_steps: Sequence[Round] | None,
+    *,
+    json: bool,
+) -> None:
     result = {**settings, **_median([asdict(one) for one in rounds]), "kv": asdict(kv)}
+    if single_steps is not None:
+        result["single_steps"] = _median([asdict(one) for one in single_steps])
     if profile is not None:
         result["profile"] = asdict(profile)
     if json:
@@ -230,6 +258,10 @@ def _print(settings: dict[str, Any], rounds: Sequence[Round], kv: KvUse, profile
     print(f"{'steps':24}{result['num_steps']:10.0f}")
     for name in ("time_to_first_token_ms", "inter_token_ms", "request_latency_ms"):
         print(f"{name.replace('_', ' '):24}" + "  ".join(f"{key} {value:8.2f}" for key, value in result[name].items()))
+    if single_steps is not None:
+        single = result["single_steps"]
+        moments = "  ".join(f"{key} {value:8.2f}" for key, value in single["inter_token_ms"].items())
+        print(f"{'one step a call':24}{single['output_tokens_per_s']:10.1f} output tokens/s  inter token ms {moments}")
     for name, (share, text) in zip(("KV utilisation", ""), kv.lines(), strict=True):
         print(f"{name:24}{share:10.1%}  {text}")
     if profile is not None:

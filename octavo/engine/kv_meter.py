@@ -39,4 +39,5 @@ class KvMeter:
             reserved += num_held * block_bytes
             whole += len(running) * -(-self._max_model_len // blocks.block_size) * block_bytes
         self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
-        self.sums += self.now.times(result.num_steps)
+        on_average = self.now - KvBytes(num_ahead / 2 / blocks.block_size * sum(self._block_bytes))
+        self.sums += on_average.times(result.num_steps)

@@ -22,6 +22,9 @@ def test_counts_and_rates(octavo, tiny, kind):
         assert one["total_tokens_per_s"] == pytest.approx(51 / one["elapsed_s"])
         assert one["inter_token_ms"]["p50"] <= one["inter_token_ms"]["p90"] <= one["inter_token_ms"]["p99"]
         assert 0 < one["time_to_first_token_ms"]["p50"] <= one["request_latency_ms"]["p50"]
+    assert ("single_steps" in result) == (kind == "latency")
+    if kind == "latency":
+        assert result["single_steps"]["output_tokens"] == 21 and result["single_steps"]["num_steps"] == result["num_steps"]
     backend = result["engine"]["backend"]
     assert (backend["backend"], backend["threads"]) == ("native", 1)
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from octavo.engine.kv_meter import KvMeter
 from octavo.engine.rates import Rates
 from octavo.engine.request import EngineRequest
 from octavo.engine.supervised_client import Unfinished
@@ -191,3 +192,17 @@ def test_one_on_trial_ends_with_its_token():
     core.add(request)
     (output,) = run_all(core)["a"]
     assert output.finish_reason == "abort" and len(output.token_ids) == 1 and num_steps_of(executor) == [1]
+
+
+def test_memory_in_use_is_that_of_each_step():
+    """Its mean over the steps of calls is that over single steps."""
+    means = []
+    for num_steps in (1, 8):
+        core, _ = stepping_core(num_scheduler_steps=num_steps)
+        core._kv_meter = KvMeter([320], max_model_len=64)
+        core.add(make_request("a", [5] * 9, max_tokens=40))
+        stats = None
+        while core.has_work:
+            stats = core.step().stats
+        means.append((stats.kv_sums.used, stats.kv_sums.whole_contexts, stats.num_steps))
+    assert means[0] == pytest.approx(means[1]) and means[1][2] == 40
