@@ -40,7 +40,7 @@ SMALL_STEPS = (512, 128)
 def plan(
     *,
     model: Annotated[str, typer.Argument(help="Short name, local path (config.json suffices) or Hugging Face repository.")],
-    memory: Annotated[str | None, typer.Option(help="Memory for all of it, e.g. 80GiB; default what is free here.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory for all of it, or of each rank, e.g. 80GiB; default what is free.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Bytes per second from memory, e.g. 50G; default measured.")] = None,
     flops: Annotated[str | None, typer.Option(help="Operations per second of products, e.g. 1.5T; default measured.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -51,7 +51,7 @@ def plan(
     from octavo.wiring import plan_model
 
     config = EngineConfig.from_options(**options, model=model)
-    memory_bytes = _memory(memory)
+    memory_bytes = _memory(memory, config.backend.tensor_parallel_size)
     found = plan_model(config, memory_bytes=memory_bytes)
     report = Report.of(found, _ceilings(found, bandwidth, flops), _suggestion(found, memory_bytes))
     if json:
@@ -160,13 +160,16 @@ def _line(name: str, num_bytes: float, text: str) -> str:
     return f"{name:14}{format_bytes(num_bytes):>12}  {text}".rstrip()
 
 
-def _memory(text: str | None) -> int:
+def _memory(text: str | None, num_ranks: int) -> int:
+    """What is free is shared out over the ranks."""
     from octavo.worker.machine import Machine
 
-    found = Machine().available_bytes() if text is None else parse_bytes(text, name="--memory")
+    if text is not None:
+        return parse_bytes(text, name="--memory")
+    found = Machine().available_bytes()
     if found is None:
         raise ConfigError("--memory: this system does not say how much is free", hint="give it, e.g. --memory 8GiB")
-    return found
+    return found // num_ranks
 
 
 def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:

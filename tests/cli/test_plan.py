@@ -46,6 +46,18 @@ def test_a_config_alone(octavo, config):
     assert found["flags"][0].startswith("--kv-cache-memory-bytes=") and "--max-model-len" not in " ".join(found["flags"])
 
 
+def test_a_rank_of_two(octavo, config):
+    """Half of every matrix, norms whole, half of the KV heads."""
+    ranks = ("--backend=torch", "--device=cpu", "--tensor-parallel-size=2")
+    ended, found = planned(octavo, config, "--memory=40GiB", *ranks)
+    _, whole = planned(octavo, config, "--memory=80GiB", *ranks[:2])
+    assert ended.code == 0 and found["num_parameters"] == whole["num_parameters"]
+    assert found["weight_bytes"] == pytest.approx(whole["weight_bytes"] / 2, rel=1e-3)
+    assert found["kv_token_bytes"] == whole["kv_token_bytes"] / 2
+    ended = octavo("plan", str(config), "-tp", "48", *ranks[:2], *GIVEN)
+    assert ended.code == 2 and "tensor_parallel_size: got 48, but the model has only 32 attention heads" in ended.err
+
+
 def test_the_shortfall(octavo, config):
     ended, found = planned(octavo, config, "--memory=12GiB")
     assert ended.code == 1 and f"{config} does not fit: " in ended.err and "GiB are missing" in ended.err

@@ -114,7 +114,7 @@ GROUPS_FOR_TWO: dict[str, dict[str, Any]] = {
 """Heads of a rank are whole groups; the experts of qwen2_moe stay one group of 32."""
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
 def test_what_is_packed_at_load_is_the_same_bits_in_parts(family, quantization):
     """Scales of one output are made of all its inputs, those of the other ranks too; groups of 32 are cut between groups."""
