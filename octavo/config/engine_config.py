@@ -56,7 +56,9 @@ class CacheOptions:
         "paged", "where blocks lie: anywhere; or virtual, each request's in a range of addresses of its own, without sharing (Linux)"
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that start alike")
-    shared_prefix_attention: bool = option(True, "read blocks that several running requests share once for all of them (native)")
+    shared_prefix_attention: bool = option(
+        True, "read blocks that several running requests share once for all of them (native; torch with triton)"
+    )
     swap_space: int = option(
         1 << 30,
         "host memory for KV blocks of preempted requests, e.g. 4GiB, at most the KV cache's size; default 1GiB",
