@@ -94,6 +94,8 @@ class AttentionChoice(Protocol):
     name: str
     for_graphs: bool
     """Whether it reads contexts' lengths on the device, so that a captured step costs no more than it has keys."""
+    is_invariant: bool
+    """A row's result is the same bits in any company."""
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         """Why it cannot take such calls, in words; None where it can. Asked when a Program is prepared."""
@@ -118,6 +120,7 @@ class Sdpa:
 
     name = "sdpa"
     for_graphs = False
+    is_invariant = False
     rope_write = None
 
     def arrays_of(self, program: Program) -> ArraysOf:

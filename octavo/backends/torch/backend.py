@@ -17,6 +17,7 @@ from octavo.backends.torch.attention import choose_attention, takes_all
 from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
 from octavo.backends.torch.fp8 import E4M3
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
+from octavo.backends.torch.invariant import kernels_suffice
 from octavo.backends.torch.kernels import choose_kernels
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.memory import CudaMemory, blocks_of, largest_step
@@ -51,7 +52,7 @@ class TorchBackend:
         self.numerics = f"torch {torch.__version__} on {self.device_name}"
         self._dtype = DTYPES.get(options.dtype, torch.float32)
         self._attention = choose_attention(options, self.device)
-        self._kernels = choose_kernels(options.torch_kernels, self.device)
+        self._kernels = choose_kernels(options.torch_kernels, self.device, fixed_tiles=options.batch_invariant)
         self._uncaptured: list[TorchProgram] = []
         self._memory = CudaMemory(self.device, options.gpu_memory_utilization) if self.device.type == "cuda" else None
 
@@ -72,6 +73,7 @@ class TorchBackend:
             attention,
             self._kernels,
             options.batch_invariant,
+            options.batch_invariant and not kernels_suffice(fused, self._kernels, attention, self.device),
             self._num_threads,
             staging_bytes(options, len(fused.groups)),
             options.max_rows,

@@ -67,6 +67,7 @@ class FlashInfer:
 
     name = "flashinfer"
     for_graphs = False
+    is_invariant = False
     rope_write = None
 
     def __init__(self, kernels: Any, device: torch.device) -> None:

@@ -1,7 +1,8 @@
-"""A step taken apart into its rows, each computed as a step of its own, and put together again.
+"""How a row's bits are kept from its company: by kernels that never look at it, or by a step for each row alone.
 
-So no row is ever in company, and no shape that it is computed in depends on anything but its own request: its bits cannot either, for
-PyTorch gives the same bits for the same shapes. Only for causal Programs: a row sees what was computed before it.
+A step taken apart into its rows, each computed as a step of its own, and put together again: no shape that a row is computed in depends on
+anything but its own request, and its bits cannot either, for PyTorch gives the same bits for the same shapes. Only for causal Programs: a
+row sees what was computed before it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from octavo.backends.base import BLOCK_SIZE, LastTokens, SampleResult, StepBatch, StepOutput
+from octavo.backends.torch.attention import AttentionChoice
+from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.sampling import part_of
+from octavo.program import ops
+from octavo.program.program import Program
+
+
+def kernels_suffice(program: Program, kernels: Kernels, attention: AttentionChoice, device: torch.device) -> bool:
+    """Whether a whole step leaves each row its bits: products, norms, experts, attention and sums of draws by kernels of fixed tiles, and
+    all else element by element. Not on a CPU, whose loops over elements treat a vector's tail otherwise than its middle, and not with
+    latent attention, whose products around the cache are PyTorch's.
+    """
+    fixed = kernels.is_invariant and attention.is_invariant and device.type == "cuda"
+    return fixed and not any(isinstance(op, ops.MlaAttention) for op in program.ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ class Kernels(Protocol):
     """Values are `[rows, width]` in the step's dtype, computed in fp32 and rounded once; rows are independent of each other."""
 
     name: str
+    is_invariant: bool
+    """A row's numbers are the same bits in any company."""
     captured_rows: int | None
     """Expert rows up to which experts are computed without a word from the device, so that a graph can hold them; None: any number."""
 
@@ -50,6 +52,10 @@ class Kernels(Protocol):
         """`x [T*k, W]`, `weights [T, k] fp32` to `[T, W]`: a row's k parts summed in their order, as `ops.Combine` says."""
         ...
 
+    def sums(self, x: Tensor) -> Tensor:
+        """`x [S, V] fp64`: each row's."""
+        ...
+
     def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
         """A token of each row `[S]`. `z`, `weights [S, V] fp64`: logits, and exp(z - max z), 0 for tokens that may not be drawn;
         `points [S] fp64` in [0, 1). Cuts and draws as steps 5 and 6 of `backends/sampling.py`. Means nothing in a row without weights.
@@ -57,8 +63,11 @@ class Kernels(Protocol):
         ...
 
 
-def choose_kernels(wanted: str, device: torch.device) -> Kernels:
-    """`wanted`: auto (Triton's on CUDA where Triton is installed), plain or triton. BackendUnavailable says why there are none."""
+def choose_kernels(wanted: str, device: torch.device, *, fixed_tiles: bool = False) -> Kernels:
+    """`wanted`: auto (Triton's on CUDA where Triton is installed), plain or triton. BackendUnavailable says why there are none.
+
+    `fixed_tiles`: Triton's are to be invariant, which plain torch's never are.
+    """
     refused = refusal(device)
     if wanted == "plain" or (wanted == "auto" and (device.type != "cuda" or refused is not None)):
         return PlainKernels()
@@ -67,4 +76,4 @@ def choose_kernels(wanted: str, device: torch.device) -> Kernels:
         raise BackendUnavailable(f"torch_kernels: got {wanted!r}, but {why}", hint=hint)
     from octavo.backends.torch.triton.kernels import TritonKernels
 
-    return TritonKernels(device)
+    return TritonKernels(device, fixed_tiles=fixed_tiles)

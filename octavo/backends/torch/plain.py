@@ -44,6 +44,7 @@ class PlainKernels:
     """Implements `kernels.Kernels`."""
 
     name = "plain"
+    is_invariant = False
     captured_rows: int | None = GATHERED_ROWS
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -84,6 +85,9 @@ class PlainKernels:
         for j in range(1, weights.shape[1]):
             total = total + weights[:, j, None] * rows[:, j]
         return total.to(x.dtype)
+
+    def sums(self, x: Tensor) -> Tensor:
+        return x.sum(dim=1)
 
     def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
         if cuts.top_ks is not None and cuts.top_ps is not None:

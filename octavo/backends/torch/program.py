@@ -1,7 +1,7 @@
 """A Program prepared for a PyTorch device, and its steps: inputs in one copy, ops in order, tokens drawn, results back.
 
 Rows of tokens go through the body once; rows that are sampled go through the head in chunks, so that no `[T, V]` array exists.
-With `batch_invariant` every row goes through alone, and no shape it is computed in depends on its company.
+With `rows_alone` every row goes through by itself, and no shape it is computed in depends on its company.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Engine:
     attention: AttentionChoice
     kernels: Kernels
     batch_invariant: bool
+    rows_alone: bool
+    """How batch_invariant is kept: by a step of its own for each row, or (False) by kernels whose tiles do not depend on the company."""
     num_threads: int | None
     staging_bytes: int
     """Of the largest step's inputs."""
@@ -126,7 +128,7 @@ class TorchProgram:
     def _launch(self, batch: StepBatch, kv: TorchKvCache) -> UnderWay:
         fetch = Fetch(self._engine.device)
         with torch.inference_mode():
-            if not self._engine.batch_invariant:
+            if not self._engine.rows_alone:
                 finish = self._run(batch, kv, fetch)
                 return fetch.then(finish)
             found = [(part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)]

@@ -129,7 +129,7 @@ def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kerne
     targets = inputs["target_ids"].long()
     failed = failed | (unbounded & (targets < 0))
     tokens = torch.where(targets >= 0, targets, tokens).masked_fill(failed, 0)
-    return Drawn(tokens, failed, None if wants.num_top < 0 else _logprobs(logits, tokens, wants.num_top))
+    return Drawn(tokens, failed, None if wants.num_top < 0 else _logprobs(logits, tokens, wants.num_top, kernels))
 
 
 def _adjusted(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
@@ -159,10 +159,10 @@ def _drawn(z: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kernels)
     return kernels.pick(z, weights, inputs["uniforms"], cuts)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _logprobs(logits: Tensor, tokens: Tensor, num_top: int, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raw = logits.double()
     top = raw.amax(dim=1, keepdim=True)
-    logprobs = raw - (top + torch.exp(raw - top).sum(dim=1, keepdim=True).log())
+    logprobs = raw - (top + kernels.sums(torch.exp(raw - top))[:, None].log())
     own = tokens[:, None]
     ranks = 1 + (raw > raw.gather(1, own)).sum(dim=1)
     best = raw.sort(dim=1, descending=True, stable=True).indices[:, :num_top] if num_top else raw.new_zeros(len(raw), 0).long()

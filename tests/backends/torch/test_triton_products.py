@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.backends.torch.plain import PlainKernels
+from octavo.backends.torch.plain import Norm, PlainKernels
 from octavo.backends.torch.triton import grouped_linear, packed_linear
 from octavo.backends.torch.triton.device import device_name, is_interpreted
 from octavo.backends.torch.triton.grouped_linear import ExpertRows
@@ -108,6 +108,43 @@ def test_a_row_is_the_same_in_any_company(kind, dtype):
     assert torch.equal(found[::2], whole[::2]) and found[1::2].isnan().all()
 
 
+FIXED = TritonKernels(DEVICE, fixed_tiles=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["Q4_K", *uncarried()])
+def test_fixed_tiles_take_any_number_of_rows_and_every_weight(kind, dtype):
+    """Plain floats by the kernel, what it does not carry row by row: bitwise the same in any company."""
+    weight = on_device((kinds() | uncarried())[kind], DTYPES[dtype])
+    x, product = drawn(37, 256, dtype=DTYPES[dtype]), Product((weight,), drawn(70, dtype=DTYPES[dtype]))
+    whole = FIXED.product(x, product)
+    assert_product(whole, x, weight.floats(x.dtype), dtype, product.bias.double())
+    x[1::4] = torch.nan
+    for rows in (torch.arange(3), torch.tensor([36]), torch.arange(30, 4, -1)):
+        sane = rows % 4 != 1
+        assert torch.equal(FIXED.product(x[rows], product)[sane], whole[rows][sane])
+
+
+def test_fixed_tiles_of_experts_norms_and_sums():
+    matrix, x = on_device(PackedWeight.plain(drawn(2, 24, 64).cpu().numpy())), drawn(90, 128)
+    experts, how = experts_of(90, 2), Norm(drawn(128), 1e-5)
+    assert FIXED.rows_of_experts(experts, 2).tile_rows == 16 and TRITON.rows_of_experts(experts, 2).tile_rows == 64
+
+    def grouped(x, ids):
+        return FIXED.grouped(x, FIXED.rows_of_experts(ids, 2), matrix, None)
+
+    turned = x.T.contiguous().T
+    for make in (
+        lambda at: grouped(x[at, :64], experts[at]),
+        lambda at: grouped(x[at][:, ::2], experts[at]),
+        lambda at: FIXED.norm(turned[at], how),
+        lambda at: FIXED.sums(x[at].double()),
+    ):
+        whole = make(slice(None))
+        for at in (slice(0, 1), slice(89, 90), slice(11, 60)):
+            assert torch.equal(make(at), whole[at])
+
+
 def test_splits_depend_on_the_weight_alone():
     assert Tiles.of(on_device(kinds(256)["Q4_0"]), "a GPU").splits == 1
     long = DeviceWeight(torch.zeros(64, 8192, dtype=torch.uint8), 8192, 8)
@@ -120,13 +157,13 @@ def test_splits_depend_on_the_weight_alone():
 def test_what_the_kernels_do_not_carry_is_multiplied_plainly(kind):
     weight = on_device(uncarried()[kind])
     x, product = drawn(3, 256), Product((weight,), None)
-    assert not packed_linear.carries(x, product)
+    assert not packed_linear.carries(x, product) or (weight.is_plain and not packed_linear.gains(x, product))
     assert torch.equal(TRITON.product(x, product), PLAIN.product(x, product))
     carried = Product((on_device(kinds()["Q4_0"]),), None)
     assert packed_linear.carries(drawn(16, 256), carried)
     for rows in (0, 17):
         x = drawn(rows, 256)
-        assert not packed_linear.carries(x, carried)
+        assert not packed_linear.carries(x, carried) or not packed_linear.gains(x, carried)
         assert torch.equal(TRITON.product(x, carried), PLAIN.product(x, carried))
 
 

@@ -47,7 +47,7 @@ class TritonAttention:
 
     def __init__(self, device: torch.device, *, fixed_tiles: bool = False, share_prefixes: bool = True) -> None:
         self._device = device_name(device)
-        self._fixed_tiles = fixed_tiles
+        self.is_invariant = fixed_tiles
         self._share_prefixes = share_prefixes
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
@@ -126,7 +126,7 @@ class TritonAttention:
 
     def _prefill(self, call: AttentionCall, out: Tensor) -> None:
         common = _Common.of(call)
-        tile = self._tile("decode_attention" if self._fixed_tiles else "prefill_attention", call)
+        tile = self._tile("decode_attention" if self.is_invariant else "prefill_attention", call)
         lanes = _Lanes.of(call, tile["BLOCK_M"])
         starts = call.inputs["query_starts"]
         num_requests = len(starts) - 1
@@ -137,7 +137,7 @@ class TritonAttention:
 
     @property
     def _shared_kernel(self) -> str:
-        return "decode_attention" if self._fixed_tiles else "shared_attention"
+        return "decode_attention" if self.is_invariant else "shared_attention"
 
     def _rows_a_run(self, width: int, share: int) -> int:
         """Whatever the cache's dtype: the arrays are made before any call."""

@@ -1,12 +1,12 @@
 """Products of few rows with packed weights, unpacked in registers: what is read of a weight is its bytes, once.
 
-    x [T, in], T <= 16      W: DeviceWeight [out, in] of 4 to 8 bits
+    x [T, in]      W: DeviceWeight [out, in] of 4 to 8 bits, or plain floats
 
-    program (n, s)  outputs n*BLOCK_N ..., split s of the inputs:  sums [s, T, BLOCK_N] fp32
-    program (t, n)  splits 0, 1, ... of a row added in that order, plus bias, rounded:  out [T, out]
+    program (n, s, i)  outputs n*BLOCK_N ..., split s of the inputs, rows 16 i ...:  sums [s, 16, BLOCK_N] fp32
+    program (t, n)     splits 0, 1, ... of a row added in that order, plus bias, rounded:  out [T, out]
 
-T is filled up to 16, the least that a GPU's matrix units take. How a weight is cut into tiles and splits depends on the weight alone: a
-row's result is the same in any company, up to 16 rows. More rows unpack the weight and multiply as plain torch does.
+T is filled up to a multiple of 16, the least that a GPU's matrix units take. How a weight is cut into tiles and splits depends on the
+weight alone: a row's result is the same in any company. Where that is not asked for, more than 16 rows and plain floats are PyTorch's.
 Reference: `plain.PlainKernels.product`.
 """
 
@@ -25,7 +25,7 @@ from octavo.backends.torch.triton.numbers import rounded
 from octavo.backends.torch.triton.tuning import tuned
 from octavo.backends.torch.weights import DeviceWeight, Product
 
-MOST_ROWS = 16
+FEW_ROWS = 16
 SUM_BLOCK = 256
 
 
@@ -49,9 +49,15 @@ class Tiles:
 
 
 def carries(x: Tensor, product: Product) -> bool:
-    if not 0 < len(x) <= MOST_ROWS or x.dtype not in FLOATS or x.stride(1) != 1:
+    """Whatever the number of rows."""
+    if not len(x) or x.dtype not in FLOATS or x.stride(1) != 1:
         return False
-    return all(not part.is_plain and refusal(part) is None for part in product.parts)
+    return all(refusal(part) is None and (not part.is_plain or part.codes.dtype == x.dtype) for part in product.parts)
+
+
+def gains(x: Tensor, product: Product) -> bool:
+    """Where it reads less than PyTorch's product does."""
+    return len(x) <= FEW_ROWS and not any(part.is_plain for part in product.parts)
 
 
 def packed_product(x: Tensor, product: Product, device: str) -> Tensor:
@@ -72,7 +78,7 @@ def multiply(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, 
     num_rows, num_outputs = out.shape
     num_tiles = triton.cdiv(weight.codes.shape[1], tiles.launch["BLOCK_B"])
     sums = torch.empty(tiles.splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    _packed_linear_kernel[(triton.cdiv(num_outputs, tiles.launch["BLOCK_N"]), tiles.splits)](
+    _packed_linear_kernel[(triton.cdiv(num_outputs, tiles.launch["BLOCK_N"]), tiles.splits, triton.cdiv(num_rows, FEW_ROWS))](
         x,
         x.stride(0),
         num_rows,
@@ -82,7 +88,7 @@ def multiply(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, 
         **matrix.tensors,
         **matrix.sizes,
         **matrix.constants,
-        BLOCK_M=MOST_ROWS,
+        BLOCK_M=FEW_ROWS,
         **tiles.launch,
     )
     _sum_splits_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
@@ -121,12 +127,12 @@ def _packed_linear_kernel(
     split = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
     outputs_mask = outputs < num_outputs
-    rows = tl.arange(0, BLOCK_M)
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows_mask = rows < num_rows
     first = split * tiles_of_a_split
     acc = tiles_times_rows(
         x,
-        rows * x_stride,
+        rows.to(tl.int64) * x_stride,
         rows_mask,
         codes,
         lookup,
