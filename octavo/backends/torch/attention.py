@@ -105,6 +105,10 @@ class AttentionChoice(Protocol):
         """`[T, H, v_width]` in q's dtype; rows of no request are anything."""
         ...
 
+    def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
+        """What it takes beside its results in captured steps of so many requests."""
+        ...
+
     def arrays_of(self, program: Program) -> ArraysOf:
         """Makes what its kernels read of a step beside `step_arrays`, to go over in the same copy."""
         ...
@@ -122,6 +126,9 @@ class Sdpa:
     for_graphs = False
     is_invariant = False
     rope_write = None
+
+    def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
+        return 0
 
     def arrays_of(self, program: Program) -> ArraysOf:
         return lambda batch, *, fixed: {}

@@ -83,7 +83,8 @@ class TorchBackend:
         if self._memory is not None:
             self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
             if sizes := self.graph_sizes(fused):
-                self._memory.reserve("graphs", graphs_footprint(fused, sizes, self._dtype))
+                states = attention.graph_bytes(fused, max(sizes), options.max_context)
+                self._memory.reserve("graphs", graphs_footprint(fused, sizes, self._dtype) + states)
                 self._uncaptured.append(prepared)
         return prepared
 

@@ -76,6 +76,9 @@ class FlashInfer:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[Hashable, Any] = {}
 
+    def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
+        return 0
+
     def arrays_of(self, program: Program) -> ArraysOf:
         return lambda batch, *, fixed: {}
 

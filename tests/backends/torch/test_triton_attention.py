@@ -133,8 +133,8 @@ def test_shapes_and_masks(name, kv):
 
 
 COMPANY = {
-    "causal": Shape(contexts=(1, 40, 256, 530)),
-    "window": Shape(mask="window", window=300, contexts=(1, 40, 256, 530)),
+    "causal": Shape(contexts=(1, 40, 530)),
+    "window": Shape(mask="window", window=260, contexts=(40, 290)),
     "sinks": Shape(6, 1, 16, 16, sinks=True, contexts=(7, 270)),
 }
 

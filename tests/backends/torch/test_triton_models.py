@@ -17,7 +17,10 @@ from octavo.backends.base import BackendOptions
 from octavo.backends.torch.attention import choose_attention, takes_all
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.rope_write import RopeWrite
+from octavo.backends.torch.triton.attention import MOST_STATE_BYTES
+from octavo.checkpoint.open import open_checkpoint
 from octavo.errors import BackendUnavailable
+from octavo.models.registry import build_programs
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Program, Value, Weight
 from tests.backends.test_torch_graphs import Recorder
@@ -99,6 +102,14 @@ def test_requests_that_begin_alike_share_reads_in_captured_steps():
         made.append(np.concatenate([runner.step(step)["logits"] for step in steps]))
     assert record.graphs[0].replays == 2
     assert_close(*made, 1e-5)
+
+
+def test_what_states_of_splits_take():
+    """Heads, splits of 256 keys, and m, l and a row of values for each."""
+    program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
+    kernels = choose_attention(BackendOptions(attention_backend="triton"), CPU)[0]
+    assert kernels.graph_bytes(program, 3, 1000) == 3 * 4 * 4 * 4 * (16 + 2)
+    assert kernels.graph_bytes(program, 10**6, 10**6) == MOST_STATE_BYTES
 
 
 # -- who is chosen ---------------------------------------------------------------------------------------------------------------

@@ -68,6 +68,12 @@ class TritonAttention:
             self._prefill(call, out)
         return out
 
+    def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
+        """States of splits: every layer's lie in the same place."""
+        shapes = {_state_shape(op, program) for op in program.ops if isinstance(op, ops.Attention | ops.MlaAttention)}
+        num_splits = -(-max_context // SPLIT_KEYS)
+        return max((min(MOST_STATE_BYTES, num_requests * _state_bytes(*shape, num_splits)) for shape in shapes), default=0)
+
     def arrays_of(self, program: Program) -> ArraysOf:
         """Who shares which splits, for each kind of mask that the Program's attention has."""
         kinds: dict[str, _Kind] = {}
@@ -93,7 +99,7 @@ class TritonAttention:
         tile = self._tile("decode_attention", call)
         num_heads, num_slots = call.q.shape[1], rows.num_singles
         num_splits = max(1, -(-call.block_tables.shape[1] * BLOCK_SIZE // SPLIT_KEYS))
-        at_once = max(1, MOST_STATE_BYTES // (4 * num_heads * num_splits * (call.v_width + 2)))
+        at_once = max(1, MOST_STATE_BYTES // _state_bytes(num_heads, call.v_width, num_splits))
         lanes = _Lanes.of(call, tile["BLOCK_M"])
         shared = _Shared.of(call) if at_once >= num_slots else None
         for first in range(0, num_slots, at_once):
@@ -182,6 +188,16 @@ class _Kind:
         elif not len(found.run_slots):
             return {}
         return {f"{name}, slots": found.run_slots, f"{name}, splits": found.run_splits, f"{name}, own": found.own_splits}
+
+
+def _state_shape(op: ops.Attention | ops.MlaAttention, program: Program) -> tuple[int, int]:
+    """Query heads, and the width of what is summed for each."""
+    return op.num_heads, op.latent_width if isinstance(op, ops.MlaAttention) else program.group(op.group).v_width
+
+
+def _state_bytes(num_heads: int, v_width: int, num_splits: int) -> int:
+    """Of one row: m, l and acc of each head and split."""
+    return 4 * num_heads * num_splits * (v_width + 2)
 
 
 def kind_name(group: int, window: int | None, full: bool) -> str:
