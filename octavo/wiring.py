@@ -201,9 +201,8 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
     ranks, others = _start_ranks(model)
     try:
         return _build_core(model, report, stop_texts, ranks, others)
-    except BaseException:
-        others.close(patience_s=0.0)
-        raise
+    except BaseException as error:
+        raise _without(others, error) from None
 
 
 def _build_core(
@@ -282,9 +281,15 @@ def _start_ranks(model: Model) -> tuple[TorchRanks, OtherRanks]:
         ranks = TorchRanks(0, num_ranks, device, meeting)
         others.when_lost(lambda error: ranks.abort())
         return ranks, others
-    except BaseException:
-        others.close(patience_s=0.0)
-        raise
+    except BaseException as error:
+        raise _without(others, error) from None
+
+
+def _without(others: OtherRanks, error: BaseException) -> BaseException:
+    """Ends them. What ended one of them by itself stands behind whatever this process has met."""
+    lost = others.lost
+    others.close(patience_s=0.0)
+    return lost or error
 
 
 def load_rank(setup: Setup, started: Callable[[], None]) -> LoadedModel:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,30 @@ def test_a_program_that_ends_leaves_no_rank(how: signal.Signals) -> None:
         (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)
         process.wait(SOON_S)
     wait_until(lambda: not is_there(rank))
+
+
+def test_while_it_loads() -> None:
+    def kill_the_first_seen() -> None:
+        wait_until(lambda: bool(ranks_below(os.getpid())))
+        os.kill(ranks_below(os.getpid())[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_the_first_seen)
+    killer.start()
+    with pytest.raises(EngineDead, match=r"rank 1 of 2 has ended \(killed by signal 9\)"):
+        LLM(**OPTIONS, report=lambda text: None)
+    killer.join()
+    assert ranks_below(os.getpid()) == []
+
+
+@pytest.mark.slow
+def test_closing_many_is_no_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each ends when it is told to, before its neighbour has been waited for."""
+    with LLM(**OPTIONS | {"tensor_parallel_size": 4}, report=lambda text: None) as llm:
+        ranks = ranks_below(os.getpid())
+        assert len(ranks) == 3
+        others = llm._front.client._core.executor._others  # type: ignore[attr-defined]
+    assert others.lost is None and not any(map(is_there, ranks))
+    assert capfd.readouterr().err == ""
 
 
 def test_close_leaves_no_rank() -> None:

@@ -167,3 +167,55 @@ def test_what_int4_cannot_pack_is_refused_before_anything_is_read() -> None:
     with pytest.raises(UnsupportedModel, match=message):
         WeightReader(Memory(), quantization="int4", program=program)
     assert set(packing_plan(program, "int8").values()) == {"int8"}
+
+
+# -- a rank's part ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weight", "stored", "expected"),
+    [
+        (Weight("w", (8, 6)).part(rows=(2, 5)), (8, 6), lambda a: a[2:5]),
+        (Weight("w", (8, 6)).part(inputs=(3, 6)), (8, 6), lambda a: a[:, 3:]),
+        (Weight("w", (8,)).part(rows=(4, 8)), (8,), lambda a: a[4:]),
+        (Weight("w", (4, 6), source_rows=12, row_start=4).part(rows=(1, 3)), (12, 6), lambda a: a[5:7]),
+        (Weight("w", (2, 4, 6)).part(rows=(0, 2)), (2, 4, 6), lambda a: a[:, :2]),
+        (Weight("w", (2, 4), rows_last=True).part(rows=(2, 4)), (2, 4), lambda a: a[:, 2:]),
+    ],
+    ids=["rows", "inputs", "vector", "rows of a slice", "experts", "experts' biases"],
+)
+def test_a_part_is_a_view_of_what_is_stored(weight: Weight, stored: tuple[int, ...], expected) -> None:
+    """So nothing else of a mapped file is read."""
+    array = numbers(*stored)
+    loaded = WeightReader(Memory(w=array)).load(weight)
+    np.testing.assert_array_equal(loaded.codes, expected(array))
+    assert loaded.shape == weight.shape and np.shares_memory(loaded.codes, array)
+
+
+def test_a_part_of_strided_rows_and_of_a_transposed_tensor() -> None:
+    array = numbers(6, 16)
+    every_second = Weight("w", (8, 6), transposed=True, source_rows=16, row_start=1, row_step=2)
+    loaded = WeightReader(Memory(w=array)).load(every_second.part(rows=(4, 8)))
+    np.testing.assert_array_equal(loaded.codes, array.T[1::2][4:])
+    loaded = WeightReader(Memory(w=array)).load(Weight("w", (16, 6), transposed=True).part(inputs=(2, 4)))
+    np.testing.assert_array_equal(loaded.codes, array.T[:, 2:4])
+    assert loaded.codes.flags.c_contiguous
+
+
+def test_a_part_of_stacked_sources() -> None:
+    parts = [numbers(8, 6) + i for i in range(2)]
+    loaded = WeightReader(Memory(a=parts[0], b=parts[1])).load(Weight("w", (2, 8, 6), ("a", "b")).part(rows=(1, 4)))
+    np.testing.assert_array_equal(loaded.codes, np.stack(parts)[:, 1:4])
+
+
+def test_a_part_of_another_shape_is_refused() -> None:
+    with pytest.raises(WeightMismatch, match=r"w has shape \(8, 6\), expected 9 rows"):
+        WeightReader(Memory(w=numbers(8, 6))).load(Weight("w", (9, 6)).part(rows=(0, 3)))
+    with pytest.raises(WeightMismatch, match=r"w has shape \(8, 6\), expected 7 inputs"):
+        WeightReader(Memory(w=numbers(8, 6))).load(Weight("w", (8, 7)).part(inputs=(0, 3)))
+
+
+def test_a_group_of_inputs_is_not_cut() -> None:
+    with pytest.raises(UnsupportedModel, match="w: inputs 16 to 64 cannot be cut from a weight of groups of 32") as refused:
+        WeightReader(Memory(w=pack_int4(numbers(5, 64)))).load(Weight("w", (5, 64)).part(inputs=(16, 64)))
+    assert "--dtype bfloat16" in refused.value.hint

@@ -40,7 +40,8 @@ class RankProcess:
         self._when_lost = when_lost
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._said: queue.SimpleQueue[FromRank | OctavoError] = queue.SimpleQueue()
-        self._is_closing = False
+        self.is_closing = False
+        """It may end: nothing is lost with it."""
         self._connection, theirs = Pipe()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         # The kernel counts the thread that starts a process as its parent: only the main one lives as long as this process.
@@ -70,7 +71,6 @@ class RankProcess:
         return said
 
     def close(self, patience_s: float) -> None:
-        self._is_closing = True
         try:
             self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ class RankProcess:
             code = self.process.wait()
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
             lost = EngineDead(f"{self._name} has ended ({how})")
-        if not self._is_closing:
+        if not self.is_closing:
             self._said.put(lost)
             self._when_lost(lost)
 
@@ -159,6 +159,8 @@ class OtherRanks:
 
     def close(self, *, patience_s: float = END_S) -> None:
         """Ends them all, at once those that wait for one that is lost; may be called again."""
+        for rank in self._ranks:
+            rank.is_closing = True
         self.send(Close())
         end = time.monotonic() + (patience_s if self._lost is None else 0.0)
         for rank in self._ranks:
