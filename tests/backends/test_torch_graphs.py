@@ -97,9 +97,10 @@ def test_draws_of_a_captured_step(monkeypatch):
     np.testing.assert_allclose(results[0].logprobs, results[1].logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_last_tokens_stay_on_the_device(invariant):
+@pytest.mark.parametrize(("invariant", "head_rows"), [(False, 128), (False, 2), (True, 128)])
+def test_last_tokens_stay_on_the_device(monkeypatch, invariant, head_rows):
     """A step that is launched before the one before is asked for takes what that one drew; replayed from graphs, eagerly, row by row."""
+    monkeypatch.setattr("octavo.backends.torch.program.HEAD_ROWS", head_rows)
     ids, results = np.random.default_rng(0).integers(3, 200, (3, 20)), []
     for capture, launches in ((False, False), (True, True), (False, True)):
         options = BackendOptions(num_threads=1, batch_invariant=invariant)

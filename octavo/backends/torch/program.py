@@ -80,6 +80,18 @@ class Engine:
     """Where there are several: the first draws for all."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How some of a step's sampled rows are drawn."""
+
+    chunk: slice
+    wants: Wants
+    arrays: dict[str, NDArray]
+
+
+ValuesOf = Callable[[slice], dict[str, Tensor]]
+
+
 class TorchProgram:
     """Implements `base.Runnable`."""
 
@@ -155,22 +167,30 @@ class TorchProgram:
     def _run(self, batch: StepBatch, kv: TorchKvCache, fetch: Fetch) -> Callable[[], StepOutput]:
         """What makes the output of what `fetch` brings."""
         chunks = [slice(start, min(start + HEAD_ROWS, len(batch.sample_rows))) for start in range(0, len(batch.sample_rows), HEAD_ROWS)]
-        draws: dict[str, NDArray] = {}
-        if batch.sampling is not None and chunks:
-            part = part_of(batch.sampling, chunks[0])
-            draws = self._draw_arrays(batch, chunks[0], part, wants_of(part, self.program.vocab_size))
+        draws = [] if batch.sampling is None else [self._draws(batch, batch.sampling, chunk) for chunk in chunks]
         padded = self._graphs.padded(batch) if self._graphs is not None and self._times is None else None
-        inputs = self._put(self._arrays(padded or batch, kv, fixed=padded is not None), draws | source_arrays(batch.last_tokens))
+        draw_inputs = {f"{index}/{name}": array for index, part in enumerate(draws) for name, array in part.arrays.items()}
+        inputs = self._put(self._arrays(padded or batch, kv, fixed=padded is not None), draw_inputs | source_arrays(batch.last_tokens))
         self._take_last_tokens(inputs)
-        if padded is not None and self._graphs is not None:
-            logits = self._graphs.graphs[len(padded.token_ids)].replay()
-            return self._outputs(batch, chunks, inputs, fetch, lambda chunk: {self.program.outputs["logits"].name: logits[chunk]})
-        step = self._new_step(batch, kv, inputs)
-        self._execute(self._body, step)
-        return self._outputs(batch, chunks, inputs, fetch, lambda chunk: self._through_head(step, inputs["sample_rows"][chunk]))
+        values_of = self._replayed(len(padded.token_ids)) if padded is not None else self._computed(self._new_step(batch, kv, inputs))
+        if batch.sampling is None:
+            return self._outputs(chunks, fetch, values_of)
+        return self._drawn_outputs(draws, inputs, fetch, values_of)
 
-    def _draw_arrays(self, batch: StepBatch, chunk: slice, part: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
-        return draw_arrays(part, wants) | target_arrays(batch.last_tokens, chunk, spare=self._engine.max_rows)
+    def _replayed(self, size: int) -> ValuesOf:
+        assert self._graphs is not None
+        logits = self._graphs.graphs[size].replay()
+        return lambda chunk: {self.program.outputs["logits"].name: logits[chunk]}
+
+    def _computed(self, step: Step) -> ValuesOf:
+        self._execute(self._body, step)
+        return lambda chunk: self._through_head(step, step.inputs["sample_rows"][chunk])
+
+    def _draws(self, batch: StepBatch, sampling: SamplingBatch, chunk: slice) -> Draws:
+        """As many top alternatives as the whole step wants: the chunks' are laid together."""
+        part, num_top = part_of(sampling, chunk), wants_of(sampling, self.program.vocab_size).num_top
+        wants = dataclasses.replace(wants_of(part, self.program.vocab_size), num_top=num_top)
+        return Draws(chunk, wants, draw_arrays(part, wants) | target_arrays(batch.last_tokens, chunk, spare=self._engine.max_rows))
 
     def _take_last_tokens(self, inputs: dict[str, Tensor]) -> None:
         """In place, where a graph reads them."""
@@ -209,28 +229,20 @@ class TorchProgram:
             return self._staging.put(arrays | draws)
         return self._staging.put(arrays) | self._late_staging.put(draws)
 
-    def _outputs(
-        self,
-        batch: StepBatch,
-        chunks: list[slice],
-        inputs: dict[str, Tensor],
-        fetch: Fetch,
-        values_of: Callable[[slice], dict[str, Tensor]],
-    ) -> Callable[[], StepOutput]:
-        """Of the sampled rows: tokens where the batch asks for draws, else the Program's outputs. `values_of` some of them."""
-        if batch.sampling is None:
-            found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
-            outputs = self.program.outputs.items()
-            arrays = {name: fetch.take(torch.cat([part[value.name] for part in found]).float()) for name, value in outputs}
-            return lambda: StepOutput(arrays={name: array.numpy() for name, array in arrays.items()})
+    def _outputs(self, chunks: list[slice], fetch: Fetch, values_of: ValuesOf) -> Callable[[], StepOutput]:
+        """The Program's, of the sampled rows. `values_of` some of them."""
+        found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
+        outputs = self.program.outputs.items()
+        arrays = {name: fetch.take(torch.cat([part[value.name] for part in found]).float()) for name, value in outputs}
+        return lambda: StepOutput(arrays={name: array.numpy() for name, array in arrays.items()})
+
+    def _drawn_outputs(self, draws: list[Draws], inputs: dict[str, Tensor], fetch: Fetch, values_of: ValuesOf) -> Callable[[], StepOutput]:
+        """Tokens of the sampled rows."""
         drawn: list[Drawn] = []
-        for index, chunk in enumerate(chunks):
-            part = part_of(batch.sampling, chunk)
-            wants = wants_of(part, self.program.vocab_size)
-            if index:
-                inputs = self._late_staging.put(self._draw_arrays(batch, chunk, part, wants))
-            one = self._drawn(values_of(chunk)[self.program.outputs["logits"].name].float(), inputs, wants)
-            self._keep_last_tokens(inputs, one)
+        for index, part in enumerate(draws):
+            own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
+            one = self._drawn(values_of(part.chunk)[self.program.outputs["logits"].name].float(), own, part.wants)
+            self._keep_last_tokens(own, one)
             drawn.append(fetch.take_drawn(one))
         return lambda: StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
 
