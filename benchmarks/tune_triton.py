@@ -1,10 +1,13 @@
-"""Measures how the attention kernels are best cut into tiles on this machine's GPU, and writes the rows of the table.
+"""Measures how Triton's kernels are best cut into tiles on this machine's GPU, and writes the rows of the table.
 
-    python benchmarks/tune_triton.py [--widths 64,128] [--groups 1,4,8] [--kv bfloat16,int8] [--contexts 512,4096] [--output FILE]
+    python benchmarks/tune_triton.py [--kernels NAMES] [--widths 64,128] [--groups 1,4,8] [--kv bfloat16,int8] [--contexts 512,4096]
+                                     [--matrices 4096x4096,14336x4096] [--bits 4,8] [--vocabularies 128256] [--output FILE]
 
-For each kernel, head width, number of query heads a KV head and type of cache: every candidate is run over the same random call, and the
-one with the least summed time over the contexts becomes a row for this device. BLOCK_M of the kernels of one-row requests is given, not
-searched: it says how many rows share a prefix, before the cache's type is known. With TRITON_INTERPRET=1 it runs on a CPU, to be tested.
+Attention: for each kernel, head width, number of query heads a KV head and type of cache, over the contexts. Packed products: for each
+matrix (outputs x inputs) and number of bits, over 1, 4 and 16 rows. Draws: for each vocabulary, over 1 and 32 rows. Every candidate is run
+over the same random calls, and the one with the least summed time becomes a row for this device. BLOCK_M of the kernels of one-row
+requests is given, not searched: it says how many rows share a prefix, before the cache's type is known. With TRITON_INTERPRET=1 it runs on
+a CPU, to be tested.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,18 +28,28 @@ import torch
 from octavo.backends.base import BLOCK_SIZE, StepBatch
 from octavo.backends.torch.attention import AttentionCall
 from octavo.backends.torch.kv_cache import Stored
+from octavo.backends.torch.plain import Cuts
 from octavo.backends.torch.rows import rows_of
 from octavo.backends.torch.step import step_arrays
-from octavo.backends.torch.triton import attention, tuning
+from octavo.backends.torch.triton import attention, packed_linear, pick, tuning
 from octavo.backends.torch.triton.attention import TritonAttention
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.tuning import Row
+from octavo.backends.torch.weights import DeviceLevels, DeviceWeight, Product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "decode_attention": {"BLOCK_M": (16,), "BLOCK_N": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)},
     "prefill_attention": {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)},
     "merge_attention": {"HEADS_A_TILE": (1, 2, 4), "num_warps": (1, 2, 4), "num_stages": (1, 2, 3)},
+    "packed_linear": {
+        "BLOCK_N": (32, 64, 128),
+        "BLOCK_B": (32, 64, 128),
+        "SPLITS": (1, 2, 4, 8, 16),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+    },
+    "pick": {"BLOCK": (1024, 2048, 4096), "PIVOTS": (2, 4, 8), "num_warps": (4, 8, 16)},
 }
 RUNS = 20
 
@@ -87,18 +103,15 @@ def launches(kernel: str) -> Iterator[dict[str, int]]:
         yield dict(zip(names, values, strict=True))
 
 
-def seconds(calls: Iterable[AttentionCall], kernel: str, launch: dict[str, int]) -> float:
-    """Of one pass over the calls, the median; infinite where the device has not the memory for such tiles."""
-    given = {kernel: launch}
-    original = attention.tuned
-    attention.tuned = lambda name, device, **shape: given.get(name) or original(name, device, **shape)
-    kernels, found = TritonAttention(DEVICE), []
+def seconds(run: Callable[[], None], reads: ModuleType, kernel: str, launch: dict[str, int]) -> float:
+    """Of one run, the median; infinite where the device has not the memory for such tiles. `reads`: the module that asks the table."""
+    original, found = reads.tuned, []
+    reads.tuned = lambda name, device, **shape: dict(launch) if name == kernel else original(name, device, **shape)
     try:
         for _ in range(RUNS + 1):
             synchronize()
             began = time.perf_counter()
-            for call in calls:
-                kernels.attend(call)
+            run()
             synchronize()
             found.append(time.perf_counter() - began)
     except Exception as error:  # Triton's own, of several kinds and places from version to version
@@ -106,7 +119,7 @@ def seconds(calls: Iterable[AttentionCall], kernel: str, launch: dict[str, int])
             raise
         return float("inf")
     finally:
-        attention.tuned = original
+        reads.tuned = original
     return float(np.median(found[1:]))
 
 
@@ -115,13 +128,69 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class Task(NamedTuple):
+    """What is run to find the tiles of a kernel for a shape."""
+
+    shape: dict[str, int | str]
+    reads: ModuleType
+    run: Callable[[], None]
+
+
+def tasks(kernel: str, args: argparse.Namespace) -> Iterator[Task]:
+    if kernel == "packed_linear":
+        for (outputs, inputs), bits in product(args.matrices, args.bits):
+            yield packed_task(outputs, inputs, bits)
+    elif kernel == "pick":
+        yield from map(pick_task, args.vocabularies)
+    else:
+        for width, group, kv in product(args.widths, args.groups, args.kv):
+            calls = [call_of(kernel, width, group, getattr(torch, kv), context, args.requests) for context in args.contexts]
+            run = partial(attend_all, TritonAttention(DEVICE), calls)
+            yield Task({"width": width, "group": group, "kv": kv}, attention, run)
+
+
+def attend_all(kernels: TritonAttention, calls: Iterable[AttentionCall]) -> None:
+    for call in calls:
+        kernels.attend(call)
+
+
+def packed_task(outputs: int, inputs: int, bits: int) -> Task:
+    """Rows in bf16; a scale in fp16 for every 32 inputs, and with 4 bits a min."""
+    row_bytes = inputs * bits // 8
+    codes = torch.randint(0, 256, (outputs, row_bytes), dtype=torch.uint8, device=DEVICE)
+    numbers = DeviceLevels(torch.full((outputs, inputs // 32), 0.01, dtype=torch.float16, device=DEVICE), None)
+    weight = DeviceWeight(codes, inputs, bits, 32, numbers, numbers if bits == 4 else None, nibbles="halves")
+    batches = [torch.randn((count, inputs), device=DEVICE).bfloat16() for count in (1, 4, 16)]
+
+    def run() -> None:
+        for x in batches:
+            packed_linear.packed_product(x, Product((weight,), None), device_name(DEVICE))
+
+    return Task({"outputs": outputs, "row_bytes": row_bytes, "bits": bits}, packed_linear, run)
+
+
+def pick_task(vocab_size: int) -> Task:
+    """Rows that ask for top_k and top_p."""
+    batches = []
+    for count in (1, 32):
+        z = 3 * torch.randn((count, vocab_size), dtype=torch.float64, device=DEVICE)
+        cuts = Cuts(torch.full((count,), 50, dtype=torch.int32, device=DEVICE), torch.full((count,), 0.9, device=DEVICE))
+        batches.append((z, torch.exp(z - z.amax(dim=1, keepdim=True)), torch.rand(count, dtype=torch.float64, device=DEVICE), cuts))
+
+    def run() -> None:
+        for batch in batches:
+            pick.pick(*batch, device_name(DEVICE))
+
+    return Task({"vocab_size": vocab_size}, pick, run)
+
+
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    for kernel, width, group, kv in product(args.kernels, args.widths, args.groups, args.kv):
-        calls = [call_of(kernel, width, group, getattr(torch, kv), context, args.requests) for context in args.contexts]
-        times = [(seconds(calls, kernel, launch), launch) for launch in launches(kernel)]
-        best, launch = min(times, key=lambda entry: entry[0])
-        print(json.dumps({"kernel": kernel, "width": width, "group": group, "kv": kv, "ms": round(1e3 * best, 3), **launch}), flush=True)
-        yield Row(kernel, device_name(DEVICE), {"width": width, "group": group, "kv": kv}, launch)
+    for kernel in args.kernels:
+        for task in tasks(kernel, args):
+            times = [(seconds(task.run, task.reads, kernel, launch), launch) for launch in launches(kernel)]
+            best, launch = min(times, key=lambda entry: entry[0])
+            print(json.dumps({"kernel": kernel, **task.shape, "ms": round(1e3 * best, 3), **launch}), flush=True)
+            yield Row(kernel, device_name(DEVICE), task.shape, launch)
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -134,6 +203,10 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv", type=words, default=["bfloat16", "int8"], help="torch's names")
     parser.add_argument("--contexts", type=numbers, default=[512, 4096])
     parser.add_argument("--requests", type=int, default=16, help="of one row each")
+    matrices = lambda text: [tuple(map(int, part.split("x"))) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--matrices", type=matrices, default=[(4096, 4096), (14336, 4096), (4096, 14336)], help="outputs x inputs")
+    parser.add_argument("--bits", type=numbers, default=[4, 8])
+    parser.add_argument("--vocabularies", type=numbers, default=[32000, 151936])
     parser.add_argument("--output", type=Path, default=tuning.TABLE)
     return parser.parse_args(arguments)
 
