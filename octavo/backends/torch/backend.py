@@ -49,10 +49,11 @@ class TorchBackend:
         self.options = options
         self.device = torch.device(device)
         self.ranks = ranks
-        self.numerics = f"torch {torch.__version__} on {self.device_name}"
         self._dtype = DTYPES.get(options.dtype, torch.float32)
         self._attention = choose_attention(options, self.device)
         self._kernels = choose_kernels(options.torch_kernels, self.device, fixed_tiles=options.batch_invariant)
+        kernels = " or ".join(choice.name for choice in self._attention)
+        self.numerics = f"torch {torch.__version__} on {self.device_name}, attention with {kernels}, kernels {self._kernels.name}"
         self._uncaptured: list[TorchProgram] = []
         self._memory = CudaMemory(self.device, options.gpu_memory_utilization) if self.device.type == "cuda" else None
 

@@ -120,6 +120,11 @@ def test_auto_is_sdpa_on_a_cpu():
     assert [choice.name for choice in choose_attention(BackendOptions(attention_backend="triton"), CPU)] == ["triton"]
 
 
+def test_whose_numbers_they_are_is_part_of_what_a_stored_cache_depends_on():
+    assert "attention with triton" in backend().numerics
+    assert "attention with sdpa" in TorchBackend(BackendOptions()).numerics
+
+
 def test_without_the_interpreter_a_cpu_refuses(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(BackendUnavailable, match="attention_backend: got 'triton', but Triton has no kernels for the device cpu") as caught:
