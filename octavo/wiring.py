@@ -59,9 +59,10 @@ from octavo.worker.load_bar import LoadBar
 from octavo.worker.loaded_model import LoadedModel, device_memory, host_bytes
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, KvBudget, memory_table
-from octavo.worker.ranks.messages import Allocate, Fits, Loaded, Measure, Ready, Setup, Started
+from octavo.worker.ranks.messages import Setup
 from octavo.worker.ranks.other_ranks import OtherRanks
 from octavo.worker.ranks.ranked_worker import RankedWorker
+from octavo.worker.ranks.start import common_budget, common_worker, end_ranks, start_ranks
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedCl
     from octavo.engine.supervised_client import SupervisedClient
 
     observe = model.config.observe
-    options = flat_options(model.config) | {"model": str(model.checkpoint.path)}
+    options = _options_of(model)
 
     def start(num_before: int) -> ProcessClient:
         """What an earlier core has recorded stays as it is."""
@@ -166,6 +167,11 @@ def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedCl
         return ProcessClient("octavo.wiring:build_core_of_options", options | {"record": record})
 
     return SupervisedClient(start, stall_timeout_s=observe.stall_timeout, report=report) if observe.stall_timeout else start(0)
+
+
+def _options_of(model: Model) -> dict[str, Any]:
+    """For another process: the model as it was found."""
+    return flat_options(model.config) | {"model": str(model.checkpoint.path)}
 
 
 def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[EngineCore, EngineInfo]:
@@ -202,7 +208,7 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
     try:
         return _build_core(model, report, stop_texts, ranks, others)
     except BaseException as error:
-        raise _without(others, error) from None
+        raise end_ranks(others, error) from None
 
 
 def _build_core(
@@ -210,17 +216,14 @@ def _build_core(
 ) -> tuple[EngineCore, EngineInfo, Worker | RankedWorker]:
     config = model.config
     loaded = load_model(model, report, ranks)
-    budget = _common_budget(loaded, others)
+    budget = common_budget(loaded, others)
     if (memory := device_memory(loaded.backend)) is not None:
         report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
     groups = _block_groups(config, budget)
     tiers, tier_worker = _build_tiers(model, loaded, report)
     num_blocks, num_host_blocks = [group.num_blocks for group in groups], [group.num_host_blocks for group in groups]
-    if others is not None:
-        others.send(Allocate(num_blocks, num_host_blocks))
-    own = loaded.worker(num_blocks, num_host_blocks, tier_worker, report)
-    worker = own if others is None else _with_others(own, others)
+    worker = common_worker(loaded, others, num_blocks, num_host_blocks, connector=tier_worker, report=report)
     max_model_len = budget.load.max_model_len
     sizes = {"block_size": BLOCK_SIZE, "max_model_len": max_model_len}
     scheduler = build_scheduler(config.scheduler, config.cache, groups, **sizes, tiers=tiers, stop_texts=stop_texts)
@@ -267,29 +270,10 @@ def _part(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) 
 
 def _start_ranks(model: Model) -> tuple[TorchRanks, OtherRanks]:
     """This process is the first; what can be refused is, before another is started."""
-    config = model.config
-    num_ranks = config.backend.tensor_parallel_size
-    _part(config, model.checkpoint, _decoder(model.config, model.info, model.checkpoint), 0)
+    config, num_ranks = model.config, model.config.backend.tensor_parallel_size
+    _part(config, model.checkpoint, _decoder(config, model.info, model.checkpoint), 0)
     device = choose_device(config.backend.device, num_devices=num_ranks)
-    from octavo.backends.torch.ranks import Meeting, TorchRanks
-
-    meeting = Meeting(num_ranks)
-    options = flat_options(config) | {"model": str(model.checkpoint.path), "record": None}
-    others = OtherRanks("octavo.wiring:load_rank", options, num_ranks, meeting.port)
-    try:
-        others.expect(Started)
-        ranks = TorchRanks(0, num_ranks, device, meeting)
-        others.when_lost(lambda error: ranks.abort())
-        return ranks, others
-    except BaseException as error:
-        raise _without(others, error) from None
-
-
-def _without(others: OtherRanks, error: BaseException) -> BaseException:
-    """Ends them. What ended one of them by itself stands behind whatever this process has met."""
-    lost = others.lost
-    others.close(patience_s=0.0)
-    return lost or error
+    return start_ranks("octavo.wiring:load_rank", _options_of(model) | {"record": None}, num_ranks, device)
 
 
 def load_rank(setup: Setup, started: Callable[[], None]) -> LoadedModel:
@@ -300,22 +284,6 @@ def load_rank(setup: Setup, started: Callable[[], None]) -> LoadedModel:
 
     started()
     return load_model(model, quiet, TorchRanks(setup.rank, setup.num_ranks, device, setup.port))
-
-
-def _with_others(worker: Worker, others: OtherRanks) -> RankedWorker:
-    others.expect(Ready)
-    return RankedWorker(worker, others)
-
-
-def _common_budget(loaded: LoadedModel, others: OtherRanks | None) -> KvBudget:
-    """As many blocks as fit on every rank; measured once all have loaded."""
-    if others is None:
-        return loaded.kv_budget()
-    others.expect(Loaded)
-    others.send(Measure())
-    budget = loaded.kv_budget()
-    fits = [budget.num_blocks, *(said.num_blocks for said in others.expect(Fits))]
-    return replace(budget, num_blocks=tuple(map(min, zip(*fits, strict=True))))
 
 
 def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None) -> Log:
