@@ -50,6 +50,15 @@ void attend_split(const LaneSet& set, int split) {
 
 // -- merging -------------------------------------------------------------------------------------------------------------
 
+struct Exps {
+    float first, second;
+};
+Exps two_exps(float first, float second) {
+    float x[kLanes] = {first, second};
+    store(x, exp(load(x)));
+    return {x[0], x[1]};
+}
+
 // into (m, l, acc) += part, both relative to their own maxima. A part that saw no key (m = -inf) changes nothing.
 void merge_state(float* into, const float* part, int v_padded) {
     if (part[0] == -INFINITY) return;
@@ -58,20 +67,18 @@ void merge_state(float* into, const float* part, int v_padded) {
         return;
     }
     const float m = into[0] > part[0] || into[0] != into[0] ? into[0] : part[0];
-    vf both = splat(into[0] - m);
-    both[1] = part[0] - m;
-    both = exp(both);
-    const vf keep = splat(both[0]), add = splat(both[1]);
+    const auto [keep, add] = two_exps(into[0] - m, part[0] - m);
     into[0] = m;
-    into[1] = into[1] * keep[0] + part[1] * add[0];
+    into[1] = into[1] * keep + part[1] * add;
     for (int d = 2; d < 2 + v_padded; d += kLanes) store(into + d, load(into + d) * keep + load(part + d) * add);
 }
 
 void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
     if (args.sinks) {
         const float sink = args.sinks[lane.head], m = state[0] > sink ? state[0] : sink;
-        const float keep = state[0] == -INFINITY ? 0 : exp(splat(state[0] - m))[0];
-        state[1] = state[1] * keep + exp(splat(sink - m))[0];
+        const auto [kept, sunk] = two_exps(state[0] - m, sink - m);
+        const float keep = state[0] == -INFINITY ? 0 : kept;
+        state[1] = state[1] * keep + sunk;
         for (int d = 2; d < 2 + args.kv.v_padded; d++) state[d] *= keep;
     }
     float* acc = state + 2;

@@ -26,14 +26,14 @@ OCTAVO_INLINE vi dot4(vi acc, vi u, vi s) {
 #elif defined(__AVX512BW__)
     return acc + (vi)dot4_wide((__m512i)u, (__m512i)s);
 #elif defined(__AVX2__)
-    Halves a, x, y;
-    a.i = acc, x.i = u, y.i = s;
+    const auto half = [](RegisterI sum, RegisterI x, RegisterI y) {
 #if defined(__AVXVNNI__)
-    OCTAVO_BY_HALVES(a.n[h], _mm256_dpbusd_avx_epi32(a.n[h], x.n[h], y.n[h]));
+        return (RegisterI)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)y);
 #else
-    OCTAVO_BY_HALVES(a.n[h], _mm256_add_epi32(a.n[h], dot4_wide(x.n[h], y.n[h])));
+        return (RegisterI)_mm256_add_epi32((__m256i)sum, dot4_wide((__m256i)x, (__m256i)y));
 #endif
-    return a.i;
+    };
+    return each(half, acc, u, s);
 #else
     const vi even_u = u & 0x00ff00ff, odd_u = (vi)((u >> 8) & 0x00ff00ff);
     vi sum = acc;
@@ -78,10 +78,10 @@ OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) { return dot4(acc, codes, s
 OCTAVO_INLINE vi high_nibbles(vi both) { return (both >> 4) & 0x0f0f0f0f; }
 OCTAVO_INLINE vi high_sum(vi sum) { return sum; }
 OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) {
-    Halves a, x, y;
-    a.i = acc, x.i = u, y.i = s;
-    OCTAVO_BY_HALVES(a.n[h], _mm256_add_epi32(a.n[h], _mm256_madd_epi16(_mm256_maddubs_epi16(x.n[h], y.n[h]), _mm256_set1_epi16(1))));
-    return a.i;
+    const auto half = [](RegisterI sum, RegisterI x, RegisterI y) {
+        return (RegisterI)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)x, (__m256i)y), _mm256_set1_epi16(1)));
+    };
+    return each(half, acc, u, s);
 }
 #else
 OCTAVO_INLINE vi high_nibbles(vi both) { return both & (int32_t)0xf0f0f0f0; }
@@ -104,15 +104,14 @@ OCTAVO_INLINE vi load_int16(const void* p) {
 #if defined(__AVX512F__)
     return (vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
-    Halves x;
-    OCTAVO_BY_HALVES(x.n[h], _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p + h)));
-    return x.i;
+    const auto half = [](const void* at) { return (RegisterI)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)at)); };
+    return {half(p), half((const char*)p + 16)};
 #else
     int16_t values[kLanes];
     std::memcpy(values, p, sizeof values);
-    vi wide;
+    int32_t wide[kLanes];
     for (int i = 0; i < kLanes; i++) wide[i] = values[i];
-    return wide;
+    return load_i(wide);
 #endif
 }
 
@@ -121,9 +120,14 @@ OCTAVO_INLINE vi int8_to_int16(const int8_t* p) {
 #if defined(__AVX512BW__)
     return (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
-    Halves x;
-    OCTAVO_BY_HALVES(x.n[h], _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p + h)));
-    return x.i;
+    const auto half = [](const int8_t* at) { return (RegisterI)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at)); };
+    return {half(p), half(p + 16)};
+#elif defined(__SSE2__)
+    const auto quarter = [](const int8_t* at) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i*)at);
+        return (RegisterI)_mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8);
+    };
+    return {{quarter(p), quarter(p + 8)}, {quarter(p + 16), quarter(p + 24)}};
 #else
     const vi pair = load_int16(p);  // the second number in the high byte, the first in the low one
     return (((pair << 24) >> 24) & 0xffff) | ((pair >> 8) << 16);
@@ -137,21 +141,17 @@ OCTAVO_INLINE vi dot2_int16(vi acc, vi a, vi b) {
 #elif defined(__AVX512BW__)
     return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-    Halves sum, x, y;
-    sum.i = acc, x.i = a, y.i = b;
+    const auto half = [](RegisterI sum, RegisterI x, RegisterI y) {
 #if defined(__AVXVNNI__)
-    OCTAVO_BY_HALVES(sum.n[h], _mm256_dpwssd_avx_epi32(sum.n[h], x.n[h], y.n[h]));
+        return (RegisterI)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)y);
 #else
-    OCTAVO_BY_HALVES(sum.n[h], _mm256_add_epi32(sum.n[h], _mm256_madd_epi16(x.n[h], y.n[h])));
+        return (RegisterI)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)x, (__m256i)y));
 #endif
-    return sum.i;
+    };
+    return each(half, acc, a, b);
 #elif defined(__SSE2__)
-    union {
-        vi v;
-        __m128i n[4];
-    } sum{acc}, x{a}, y{b};
-    for (int quarter = 0; quarter < 4; quarter++) sum.n[quarter] = _mm_add_epi32(sum.n[quarter], _mm_madd_epi16(x.n[quarter], y.n[quarter]));
-    return sum.v;
+    const auto quarter = [](RegisterI sum, RegisterI x, RegisterI y) { return (RegisterI)_mm_add_epi32((__m128i)sum, _mm_madd_epi16((__m128i)x, (__m128i)y)); };
+    return each(quarter, acc, a, b);
 #else
     return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -163,12 +163,15 @@ OCTAVO_INLINE void store_int16(uint16_t* p, vi v) {
     const __m256i packed = _mm512_cvtepi32_epi16((__m512i)v);
     std::memcpy(p, &packed, 32);
 #elif defined(__AVX2__)
-    Halves x;
-    x.i = v;
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.n[0], x.n[1]), 0xd8);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xd8);
     std::memcpy(p, &packed, 32);
+#elif defined(__SSE2__)
+    const __m128i packed[2] = {_mm_packs_epi32((__m128i)v.low.low, (__m128i)v.low.high), _mm_packs_epi32((__m128i)v.high.low, (__m128i)v.high.high)};
+    std::memcpy(p, packed, 32);
 #else
-    for (int i = 0; i < kLanes; i++) p[i] = (uint16_t)v[i];
+    int32_t lanes[kLanes];
+    store_i(lanes, v);
+    for (int i = 0; i < kLanes; i++) p[i] = (uint16_t)lanes[i];
 #endif
 }
 

@@ -9,9 +9,12 @@ namespace {
 OCTAVO_INLINE vf activated(int kind, vf v) {
     switch (kind) {
         case 0: return v * sigmoid(v);  // silu
-        case 1:                         // gelu
-            for (int i = 0; i < kLanes; i++) v[i] = 0.5f * v[i] * (1.0f + std::erf(v[i] * 0.70710678f));
-            return v;
+        case 1: {                       // gelu
+            float x[kLanes];
+            store(x, v);
+            for (float& each : x) each = 0.5f * each * (1.0f + std::erf(each * 0.70710678f));
+            return load(x);
+        }
         case 2: return v * sigmoid(splat(1.59576912f) * fma(splat(0.044715f) * v * v, v, v));  // gelu_tanh: 2 sqrt(2 / pi)
         case 3: return max(v, vf{});                                                           // relu
         case 4: return max(v, vf{}) * max(v, vf{});                                            // relu2

@@ -292,7 +292,7 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
 void read_row(const Tiles& w, int row, float factor, float* out) {
     const uint8_t* tile = w.data + (size_t)(row / kTile) * w.tile_bytes;
     const int lane = row % kTile;
-    const float scale = w.code == Code::i8 ? scales_of(w, tile)[lane] : 1;
+    const float scale = w.code == Code::i8 ? ((const float*)(tile + w.tile_bytes) - kTile)[lane] : 1;
     for (int k = 0; k < w.num_inputs; k++) {
         float value;
         switch (w.code) {

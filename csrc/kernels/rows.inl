@@ -61,7 +61,9 @@ OCTAVO_INLINE void store_int8(int8_t* q, vi n) {
     const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)n);
     std::memcpy(q, &bytes, 16);
 #else
-    for (int i = 0; i < kLanes; i++) q[i] = (int8_t)n[i];
+    int32_t lanes[kLanes];
+    store_i(lanes, n);
+    for (int i = 0; i < kLanes; i++) q[i] = (int8_t)lanes[i];
 #endif
 }
 

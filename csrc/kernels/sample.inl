@@ -43,8 +43,7 @@ bool holds_nan(const float* x, int n) {
         const vf v = load(x + i);
         bad |= (vi)(v != v);
     }
-    bool found = false;
-    for (int lane = 0; lane < kLanes; lane++) found |= bad[lane] != 0;
+    bool found = sum_lanes_i(bad) != 0;
     for (; i < n; i++) found |= x[i] != x[i];
     return found;
 }

@@ -1,7 +1,7 @@
 // Sixteen lanes at every level: one vector type, so that weight tiles and KV blocks have one layout everywhere.
 //
-// `vf` is 16 fp32 lanes, `vi` 16 int32 lanes. On AVX-512 each is one register, on AVX2 two, on SSE2 or NEON four; the
-// compiler lowers loads, stores, + - * / and comparisons by itself, and only what it cannot guess stands here. Kernels are
+// `vf` is 16 fp32 lanes, `vi` 16 int32 lanes (vectors.h). On AVX-512 each is one register, on AVX2 two, on SSE2 or NEON four; operators
+// are those of the compiler's vectors, and only what it cannot guess stands here. Kernels are
 // compiled with -ffp-contract=off: a product is fused into a sum where `fma` says so and nowhere else, so that the same
 // arithmetic comes out however many rows a template handles at once.
 #pragma once
@@ -15,38 +15,36 @@
 #include <immintrin.h>
 #endif
 
+#include "vectors.h"
+
 namespace octavo {
 namespace {
 
-#define OCTAVO_INLINE inline __attribute__((always_inline))
-
 constexpr int kLanes = 16;
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-
-OCTAVO_INLINE vf load(const float* p) {
-    vf v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
+OCTAVO_INLINE vf load(const float* p) { return Memory16<vf>::load(p); }
+OCTAVO_INLINE vi load_i(const void* p) { return Memory16<vi>::load(p); }
+OCTAVO_INLINE void store(float* p, vf v) { Memory16<vf>::store(p, v); }
+OCTAVO_INLINE void store_i(void* p, vi v) { Memory16<vi>::store(p, v); }
+OCTAVO_INLINE vi splat_i(int32_t x) {
+    return each([x](RegisterI zero) { return zero + x; }, vi{});
 }
-OCTAVO_INLINE vi load_i(const void* p) {
-    vi v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
+OCTAVO_INLINE vf splat(float x) {
+    return each([x](RegisterF zero) { return x - zero; }, vf{});  // x - 0 is x, whatever its sign
 }
-OCTAVO_INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
-OCTAVO_INLINE void store_i(void* p, vi v) { std::memcpy(p, &v, sizeof v); }
-OCTAVO_INLINE vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-OCTAVO_INLINE vi splat_i(int32_t x) { return vi{} + x; }
 // Four bytes, as int8 or a pair of bf16, in every lane.
 OCTAVO_INLINE vi broadcast4(const void* p) {
     int32_t bits;
     std::memcpy(&bits, p, 4);
     return splat_i(bits);
 }
-OCTAVO_INLINE vi iota() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-OCTAVO_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+OCTAVO_INLINE vi iota() {
+    static constexpr int32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load_i(lanes);
+}
+OCTAVO_INLINE vf select(vi mask, vf yes, vf no) {
+    return each([](RegisterI m, RegisterF a, RegisterF b) { return m ? a : b; }, mask, yes, no);
+}
 OCTAVO_INLINE vf bits_to_float(vi v) { return (vf)v; }
 
 // The first `n` lanes of memory (0 elsewhere), and back. Nothing behind the n-th is touched.
@@ -55,11 +53,17 @@ OCTAVO_INLINE vf load_first(const float* p, int n) { return (vf)_mm512_maskz_loa
 OCTAVO_INLINE void store_first(float* p, vf v, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v); }
 #else
 OCTAVO_INLINE vf load_first(const float* p, int n) {
-    vf v = {};
-    std::memcpy(&v, p, sizeof(float) * n);
-    return v;
+    if (n == kLanes) return load(p);
+    float values[kLanes] = {};
+    std::memcpy(values, p, sizeof(float) * n);
+    return load(values);
 }
-OCTAVO_INLINE void store_first(float* p, vf v, int n) { std::memcpy(p, &v, sizeof(float) * n); }
+OCTAVO_INLINE void store_first(float* p, vf v, int n) {
+    if (n == kLanes) return store(p, v);
+    float values[kLanes];
+    store(values, v);
+    std::memcpy(p, values, sizeof(float) * n);
+}
 #endif
 
 #if defined(__AVX512F__)
@@ -69,49 +73,32 @@ OCTAVO_INLINE vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b
 OCTAVO_INLINE vf to_float(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
 OCTAVO_INLINE vi round_to_int(vf v) { return (vi)_mm512_cvtps_epi32((__m512)v); }
 #elif defined(__AVX2__)
-union Halves {
-    vf v;
-    vi i;
-    __m256 f[2];
-    __m256i n[2];
-};
-#define OCTAVO_BY_HALVES(out, expression) \
-    for (int h = 0; h < 2; h++) out = expression
 OCTAVO_INLINE vf fma(vf a, vf b, vf c) {
-    Halves x{a}, y{b}, z{c};
-    OCTAVO_BY_HALVES(z.f[h], _mm256_fmadd_ps(x.f[h], y.f[h], z.f[h]));
-    return z.v;
+    return each([](RegisterF x, RegisterF y, RegisterF z) { return (RegisterF)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }, a, b, c);
 }
 OCTAVO_INLINE vf max(vf a, vf b) {
-    Halves x{a}, y{b};
-    OCTAVO_BY_HALVES(x.f[h], _mm256_max_ps(x.f[h], y.f[h]));
-    return x.v;
+    return each([](RegisterF x, RegisterF y) { return (RegisterF)_mm256_max_ps((__m256)x, (__m256)y); }, a, b);
 }
 OCTAVO_INLINE vf min(vf a, vf b) {
-    Halves x{a}, y{b};
-    OCTAVO_BY_HALVES(x.f[h], _mm256_min_ps(x.f[h], y.f[h]));
-    return x.v;
+    return each([](RegisterF x, RegisterF y) { return (RegisterF)_mm256_min_ps((__m256)x, (__m256)y); }, a, b);
 }
 OCTAVO_INLINE vf to_float(vi v) {
-    Halves x;
-    x.i = v;
-    OCTAVO_BY_HALVES(x.f[h], _mm256_cvtepi32_ps(x.n[h]));
-    return x.v;
+    return each([](RegisterI x) { return (RegisterF)_mm256_cvtepi32_ps((__m256i)x); }, v);
 }
 OCTAVO_INLINE vi round_to_int(vf v) {
-    Halves x{v};
-    OCTAVO_BY_HALVES(x.n[h], _mm256_cvtps_epi32(x.f[h]));
-    return x.i;
+    return each([](RegisterF x) { return (RegisterI)_mm256_cvtps_epi32((__m256)x); }, v);
 }
 #else
 OCTAVO_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
-OCTAVO_INLINE vf max(vf a, vf b) { return select((vi)(a > b), a, b); }
-OCTAVO_INLINE vf min(vf a, vf b) { return select((vi)(a < b), a, b); }
-OCTAVO_INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
+OCTAVO_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
+OCTAVO_INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
+OCTAVO_INLINE vf to_float(vi v) {
+    return each([](RegisterI x) { return __builtin_convertvector(x, RegisterF); }, v);
+}
 OCTAVO_INLINE vi round_to_int(vf v) {
     // Adding and taking away 1.5 * 2^23 rounds to nearest even; good for |v| < 2^22.
     const vf magic = splat(12582912.0f);
-    return __builtin_convertvector((v + magic) - magic, vi);
+    return each([](RegisterF x) { return __builtin_convertvector(x, RegisterI); }, (v + magic) - magic);
 }
 #endif
 
@@ -136,8 +123,9 @@ OCTAVO_INLINE float max_lanes(vf v) {
     return x[0];
 }
 OCTAVO_INLINE int32_t sum_lanes_i(vi v) {
-    int32_t sum = 0;
-    for (int i = 0; i < kLanes; i++) sum += v[i];
+    int32_t lanes[kLanes], sum = 0;
+    store_i(lanes, v);
+    for (const int32_t lane : lanes) sum += lane;
     return sum;
 }
 #endif
@@ -162,13 +150,12 @@ OCTAVO_INLINE vf load_bf16(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
-    Halves x;
-    OCTAVO_BY_HALVES(x.n[h], _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8 * h))), 16));
-    return x.v;
+    const auto half = [](const uint16_t* at) { return (RegisterF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16); };
+    return {half(p), half(p + 8)};
 #else
-    vi v;
-    for (int i = 0; i < kLanes; i++) v[i] = (int32_t)((uint32_t)p[i] << 16);
-    return (vf)v;
+    uint32_t v[kLanes];
+    for (int i = 0; i < kLanes; i++) v[i] = (uint32_t)p[i] << 16;
+    return (vf)load_i(v);
 #endif
 }
 OCTAVO_INLINE void store_bf16(uint16_t* p, vf v) {
@@ -201,13 +188,12 @@ OCTAVO_INLINE vf load_fp16(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
-    Halves x;
-    OCTAVO_BY_HALVES(x.f[h], _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8 * h))));
-    return x.v;
+    const auto half = [](const uint16_t* at) { return (RegisterF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); };
+    return {half(p), half(p + 8)};
 #else
-    vf v;
+    float v[kLanes];
     for (int i = 0; i < kLanes; i++) v[i] = fp16_to_float(p[i]);
-    return v;
+    return load(v);
 #endif
 }
 
