@@ -60,10 +60,11 @@ OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) {
 constexpr int kSignedOffset = 0;
 OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes; }
 OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) {
-    Halves a, x, y;
-    a.i = acc, x.i = codes, y.i = s;
-    OCTAVO_BY_HALVES(a.n[h], _mm256_add_epi32(a.n[h], _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(x.n[h]), _mm256_sign_epi8(y.n[h], x.n[h])), _mm256_set1_epi16(1))));
-    return a.i;
+    const auto half = [](RegisterI sum, RegisterI x, RegisterI y) {
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)x), _mm256_sign_epi8((__m256i)y, (__m256i)x));
+        return (RegisterI)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    };
+    return each(half, acc, codes, s);
 }
 #else
 constexpr int kSignedOffset = 128;

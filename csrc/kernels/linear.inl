@@ -235,7 +235,13 @@ Product choose(const Tiles& w) {
     }
 }
 
-// As many rows at a time as registers hold: eight of the quantised kinds, four of the floats.
+// As many rows at a time as registers hold.
+#if defined(__AVX512F__)
+constexpr int kMostRows = 8, kMostFloatRows = 4;
+#else
+constexpr int kMostRows = 4, kMostFloatRows = 2;
+#endif
+
 void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc) {
     const uint8_t* data = w.data + (size_t)tile * w.tile_bytes;
     const bool quantised = x.type == RowType::int8 || x.type == RowType::digits || x.type == RowType::whole;
@@ -243,10 +249,13 @@ void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int n
     const auto run = [&](Product product, int rows) {
         for (; num_rows - done >= rows; done += rows) product(w, data, x, row0 + done, acc + 16 * done);
     };
-    if (quantised && num_rows >= 8) run(choose<8>(w), 8);
-    if (num_rows - done >= 4) run(choose<4>(w), 4);
-    if (num_rows - done >= 2) run(choose<2>(w), 2);
-    if (num_rows - done >= 1) run(choose<1>(w), 1);
+    const int most = quantised ? kMostRows : kMostFloatRows;
+    if constexpr (kMostRows >= 8)
+        if (most >= 8) run(choose<8>(w), 8);
+    if constexpr (kMostRows >= 4)
+        if (most >= 4) run(choose<4>(w), 4);
+    if (most >= 2) run(choose<2>(w), 2);
+    run(choose<1>(w), 1);
 }
 
 RowType row_type(Code code) {
