@@ -61,9 +61,17 @@ void store_int8_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, uint16_t*
     scales[kTile + token] = put_codes(v, kv.v_width, [&](int d, int8_t code) { first[2 * d] = (uint8_t)code; });
 }
 
+// A token touches every line of its block's K. In a decode step none of them is in a cache, for attention has read other requests' since;
+// asked for together, they arrive together.
+OCTAVO_INLINE void ask_for_keys(const KvLayer& kv, int block) {
+    for (int head = 0; head < kv.num_heads; head++)
+        for (size_t line = 0; line < kv.v_offset; line += 64) __builtin_prefetch(k_of(kv, block, head) + line, 1, 3);
+}
+
 // k [heads * k_width], v [heads * v_width] of one token into its slot. Other threads may be writing its neighbours in the block.
 void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
     const int block = slot / kTile, token = slot % kTile;
+    ask_for_keys(kv, block);
     for (int head = 0; head < kv.num_heads; head++, k += kv.k_width, v += kv.v_width) {
         uint8_t *k_to = k_of(kv, block, head), *v_to = v_of(kv, block, head);
         switch (kv.type) {

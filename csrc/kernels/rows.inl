@@ -75,25 +75,30 @@ template <bool kDigits>
 OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
     constexpr float kLargest = kDigits ? 127.0f * kDigit : 127.0f;
     int8_t* q = (int8_t*)rows.values + index * rows.stride + g * (kDigits ? 2 * kGroup : kGroup);
-    const float largest = max_lanes(max(absolute(half[0]), absolute(half[1])));
-    const float check = sum_lanes((half[0] + half[1]) * 0.0f);  // 0, or NaN where a value is not finite
-    const float d = largest / kLargest;
-    const float inverse = largest > 0 && check == 0 ? kLargest / largest : 0.0f;
+    // As integers, magnitudes are in the same order, with infinities and NaNs above all numbers.
+    const int32_t bits = max_lanes_i(max_i((vi)absolute(half[0]), (vi)absolute(half[1])));
+    const bool finite = bits < 0x7f800000;
+    float largest;
+    std::memcpy(&largest, &bits, 4);
+    const float d = finite ? largest / kLargest : NAN;
+    const float inverse = finite && largest > 0 ? kLargest / largest : 0.0f;
     int32_t sum = 0;
     for (int h = 0; h < 2; h++) {
-        const vi whole = round_to_int(check == 0 ? half[h] * inverse : vf{});
+        const vi whole = finite ? round_to_int(half[h] * inverse) : vi{};
+        int32_t half_sum;
         if (kDigits) {
             const vi first = (whole + kDigit / 2) >> 3;
             store_int8(q + h * kLanes, first);
             store_int8(q + kGroup + h * kLanes, whole - first * kDigit);
+            half_sum = sum_lanes_i(whole);
         } else {
             store_int8(q + h * kLanes, whole);
+            half_sum = sum_bytes(q + h * kLanes);
         }
-        const int32_t half_sum = sum_lanes_i(whole);
         rows.sums[rows.half_at(index, g, h)] = half_sum;
         sum += half_sum;
     }
-    rows.scales[rows.at(index, g)] = d + check;
+    rows.scales[rows.at(index, g)] = d;
     rows.scaled_sums[rows.at(index, g)] = d * (float)sum;
 }
 

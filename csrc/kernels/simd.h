@@ -107,6 +107,7 @@ OCTAVO_INLINE vi round_to_int(vf v) {
 OCTAVO_INLINE float sum_lanes(vf v) { return _mm512_reduce_add_ps((__m512)v); }
 OCTAVO_INLINE float max_lanes(vf v) { return _mm512_reduce_max_ps((__m512)v); }
 OCTAVO_INLINE int32_t sum_lanes_i(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+OCTAVO_INLINE int32_t max_lanes_i(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
 #else
 OCTAVO_INLINE float sum_lanes(vf v) {
     float x[kLanes];
@@ -128,7 +129,25 @@ OCTAVO_INLINE int32_t sum_lanes_i(vi v) {
     for (const int32_t lane : lanes) sum += lane;
     return sum;
 }
+OCTAVO_INLINE int32_t max_lanes_i(vi v) {
+    int32_t most = v[0];
+    for (int i = 1; i < kLanes; i++) most = most > v[i] ? most : v[i];
+    return most;
+}
 #endif
+OCTAVO_INLINE vi max_i(vi a, vi b) { return a > b ? a : b; }
+// Of sixteen int8 in a row.
+OCTAVO_INLINE int32_t sum_bytes(const int8_t* p) {
+#if defined(__SSE2__)
+    const __m128i biased = _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((char)0x80));
+    const __m128i sums = _mm_sad_epu8(biased, _mm_setzero_si128());
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 128 * kLanes;
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; i++) sum += p[i];
+    return sum;
+#endif
+}
 
 // -- half precisions -----------------------------------------------------------------------------------------------------
 
