@@ -126,14 +126,16 @@ void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
 
 OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) { return load((const float*)(tile + w.tile_bytes) - kTile); }
 
-// One digit: a row has a scale for each group, the weights one an output.
+// One digit: a row has a scale for each group, the weights one an output. A last group that only fills the tile up is not read: a product or
+// an attention that writes these rows itself leaves it as it was.
 template <int M>
 void product_i8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
     constexpr int kVectors = kGroup / 4;
     const vf scale = scales_of(w, tile);
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     vf acc[M] = {};
-    for (int g = 0; g < w.num_groups; g++, tile += 64 * kVectors, q += kGroup) {
+    const int groups = (w.num_inputs + kGroup - 1) / kGroup;
+    for (int g = 0; g < groups; g++, tile += 64 * kVectors, q += kGroup) {
         if (M <= 2) prefetch_ahead<64 * kVectors>(tile);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;

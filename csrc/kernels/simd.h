@@ -130,12 +130,16 @@ OCTAVO_INLINE int32_t sum_lanes_i(vi v) {
     return sum;
 }
 OCTAVO_INLINE int32_t max_lanes_i(vi v) {
-    int32_t most = v[0];
-    for (int i = 1; i < kLanes; i++) most = most > v[i] ? most : v[i];
+    int32_t lanes[kLanes];
+    store_i(lanes, v);
+    int32_t most = lanes[0];
+    for (const int32_t lane : lanes) most = most > lane ? most : lane;
     return most;
 }
 #endif
-OCTAVO_INLINE vi max_i(vi a, vi b) { return a > b ? a : b; }
+OCTAVO_INLINE vi max_i(vi a, vi b) {
+    return each([](RegisterI x, RegisterI y) { return x > y ? x : y; }, a, b);
+}
 // Of sixteen int8 in a row.
 OCTAVO_INLINE int32_t sum_bytes(const int8_t* p) {
 #if defined(__SSE2__)
