@@ -16,6 +16,8 @@ from tests.backends.torch.device import DEVICE
 from tests.paged_runner import PagedRunner
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+
 torch.set_num_threads(1)
 
 BOUND = 3e-5

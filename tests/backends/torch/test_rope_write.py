@@ -15,6 +15,8 @@ from octavo.program import ops
 from octavo.program.program import Value
 from tests.backends.torch.attention_case import DEVICE
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+
 TABLE = ops.RopeTable((1.0, 0.5))
 STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 

@@ -18,6 +18,8 @@ from octavo.backends.torch.triton.attention import TritonAttention
 from tests.backends.test_native_attention import HEADS, MASKS, Run, Shape, chunks, mixed
 from tests.backends.torch.attention_case import DEVICE, Case
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 CASES = {

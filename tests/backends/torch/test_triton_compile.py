@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+
 
 @pytest.mark.parametrize("which", [[], pytest.param(["all"], marks=pytest.mark.slow)], ids=["of each kind", "all"])
 def test_kernels_compile_for_an_h100(which, tmp_path):

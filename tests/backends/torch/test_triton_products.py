@@ -19,6 +19,8 @@ from octavo.quant.packed import PackedWeight
 from tests.backends.torch.device import DEVICE
 from tests.backends.torch.packed_weights import kinds, uncarried
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+
 PLAIN, TRITON = PlainKernels(), TritonKernels(DEVICE)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = {"fp32": 2e-6, "bf16": 8e-3, "fp16": 1e-3}

@@ -14,6 +14,8 @@ from octavo.backends.torch.triton.attention import TritonAttention, kind_name
 from octavo.backends.torch.triton.shared_prefix import sharing_of
 from tests.backends.torch.attention_case import DEVICE, Case
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+
 CONTEXTS = (600, 530, 830, 257, 520, 860, 300, 40, 513)
 LEADERS = {1: (0, 512), 2: (0, 512), 3: (0, 256), 5: (2, 768), 8: (7, 0), 4: (6, 256)}
 """Of a request: which one it begins like, and for how many tokens. 2 and 5 have more in common than with 0; 4 and 6 are another group."""

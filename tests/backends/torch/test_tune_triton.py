@@ -3,9 +3,13 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 from octavo.backends.torch.triton import tuning
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.tuning import Row, read, write
+
+pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "tune_triton.py"
 
