@@ -24,6 +24,7 @@ from octavo.backends.base import (
 )
 from octavo.backends.devices import choose_device, default_backend
 from octavo.checkpoint.catalogue import resolve, resolve_header
+from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
@@ -183,7 +184,11 @@ def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[Engi
 
 def open_model(config: EngineConfig) -> Model:
     """Finds the model (fetching it where it has to be), reads its headers, derives the config."""
-    checkpoint = open_checkpoint(resolve(config.model.model, progress=True))
+    name = config.model.model
+    if config.model.load_format == "dummy":
+        checkpoint: Checkpoint = DummyCheckpoint(open_header(resolve_header(name)))
+    else:
+        checkpoint = open_checkpoint(resolve(name, progress=True))
     info = _info_of(checkpoint)
     return Model(_derived(config, info), checkpoint, info)
 
@@ -336,9 +341,11 @@ def build_executor(began: Began, *, model: str | None, report: Report) -> Execut
     return worker
 
 
-def _weight_reader(model: Model, program: Program, report: Report) -> WeightReader:
+def _weight_reader(model: Model, program: Program, report: Report) -> WeightReader | DummyWeights:
     """For 4 bits it is measured first which inputs matter."""
     options = model.config.model
+    if options.load_format == "dummy":
+        return DummyWeights(_formats(model.config, model.checkpoint, program))
     importance = None
     if options.quantization == "int4":
         report("running the model once to see which of its inputs matter")

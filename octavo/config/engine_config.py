@@ -33,6 +33,9 @@ class ModelOptions:
     tokenizer: str | None = option(None, "path of a tokenizer, where it is not the model's own")
     skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "precision of the arithmetic; auto keeps the file's")
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "auto: the model's files; dummy: random weights, for which its config.json is enough (to measure speed and memory)"
+    )
     quantization: Literal["int8", "int4", "fp8"] | None = option(None, "pack the weights at load; fp8 (e4m3) on torch and reference")
     max_model_len: int | None = option(None, "longest context (prompt + output); default the model's", unit="count", low=1)
     served_model_name: str | None = option(None, "name in the API; default the model as given")

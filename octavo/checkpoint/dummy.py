@@ -1,0 +1,118 @@
+"""Random weights in a model's shapes and formats, for measurements that need no file but config.json (`load_format` "dummy").
+
+A weight's numbers depend on its name and shape alone, so they are the same on every backend and in every process. Knows formats, no op.
+Source of the idea: vLLM's `--load-format dummy`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoint.hf_tokenizer import tokenizer_source
+from octavo.errors import UnsupportedModel
+from octavo.ports import ModelHeader, TokenizerSource
+from octavo.program.program import Weight
+from octavo.quant.online import E4M3_TOP, GROUP
+from octavo.quant.packed import Code, Levels, PackedWeight
+
+PERIOD = (1 << 22) + 15
+"""Numbers after which they repeat: an odd one, so that the rows of a matrix differ."""
+
+FLOATS: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+CODES_OF_8: dict[str, tuple[Code, np.dtype, float]] = {
+    "I8": ("int", np.dtype(np.int8), 127.0),
+    "F8_E4M3": ("e4m3", np.dtype(ml_dtypes.float8_e4m3fn), E4M3_TOP),
+}
+FORMATS = (*FLOATS, *CODES_OF_8, "Q4_1")
+
+
+class DummyCheckpoint:
+    """Implements `ports.Checkpoint` for a model of which no tensor is read."""
+
+    output_major = True
+    weight_files: Sequence[Path] = ()
+
+    def __init__(self, header: ModelHeader) -> None:
+        self.path = header.path
+        self.config: dict[str, Any] = header.config
+        self.generation_config: dict[str, Any] = header.generation_config
+        self.format_of = header.format_of
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def tokenizer_source(self) -> TokenizerSource | None:
+        """What lies beside the config."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return tokenizer_source(folder, self.config, self.generation_config)
+
+    def tensor(self, name: str) -> PackedWeight:
+        raise UnsupportedModel(f"{self.path}: {name} cannot be read, load_format is dummy")
+
+
+class DummyWeights:
+    """`load` is what `Backend.prepare` calls. `format_of`: how each weight is to be stored, by GGUF's names."""
+
+    def __init__(self, format_of: Callable[[Weight], str]) -> None:
+        self._format_of = format_of
+
+    def load(self, weight: Weight) -> PackedWeight:
+        """Matrices are drawn evenly from -sqrt(3 / inputs) to sqrt(3 / inputs), which keeps a Value's size; vectors lie around 1."""
+        stored = self._format_of(weight)
+        first = crc32(weight.name.encode()) % PERIOD
+        if len(weight.shape) < 2:
+            return PackedWeight.plain((1 + _drawn(first, weight.shape, np.dtype(np.float32)) / 8).astype(FLOATS.get(stored, np.float32)))
+        reach = math.sqrt(3 / weight.shape[-1])
+        if stored in FLOATS:
+            return PackedWeight.plain(_drawn(first, weight.shape, FLOATS[stored], reach))
+        if stored in CODES_OF_8:
+            return _eight_bits(first, weight.shape, reach, stored)
+        if stored == "Q4_1":
+            return _four_bits(first, weight.shape, reach)
+        what = f"load_format: dummy draws weights stored as {', '.join(FORMATS)}; {weight.name} is {stored}"
+        raise UnsupportedModel(what, hint="name a config.json of floats, with quantization int4, int8 or fp8 where they are to be packed")
+
+
+def _eight_bits(first: int, shape: tuple[int, ...], reach: float, stored: str) -> PackedWeight:
+    """As `quant.online` packs to one scale an output."""
+    code, dtype, top = CODES_OF_8[stored]
+    scales = np.full((*shape[:-1], 1), reach / top, np.float32)
+    return PackedWeight(shape, 8, code, _drawn(first, shape, dtype, top), shape[-1], Levels(scales), activation="per_token")
+
+
+def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight:
+    """As `quant.online` packs to 4 bits: fp16 scales and mins in groups of 32."""
+    *lead, width = shape
+    levels = (*lead, width // GROUP)
+    scales, mins = (Levels(np.full(levels, value, np.float16)) for value in (2 * reach / 15, -reach))
+    codes = _drawn(first, (*lead, width // 2), np.dtype(np.uint8))
+    return PackedWeight(shape, 4, "uint", codes, GROUP, scales, mins, nibbles="halves", activation="per_group")
+
+
+def _drawn(first: int, shape: tuple[int, ...], dtype: np.dtype, reach: float = 1.0) -> NDArray:
+    """Numbers between -reach and reach (bytes: any), from the place `first` of the period on."""
+    period, count = _period(dtype, reach), math.prod(shape)
+    repeated: NDArray = np.tile(period, -(-(first + count) // PERIOD))
+    return repeated[first : first + count].reshape(shape)
+
+
+@cache
+def _period(dtype: np.dtype, reach: float) -> NDArray:
+    generator = np.random.default_rng(0)
+    if dtype == np.uint8:
+        return generator.integers(0, 256, PERIOD, np.uint8)
+    numbers = generator.uniform(-reach, reach, PERIOD).astype(np.float32)
+    return numbers.astype(dtype)
