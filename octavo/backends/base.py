@@ -145,7 +145,7 @@ class BackendOptions:
     dtype: str = "auto"
     """auto | float32 | bfloat16: what plain weights are computed in; packed weights say their own."""
     kv_cache_dtype: str = "auto"
-    """auto | fp32 | bf16 | int8 | fp8 (both with a scale for each token and head)."""
+    """auto (as products compute) | fp32 | bf16 | int8 | fp8 (both with a scale for each token and head)."""
     shared_prefix_attention: bool = True
     """Requests whose block tables begin alike read those blocks together, where the backend can; the same results, bit for bit."""
     num_threads: int | None = None

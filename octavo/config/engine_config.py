@@ -52,8 +52,8 @@ class CacheOptions:
     gpu_memory_utilization: float = option(0.92, "share of a GPU's memory taken in all, where kv_cache_memory_bytes is not given", low=0)
     kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8", "fp8"] = option(
         "auto",
-        "precision of K and V; auto: fp32 where the compute dtype is fp32, else bf16; int8, and fp8 (e4m3; torch, reference): a scale for "
-        "each token and head",
+        "precision of K and V; auto: the compute dtype's (native: bf16 where that is not fp32); int8, and fp8 (e4m3; torch, reference): a "
+        "scale for each token and head",
     )
     kv_layout: Literal["paged", "virtual"] = option(
         "paged", "where blocks lie: anywhere; or virtual, each request's in a range of addresses of its own, without sharing (Linux)"

@@ -1,6 +1,7 @@
 """Whole KV blocks as bytes: what is read from one block and written to another is the same block, in every layer and group."""
 
 from mmap import PAGESIZE
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,3 +92,26 @@ def test_native_refuses_to_give_back_blocks_that_are_not_there():
     for first, count in ((3, 2), (0, 0), (-1, 2)):
         with pytest.raises(ValueError, match=f"{count} blocks from {first} on of group 0 are not in the KV memory"):
             kv.give_back(0, first, count)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what is resident")
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_torch_takes_a_cpus_memory_where_blocks_are_written(dtype):
+    group, size = CacheGroup("full", "full", 1, 8, 128, 128), 512 << 20
+    backend = TorchBackend(BackendOptions(kv_cache_dtype=dtype, num_threads=1))
+    before = _resident_bytes()
+    kv = backend.allocate((group,), [size // backend.kv_layout(group).block_bytes])
+    assert _resident_bytes() - before < size // 8
+    found = np.ones(backend.kv_layout(group).block_bytes, np.uint8)
+    kv.read_block(0, 7, found)
+    assert not found.any()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")])
+def test_torch_keeps_k_and_v_as_they_are_computed(dtype, kept):
+    layout = TorchBackend(BackendOptions(dtype=dtype, num_threads=1)).kv_layout(GROUPS[0])
+    assert (layout.dtype, layout.layer_bytes) == (kept, 16 * 2 * 16 * (4 if kept == "fp32" else 2))

@@ -155,8 +155,8 @@ class TorchBackend:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        auto = torch.float32 if dtype == torch.float32 else torch.bfloat16
-        return KV_DTYPES.get(self.options.kv_cache_dtype, auto)
+        """`dtype`: that of Values, in which K and V are kept where the options do not say."""
+        return KV_DTYPES.get(self.options.kv_cache_dtype, dtype)
 
     def _dtype_of_products(self, program: Program, load: LoadWeight) -> torch.dtype:
         """auto: what the first product's weight has in the file; it stands for all."""

@@ -5,6 +5,7 @@ Knows whole blocks; what lies in them only attention and `KvWrite` know. How the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from octavo.backends.torch.fp8 import E4M3, as_e4m3
 from octavo.backends.torch.streams import streams_of
 from octavo.program.program import CacheGroup
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8", E4M3: "fp8"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", E4M3: "fp8"}
 
 CODES = (torch.int8, E4M3)
 """Kept with a scale for each token and head."""
@@ -127,7 +128,14 @@ def _group_tensors(group: CacheGroup, num_blocks: int, dtype: torch.dtype, devic
     shape = (group.num_layers, num_blocks + 1, BLOCK_SIZE, group.num_kv_heads)
 
     def stored(width: int) -> Stored:
-        scales = torch.zeros(shape, dtype=torch.bfloat16, device=device) if dtype in CODES else None
-        return Stored(torch.zeros((*shape, width), dtype=dtype, device=device), scales)
+        scales = _zeros(shape, torch.bfloat16, device) if dtype in CODES else None
+        return Stored(_zeros((*shape, width), dtype, device), scales)
 
     return GroupTensors(stored(group.k_width), stored(group.v_width))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the system gives the memory page by page, where it is written to: `torch.zeros` writes all of it at once."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
