@@ -57,7 +57,7 @@ from octavo.worker.connectors.block_directory import BlockDirectory, check_size,
 from octavo.worker.connectors.fingerprint import fingerprint
 from octavo.worker.connectors.tiers import TierWorker
 from octavo.worker.load_bar import LoadBar
-from octavo.worker.loaded_model import LoadedModel, device_memory, host_bytes
+from octavo.worker.loaded_model import LoadedModel, device_memory, host_bytes, request_rows
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, KvBudget, memory_table
 from octavo.worker.ranks.messages import Setup
@@ -261,10 +261,11 @@ def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) ->
     backend = build_backend(config, ranks)
     footprint = backend.footprint(own, _formats(config, model.checkpoint, whole))
     _check_cache(config.cache, backend, footprint)
+    rows = request_rows(config, backend.options, own)
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
     with LoadBar(reader.load, len(own.weights)) as bar:
-        return LoadedModel(config, own, backend, backend.prepare(own, bar.load))
+        return LoadedModel(config, own, backend, rows, backend.prepare(own, bar.load))
 
 
 def _part(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:

@@ -37,6 +37,8 @@ class LoadedModel:
     config: EngineConfig
     program: Program
     backend: Backend
+    rows: RequestRows
+    """Of the worker over it."""
     runnable: Runnable
 
     @property
@@ -68,13 +70,10 @@ class LoadedModel:
         report: Report = lambda text: None,
     ) -> Worker:
         """With memory for so many blocks of each group, on the device and for swapped requests."""
-        config, program = self.config, self.program
-        assert config.model.max_model_len is not None, "derive() has set it"
-        rows = _request_rows(self.backend.options, config.model.max_model_len, program)
         kv, places = self._kv_memory(num_blocks, report)
         host = [HostShape(count, layout.block_bytes) for count, layout in zip(num_host_blocks, self.layouts, strict=True)]
-        is_alone = config.backend.tensor_parallel_size == 1
-        return Worker(self.runnable, CacheEngine(kv, host, connector, places), rows, close=self.backend.close, is_alone=is_alone)
+        is_alone = self.config.backend.tensor_parallel_size == 1
+        return Worker(self.runnable, CacheEngine(kv, host, connector, places), self.rows, close=self.backend.close, is_alone=is_alone)
 
     def _kv_memory(self, num_blocks: Sequence[int], report: Report) -> tuple[KvCache, BlockPlaces]:
         """The device's memory for KV, and where in it blocks lie, in the layout that the options name."""
@@ -94,7 +93,10 @@ class LoadedModel:
         return kv, VirtualPlaces(kv, ranges, num_rows=num_rows)
 
 
-def _request_rows(options: BackendOptions, max_model_len: int, program: Program) -> RequestRows:
+def request_rows(config: EngineConfig, options: BackendOptions, program: Program) -> RequestRows:
+    """Of as many requests as may run; ConfigError where they cannot be, which is known before any weight is read."""
+    max_model_len = config.model.max_model_len
+    assert max_model_len is not None, "derive() has set it"
     sizes = {"num_groups": len(program.groups), "vocab_size": program.vocab_size}
     try:
         return RequestRows(max_rows=options.max_rows, max_model_len=max_model_len, **sizes)
