@@ -146,6 +146,7 @@ def test_a_recording_that_ran_ahead_is_made_again(tmp_path) -> None:
     [
         ({"backend": "native"}, "async_scheduling: got 'on', but the native backend computes where the plans are made"),
         ({"backend": "reference"}, "the reference backend computes where"),
+        ({"backend": "torch", "tensor_parallel_size": 2}, r"got 'on', but ranks \(tensor_parallel_size\) carry out one step at a time"),
         ({"backend": "torch", "kv_cache": False}, r"without the KV cache \(kv_cache\)"),
         (
             {"backend": "torch", "scheduler_delay_factor": 1.0, "enable_chunked_prefill": False},

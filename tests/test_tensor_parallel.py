@@ -171,6 +171,7 @@ def test_more_ranks_than_kv_heads() -> None:
         ({"backend": "reference", "device": None}, "tensor_parallel_size: got 2, allowed only with the torch backend, got 'reference'"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: got 3, but the model has 2 KV heads"),
         ({"kv_offloading_size": 1 << 20}, "kv_offloading_size: allowed only where tensor_parallel_size is 1, got 2"),
+        ({"prefix_cache_dir": "/nowhere"}, "prefix_cache_dir: allowed only where tensor_parallel_size is 1, got 2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: got 0, allowed is a whole number of at least 1"),
     ],
 )

@@ -106,7 +106,8 @@ def _check_ranks(config: EngineConfig) -> None:
         raise ConfigError(what, hint="set backend to torch, or leave tensor_parallel_size at 1")
     for name in ("prefix_cache_dir", "kv_offloading_size"):
         if getattr(config.cache, name) is not None:
-            raise ConfigError(f"{name}: allowed only where tensor_parallel_size is 1, got {num_ranks}")
+            what = f"{name}: allowed only where tensor_parallel_size is 1, got {num_ranks}"
+            raise ConfigError(what, hint=f"leave out {name}, or leave tensor_parallel_size at 1")
 
 
 def _check_prefix_cache(cache: CacheOptions) -> None:

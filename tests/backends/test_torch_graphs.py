@@ -4,7 +4,7 @@ products of more rows may round otherwise; at a captured size bitwise.
 On the CPU what is replayed is the captured call itself, over the same views of the staging buffer; CUDA's own graphs need CUDA.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,8 @@ import torch
 from octavo.backends.base import BackendOptions, LastTokens
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
+from octavo.checkpoint.open import open_checkpoint
+from octavo.models.registry import build_programs
 from tests.backends.test_native_sampling import random_batch
 from tests.paged_runner import PagedRunner
 from tests.tiny_models import tiny_model
@@ -135,6 +137,27 @@ def test_the_sizes():
     assert sizes_up_to(128)[-2:] == (96, 128)
     assert sizes_up_to(1000)[-1] == 512
     assert sizes_up_to(0) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "why"),
+    [
+        ({}, None, ""),
+        ({}, object(), "not with several ranks (tensor_parallel_size)"),
+        ({"batch_invariant": True}, None, "not with batch_invariant"),
+        ({"attention_backend": "sdpa"}, None, "not with the attention of sdpa, which reads lengths on the host"),
+    ],
+)
+def test_what_keeps_a_device_s_decode_steps_from_being_captured(options, ranks, why):
+    options = {"attention_backend": "triton"} | options
+    backend = TorchBackend(BackendOptions(num_threads=1, **options), ranks=ranks)
+    backend.device = torch.device("cuda")
+    program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
+    assert backend.against_graphs(program) == why
+    assert (backend.graph_sizes(program) == ()) == bool(why)
+    eager = TorchBackend(replace(backend.options, enforce_eager=True))
+    eager.device = backend.device
+    assert eager.graph_sizes(program) == ()
 
 
 @CUDA

@@ -6,6 +6,7 @@ only, once `backends/devices.py` has found PyTorch; nothing here or below needs 
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ MASKS = ("causal", "window", "full")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES_OF_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": E4M3}
+
+logger = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -87,6 +90,8 @@ class TorchBackend:
                 states = attention.graph_bytes(fused, max(sizes), options.max_context)
                 self._memory.reserve("graphs", graphs_footprint(fused, sizes, self._dtype) + states)
                 self._uncaptured.append(prepared)
+            elif self._wants_graphs(fused) and (why := self.against_graphs(fused)):
+                logger.warning("decode steps of the %s are not captured as graphs: %s", program.name, why)
         return prepared
 
     @property
@@ -95,16 +100,25 @@ class TorchBackend:
 
     def graph_sizes(self, program: Program) -> tuple[int, ...]:
         """Numbers of requests whose decode steps are captured; () where nothing can be, or is to be."""
-        options = self.options
-        if self.device.type != "cuda" or options.enforce_eager or options.batch_invariant or self.ranks is not None:
+        if not self._wants_graphs(program) or self.against_graphs(program):
             return ()
-        if not takes_all(self._attention, program, self._kv_dtype(self._dtype)).for_graphs or "logits" not in program.outputs:
-            return ()
-        most, expert_rows = options.max_requests, self._kernels.captured_rows
+        most, expert_rows = self.options.max_requests, self._kernels.captured_rows
         most_experts = max((op.top_k for op in program.ops if isinstance(op, ops.Route)), default=0)
         if most_experts and expert_rows is not None:
             most = min(most, expert_rows // most_experts)
         return sizes_up_to(most)
+
+    def against_graphs(self, program: Program) -> str:
+        """Which option keeps decode steps from being captured; "" where none does."""
+        if self.ranks is not None:
+            return "not with several ranks (tensor_parallel_size)"
+        if self.options.batch_invariant:
+            return "not with batch_invariant"
+        attention = takes_all(self._attention, program, self._kv_dtype(self._dtype))
+        return "" if attention.for_graphs else f"not with the attention of {attention.name}, which reads lengths on the host"
+
+    def _wants_graphs(self, program: Program) -> bool:
+        return self.device.type == "cuda" and not self.options.enforce_eager and "logits" in program.outputs
 
     def run_largest_step(self, prepared: TorchProgram) -> None:
         """Over a KV cache of its own, which goes with it."""
