@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -17,28 +18,35 @@ Device = Literal["cpu", "cuda"]
 
 LEAST_TORCH = (2, 9)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NVIDIA_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Of the driver: the kernel module's own file, which some containers hide; its device; the one through which WSL reaches Windows's."""
 INSTALL = "pip install 'octavo[torch]'"
 INSTALL_FLASHINFER = "pip install flashinfer-python"
+REINSTALL = "pip install --force-reinstall torch"
+OLDER_CUDA_INDEX = "https://download.pytorch.org/whl/cu126"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-def has_nvidia_driver(driver: Path = NVIDIA_DRIVER) -> bool:
-    """Costs one look at a file, where asking PyTorch costs its import."""
-    return driver.exists()
+def has_nvidia_driver(signs: Sequence[Path] = NVIDIA_SIGNS) -> bool:
+    """Costs a look at some files, where asking PyTorch costs its import."""
+    return any(sign.exists() for sign in signs)
 
 
 def default_backend() -> Literal["torch", "native"]:
-    """torch where it has a CUDA device, else native."""
+    """torch where it can be used and has a CUDA device, else native."""
     if not has_nvidia_driver() or importlib.util.find_spec("torch") is None:
         return "native"
-    return "torch" if _torch().cuda.is_available() else "native"
+    try:
+        return "torch" if require_torch().cuda.is_available() else "native"
+    except BackendUnavailable:
+        return "native"
 
 
 def require_torch() -> Any:
     """The package, or BackendUnavailable with the command that installs it, and which build."""
     try:
         torch = _torch()
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
         raise BackendUnavailable(f"the torch backend needs PyTorch 2.9 or newer: {error}", hint=install_hint()) from error
     if version_of(torch.__version__) < LEAST_TORCH:
         raise BackendUnavailable(f"the torch backend needs PyTorch 2.9 or newer, got {torch.__version__}", hint=install_hint())
@@ -67,7 +75,7 @@ def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
 
 
 def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
-    """Of NVIDIA's kernel module, as it says itself."""
+    """Of NVIDIA's kernel module, as it says itself; None where it does not."""
     found = re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", driver.read_text()) if driver.exists() else None
     return found[1] if found else None
 
@@ -83,6 +91,16 @@ def install_hint() -> str:
     if has_nvidia_driver():
         return f"{INSTALL} (the build with CUDA, which is PyPI's on Linux)"
     return f"{INSTALL} --extra-index-url {CPU_INDEX} (the build for CPUs; this machine shows no NVIDIA driver)"
+
+
+def no_device_hint() -> str | None:
+    """For a PyTorch that shows no CUDA device though there is a driver: which build does. pip leaves one that is there alone."""
+    if not has_nvidia_driver():
+        return None
+    build = cuda_build()
+    if build is None:
+        return f"{REINSTALL} (the build with CUDA, which is PyPI's on Linux)"
+    return f"the driver may be too old for CUDA {build}: a newer one, or {REINSTALL} --index-url {OLDER_CUDA_INDEX}"
 
 
 def version_of(text: str) -> tuple[int, int]:

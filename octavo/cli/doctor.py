@@ -91,7 +91,8 @@ def _torch() -> Iterator[Finding]:
     missing = f"not installed; {devices.INSTALL_FLASHINFER} brings it (--attention-backend flashinfer, on CUDA)"
     yield Finding("FlashInfer", flashinfer or missing)
     driver = devices.driver_version()
-    yield Finding("driver", "no NVIDIA driver" if driver is None else f"NVIDIA {driver}")
+    unknown = "NVIDIA, the system does not say which version" if devices.has_nvidia_driver() else "no NVIDIA driver"
+    yield Finding("driver", unknown if driver is None else f"NVIDIA {driver}")
 
 
 def _cuda(torch: Any) -> Iterator[Finding]:
@@ -99,8 +100,7 @@ def _cuda(torch: Any) -> Iterator[Finding]:
 
     cuda = torch.cuda
     if not cuda.is_available():
-        wrong_build = devices.has_nvidia_driver() and devices.cuda_build() is None
-        yield Finding("CUDA", "no device", hint=devices.install_hint() if wrong_build else None)
+        yield Finding("CUDA", "no device", hint=devices.no_device_hint())
         return
     for index in range(cuda.device_count()):
         free, total = cuda.mem_get_info(index)

@@ -74,3 +74,25 @@ def test_the_backend_by_what_there_is(monkeypatch, tmp_path):
     assert devices.default_backend() == "torch"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert devices.default_backend() == "native"
+
+
+def test_a_pytorch_that_cannot_be_used_is_no_default(monkeypatch):
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.__version__", "2.8.1")
+    assert devices.default_backend() == "native"
+
+    def broken():
+        raise OSError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr(devices, "_torch", broken)
+    assert devices.default_backend() == "native"
+    with pytest.raises(BackendUnavailable, match=r"needs PyTorch 2.9 or newer: libcudnn\.so\.9: cannot open"):
+        devices.require_torch()
+
+
+def test_any_sign_of_a_driver_counts(tmp_path):
+    signs = tmp_path / "version", tmp_path / "nvidiactl"
+    assert not devices.has_nvidia_driver(signs)
+    signs[1].touch()
+    assert devices.has_nvidia_driver(signs)

@@ -65,12 +65,21 @@ def test_a_gpu(octavo, monkeypatch):
     assert "driver      NVIDIA 550.54.15\n" in out and "default     --backend torch\n" in out
 
 
-def test_a_gpu_whose_pytorch_cannot_use_it(octavo, monkeypatch):
-    fake = SimpleNamespace(__version__="2.11.0+cpu", cuda=SimpleNamespace(is_available=lambda: False), version=SimpleNamespace(cuda=None))
+@pytest.mark.parametrize(
+    ("cuda_build", "hint"),
+    [
+        (None, "pip install --force-reinstall torch (the build with CUDA, which is PyPI's on Linux)"),
+        ("13.0", "the driver may be too old for CUDA 13.0: a newer one, or pip install --force-reinstall torch --index-url https://"),
+    ],
+)
+def test_a_gpu_whose_pytorch_cannot_use_it(octavo, monkeypatch, cuda_build, hint):
+    fake = SimpleNamespace(__version__="2.11.0", cuda=SimpleNamespace(is_available=lambda: False), version=SimpleNamespace(cuda=cuda_build))
     monkeypatch.setattr(devices, "_torch", lambda: fake)
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(devices, "driver_version", lambda: None)
     out = octavo("doctor").out
-    assert "CUDA        no device\n            hint: pip install 'octavo[torch]' (the build with CUDA, which is PyPI's on Linux)\n" in out
+    assert f"CUDA        no device\n            hint: {hint}" in out
+    assert "driver      NVIDIA, the system does not say which version\n" in out
 
 
 @pytest.mark.parametrize(("text", "version"), [(DRIVER, "550.54.15"), (OPEN_DRIVER, "570.86.10")])

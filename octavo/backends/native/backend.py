@@ -51,7 +51,8 @@ def native_module() -> Any:
         return importlib.import_module("octavo.backends.native._native")
     except ImportError as error:
         raise BackendUnavailable(
-            f"the native backend is not built: {error}", hint="run `pip install .` in the source tree, or use --backend reference"
+            f"the native backend is not built: {error}",
+            hint="run `pip install .` in the source tree; --backend torch and --backend reference run without it",
         ) from error
 
 
