@@ -1,0 +1,193 @@
+"""What the torch backend makes of a GPU, beside what the GPU can do: correctness first, then kernels, whole engines, another engine.
+
+    python benchmarks/gpu.py [--sections NAMES] [--budget SECONDS] [--output FILE] [--options JSON] [--tiny] [--device cuda|cpu]
+
+One run on one GPU, in less than nine minutes: prints a table with bounds and goals beside the measurements, and writes JSON lines to
+results/DATE-DEVICE.jsonl. Bounds are made of ceilings that are measured in the same run. Nothing but this tree is needed, no model and no
+network; PyTorch, Triton and msgspec have to be there, and transformers and pytest with hypothesis for what they are compared and checked
+with. Each section is a process of its own (on_gpu/), for a fault of the device takes a whole process: one that fails or is not through in
+its time leaves that in the results, the others go on, and the exit status is 1. `--tiny --device cpu` is for tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
+
+from benchmarks.on_gpu.report import Row, compared, is_good, table  # noqa: E402 - the tree may not be installed
+from benchmarks.on_gpu.run import PREFIX  # noqa: E402
+from benchmarks.on_gpu.settings import Ceilings, Settings  # noqa: E402
+
+BUDGET_S = 520.0
+RESERVE_S = 5.0
+"""For the table."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """`most_s`: what it may take, at most all that is left. With `instead_of`, it runs only where that one has failed."""
+
+    name: str
+    most_s: float
+    options: dict[str, Any] = field(default_factory=dict)
+    instead_of: str | None = None
+    runs: str | None = None
+    """The section whose work it does, where that is not its name."""
+
+
+STAGES: tuple[tuple[Section, ...], ...] = (
+    (Section("ceilings", 60),),
+    (Section("ops", 120), Section("tokens", 120), Section("invariance", 120), Section("kernel tests", 120)),
+    (Section("engine", 150),),
+    (Section("engine, eager", 100, {"enforce_eager": True}, instead_of="engine", runs="engine"),),
+    (Section("kernels", 70),),
+    (Section("engine, 4-bit", 90),),
+    (Section("transformers", 90),),
+)
+"""In the order of their worth. Those of a stage run side by side: what is timed runs alone."""
+
+
+class Results:
+    """Rows, as they come, from several sections at once; in the file as soon as they are there."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows: list[Row] = []
+        self.path = path
+        self._lock = threading.Lock()
+
+    def add(self, row: Row) -> None:
+        with self._lock:
+            self.rows.append({**row, "at": time.strftime("%H:%M:%S")})
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.rows[-1]) + "\n")
+
+    def failed(self, section: str) -> bool:
+        return any(row["section"] == section and "failed" in row for row in self.rows)
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        found = next((row["ceilings"] for row in self.rows if "ceilings" in row), None)
+        return None if found is None else Ceilings(**found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parsed(arguments)
+    if importlib.util.find_spec("msgspec") is None:
+        print("msgspec is not installed: engines and checks need it (a wheel of it can be brought along)", file=sys.stderr)
+    part = args.output.with_suffix(".part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    part.unlink(missing_ok=True)
+    results, end = Results(part), time.time() + args.budget - RESERVE_S
+    for stage in STAGES:
+        wanted = [section for section in stage if _is_wanted(section, args.sections, results)]
+        with ThreadPoolExecutor(max(1, len(wanted))) as pool:
+            list(pool.map(lambda section: run(section, args, results, end), wanted))
+    for row in against_others(results.rows):
+        results.add(row)
+    path = args.output if args.output.suffix else args.output / file_name(results.rows)
+    part.replace(path)
+    print(table(results.rows))
+    print(f"\nwritten to {path}")
+    return 0 if is_good(results.rows) else 1
+
+
+def _is_wanted(section: Section, names: Sequence[str], results: Results) -> bool:
+    if section.instead_of is not None:
+        return section.instead_of in names and results.failed(section.instead_of)
+    return section.name in names
+
+
+def run(section: Section, args: argparse.Namespace, results: Results, end: float) -> None:
+    """In a process of its own, which is ended when its time is up."""
+    now = time.time()
+    end = min(end, now + section.most_s)
+    if end - now < 1:
+        results.add({"section": section.name, "failed": "not begun: the budget is spent"})
+        return
+    settings = Settings(args.device, args.tiny, end, results.ceilings, {**args.options, **section.options})
+    command = [sys.executable, "-m", "benchmarks.on_gpu.run", section.runs or section.name, settings.to_json()]
+    interpret = "1" if args.device == "cpu" else "0"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": interpret}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    errors: list[str] = []
+    readers = [
+        threading.Thread(target=_read, args=(process.stdout, lambda line: _take(line, section.name, results))),
+        threading.Thread(target=_read, args=(process.stderr, errors.append)),
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        status = process.wait(max(1.0, end - time.time()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        results.add({"section": section.name, "failed": f"not through in {end - now:.0f} s\n{''.join(errors)[-500:]}not through in time"})
+        status = 0
+    for reader in readers:
+        reader.join(5)
+    if status and not results.failed(section.name):
+        results.add({"section": section.name, "failed": f"{''.join(errors)[-2000:]}\nended with {status}"})
+
+
+def _read(stream: Any, take: Callable[[str], object]) -> None:
+    for line in stream:
+        take(line)
+
+
+def _take(line: str, section: str, results: Results) -> None:
+    if line.startswith(PREFIX):
+        row = {**json.loads(line.removeprefix(PREFIX)), "section": section}
+        results.add(row)
+        print(json.dumps(row)[:300], file=sys.stderr, flush=True)
+
+
+def against_others(rows: Sequence[Row]) -> list[Row]:
+    """Tokens per second for the same requests."""
+    rates = {row["offered"]: row for row in rows if "offered" in row}
+    if not {"octavo", "transformers"} <= rates.keys():
+        return []
+    count, prompt, output = rates["octavo"]["requests"]
+    mine, theirs = (rates[name]["tokens_per_s"] for name in ("octavo", "transformers"))
+    shape = f"{count} of {prompt} + {output}"
+    return [{"section": "transformers", **compared("tokens/s against transformers", shape, mine, theirs)}]
+
+
+def file_name(rows: Sequence[Row]) -> str:
+    """Of the day and the device."""
+    machine = next((row for row in rows if "device" in row and "date" in row), {})
+    device = re.sub(r"[^a-z0-9]+", "-", str(machine.get("device", "unknown")).lower()).strip("-")
+    return f"{machine.get('date', time.strftime('%Y-%m-%d'))[:10]}-{device}.jsonl"
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [section.name for stage in STAGES for section in stage if section.instead_of is None]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", type=lambda text: [name.strip() for name in text.split("/")], default=names, help="/".join(names))
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="a directory, or a file")
+    parser.add_argument("--options", type=json.loads, default={}, help='JSON of LLM keywords, e.g. {"attention_backend": "sdpa"}')
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="shapes that a CPU computes in seconds")
+    args = parser.parse_args(arguments)
+    unknown = [name for name in args.sections if name not in names]
+    if unknown:
+        parser.error(f"--sections: got {'/'.join(unknown)}, allowed are {'/'.join(names)}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Times on a device: by its own events, launches captured as a graph; on a CPU by the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Run = Callable[[], object]
+
+
+class Mark:
+    """A moment in the order of what the device computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._at = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def until(self, other: Mark) -> float:
+        """Seconds, once the device has passed both."""
+        if self._event is None:
+            return other._at - self._at
+        other._event.synchronize()
+        return float(self._event.elapsed_time(other._event)) / 1e3
+
+
+def seconds(run: Run, device: torch.device, *, rounds: int = 10) -> float:
+    """Of one run: the median, after one that does not count."""
+    run()
+    found = []
+    for _ in range(rounds):
+        began = Mark(device)
+        run()
+        found.append(began.until(Mark(device)))
+    return statistics.median(found)
+
+
+def seconds_each(runs: Sequence[Run], device: torch.device, *, rounds: int = 10) -> float:
+    """Of one of several runs that follow each other without a word from the host: one graph of them all.
+
+    Each should read data of its own, so that together they are more than a cache holds.
+    """
+    for run in runs:
+        run()
+    if device.type != "cuda":
+        return seconds(lambda: [run() for run in runs], device, rounds=rounds) / len(runs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    return seconds(graph.replay, device, rounds=rounds) / len(runs)
