@@ -2,7 +2,7 @@
 
     python benchmarks/kv_pages.py
 
-Paged memory comes in huge pages and is kept; virtual memory comes in pages of 4 KiB, zeroed, each time that a request comes.
+Memory comes in pages of 4 KiB, zeroed. Paged memory is kept; virtual memory comes each time that a request comes.
 """
 
 import json

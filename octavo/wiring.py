@@ -51,7 +51,6 @@ from octavo.program.program import Program
 from octavo.program.work import Work, work_of
 from octavo.progress import quiet
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.calibration import input_powers
 from octavo.worker.capacity import Capacity, capacity_of
 from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
 from octavo.worker.connectors.fingerprint import fingerprint
@@ -61,8 +60,6 @@ from octavo.worker.loaded_model import LoadedModel, device_memory, host_bytes, r
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, KvBudget, memory_table
 from octavo.worker.ranks.messages import Setup
-from octavo.worker.ranks.other_ranks import OtherRanks
-from octavo.worker.ranks.ranked_worker import RankedWorker
 from octavo.worker.ranks.start import common_budget, common_worker, end_ranks, start_ranks
 from octavo.worker.worker import Worker
 
@@ -70,6 +67,8 @@ if TYPE_CHECKING:
     from octavo.backends.torch.ranks import TorchRanks
     from octavo.engine.process_client import ProcessClient
     from octavo.engine.supervised_client import SupervisedClient
+    from octavo.worker.ranks.other_ranks import OtherRanks
+    from octavo.worker.ranks.ranked_worker import RankedWorker
 
 DEFAULT_OFFLOADING_BYTES = 1 << 30
 """Between the device and a prefix_cache_dir; memory that is never written costs nothing."""
@@ -349,6 +348,8 @@ def _weight_reader(model: Model, program: Program, report: Report) -> WeightRead
         return DummyWeights(_formats(model.config, model.checkpoint, program))
     importance = None
     if options.quantization == "int4":
+        from octavo.worker.calibration import input_powers
+
         report("running the model once to see which of its inputs matter")
         importance = input_powers(program, WeightReader(model.checkpoint).load, context_tokens=model.info.max_context_tokens)
     return WeightReader(model.checkpoint, options.dtype, options.quantization, program, importance)

@@ -283,11 +283,11 @@ NB_MODULE(_native, m) {
 
     nb::class_<KvMemory>(m, "KvMemory")
         .def("__init__",
-             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups, bool on_demand) {
+             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups) {
                  std::vector<KvGroup> list;
                  for (const auto& [layers, heads, k_width, v_width, type, num_blocks] : groups) list.push_back(KvGroup{layers, heads, k_width, v_width, kv_type_of(type), num_blocks});
-                 new (self) KvMemory(std::move(list), on_demand);
-             }, "groups"_a, "on_demand"_a = false)
+                 new (self) KvMemory(std::move(list));
+             }, "groups"_a)
         .def("copy_block", &KvMemory::copy_block, "group"_a, "source"_a, "target"_a)
         .def("read_block", [](const KvMemory& kv, int group, int block, const Out<uint8_t>& bytes) {
                  check_block(kv, group, block, bytes.size());

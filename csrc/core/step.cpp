@@ -4,8 +4,8 @@
 
 namespace octavo {
 
-KvMemory::KvMemory(std::vector<KvGroup> groups, bool on_demand) : groups_(std::move(groups)) {
-    for (const auto& g : groups_) memory_.push_back(std::make_unique<Memory>((size_t)g.num_blocks * g.num_layers * g.block_bytes(), on_demand));
+KvMemory::KvMemory(std::vector<KvGroup> groups) : groups_(std::move(groups)) {
+    for (const auto& g : groups_) memory_.push_back(std::make_unique<Memory>((size_t)g.num_blocks * g.num_layers * g.block_bytes(), true));
 }
 
 KvLayer KvMemory::layer(int group, int layer) const {

@@ -24,11 +24,11 @@ struct KvGroup {
 };
 
 // Each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that what one head reads of neighbouring blocks lies
-// together, and costs nothing until it is written.
+// together, and costs nothing until it is written. In small pages: the first blocks of each head of each layer would fill a large one each,
+// 180 MiB of zeros for SmolLM2 before its first token, and what is given back must be whole pages.
 class KvMemory {
   public:
-    // on_demand: in small pages, for blocks that are given back.
-    explicit KvMemory(std::vector<KvGroup> groups, bool on_demand = false);
+    explicit KvMemory(std::vector<KvGroup> groups);
     KvMemory(const KvMemory&) = delete;
     KvMemory& operator=(const KvMemory&) = delete;
     KvLayer layer(int group, int layer) const;

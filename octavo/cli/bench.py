@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli import bench_serve, roofline
+from octavo.cli.command import Command, Group
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.kv_use import KvUse
 from octavo.cli.model import fetched
@@ -50,10 +51,10 @@ Prompts = list[list[int]]
 
 
 def build_app() -> typer.Typer:
-    app = typer.Typer(help="Measure how fast a model generates here.", rich_markup_mode=None)
-    app.command("throughput")(throughput)
-    app.command("latency")(latency)
-    app.command("serve")(bench_serve.serve)
+    app = typer.Typer(cls=Group, help="Measure how fast a model generates here.", rich_markup_mode=None)
+    app.command("throughput", cls=Command)(throughput)
+    app.command("latency", cls=Command)(latency)
+    app.command("serve", cls=Command)(bench_serve.serve)
     return app
 
 

@@ -19,6 +19,9 @@ GroupKind = Literal["full", "window", "latent", "cross", "state"]
 
 PLAIN_TYPES = {"int", "float", "str", "bool", "None", "tuple", "Activation", "MaskKind"}
 
+MADE = ("out", "outs")
+"""Fields of Values that an op makes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -135,25 +138,25 @@ class Op:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        return tuple(v for name, item in self._items() if name not in ("out", "outs") for v in _flat(item, Value))
+        return tuple(value for name in self._holders(Value) if name not in MADE for value in _flat(getattr(self, name), Value))
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        return tuple(v for name, item in self._items() if name in ("out", "outs") for v in _flat(item, Value))
+        return tuple(value for name in self._holders(Value) if name in MADE for value in _flat(getattr(self, name), Value))
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        return tuple(w for _, item in self._items() for w in _flat(item, Weight))
+        return tuple(weight for name in self._holders(Weight) for weight in _flat(getattr(self, name), Weight))
 
-    def _items(self) -> Iterator[tuple[str, object]]:
-        for name in _holders(type(self)):  # type: ignore[arg-type]  # mypy takes the hash of an op for that of its class
-            yield name, getattr(self, name)
+    def _holders(self, kind: type[Value | Weight]) -> tuple[str, ...]:
+        return _holders(type(self), kind)  # type: ignore[arg-type]  # mypy takes the hash of an op for that of its class
 
 
 @cache
-def _holders(kind: type[Op]) -> tuple[str, ...]:
-    """Fields that may hold Values or Weights: those whose annotation names more than numbers and words."""
-    return tuple(entry.name for entry in fields(kind) if set(re.findall(r"\w+", str(entry.type))) - PLAIN_TYPES)
+def _holders(owner: Any, kind: type[Any]) -> tuple[str, ...]:
+    """Fields of a dataclass that may hold a `kind`, Value or Weight: their annotation names more than the other, numbers and words."""
+    others = PLAIN_TYPES | {"Value", "Weight"} - {kind.__name__}
+    return tuple(entry.name for entry in fields(owner) if set(re.findall(r"\w+", str(entry.type))) - others)
 
 
 def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
@@ -163,9 +166,9 @@ def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
     elif isinstance(item, tuple):
         for part in item:
             yield from _flat(part, kind)
-    elif is_dataclass(item) and not isinstance(item, Value | Weight | type):
-        for entry in fields(item):
-            yield from _flat(getattr(item, entry.name), kind)
+    elif item is not None and is_dataclass(item):
+        for name in _holders(type(item), kind):  # type: ignore[arg-type]
+            yield from _flat(getattr(item, name), kind)
 
 
 @dataclass(frozen=True, slots=True)

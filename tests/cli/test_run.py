@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 import time
 
@@ -25,6 +26,19 @@ def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(octavo, tiny):
     assert ended.code == 0
     assert ended.out == answer_of([{"role": "user", "content": "hello"}], max_tokens=12) + "\n"
     assert "12 new tokens" in ended.message[-1] and "tokens/s" in ended.message[-1] and "first token after" in ended.message[-1]
+
+
+NOT_NEEDED = {
+    *("pydantic", "rich", "zmq", "fastapi", "uvicorn", "huggingface_hub", "torch", "transformers", "multiprocessing"),
+    *("octavo.server", "octavo.cli.bench", "octavo.cli.serve", "octavo.backends.reference", "octavo.worker.calibration"),
+}
+
+
+def test_what_it_does_not_need_it_does_not_import(tiny):
+    command = [sys.executable, "-X", "importtime", "-m", "octavo.cli.main", "run", "hello", *tiny]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
+    assert "octavo.llm" in imported and not NOT_NEEDED & imported
 
 
 def test_a_system_message_comes_first(octavo, tiny):

@@ -142,7 +142,7 @@ class NativeBackend:
             for group, count in zip(groups, num_blocks, strict=True)
         ]
         try:
-            memory: OnDemandKvCache = native_module().KvMemory(shapes, **({"on_demand": True} if on_demand else {}))
+            memory: OnDemandKvCache = native_module().KvMemory(shapes)
         except MemoryError:
             needed = sum(self.kv_layout(group).block_bytes * count for group, count in zip(groups, num_blocks, strict=True))
             what = "addresses" if on_demand else "bytes"

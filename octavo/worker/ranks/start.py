@@ -14,17 +14,18 @@ from octavo.ports import ConnectorWorker
 from octavo.worker.loaded_model import LoadedModel, Report
 from octavo.worker.memory import KvBudget
 from octavo.worker.ranks.messages import Allocate, Fits, Loaded, Measure, Ready, Started
-from octavo.worker.ranks.other_ranks import OtherRanks
-from octavo.worker.ranks.ranked_worker import RankedWorker
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
     from octavo.backends.torch.ranks import TorchRanks
+    from octavo.worker.ranks.other_ranks import OtherRanks
+    from octavo.worker.ranks.ranked_worker import RankedWorker
 
 
 def start_ranks(build: str, options: dict[str, Any], num_ranks: int, device: Device) -> tuple[TorchRanks, OtherRanks]:
     """`build` names what loads the others ("module:function", a `process.BuildRank`). PyTorch must have been found."""
     from octavo.backends.torch.ranks import Meeting, TorchRanks
+    from octavo.worker.ranks.other_ranks import OtherRanks
 
     meeting = Meeting(num_ranks)
     others = OtherRanks(build, options, num_ranks, meeting.port)
@@ -70,5 +71,7 @@ def common_worker(
     worker = loaded.worker(num_blocks, num_host_blocks, connector, report)
     if others is None:
         return worker
+    from octavo.worker.ranks.ranked_worker import RankedWorker
+
     others.expect(Ready)
     return RankedWorker(worker, others)

@@ -1,0 +1,38 @@
+"""The classes of Octavo's commands: Typer's, without a validator for each option that nobody gave.
+
+Typer has pydantic build one for every option of a command, which takes longer than to parse all of them (`run` has 60). Text and what
+was not given need none; for the rest it stays Typer's business. Knows the one attribute in which Typer keeps the validator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+
+class Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _validated_as_needed(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _validated_as_needed(super().get_params(ctx))
+
+
+def _validated_as_needed(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "_runtime_param", ...) is None:
+            parameter._runtime_param = _AsNeeded()
+    return parameters
+
+
+class _AsNeeded:
+    """Stands in for Typer's `RuntimeParam`, which Typer makes once a value needs it."""
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value is None or value == () or param.type_descriptor.annotation is str:
+            return value
+        param._runtime_param = None
+        return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
