@@ -59,9 +59,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128)
     args = parser.parse_args()
     print(
-        json.dumps(
-            {"machine": _machine(), "load": os.getloadavg(), "requests": args.requests, "prompt": args.prompt, "output": args.output}
-        )
+        json.dumps({"machine": machine(), "load": os.getloadavg(), "requests": args.requests, "prompt": args.prompt, "output": args.output})
     )
     seen: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for round_number in range(args.rounds):
@@ -75,7 +73,7 @@ def main() -> None:
         print(json.dumps(summary))
 
 
-def _machine() -> str:
+def machine() -> str:
     """Processor and cores, as the kernel names them."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]

@@ -208,12 +208,17 @@ class LLM:
 
 
 class RequestStream:
-    """One request's outputs as they grow; each holds all of it so far, so that a slow reader skips and loses nothing."""
+    """One request's outputs as they grow; each holds all of it so far, or with `deltas` what the one before did not: a slow reader skips
+    and loses nothing. Read by one task.
+    """
 
-    def __init__(self, llm: AsyncLLM, request_id: str) -> None:
+    def __init__(self, llm: AsyncLLM, request_id: str, *, deltas: bool) -> None:
         self.request_id = request_id
         self._llm = llm
-        self._changed = asyncio.Event()
+        self._deltas = deltas
+        self._changed = False
+        self._reader: asyncio.Future[None] | None = None
+        """While it waits for a change."""
         self._finished = False
         self._error: OctavoError | None = None
 
@@ -223,30 +228,31 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._finished:
             raise StopAsyncIteration
-        try:
-            await self._changed.wait()
-        except asyncio.CancelledError:
-            self.abandon()
-            raise
-        self._changed.clear()
+        if not self._changed:
+            await self._wait()
+        self._changed = False
         if self._error is not None:
             self._finished = True
             raise self._error
-        output = self._llm._output(self.request_id)
+        output = self._llm._output(self.request_id, only_new=self._deltas)
         self._finished = output.finished
         return output
 
     async def final(self) -> RequestOutput:
         """The final output; those before it are not even made."""
+        while not (self._error or self._llm._is_finished(self.request_id)):
+            await self._wait()
+        self._changed = True
+        return await anext(self)
+
+    async def _wait(self) -> None:
+        """For the next change."""
+        self._reader = asyncio.get_running_loop().create_future()
         try:
-            while not (self._error or self._llm._is_finished(self.request_id)):
-                self._changed.clear()
-                await self._changed.wait()
+            await self._reader
         except asyncio.CancelledError:
             self.abandon()
             raise
-        self._changed.set()
-        return await anext(self)
 
     def abandon(self) -> bool:
         """Aborts the request if it still runs, and says whether it did."""
@@ -263,7 +269,9 @@ class RequestStream:
     def wake(self, error: OctavoError | None = None) -> None:
         """There is something new."""
         self._error = self._error or error
-        self._changed.set()
+        self._changed = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class AsyncLLM:
@@ -312,8 +320,12 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        deltas: bool = False,
     ) -> RequestStream:
-        """Starts a request; a user's fault is raised here, before anything runs, and Overloaded where too many wait already."""
+        """Starts a request; a user's fault is raised here, before anything runs, and Overloaded where too many wait already.
+
+        With `deltas` each output holds what is new since the one before, else all so far.
+        """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self._check_queue(Size(params.num_samples))
@@ -323,7 +335,7 @@ class AsyncLLM:
         self._check_queue(size)
         self.start()
         self._front.outputs.add(request)
-        stream = self._streams[request_id] = RequestStream(self, request_id)
+        stream = self._streams[request_id] = RequestStream(self, request_id, deltas=deltas)
         self._front.client.add(request.samples)
         self._queue.sent(size)
         return stream
@@ -432,8 +444,8 @@ class AsyncLLM:
 
     # -- from the streams -----------------------------------------------------------------------------------------------
 
-    def _output(self, request_id: str) -> RequestOutput:
-        output = self._front.outputs.output(request_id)
+    def _output(self, request_id: str, *, only_new: bool) -> RequestOutput:
+        output = self._front.outputs.output(request_id, only_new=only_new)
         if output.finished:
             del self._streams[request_id]
         return output

@@ -70,6 +70,30 @@ def test_beams_and_the_best_of_several_come_at_the_end(llm):
     asyncio.run(main())
 
 
+def test_deltas_add_up_to_the_whole(llm):
+    """For one who reads at once and one who skips; a sample that has ended before the others is not told twice."""
+    params = SamplingParams(n=3, temperature=1, seed=5, max_tokens=24, logprobs=1, stop_token_ids=list(range(0, 320, 9)))
+    prompt = prompts_of(9)[0]
+
+    async def run():
+        whole = await llm.submit(prompt, params).final()
+        assert len({len(sample.token_ids) for sample in whole.outputs}) > 1
+        for pause_s in (0, 0.02):
+            parts = []
+            async for output in llm.submit(prompt, params, deltas=True):
+                parts.append(output)
+                await asyncio.sleep(pause_s)
+            assert parts[-1].finished and len(parts[-1].outputs) == 3
+            for index, sample in enumerate(whole.outputs):
+                gained = [part.outputs[index] for part in parts]
+                assert [token_id for one in gained for token_id in one.token_ids] == sample.token_ids
+                assert [entry for one in gained for entry in one.logprobs] == sample.logprobs
+                assert "".join(one.text for one in gained) == sample.text
+                assert (gained[-1].finish_reason, gained[-1].stop_reason) == (sample.finish_reason, sample.stop_reason)
+
+    asyncio.run(run())
+
+
 def test_leaving_a_stream_aborts_its_request(llm):
     async def run():
         stream = llm.generate(prompts_of(5)[0], LONG)

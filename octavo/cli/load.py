@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import uvloop
 
 from octavo.cli.serve_figures import Outcome
 from octavo.cli.stream_client import StreamClient
@@ -37,7 +38,8 @@ class Load:
 def run_load(load: Load) -> tuple[str, list[Outcome], float]:
     """The model's name, an outcome for each request in their order, and seconds from the first one sent to the last one answered."""
     _allow_many_files()
-    return asyncio.run(_run(load))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(load))
 
 
 async def _run(load: Load) -> tuple[str, list[Outcome], float]:

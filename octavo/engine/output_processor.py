@@ -32,6 +32,9 @@ class Sample:
     stop_reason: int | str | None = None
     score: float | None = None
     num_detokenized: int = 0
+    num_given: int = 0
+    """Tokens that whoever takes only what is new has got; and whether its end, too:"""
+    end_given: bool = False
 
     def catch_up(self, *, hide_last: bool = False) -> str | None:
         """Detokenizes what is new; returns the stop string that ends the text, if one does. `hide_last`: the last token is no text."""
@@ -122,8 +125,10 @@ class OutputProcessor:
                     changes.request_ids[found[0].request.request_id] = None
         return changes
 
-    def output(self, request_id: str) -> RequestOutput:
-        """All of a request so far, as a copy. A finished request is forgotten with it: its final output is given once."""
+    def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
+        """All of a request so far, as a copy, or what each sample has gained since it was last asked for (which costs no more the longer
+        an answer is). A finished request is forgotten with it: its final output is given once.
+        """
         state = self._states[request_id]
         finished = state.num_unfinished == 0
         if finished:
@@ -133,7 +138,7 @@ class OutputProcessor:
             request_id,
             request.prompt,
             request.prompt_token_ids,
-            [_completion(sample) for sample in state.returned()] if state.is_readable else [],
+            list(map(_gained if only_new else _completion, state.returned())) if state.is_readable else [],
             finished,
             state.prompt_logprobs,
             state.num_cached_tokens,
@@ -232,6 +237,25 @@ def _completion(sample: Sample) -> CompletionOutput:
         list(sample.token_ids),
         sample.cumulative_logprob,
         None if sample.logprobs is None else list(sample.logprobs),
+        sample.finish_reason,
+        sample.stop_reason,
+        sample.score,
+    )
+
+
+def _gained(sample: Sample) -> CompletionOutput:
+    """Since the last call; of one whose end was given then, nothing but that."""
+    sample.catch_up()
+    start, sample.num_given = sample.num_given, len(sample.token_ids)
+    finished = sample.finish_reason is not None
+    text = "" if sample.detokenizer is None or sample.end_given else sample.detokenizer.delta(finished=finished)
+    sample.end_given = finished
+    return CompletionOutput(
+        sample.index,
+        text,
+        sample.token_ids[start:],
+        sample.cumulative_logprob,
+        None if sample.logprobs is None else sample.logprobs[start:],
         sample.finish_reason,
         sample.stop_reason,
         sample.score,

@@ -34,13 +34,16 @@ class Generation:
         name: str,
         *,
         origin: Origin = ANYONE,
+        deltas: bool = False,
     ) -> None:
+        """`deltas`: `outputs` gives what is new, not all so far."""
         self._params = params
         self._metrics = metrics
         self._streams: list[RequestStream] = []
         try:
             for index, prompt in enumerate(prompts):
-                self._streams.append(llm.submit(prompt, params, f"{name}-{index}", priority=origin.priority, tenant=origin.tenant))
+                stream = llm.submit(prompt, params, f"{name}-{index}", priority=origin.priority, tenant=origin.tenant, deltas=deltas)
+                self._streams.append(stream)
         except BaseException:
             self._give_up()
             raise
@@ -53,7 +56,7 @@ class Generation:
             self._give_up()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt, all of its answer so far) whenever there is more. Closing it aborts what still runs."""
+        """(prompt, all of its answer so far, or with `deltas` what is new) whenever there is more. Closing it aborts what still runs."""
         try:
             if len(self._streams) == 1:
                 async for output in self._streams[0]:

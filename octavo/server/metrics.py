@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fastapi import APIRouter, Response
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from octavo.engine.stats import EngineStats
 from octavo.outputs import RequestMetrics, RequestOutput
@@ -84,12 +86,34 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
+class Tally:
+    """A histogram's counts. One of prometheus_client's own takes ten times as long a value, which all streams together wait for at the end
+    of each.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: of the buckets, ascending, each within its bucket; one without an end comes after them."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, values: Iterable[float]) -> None:
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._sum += value
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """(bound as Prometheus writes it, values up to there) for each bucket, and the sum of all values."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum
+
+
 class ServerMetrics:
     """Histograms and counts of what the server saw, and a view of the engine's own."""
 
     def __init__(self, slot: EngineSlot) -> None:
         self._slot = slot
-        self._histograms = {name: Histogram(name, text, LABELS, registry=None, buckets=sizes) for name, (text, sizes) in HISTOGRAMS.items()}
+        self._tallies = {name: Tally(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self._endings = Counter("request_success", "Requests by how they ended.", (*LABELS, "finished_reason"), registry=None)
         self._registry = CollectorRegistry()
         self._registry.register(_Aliased(self._families))
@@ -99,8 +123,8 @@ class ServerMetrics:
         for sample in output.outputs:
             self._end(sample.finish_reason or "error")
         if output.metrics is not None and output.error is None:
-            for name, value in _measures(output, output.metrics, params, time.monotonic()):
-                self._histograms[name].labels(*self._labels()).observe(value)
+            for name, values in _measures(output, output.metrics, params, time.monotonic()):
+                self._tallies[name].add(values)
 
     def count_abort(self) -> None:
         """A request was given up before its end."""
@@ -131,8 +155,10 @@ class ServerMetrics:
             counter.add_metric(self._labels(), read(stats))
             yield counter
         yield from self._endings.collect()
-        for histogram in self._histograms.values():
-            yield from histogram.collect()
+        for name, tally in self._tallies.items():
+            histogram = HistogramMetricFamily(name, HISTOGRAMS[name][0], labels=LABELS)
+            histogram.add_metric(self._labels(), *tally.buckets())
+            yield histogram
 
 
 class _Aliased(Collector):
@@ -158,23 +184,22 @@ def router(metrics: ServerMetrics) -> APIRouter:
     return routes
 
 
-def _measures(output: RequestOutput, metrics: RequestMetrics, params: SamplingParams, now: float) -> Iterator[tuple[str, float]]:
-    yield "e2e_request_latency_seconds", now - metrics.arrival_time
-    yield "request_prompt_tokens", len(output.prompt_token_ids)
-    yield "request_generation_tokens", metrics.num_generation_tokens
-    yield "request_params_n", params.n
-    yield "request_num_preemptions", metrics.num_preemptions
+def _measures(output: RequestOutput, metrics: RequestMetrics, params: SamplingParams, now: float) -> Iterator[tuple[str, Iterable[float]]]:
+    yield "e2e_request_latency_seconds", [now - metrics.arrival_time]
+    yield "request_prompt_tokens", [len(output.prompt_token_ids)]
+    yield "request_generation_tokens", [metrics.num_generation_tokens]
+    yield "request_params_n", [params.n]
+    yield "request_num_preemptions", [metrics.num_preemptions]
     if params.max_tokens is not None:
-        yield "request_params_max_tokens", params.max_tokens
+        yield "request_params_max_tokens", [params.max_tokens]
     times = metrics.token_times
     if times:
-        yield "time_to_first_token_seconds", times[0] - metrics.arrival_time
-        yield "request_decode_time_seconds", times[-1] - times[0]
-        for earlier, later in itertools.pairwise(times):
-            yield "inter_token_latency_seconds", later - earlier
+        yield "time_to_first_token_seconds", [times[0] - metrics.arrival_time]
+        yield "request_decode_time_seconds", [times[-1] - times[0]]
+        yield "inter_token_latency_seconds", (later - earlier for earlier, later in itertools.pairwise(times))
         if len(times) > 1:
-            yield "request_time_per_output_token_seconds", (times[-1] - times[0]) / (len(times) - 1)
+            yield "request_time_per_output_token_seconds", [(times[-1] - times[0]) / (len(times) - 1)]
     if times and metrics.scheduled_ts is not None:
-        yield "request_queue_time_seconds", metrics.scheduled_ts - metrics.arrival_time
-        yield "request_prefill_time_seconds", times[0] - metrics.scheduled_ts
-        yield "request_inference_time_seconds", times[-1] - metrics.scheduled_ts
+        yield "request_queue_time_seconds", [metrics.scheduled_ts - metrics.arrival_time]
+        yield "request_prefill_time_seconds", [times[0] - metrics.scheduled_ts]
+        yield "request_inference_time_seconds", [times[-1] - metrics.scheduled_ts]

@@ -56,4 +56,4 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     def _format(self, payloads: Iterable[Any]) -> bytes:
-        return b"".join(b"data: " + self._encoder.encode(payload) + b"\n\n" for payload in payloads)
+        return b"".join([b"data: " + self._encoder.encode(payload) + b"\n\n" for payload in payloads])

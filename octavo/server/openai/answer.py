@@ -60,7 +60,7 @@ class Answer(ABC):
         return timings_of(outputs) if self._wants_timings else msgspec.UNSET
 
     async def events(self, generation: Generation) -> AsyncGenerator[list[Any], None]:
-        """Chunks as the answer grows."""
+        """Chunks as the answer grows, of a generation that gives deltas."""
         cursors: dict[int, Cursor] = {}
         latest: dict[int, RequestOutput] = {}
         async with aclosing(generation.outputs()) as outputs:
@@ -78,10 +78,12 @@ class Answer(ABC):
             yield [last]
 
     def _new_choices(self, prompt_index: int, output: RequestOutput, cursors: dict[int, Cursor]) -> list[Any]:
-        choices = []
+        choices: list[Any] = []
         for sample in output.outputs:
             index = self.choice_index(prompt_index, sample.index)
-            delta = cursors.setdefault(index, Cursor()).advance(sample, every_token=self._every_token)
+            if index not in cursors:
+                cursors[index] = Cursor()
+            delta = cursors[index].advance(sample, every_token=self._every_token)
             if delta is not None:
                 choices += self.additions(index, delta, output)
         return choices

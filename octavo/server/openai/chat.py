@@ -49,7 +49,7 @@ async def chat(
     )
     answer = ChatAnswer(body, params, model, tokenizer_of(llm))
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
-    generation = Generation(llm, service.metrics, [prompt], params, answer.id, origin=origin)
+    generation = Generation(llm, service.metrics, [prompt], params, answer.id, origin=origin, deltas=bool(body.stream))
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
     outputs = await unless_gone(request.receive, generation.results())

@@ -46,7 +46,7 @@ async def complete(
     ]
     answer = CompletionAnswer(body, params, model, tokenizer_of(llm))
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
-    generation = Generation(llm, service.metrics, prompts, params, answer.id, origin=origin)
+    generation = Generation(llm, service.metrics, prompts, params, answer.id, origin=origin, deltas=bool(body.stream))
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
     outputs = await unless_gone(request.receive, generation.results())

@@ -1,4 +1,4 @@
-"""What a stream adds: the difference between two looks at an answer that grows. Remembers counts only, no text."""
+"""What a stream adds: what an answer has gained, where there is anything to say of it. Remembers counts only, no text."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ class Cursor:
     """How much of one sample has been sent."""
 
     num_chars: int = 0
-    num_tokens: int = 0
     started: bool = False
     finished: bool = False
 
-    def advance(self, sample: CompletionOutput, *, every_token: bool) -> Delta | None:
-        """What is new; None where that is nothing. `every_token`: tokens count though they show no text yet."""
+    def advance(self, gained: CompletionOutput, *, every_token: bool) -> Delta | None:
+        """What is new of a sample; None where that is nothing. `every_token`: tokens count though they show no text yet."""
         if self.finished:
             return None
-        text, token_ids = sample.text[self.num_chars :], sample.token_ids[self.num_tokens :]
-        self.finished = sample.finished()
-        if not (text or self.finished or (every_token and token_ids)):
+        self.finished = gained.finish_reason is not None
+        if not (gained.text or self.finished or (every_token and gained.token_ids)):
             return None
-        logprobs = None if sample.logprobs is None else sample.logprobs[self.num_tokens :]
-        delta = Delta(text, self.num_chars, token_ids, logprobs, sample.finish_reason, sample.stop_reason, is_first=not self.started)
+        start, is_first = self.num_chars, not self.started
         self.started = True
-        self.num_chars, self.num_tokens = len(sample.text), len(sample.token_ids)
-        return delta
+        self.num_chars += len(gained.text)
+        return Delta(
+            gained.text, start, gained.token_ids, gained.logprobs, gained.finish_reason, gained.stop_reason, is_first, gained.score
+        )
