@@ -24,6 +24,7 @@ from octavo.backends.torch.triton.prefill import prefill_kernel
 from octavo.backends.torch.triton.rope_write import rope_write_kernel
 from octavo.backends.torch.triton.splits import BY_DISTANCE, NO_BIAS, SLOPES
 from octavo.backends.torch.triton.tuning import tuned
+from octavo.backends.torch.triton.unpack import _unpack_kernel
 
 H100 = GPUTarget("cuda", 90, 32)
 MOST_SHARED_BYTES = 227 << 10
@@ -81,7 +82,10 @@ def products(dtype, *, everything):
     few, many = tuned("grouped_linear", "*", tile_rows=16), tuned("grouped_linear", "*", tile_rows=64)
     for types, constants in PACKED.values() if everything else [PACKED["Q4_K"]]:
         packed = {"x": dtype, "sums": "*fp32"} | types
-        compile_for_h100(_packed_linear_kernel, packed, constants | {"IS_PLAIN": False, "BLOCK_M": 16}, tuned("packed_linear", "*"))
+        for tile_rows in (16, 32, 64) if everything else (16, 64):
+            own = constants | {"IS_PLAIN": False, "BLOCK_M": tile_rows}
+            compile_for_h100(_packed_linear_kernel, packed, own, tuned("packed_linear", "*"))
+        compile_for_h100(_unpack_kernel, {"out": dtype} | types, constants | {"IS_PLAIN": False}, tuned("unpack", "*"))
         if everything:
             expert = {"x": dtype, "out": dtype} | EXPERTS | types
             compile_for_h100(_grouped_linear_kernel, expert, constants | {"IS_PLAIN": False, "BLOCK_M": 16}, few)

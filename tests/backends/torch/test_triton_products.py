@@ -155,6 +155,16 @@ def test_splits_depend_on_the_weight_alone():
     assert Tiles.of(many, "a GPU").splits == 1
 
 
+@pytest.mark.parametrize("rows", [17, 32, 33, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_in_larger_tiles(rows, dtype):
+    """Each weight is still read once."""
+    weight = on_device(kinds(512)["Q4_K"])
+    x, product = drawn(rows, 512, dtype=DTYPES[dtype]), Product((weight,), None)
+    assert packed_linear.gains(x, product) and packed_linear.tile_rows_of(rows) >= rows
+    assert_product(TRITON.product(x, product), x, weight.floats(x.dtype), dtype)
+
+
 @pytest.mark.parametrize("kind", uncarried())
 def test_what_the_kernels_do_not_carry_is_multiplied_plainly(kind):
     weight = on_device(uncarried()[kind])
@@ -163,7 +173,7 @@ def test_what_the_kernels_do_not_carry_is_multiplied_plainly(kind):
     assert torch.equal(TRITON.product(x, product), PLAIN.product(x, product))
     carried = Product((on_device(kinds()["Q4_0"]),), None)
     assert packed_linear.carries(drawn(16, 256), carried)
-    for rows in (0, 17):
+    for rows in (0, 65):
         x = drawn(rows, 256)
         assert not packed_linear.carries(x, carried) or not packed_linear.gains(x, carried)
         assert torch.equal(TRITON.product(x, carried), PLAIN.product(x, carried))

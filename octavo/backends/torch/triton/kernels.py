@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.backends.torch.plain import Cuts, Norm, PlainKernels
-from octavo.backends.torch.triton import act_mul, combine, grouped_linear, packed_linear, pick
+from octavo.backends.torch.triton import act_mul, combine, grouped_linear, packed_linear, pick, unpack
 from octavo.backends.torch.triton import norm as norms
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.grouped_linear import ExpertRows
@@ -48,7 +49,10 @@ class TritonKernels:
 
     def product(self, x: Tensor, product: Product) -> Tensor:
         if packed_linear.carries(x, product) and (self.is_invariant or packed_linear.gains(x, product)):
-            return packed_linear.packed_product(x, product, self._device)
+            tile_rows = packed_linear.FEW_ROWS if self.is_invariant else packed_linear.tile_rows_of(len(x))
+            return packed_linear.packed_product(x, product, self._device, tile_rows)
+        if not self.is_invariant and unpack.carries(product.parts, x.dtype):
+            return F.linear(x, unpack.unpacked(product.parts, x.dtype, self._device), product.bias)
         return self._plainly(self._plain.product, x, product)
 
     def rows_of_experts(self, experts: Tensor, num_experts: int) -> ExpertRows:

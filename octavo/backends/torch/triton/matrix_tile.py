@@ -126,21 +126,21 @@ def tiles_times_rows(
         if IS_PLAIN:
             acc = _dot(found, tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0), acc)
         else:
-            scale = _numbers_of_groups(
+            scale = numbers_of_groups(
                 scales, scale_supers, outputs, outputs_mask, tile, num_groups, scale_supers_of, UNIT, BLOCK_N, BLOCK_B
             )
             least = scale
             if mins is not None:
-                least = _numbers_of_groups(mins, min_supers, outputs, outputs_mask, tile, num_groups, min_supers_of, UNIT, BLOCK_N, BLOCK_B)
+                least = numbers_of_groups(mins, min_supers, outputs, outputs_mask, tile, num_groups, min_supers_of, UNIT, BLOCK_N, BLOCK_B)
             dtype: tl.constexpr = x.dtype.element_ty
             if NIBBLES:
                 k = at // HALF * (2 * HALF) + at % HALF
-                low = rounded(_values(found & 15, lookup, scale, least, mins is not None, ZERO_POINT), dtype)
+                low = rounded(values_of(found & 15, lookup, scale, least, mins is not None, ZERO_POINT), dtype)
                 acc = _dot(low, tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0), acc)
-                high = rounded(_values(found >> 4, lookup, scale, least, mins is not None, ZERO_POINT), dtype)
+                high = rounded(values_of(found >> 4, lookup, scale, least, mins is not None, ZERO_POINT), dtype)
                 acc = _dot(high, tl.load(x + (k + HALF)[:, None] + x_offsets[None, :], mask=x_inside, other=0.0), acc)
             else:
-                values = rounded(_values(found, lookup, scale, least, mins is not None, ZERO_POINT), dtype)
+                values = rounded(values_of(found, lookup, scale, least, mins is not None, ZERO_POINT), dtype)
                 acc = _dot(values, tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0), acc)
     return acc
 
@@ -154,7 +154,7 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _values(codes, lookup, scale, least, HAS_MINS: tl.constexpr, ZERO_POINT: tl.constexpr):
+def values_of(codes, lookup, scale, least, HAS_MINS: tl.constexpr, ZERO_POINT: tl.constexpr):
     """What codes stand for, in fp32."""
     if lookup is not None:
         values = tl.load(lookup + codes.to(tl.int32)) * scale
@@ -166,7 +166,7 @@ def _values(codes, lookup, scale, least, HAS_MINS: tl.constexpr, ZERO_POINT: tl.
 
 
 @triton.jit
-def _numbers_of_groups(
+def numbers_of_groups(
     values,
     supers,
     outputs,

@@ -2,12 +2,12 @@
 
     x [T, in]      W: DeviceWeight [out, in] of 4 to 8 bits, or plain floats
 
-    program (n, s, i)  outputs n*BLOCK_N ..., split s of the inputs, rows 16 i ...:  sums [s, 16, BLOCK_N] fp32
+    program (n, s, i)  outputs n*BLOCK_N ..., split s of the inputs, rows 16 i ...:  sums [s, T, BLOCK_N] fp32
     program (t, n)     splits 0, 1, ... of a row added in that order, plus bias, rounded:  out [T, out]
 
-T is filled up to a multiple of 16, the least that a GPU's matrix units take. How a weight is cut into tiles and splits depends on the
-weight alone: a row's result is the same in any company. Where that is not asked for, more than 16 rows and plain floats are PyTorch's.
-Reference: `plain.PlainKernels.product`.
+T is filled up to a multiple of 16, the least that a GPU's matrix units take, beyond 16 rows to 32 or 64. How a weight is cut into tiles
+and splits depends on the weight alone: of up to 16 rows a row's result is the same in any company. Where that is not asked for, more than
+64 rows and plain floats are PyTorch's (`unpack.py`). Reference: `plain.PlainKernels.product`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from octavo.backends.torch.triton.tuning import tuned
 from octavo.backends.torch.weights import DeviceWeight, Product
 
 FEW_ROWS = 16
+MOST_ROWS = 64
+"""Of a tile: a weight that is read once for all rows of a step. Beyond, the product itself takes the time."""
+
 SUM_BLOCK = 256
 
 
@@ -57,28 +60,32 @@ def carries(x: Tensor, product: Product) -> bool:
 
 def gains(x: Tensor, product: Product) -> bool:
     """Where it reads less than PyTorch's product does."""
-    return len(x) <= FEW_ROWS and not any(part.is_plain for part in product.parts)
+    return len(x) <= MOST_ROWS and not any(part.is_plain for part in product.parts)
 
 
-def packed_product(x: Tensor, product: Product, device: str) -> Tensor:
+def packed_product(x: Tensor, product: Product, device: str, tile_rows: int = FEW_ROWS) -> Tensor:
     """`x [T, in]`, rows at any stride, to `[T, sum of out]`; `device` as the table of tiles calls it."""
     widths = [part.codes.shape[0] for part in product.parts]
     out = torch.empty(len(x), sum(widths), dtype=x.dtype, device=x.device)
     start = 0
     for part, width in zip(product.parts, widths, strict=True):
         bias = None if product.bias is None else product.bias[start : start + width]
-        multiply(x, part, bias, out[:, start : start + width], Tiles.of(part, device))
+        multiply(x, part, bias, out[:, start : start + width], Tiles.of(part, device), tile_rows)
         start += width
     return out
 
 
-def multiply(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, tiles: Tiles) -> None:
+def tile_rows_of(num_rows: int) -> int:
+    return FEW_ROWS if num_rows <= FEW_ROWS else 32 if num_rows <= 32 else MOST_ROWS
+
+
+def multiply(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, tiles: Tiles, tile_rows: int = FEW_ROWS) -> None:
     """`x [T, in]`, `weight [out, in]`, `out [T, out]` to be written."""
     matrix = MatrixArguments.of(weight)
     num_rows, num_outputs = out.shape
     num_tiles = triton.cdiv(weight.codes.shape[1], tiles.launch["BLOCK_B"])
     sums = torch.empty(tiles.splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    _packed_linear_kernel[(triton.cdiv(num_outputs, tiles.launch["BLOCK_N"]), tiles.splits, triton.cdiv(num_rows, FEW_ROWS))](
+    _packed_linear_kernel[(triton.cdiv(num_outputs, tiles.launch["BLOCK_N"]), tiles.splits, triton.cdiv(num_rows, tile_rows))](
         x,
         x.stride(0),
         num_rows,
@@ -88,7 +95,7 @@ def multiply(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, 
         **matrix.tensors,
         **matrix.sizes,
         **matrix.constants,
-        BLOCK_M=FEW_ROWS,
+        BLOCK_M=tile_rows,
         **tiles.launch,
     )
     _sum_splits_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
