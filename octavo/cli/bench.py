@@ -1,4 +1,5 @@
-"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids drawn after the start. `serve` has its own file.
+"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids drawn after the start. `serve` and `startup`
+have files of their own.
 
 Ends of sequence are ignored and the tokens counted, so that every run does the work that was asked for. Figures are this machine's, for
 these options; each round draws new prompts, so that nothing is found in the prefix cache. One short request before the first round
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli import bench_serve, roofline
+from octavo.cli import bench_serve, bench_startup, roofline
 from octavo.cli.command import Command, Group
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.kv_use import KvUse
@@ -55,6 +56,7 @@ def build_app() -> typer.Typer:
     app.command("throughput", cls=Command)(throughput)
     app.command("latency", cls=Command)(latency)
     app.command("serve", cls=Command)(bench_serve.serve)
+    app.command("startup", cls=Command)(bench_startup.startup)
     return app
 
 

@@ -1,4 +1,4 @@
-"""A server for as long as a benchmark lasts: `octavo serve` in a process of its own, on a free port."""
+"""A server for as long as a benchmark lasts: `octavo serve` in a process of its own, on a free port; how a command is started so."""
 
 from __future__ import annotations
 
@@ -22,14 +22,10 @@ def own_server(options: Mapping[str, Any]) -> Iterator[str]:
 
     `options` are the engine's, by their flat names.
     """
-    arguments = ["serve", "--port=0", *(flag for name, value in options.items() for flag in _flags(name, value))]
-    environment = {name: value for name, value in os.environ.items() if name != "OCTAVO_API_KEY"}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "octavo.cli.main", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-    )
+    flags = [flag for name, value in options.items() if name != "model" for flag in shell_flags(name, value)]
+    model = [options["model"]] if "model" in options else []
+    command = octavo_command("serve", "--port=0", *flags, *model)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
     try:
         yield _url(process)
         if (code := process.poll()) is not None:
@@ -62,11 +58,20 @@ def _pass_on(lines: Iterator[str]) -> None:
             sys.stderr.write(line)
 
 
-def _flags(name: str, value: Any) -> list[str]:
-    """As a shell has them. The model is an argument."""
+def octavo_command(*arguments: str) -> list[str]:
+    """By the interpreter that runs here."""
+    return [sys.executable, "-P", "-m", "octavo.cli.main", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Modules from where they come here, compiled once and kept, as those of an installation are; no API key."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("OCTAVO_API_KEY", "PYTHONDONTWRITEBYTECODE")}
+    return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def shell_flags(name: str, value: Any) -> list[str]:
+    """An option as a shell has it."""
     flag = name.replace("_", "-")
-    if name == "model":
-        return [value]
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
     values = value if isinstance(value, tuple) else (value,)
