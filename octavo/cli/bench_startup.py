@@ -91,13 +91,13 @@ def _weight_bytes(options: dict[str, Any]) -> int:
 
 
 def _run(options: dict[str, Any], prompt: str) -> Start:
-    """The process is stopped where its first text comes, so that its memory is that of this moment."""
+    """The process is stopped where its first text comes, so that its memory is that of this moment, and goes no further."""
     from octavo.cli.own_server import environment, octavo_command, shell_flags
 
     flags = [flag for name, value in options.items() for flag in shell_flags(name, value)]
     started = time.perf_counter()
     with subprocess.Popen(
-        octavo_command("run", *flags, "--temperature=0", "--max-tokens=8", "--", prompt),
+        octavo_command("run", *flags, "--", prompt),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
@@ -106,12 +106,12 @@ def _run(options: dict[str, Any], prompt: str) -> Start:
         assert process.stdout is not None and process.stderr is not None
         first = process.stdout.read(1)
         first_token_s = time.perf_counter() - started
+        if not first:
+            said = process.communicate()[1].decode(errors="replace").strip()
+            raise WorkerFailed(f"octavo run ended with exit code {process.returncode}: {said}")
         process.send_signal(signal.SIGSTOP)
         memory_bytes = tree_bytes(process.pid)
-        process.send_signal(signal.SIGCONT)
-        said = process.communicate()[1].decode(errors="replace").strip()
-    if not first or process.returncode:
-        raise WorkerFailed(f"octavo run ended with exit code {process.returncode}: {said}")
+        process.kill()
     return Start(first_token_s, memory_bytes)
 
 
