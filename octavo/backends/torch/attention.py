@@ -23,6 +23,7 @@ from octavo.backends.torch.row_ops import angles
 from octavo.backends.torch.rows import RequestRows, rows_of
 from octavo.backends.torch.sdpa import attend
 from octavo.backends.torch.step import Made, Step
+from octavo.backends.torch.triton.device import is_interpreted
 from octavo.backends.torch.triton.device import refusal as triton_refusal
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
@@ -146,8 +147,14 @@ def _triton_on(options: BackendOptions, device: torch.device) -> AttentionChoice
         why, hint = refused
         raise BackendUnavailable(f"attention_backend: got 'triton', but {why}", hint=hint)
     from octavo.backends.torch.triton.attention import TritonAttention
+    from octavo.backends.torch.triton.fit import shared_bytes
 
-    return TritonAttention(device, fixed_tiles=options.batch_invariant, share_prefixes=options.shared_prefix_attention)
+    return TritonAttention(
+        device,
+        fixed_tiles=options.batch_invariant,
+        share_prefixes=options.shared_prefix_attention,
+        shared_bytes=None if is_interpreted() else shared_bytes(device),
+    )
 
 
 CHOICES: dict[str, Callable[[BackendOptions, torch.device], AttentionChoice]] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, StepBatch
 from octavo.backends.torch.attention import ArraysOf, AttentionCall, Bias
 from octavo.backends.torch.rope_write import RopeWriteCall
-from octavo.backends.torch.triton import splits
+from octavo.backends.torch.triton import fit, splits
 from octavo.backends.torch.triton.decode import decode_kernel
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.merge import merge_kernel
@@ -26,7 +26,7 @@ from octavo.backends.torch.triton.numbers import dot_dtype, dot_precision
 from octavo.backends.torch.triton.prefill import prefill_kernel
 from octavo.backends.torch.triton.rope_write import rope_write
 from octavo.backends.torch.triton.shared_prefix import sharing_of
-from octavo.backends.torch.triton.tuning import tuned
+from octavo.backends.torch.triton.tuning import is_measured, tuned
 from octavo.program import ops
 from octavo.program.program import Op, Program
 
@@ -45,8 +45,12 @@ class TritonAttention:
     name = "triton"
     for_graphs = True
 
-    def __init__(self, device: torch.device, *, fixed_tiles: bool = False, share_prefixes: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, fixed_tiles: bool = False, share_prefixes: bool = True, shared_bytes: int | None = None
+    ) -> None:
+        """`shared_bytes`: that a tile may take (`fit.shared_bytes`), None: any number."""
         self._device = device_name(device)
+        self._shared_bytes = shared_bytes
         self.is_invariant = fixed_tiles
         self._share_prefixes = share_prefixes
 
@@ -55,7 +59,10 @@ class TritonAttention:
             return "expanded latent attention makes keys of its own, which no kernel reads"
         if kv_dtype not in KV_DTYPES:
             return f"its kernels read no KV cache of {str(kv_dtype).removeprefix('torch.')}"
-        return None
+        if self._shared_bytes is None:
+            return None
+        assert isinstance(op, ops.Attention | ops.MlaAttention)
+        return fit.refusal(_tile_widths(*_widths_of(op)), 4 if kv_dtype == torch.float32 else 2, self._shared_bytes)
 
     def attend(self, call: AttentionCall) -> Tensor:
         rows, shape = call.rows, (*call.q.shape[:2], call.v_width)
@@ -145,14 +152,28 @@ class TritonAttention:
     def _shared_kernel(self) -> str:
         return "decode_attention" if self.is_invariant else "shared_attention"
 
-    def _rows_a_run(self, width: int, share: int) -> int:
+    def _rows_a_run(self, k_width: int, v_width: int, share: int) -> int:
         """Whatever the cache's dtype: the arrays are made before any call."""
-        return tuned(self._shared_kernel, self._device, width=width, group=share)["BLOCK_M"] // share
+        launch = tuned(self._shared_kernel, self._device, width=max(k_width, v_width), group=share)
+        return self._rows_fitted(launch, _tile_widths(k_width, v_width))["BLOCK_M"] // share
+
+    def _rows_fitted(self, launch: dict[str, int], widths: tuple[int, int]) -> dict[str, int]:
+        return launch if self._shared_bytes is None else fit.fitted_rows(launch, widths, self._shared_bytes)
 
     def _tile(self, kernel: str, call: AttentionCall) -> dict[str, int]:
-        group = call.q.shape[1] // call.k.numbers.shape[-2]
-        width = max(call.k.numbers.shape[-1], call.v_width)
-        return tuned(kernel, self._device, width=width, group=group, kv=str(call.k.numbers.dtype).removeprefix("torch."))
+        k, v = call.k.numbers, call.v.numbers
+        shape: dict[str, int | str] = {
+            "width": max(k.shape[-1], call.v_width),
+            "group": call.q.shape[1] // k.shape[-2],
+            "kv": str(k.dtype).removeprefix("torch."),
+        }
+        launch, widths = tuned(kernel, self._device, **shape), _tile_widths(k.shape[-1], call.v_width)
+        if kernel == self._shared_kernel:
+            launch = self._rows_fitted(launch, widths)
+        if self._shared_bytes is None or "BLOCK_N" not in launch or is_measured(kernel, self._device, **shape):
+            return launch
+        itemsize = dot_dtype(call.q.dtype, k.dtype, v.dtype).primitive_bitwidth // 8
+        return fit.fitted(launch, widths, itemsize, self._shared_bytes, keep_rows=kernel != "prefill_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +186,13 @@ class _Kind:
     rows_a_run: int
 
     @staticmethod
-    def of(op: ops.Attention | ops.MlaAttention, program: Program, rows_a_run: Callable[[int, int], int]) -> _Kind:
+    def of(op: ops.Attention | ops.MlaAttention, program: Program, rows_a_run: Callable[[int, int, int], int]) -> _Kind:
         at = program.group_index(op.group)
         group = program.groups[at]
-        width = group.k_width if isinstance(op, ops.MlaAttention) else max(group.k_width, group.v_width)
+        v_width = op.latent_width if isinstance(op, ops.MlaAttention) else group.v_width
         full = isinstance(op, ops.Attention) and op.mask == "full"
         window = op.window if isinstance(op, ops.Attention) and op.mask == "window" else None
-        return _Kind(at, window, full, rows_a_run(width, op.num_heads // group.num_kv_heads))
+        return _Kind(at, window, full, rows_a_run(group.k_width, v_width, op.num_heads // group.num_kv_heads))
 
     @property
     def name(self) -> str:
@@ -301,6 +322,18 @@ def _bias(bias: Bias | None) -> dict[str, Any]:
 def _tile_width(width: int) -> int:
     """A power of two, and no less than a product's tile wants."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def _widths_of(op: ops.Attention | ops.MlaAttention) -> tuple[int, int]:
+    """Columns of a key and of a value; of latent attention in its absorbed form."""
+    if isinstance(op, ops.MlaAttention):
+        return op.latent_width + op.rope_width, op.latent_width
+    return op.q.width // op.num_heads, op.out.width // op.num_heads
+
+
+def _tile_widths(k_width: int, v_width: int) -> tuple[int, int]:
+    """Columns of a tile of keys, and of values."""
+    return sum(_two_widths(k_width)), _tile_width(v_width)
 
 
 def _two_widths(width: int) -> tuple[int, int]:

@@ -42,6 +42,11 @@ def tuned(kernel: str, device: str, **shape: int | str) -> dict[str, int]:
     return dict(_best(kernel, device, tuple(sorted(shape.items()))).launch)
 
 
+def is_measured(kernel: str, device: str, **shape: int | str) -> bool:
+    """Whether what `tuned` gives was found on this device."""
+    return _best(kernel, device, tuple(sorted(shape.items()))).device != ANY
+
+
 @cache
 def _best(kernel: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> Row:
     found = [row for row in table() if row.holds(kernel, device, dict(shape))]
