@@ -17,7 +17,7 @@ NUM_STEPS = 8
 
 BackendName = Literal["native", "torch", "reference"]
 
-TORCH_ONLY = ("device", "enforce_eager")
+TORCH_ONLY = ("device", "attention_backend", "torch_kernels", "enforce_eager")
 """Options that mean nothing elsewhere. The other backends are batch-invariant as they are."""
 
 
@@ -79,7 +79,8 @@ def _check(config: EngineConfig) -> None:
 
 
 def _check_backend(options: BackendChoice) -> None:
-    given = [name for name in TORCH_ONLY if getattr(options, name)]
+    usual = BackendChoice()
+    given = [name for name in TORCH_ONLY if getattr(options, name) != getattr(usual, name)]
     if given and options.backend != "torch":
         raise ConfigError(f"{given[0]}: allowed only with the torch backend, got {options.backend!r}", hint="set backend to torch")
 

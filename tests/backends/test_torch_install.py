@@ -4,8 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from octavo.backends import devices
+from octavo.backends.base import BackendOptions
+from octavo.backends.torch.backend import TorchBackend
+from octavo.backends.torch.triton import device as triton_device
 from octavo.errors import BackendUnavailable
 from tests.tiny_models import tiny_model
 
@@ -96,3 +100,14 @@ def test_any_sign_of_a_driver_counts(tmp_path):
     assert not devices.has_nvidia_driver(signs)
     signs[1].touch()
     assert devices.has_nvidia_driver(signs)
+
+
+def test_an_old_gpu_gets_no_triton_and_fp16(monkeypatch):
+    monkeypatch.setattr(triton_device, "is_interpreted", lambda: False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    assert triton_device.refusal(torch.device("cuda"))[0] == "Triton wants compute capability 8.0, the device has 7.5"
+    backend = TorchBackend(BackendOptions(num_threads=1))
+    monkeypatch.setattr(backend, "device", torch.device("cuda"))
+    assert backend._packed_dtype == torch.float16
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
+    assert triton_device.refusal(torch.device("cuda")) is None and backend._packed_dtype == torch.bfloat16

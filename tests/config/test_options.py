@@ -78,6 +78,11 @@ def test_options_of_the_torch_backend_are_refused_elsewhere():
     assert derive(given, model_context_tokens=512, num_threads=1, backend="torch").backend.backend == "torch"
     with pytest.raises(ConfigError, match="device: allowed only with the torch backend, got 'native'"):
         derive(given, model_context_tokens=512, num_threads=1)
+    for name, value in {"attention_backend": "triton", "torch_kernels": "plain", "enforce_eager": True}.items():
+        given = EngineConfig.from_options(**{name: value})
+        derive(given, model_context_tokens=512, num_threads=1, backend="torch")
+        with pytest.raises(ConfigError, match=f"{name}: allowed only with the torch backend, got 'native'"):
+            derive(given, model_context_tokens=512, num_threads=1)
 
 
 def test_a_stall_timeout_is_long_enough_to_see_anything_move():

@@ -40,6 +40,9 @@ KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, 
 
 logger = logging.getLogger(__name__)
 
+LEAST_BF16_CAPABILITY = (8, 0)
+"""Older GPUs compute bf16 in fp32."""
+
 
 class TorchBackend:
     """Implements `base.Backend`. `device` as `devices.choose_device` gives it, or one of several; `ranks`: the others, if any."""
@@ -166,7 +169,9 @@ class TorchBackend:
     @property
     def _packed_dtype(self) -> torch.dtype:
         """In which products with packed weights are computed, where the options do not say."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if self.device.type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(self.device) >= LEAST_BF16_CAPABILITY else torch.float16
 
     def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """`dtype`: that of Values, in which K and V are kept where the options do not say."""

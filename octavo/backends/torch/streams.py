@@ -6,7 +6,9 @@ tests have one of their own, which does the work in any order that is allowed.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -131,8 +133,16 @@ class CudaStreams:
         return torch.empty(num_blocks, num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        if memory.nbytes and int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)):  # type: ignore[no-untyped-call]
+        """Until it goes: what lies at its addresses afterwards would pass for pinned."""
+        if not memory.nbytes:
+            return
+        runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
             warnings.warn(f"{memory.nbytes:,} bytes of host memory cannot be pinned; swaps are slower", stacklevel=2)
+            with contextlib.suppress(RuntimeError):  # CUDA names an error again at the next launch, which must not be a step's
+                torch.zeros(1, device=self._device)
+            return
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
     def is_pinned(self, memory: Tensor) -> bool:
         return memory.is_pinned()

@@ -257,3 +257,44 @@ def test_cuda_streams_keep_the_order():
             tensor[:, 1] = -1
         engine.apply([BlockMove(0, 0, 2, "swap_in")])
         assert all(bool((tensor[:, 2] == value).all()) for tensor in kv.groups[0].tensors)
+
+
+class HostMemory:
+    """What CUDA knows of pinned host memory; `full`: it takes no more."""
+
+    def __init__(self, *, full=False):
+        self.full, self.pinned = full, {}
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        if self.full:
+            return 2
+        self.pinned[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.pinned[address]
+        return 0
+
+
+def streams_over(runtime, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    streams = object.__new__(CudaStreams)
+    streams._device = torch.device("cpu")
+    return streams
+
+
+def test_memory_is_pinned_as_long_as_it_lives(monkeypatch):
+    runtime = HostMemory()
+    memory = np.zeros((4, 100), np.uint8)
+    streams_over(runtime, monkeypatch).pin(memory)
+    assert runtime.pinned == {memory.ctypes.data: 400}
+    row = memory[1]
+    del memory
+    assert runtime.pinned, "a view keeps it"
+    del row
+    assert not runtime.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_said_once(monkeypatch):
+    with pytest.warns(UserWarning, match="400 bytes of host memory cannot be pinned"):
+        streams_over(HostMemory(full=True), monkeypatch).pin(np.zeros((4, 100), np.uint8))

@@ -13,6 +13,7 @@ import torch
 INTERPRETER = "interpreter"
 INSTALL = "pip install 'octavo[triton]'"
 PLAIN = "--attention-backend sdpa and --torch-kernels plain run on any device"
+LEAST_CAPABILITY = (8, 0)
 HINT_ON_CPU = f"{PLAIN}; TRITON_INTERPRET=1 in the environment runs the kernels slowly on a CPU"
 
 
@@ -25,8 +26,13 @@ def refusal(device: torch.device) -> tuple[str, str] | None:
     """Why the kernels cannot run there, and a hint; None where they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed", f"{INSTALL}; {PLAIN}"
-    if device.type != "cuda" and not is_interpreted():
+    if is_interpreted():
+        return None
+    if device.type != "cuda":
         return f"Triton has no kernels for the device {device.type}", HINT_ON_CPU
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"Triton wants compute capability 8.0, the device has {'.'.join(map(str, capability))}", PLAIN
     return None
 
 
