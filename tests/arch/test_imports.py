@@ -79,7 +79,8 @@ def python(code: str) -> str:
 
 
 def test_importing_octavo_is_quick_and_pulls_in_nothing():
-    code = "import time; t = time.perf_counter(); import octavo; import sys; print(time.perf_counter() - t, 'numpy' in sys.modules)"
+    """In time of a processor: beside other work the clock says nothing."""
+    code = "import time; t = time.process_time(); import octavo; import sys; print(time.process_time() - t, 'numpy' in sys.modules)"
     runs = [python(code).split() for _ in range(3)]
     assert min(float(seconds) for seconds, _ in runs) < 0.1
     assert all(numpy == "False" for _, numpy in runs)
