@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from octavo.errors import ConfigError
 from octavo.llm import AsyncLLM
 from octavo.server.app import create_app
+from octavo.server.batched_writes import BatchedHttp, WriteBatch
 from octavo.server.service import EngineSlot
 from octavo.server.settings import ServerSettings
 
@@ -49,7 +50,8 @@ def serve(options: Options, settings: ServerSettings) -> None:
         await asyncio.to_thread(slot.close)
 
     app = create_app(slot, settings, lifespan=lifespan)
-    server = Server(uvicorn.Config(app, log_level="warning", access_log=settings.access_log, lifespan="on"), slot, settings)
+    http = BatchedHttp.of(WriteBatch())
+    server = Server(uvicorn.Config(app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"), slot, settings)
     server.run(sockets=[listener])
     if loader.failure is not None:
         raise loader.failure
