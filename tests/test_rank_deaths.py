@@ -176,8 +176,9 @@ def test_a_rank_that_hangs_is_replaced_with_its_engine() -> None:
 
 
 SCRIPT = """
-import sys
+import signal, sys
 from octavo import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell turns off for what it runs in the background
 llm = LLM(**eval(sys.argv[1]), report=lambda text: None)
 print("ready", flush=True)
 while True:
@@ -193,11 +194,15 @@ def test_a_program_that_ends_leaves_no_rank(how: signal.Signals) -> None:
         [sys.executable, "-c", SCRIPT, repr(options)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
     assert process.stdout is not None
-    with process.stdout:
+    try:
         assert process.stdout.readline() == b"ready\n"
         (rank,) = ranks_below(process.pid)
         (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)
         process.wait(SOON_S)
+    finally:
+        process.stdout.close()
+        process.kill()
+        process.wait()
     wait_until(lambda: not is_there(rank))
 
 

@@ -21,7 +21,7 @@ from tokenizers import pre_tokenizers
 from tests.backend_choice import backend_flags
 
 ARGUMENTS = ("--threads=1", "--kv-cache-memory-bytes=64MiB", "--max-model-len=512", "--max-num-seqs=64", "--port=0")
-START_S = 60
+START_S = 120
 
 
 class LiveServer:
@@ -55,8 +55,7 @@ class LiveServer:
 
     @property
     def children(self) -> list[int]:
-        """Processes that any of its threads has started."""
-        return [int(pid) for path in Path(f"/proc/{self.process.pid}/task").glob("*/children") for pid in path.read_text().split()]
+        return children_of(self.process.pid)
 
     @property
     def core_pid(self) -> int:
@@ -92,6 +91,19 @@ class LiveServer:
         self._said_enough.set()
 
 
+def children_of(pid: int) -> list[int]:
+    """Processes that any of its threads has started."""
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    """Neither gone nor waiting to be buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def events_of(lines: Iterable[str]) -> list[dict[str, Any]]:
     """A stream's events; [DONE] must be the last."""
     lines = [line.removeprefix("data: ") for line in lines if line]
@@ -99,7 +111,7 @@ def events_of(lines: Iterable[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
     """Whether it became true in time."""
     end = time.monotonic() + seconds
     while not condition():

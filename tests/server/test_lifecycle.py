@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.live import LONG, LiveServer, events_of, until
+from tests.server.live import LONG, LiveServer, children_of, events_of, runs, until
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_model_with_text
 
@@ -127,6 +127,37 @@ def test_the_death_of_the_engine_is_told_to_all(start):
         assert health.status_code == 503 and "killed by signal 9" in health.json()["error"]["message"]
         assert http.get("/metrics").status_code == 200
     assert server.stop() == 0
+
+
+def test_the_death_of_a_rank_is_told_to_all(start):
+    """The server stays, to say so; the engine and its other ranks have gone. A signal ends it as ever."""
+    server = start("--backend=torch", "--device=cpu", "--tensor-parallel-size=2")
+    core, (rank,) = server.core_pid, children_of(server.core_pid)
+    with server.http() as http, server.http() as streaming:
+        with streaming.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(rank, signal.SIGKILL)
+            killed = time.monotonic()
+            last = events_of(lines)[-1]
+            assert time.monotonic() - killed < 10
+        message = "rank 1 of 2 has ended (killed by signal 9)"
+        assert last["error"]["code"] == 500 and message in last["error"]["message"]
+        assert http.post("/v1/completions", json=GOOD).status_code == 500
+        health = http.get("/health")
+        assert health.status_code == 503 and message in health.json()["error"]["message"]
+        assert http.get("/metrics").status_code == 200
+        assert until(lambda: not runs(core))
+    assert server.stop() == 0
+
+
+def test_ranks_end_with_their_server(start):
+    server = start("--backend=torch", "--device=cpu", "--tensor-parallel-size=2")
+    (rank,) = children_of(server.core_pid)
+    with server.http() as http:
+        assert http.post("/v1/completions", json=GOOD).status_code == 200
+    assert server.stop() == 0
+    assert until(lambda: not runs(rank))
 
 
 def test_the_death_of_an_idle_engine_is_seen(start):
