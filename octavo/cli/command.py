@@ -10,6 +10,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+TEXT = (str, str | None)
+
 
 class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
@@ -32,7 +34,7 @@ class _AsNeeded:
     """Stands in for Typer's `RuntimeParam`, which Typer makes once a value needs it."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        if value is None or value == () or param.type_descriptor.annotation is str:
+        if value is None or value == () or param.type_descriptor.annotation in TEXT:
             return value
         param._runtime_param = None
         return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
