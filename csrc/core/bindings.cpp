@@ -25,12 +25,12 @@ template <typename T>
 using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::device::cpu, nb::ro>;
 
-// (samples, offset, stride, column, width)
-using PlaceTuple = std::tuple<bool, int64_t, int, int, int>;
+// (axis, offset, width)
+using PlaceTuple = std::tuple<std::string, int64_t, int>;
 
 Place place_of(const PlaceTuple& t) {
-    const auto& [samples, offset, stride, column, width] = t;
-    return Place{samples, offset, stride, column, width};
+    const auto& [axis, offset, width] = t;
+    return Place{axis == "samples" ? Axis::samples : axis == "block" ? Axis::block : Axis::tokens, offset, width};
 }
 
 std::vector<float> floats_of(const Array<float>& a) { return {a.data(), a.data() + a.size()}; }
@@ -82,7 +82,7 @@ struct Builder {
         executor.add_row_op(false, make_embedding(table->tiles, table->memory, place_of(out), scale, by_position, offset));
     }
     void norm(const PlaceTuple& x, const PlaceTuple& out, const nb::object& spec, int group_width) {
-        executor.add_row_op(place_of(x).samples, make_norm(place_of(x), place_of(out), norm_of(spec), group_width));
+        executor.add_row_op(place_of(x).on_samples(), make_norm(place_of(x), place_of(out), norm_of(spec), group_width));
     }
     void rope(const PlaceTuple& x, const PlaceTuple& out, int heads, int head_width, int rotary, int start, bool interleaved, int angles) {
         executor.add_row_op(false, make_rope(place_of(x), place_of(out), heads, head_width, rotary, start, interleaved, tables[angles]));
@@ -101,7 +101,7 @@ struct Builder {
         if (index == 6) throw std::invalid_argument("unknown elementwise op " + kind);
         Epilogue gate{};
         gate.activation = activation, gate.gated = true, gate.clamp = clamp, gate.alpha = alpha, gate.up_offset = up_offset;
-        executor.add_row_op(place_of(a).samples, make_elementwise((Elementwise)index, place_of(a), place_of(b), place_of(out), factor, gate));
+        executor.add_row_op(place_of(a).on_samples(), make_elementwise((Elementwise)index, place_of(a), place_of(b), place_of(out), factor, gate));
     }
     void gather(const PlaceTuple& x, const PlaceTuple& out) { executor.add_row_op(true, make_gather(place_of(x), place_of(out))); }
 
@@ -319,7 +319,7 @@ NB_MODULE(_native, m) {
         .def("linear", &Builder::linear, "x"_a, "norm"_a.none(), "parts"_a, "converted"_a, "gated"_a, "activation"_a, "clamp"_a, "alpha"_a, "up_offset"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "heads"_a, "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none())
         .def("sampling", [](Builder& b, const PlaceTuple& logits) { b.executor.add_sampling(place_of(logits)); })
-        .def("finish", [](Builder& b, int64_t tokens, int64_t samples) { b.executor.finish(tokens, samples); })
+        .def("finish", [](Builder& b, int64_t tokens, int64_t block, int64_t samples) { b.executor.finish(tokens, block, samples); })
         .def("share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)
         .def_prop_ro("stages_done", [](const Builder& b) { return b.executor.stages_done(); }, "Ever; may be read while a step runs.")
         .def("profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)

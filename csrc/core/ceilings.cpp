@@ -61,7 +61,7 @@ struct Bench {
         : tiles(std::move(t)), values(2 * kTile * kInputs * sizeof(float)), scales(2 * kTile * (kInputs / kGroup) * 16), scratch(kernels.scratch_bytes(tiles.tiles)), acc((size_t)4 * kTile * kTile) {
         const size_t each = (size_t)2 * kTile * (kInputs / kGroup);
         float* at = (float*)scales.data();
-        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), kInputs * digits_of(kernels.row_type(tiles.tiles.code)), at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup};
+        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), row_elements(kernels.row_type(tiles.tiles.code), kInputs / kGroup), at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup, kInputs / kGroup};
     }
     void run(const KernelTable& kernels, int num_rows) {
         const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()}, {&tiles.tiles, 1, acc.data() + 2 * kTile * kTile}};

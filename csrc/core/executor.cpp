@@ -5,12 +5,17 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
+
+#include "stages.h"
 
 namespace octavo {
 
 float* View::at(const Place& p, int64_t row) const {
-    return executor.arena(p.samples) + p.offset * executor.capacity(p.samples) + row * p.stride + p.column;
+    return executor.arena(p.axis) + (p.axis == Axis::block ? row - shift : row) * executor.row_floats(p.axis) + p.offset;
 }
+
+int64_t View::stride(const Place& p) const { return executor.row_floats(p.axis); }
 
 void RopeAngles::ensure(int positions) {
     const int n = (int)inv_freq_.size(), have = n ? (int)(table_.size() / (2 * n)) : positions;
@@ -24,275 +29,91 @@ void RopeAngles::ensure(int positions) {
         }
 }
 
-namespace {
-
-// -- rows ----------------------------------------------------------------------------------------------------------------
-
-struct RowStage : Stage {
-    static constexpr int kRowsAPiece = 4;
-    bool samples;
-    std::vector<std::unique_ptr<RowOp>> ops;
-
-    explicit RowStage(bool s) : samples(s) {}
-    std::string name() const override { return samples ? "rows of samples" : "rows"; }
-    bool on_samples() const override { return samples; }
-    int pieces(const View& view) const override {
-        const int rows = view.rows(samples);
-        const bool any = std::any_of(ops.begin(), ops.end(), [&](const auto& op) { return op->needed(rows); });
-        return any ? (rows + kRowsAPiece - 1) / kRowsAPiece : 0;
-    }
-    void run(const View& view, int piece, ThreadState&, int) const override {
-        const int rows = view.rows(samples), last = std::min(rows, (piece + 1) * kRowsAPiece);
-        for (int row = piece * kRowsAPiece; row < last; row++)
-            for (const auto& op : ops)
-                if (op->needed(rows)) op->run(view, row);
-    }
-};
-
-// Converts a product's rows ahead of it, into the executor's shared rows, where there are more than a few.
-struct PrepareOp : RowOp {
-    Place x;
-    Norm norm;
-    const Rows* rows;
-    PrepareOp(Place place, Norm n, const Rows* r) : x(place), norm(n), rows(r) {}
-    bool needed(int count) const override { return count > kFewRows; }
-    void run(const View& view, int64_t row) const override { view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, *rows, row); }
-};
-
-size_t element_bytes(RowType type) { return type == RowType::fp32 ? 4 : type == RowType::bf16 ? 2 : 1; }
-
-// -- products ------------------------------------------------------------------------------------------------------------
-
-struct LinearStage : Stage {
-    LinearSpec spec;
-    const Rows* shared;      // where PrepareOp, or the stage before, puts the rows
-    std::vector<int> first;  // of each part: its first tile in the stage's count
-    int num_tiles = 0;
-
-    LinearStage(LinearSpec s, const Rows* rows) : spec(std::move(s)), shared(rows) {
-        const size_t counted = spec.gated ? 1 : spec.parts.size();
-        for (size_t i = 0; i < counted; i++) {
-            first.push_back(num_tiles);
-            num_tiles += (spec.parts[i].tiles.num_rows + kTile - 1) / kTile;
-        }
-    }
-    bool on_samples() const override { return spec.x.samples; }
-    std::string name() const override {
-        return "linear " + std::to_string(spec.x.width) + " to " + std::to_string(num_tiles * kTile * (spec.gated ? 2 : 1)) + " " + code();
-    }
-    const char* code() const override { return kCodeNames[(int)spec.parts.front().tiles.code]; }
-    Cost cost(const View& view) const override {
-        Cost sum;
-        for (const auto& part : spec.parts) {
-            const Tiles& w = part.tiles;
-            sum.bytes += (double)((w.num_rows + kTile - 1) / kTile) * w.tile_bytes;
-            sum.operations += 2.0 * w.num_rows * w.num_inputs * view.rows(on_samples());
-        }
-        return sum;
-    }
-
-    int row_blocks(int rows) const { return (rows + kRowBlock - 1) / kRowBlock; }
-    int tiles_a_piece(int threads) const { return std::clamp(num_tiles / (threads * 4) / 2 * 2, 2, 16); }
-    int pieces(const View& view) const override {
-        const int chunk = tiles_a_piece(view.executor.pool().num_threads());
-        return row_blocks(view.rows(on_samples())) * ((num_tiles + chunk - 1) / chunk);
-    }
-
-    void run(const View& view, int piece, ThreadState& thread, int stage) const override {
-        const int rows = view.rows(on_samples()), chunk = tiles_a_piece(view.executor.pool().num_threads()), chunks = (num_tiles + chunk - 1) / chunk;
-        const int row0 = piece / chunks * kRowBlock, rows_here = std::min(kRowBlock, rows - row0);
-        const int tile0 = piece % chunks * chunk, tile1 = std::min(num_tiles, tile0 + chunk);
-        const Rows x = rows <= kFewRows && !spec.converted ? own_rows(view, rows, thread, stage) : *shared;
-        size_t part = 0;
-        for (int tile = tile0; tile < tile1;) {
-            while (part + 1 < first.size() && tile >= first[part + 1]) part++;
-            const int end = part + 1 < first.size() ? std::min(tile1, first[part + 1]) : tile1;
-            const int count = std::min(2, end - tile);
-            write(view, thread, x, spec.parts[part], tile - first[part], count, row0, rows_here);
-            tile += count;
-        }
-    }
-
-    Rows own_rows(const View& view, int rows, ThreadState& thread, int stage) const {
-        Rows own = *shared;
-        uint8_t* memory = thread.rows->data();
-        const size_t element = element_bytes(own.type);
-        own.values = memory;
-        memory += (kFewRows * own.stride * element + 63) / 64 * 64;
-        own.scales = (float*)memory;
-        own.sums = (int32_t*)(own.scales + (size_t)kTile * own.num_groups);
-        own.scaled_sums = (float*)(own.sums + (size_t)kTile * own.num_groups * 2);
-        if (thread.prepared_stage != stage) {
-            for (int row = 0; row < rows; row++) view.executor.kernels().prepare_row(view.at(spec.x, row), spec.x.width, spec.norm, own, row);
-            thread.prepared_stage = stage;
-        }
-        return own;
-    }
-
-    // One tile of the part or two neighbours, to the out or to the next product's rows.
-    void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part, int tile, int count, int row0, int rows) const {
-        const KernelTable& k = view.executor.kernels();
-        const int column = tile * kTile, width = std::min(count * kTile, part.tiles.num_rows - column);
-        float* out = spec.converts ? thread.group.data() : view.at(part.out, row0) + column;
-        const int64_t stride = spec.converts ? kGroup : part.out.stride;
-        const Epilogue e = epilogue(view, part);
-        float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
-        const auto finish = [&](int i, const float* sums) {
-            k.write_tile(e, sums, other, row0, rows, column + i * kTile, std::min(kTile, width - i * kTile), out + i * kTile, stride);
-        };
-        if (spec.gated) {
-            for (int i = 0; i < count; i++) {
-                const TileRef refs[2] = {{&part.tiles, tile + i, acc}, {&spec.parts[1].tiles, tile + i, other}};
-                k.tile_products(refs, 2, x, row0, rows, thread.product->data());
-                finish(i, acc);
-            }
-        } else {
-            const TileRef refs[2] = {{&part.tiles, tile, acc}, {&part.tiles, tile + 1, other}};
-            k.tile_products(refs, count, x, row0, rows, thread.product->data());
-            for (int i = 0; i < count; i++) finish(i, refs[i].acc);
-        }
-        if (spec.converts) k.put_rows(out, *spec.converts, row0, rows, column / kGroup, width);
-    }
-
-    Epilogue epilogue(const View& view, const LinearPart& part) const {
-        Epilogue e{};
-        e.bias = part.bias;
-        e.up_bias = spec.gated ? spec.parts[1].bias : nullptr;
-        e.activation = spec.activation;
-        e.gated = spec.gated;
-        e.clamp = spec.clamp, e.alpha = spec.alpha, e.up_offset = spec.up_offset;
-        if (part.has_residual) e.residual = view.at(part.residual, 0), e.residual_stride = part.residual.stride;
-        return e;
-    }
-};
-
-// -- attention -----------------------------------------------------------------------------------------------------------
-
-struct AttentionStage : Stage {
-    AttentionSpec spec;
-    int plan_index;
-    bool merges;  // the second of the two stages
-
-    AttentionStage(const AttentionSpec& s, int plan, bool m) : spec(s), plan_index(plan), merges(m) {}
-    bool on_samples() const override { return false; }
-    std::string name() const override { return merges ? "attention merge" : "attention"; }
-    Cost cost(const View& view) const override {
-        if (merges) return {};
-        const KvGroup& kv = view.kv.group(spec.group);
-        const Batch& b = view.batch;
-        Cost sum;
-        for (int r = 0; r < b.num_requests; r++) {
-            const int context = b.context_lens[(int64_t)spec.group * b.num_requests + r];
-            int longest = 0;
-            for (int row = b.query_starts[r]; row < b.query_starts[r + 1]; row++) {
-                const int last = spec.window < 0 ? context : std::min(context, b.positions[row] + 1);
-                const int keys = spec.window > 0 ? std::min(last, spec.window) : last;
-                longest = std::max(longest, keys);
-                sum.operations += 2.0 * keys * spec.num_heads * (kv.k_width + kv.v_width);
-            }
-            sum.bytes += (double)longest * kv.block_bytes() / kTile;
-        }
-        sum.bytes -= (double)view.executor.plan(plan_index).saved_keys * kv.block_bytes() / kTile;
-        return sum;
-    }
-    // Of one kv head after another, so that what a head's pieces share stays near.
-    int pieces(const View& view) const override {
-        const AttentionPlan& plan = view.executor.plan(plan_index);
-        return (int)(merges ? plan.merged.size() : plan.works.size()) * view.kv.group(spec.group).num_heads;
-    }
-
-    void run(const View& view, int piece, ThreadState& thread, int) const override {
-        const AttentionPlan& plan = view.executor.plan(plan_index);
-        const KvLayer kv = view.kv.layer(spec.group, spec.layer);
-        const AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), spec.converts, spec.q.stride, spec.out.stride, kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
-        const int each = (int)(merges ? plan.merged.size() : plan.works.size()), index = piece % each;
-        AttentionPiece work{};
-        work.positions = view.batch.positions;
-        work.kv_head = piece / each;
-        if (merges) {
-            const QueryRun& run = plan.runs[plan.merged[index]];
-            work.first_split = run.first_split, work.last_split = run.last_split;
-            add_run(view, work, run, kv);
-            return view.executor.kernels().attention_merge(args, work);
-        }
-        const AttentionWork& todo = plan.works[index];
-        work.first_split = todo.first_split, work.last_split = todo.last_split;
-        if (todo.shared) {
-            const SharedRun& shared = plan.shared[todo.run];
-            for (int i = 0; i < shared.num_runs; i++) add_run(view, work, plan.runs[plan.sharers[shared.first + i]], kv);
-            work.context_len = shared.num_splits * kSplitKeys;
-        } else {
-            add_run(view, work, plan.runs[todo.run], kv);
-        }
-        view.executor.kernels().attention(args, work, thread.attention.data());
-    }
-
-    // A run's rows, and where their states of the piece's splits go.
-    void add_run(const View& view, AttentionPiece& work, const QueryRun& run, const KvLayer& kv) const {
-        const Batch& b = view.batch;
-        const int64_t request = (int64_t)spec.group * b.num_requests + run.request;
-        work.block_table = b.block_tables + request * b.table_width;
-        work.context_len = b.context_lens[request];
-        const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded), split_floats = run.num_rows * row_floats;
-        const int64_t at = run.partial + ((int64_t)work.kv_head * (run.last_split - run.first_split) + work.first_split - run.first_split) * split_floats;
-        for (int i = 0; i < run.num_rows; i++)
-            work.rows[work.num_rows++] = AttentionRow{run.row0 + i, run.partial < 0 ? nullptr : view.executor.partials() + at + i * row_floats, split_floats};
-    }
-};
-
-// -- draws ---------------------------------------------------------------------------------------------------------------
-
-struct SampleStage : Stage {
-    Place logits;
-    int vocab;
-    SampleStage(Place place, int v) : logits(place), vocab(v) {}
-    std::string name() const override { return "sample"; }
-    bool on_samples() const override { return true; }
-    int pieces(const View& view) const override { return view.batch.draws ? view.num_samples : 0; }
-    void run(const View& view, int piece, ThreadState& thread, int) const override {
-        SampleArgs args = view.batch.sampling;
-        args.logits = view.at(logits, 0);
-        args.stride = logits.stride;
-        args.vocab = vocab;
-        args.first = view.first_sample;
-        view.executor.kernels().sample_row(args, piece, thread.sampling->data());
-    }
-};
-
-}  // namespace
-
-// The stages of a step in one row: the body, then the head once for each chunk of sampled rows.
+// The stages of a step: the body, alone or in ranges that blocks of rows go through, then the head once for each chunk of sampled rows.
 struct Walk : ThreadPool::Work {
     Executor& executor;
     const Batch& batch;
     const KvMemory& kv;
-    const int body, head, chunks;
+    const int block;  // rows that a thread takes through a range, or 0
+    const std::vector<StageRange>& body;
+    const int head, chunks;
 
     Walk(Executor& e, const Batch& b, const KvMemory& k)
-        : executor(e), batch(b), kv(k), body((int)e.body_.size()), head((int)e.head_.size()), chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk) {}
-    int num_stages() const override { return body + head * chunks; }
-    const Stage& stage(int index) const { return index < body ? *executor.body_[index] : *executor.head_[(index - body) % head]; }
+        : executor(e), batch(b), kv(k), block(row_block(b.num_tokens, e.pool().num_threads(), e.least_rows_, e.kernels().row_block)), body(block ? e.ranges_ : e.each_),
+          head((int)e.head_.size()), chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk) {}
+
+    // Threads that share a product's outputs each read a part of its weights, and all rows; threads that share the rows read all weights, which costs as
+    // much as some eight rows more. The latter pays where rows are many; the block is one with which they come out even.
+    static int row_block(int rows, int threads, int least, int most) {
+        if (rows < threads * least) return 0;
+        int best = 0, lowest = 0;
+        for (int block = most; block >= kTile; block -= kTile) {
+            const int blocks = (rows + block - 1) / block, cost = (blocks + threads - 1) / threads * (block + 8);
+            if (best == 0 || cost < lowest) best = block, lowest = cost;
+        }
+        return best;
+    }
+
+    int num_stages() const override { return (int)body.size() + head * chunks; }
+    StageRange range(int index) const {
+        if (index < (int)body.size()) return body[index];
+        const int stage = (index - (int)body.size()) % head;
+        return {stage, stage + 1};
+    }
+    bool by_rows(int index) const { return block && index < (int)body.size() && executor.body_[body[index].first]->row_local(); }
+    const Stage& stage(int index) const { return *(index < (int)body.size() ? executor.body_ : executor.head_)[range(index).first]; }
     View view(int index) const {
-        if (index < body) return View{executor, batch, kv};
-        const int first = (index - body) / head * kSampleChunk;
+        if (index < (int)body.size()) return View{executor, batch, kv};
+        const int first = (index - (int)body.size()) / head * kSampleChunk;
         return View{executor, batch, kv, first, std::min(kSampleChunk, batch.num_samples - first)};
     }
-    int pieces(int index) const override { return stage(index).pieces(view(index)); }
-    void run(int index, int piece, int thread) override { stage(index).run(view(index), piece, executor.threads_[thread], index); }
+    int pieces(int index) const override { return by_rows(index) ? (batch.num_tokens + block - 1) / block : stage(index).pieces(view(index)); }
+    void run(int index, int piece, int thread) override {
+        if (by_rows(index))
+            run_block(body[index], piece * block, std::min(batch.num_tokens, (piece + 1) * block), thread);
+        else
+            stage(index).run(view(index), piece, executor.threads_[thread], index);
+    }
+    void run_block(const StageRange& range, int row0, int row1, int index) const {
+        const View view{executor, batch, kv, 0, 0, row0 - index * executor.kernels().row_block};
+        ThreadState& thread = executor.threads_[index];
+        for (int i = range.first; i < range.last; i++) {
+            const auto start = Clock::now();
+            executor.body_[i]->run_rows(view, row0, row1, thread);
+            if (executor.profiling_) thread.seconds[i - range.first] += seconds_since(start);
+        }
+    }
     void finished(int index) override {
         executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
         if (!executor.profiling_) return;
-        const auto now = std::chrono::steady_clock::now();
-        StageTime& time = executor.profiled_[stage(index).name()];
-        const Cost cost = stage(index).cost(view(index));
-        time.code = stage(index).code();
-        time.calls++;
-        time.seconds += std::chrono::duration<double>(now - since).count();
-        time.cost.bytes += cost.bytes, time.cost.operations += cost.operations;
-        since = std::chrono::steady_clock::now();
+        if (by_rows(index)) {
+            for (int i = body[index].first; i < body[index].last; i++) executor.record(*executor.body_[i], view(index), mean_seconds(i - body[index].first));
+        } else {
+            executor.record(stage(index), view(index), seconds_since(since));
+        }
+        since = Clock::now();
     }
-    std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    static double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+    // Of a stage of the range that is done, over the threads; starts anew.
+    double mean_seconds(int i) {
+        double sum = 0;
+        for (auto& thread : executor.threads_) sum += std::exchange(thread.seconds[i], 0.0);
+        return sum / (double)executor.threads_.size();
+    }
+    Clock::time_point since = Clock::now();
 };
+
+void Executor::record(const Stage& stage, const View& view, double seconds) {
+    StageTime& time = profiled_[stage.name()];
+    const Cost cost = stage.cost(view);
+    time.code = stage.code();
+    time.calls++;
+    time.seconds += seconds;
+    time.cost.bytes += cost.bytes, time.cost.operations += cost.operations;
+}
 
 Executor::Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens, int vocab)
     : pool_(pool), kernels_(kernels), max_tokens_(std::max(max_tokens, 1)), vocab_(vocab), threads_(pool.num_threads()) {}
@@ -307,38 +128,38 @@ void Executor::add_row_op(bool samples, std::unique_ptr<RowOp> op) {
     stage->ops.push_back(std::move(op));
 }
 
-// Rows as the product of `w` reads them; their memory is sized by finish(), which fills the pointers in.
-Rows* Executor::new_rows(const Tiles& w, int area) {
+// Rows as the product of `w` reads them; their memory is sized by finish(), which fills the pointers and strides in.
+PreparedRows* Executor::new_rows(const Tiles& w) {
     rows_.push_back(std::make_unique<PreparedRows>());
-    rows_.back()->area = area;
-    Rows& rows = rows_.back()->rows;
     const RowType type = kernels_.row_type(w.code);
-    const int64_t stride = (int64_t)w.num_groups * kGroup * digits_of(type);
-    rows = Rows{type, nullptr, stride, nullptr, nullptr, nullptr, w.num_groups};
-    row_bytes_ = std::max(row_bytes_, rows.stride * element_bytes(rows.type));
+    rows_.back()->rows = Rows{type, nullptr, 0, nullptr, nullptr, nullptr, w.num_groups, 0};
+    row_bytes_ = std::max(row_bytes_, row_elements(type, w.num_groups) * element_bytes(type));
     groups_ = std::max(groups_, (size_t)w.num_groups);
-    return &rows;
+    return rows_.back().get();
 }
 
 void Executor::add_linear(LinearSpec spec) {
-    auto& list = spec.x.samples ? head_ : body_;
-    Rows* rows = new_rows(spec.parts.front().tiles, spec.converted ? 1 : 0);
+    auto& list = spec.x.on_samples() ? head_ : body_;
+    PreparedRows* rows = new_rows(spec.parts.front().tiles);
     for (const auto& part : spec.parts)
-        if (kernels_.row_type(part.tiles.code) != rows->type) throw std::invalid_argument("weights that read their rows in different types stand in one product");
+        if (kernels_.row_type(part.tiles.code) != rows->rows.type) throw std::invalid_argument("weights that read their rows in different types stand in one product");
     for (const auto& part : spec.parts) product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
     if (spec.converted)
         convert_in_last_stage(list, rows);
     else
-        add_row_op(spec.x.samples, std::make_unique<PrepareOp>(spec.x, spec.norm, rows));
+        add_row_op(spec.x.on_samples(), std::make_unique<PrepareOp>(spec.x, spec.norm, rows));
+    if (!spec.x.on_samples()) least_rows_ = std::min(kernels_.row_block, std::max(least_rows_, kernels_.rows_per_byte * (int)element_bytes(rows->rows.type)));
     list.push_back(std::make_unique<LinearStage>(std::move(spec), rows));
 }
 
 // The product or the attention before writes `rows` in place of its out.
-void Executor::convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, Rows* rows) {
+void Executor::convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, PreparedRows* rows) {
     if (auto* linear = dynamic_cast<LinearStage*>(list.back().get())) {
+        rows->area = RowArea::converted;
         linear->spec.converts = rows;
         return;
     }
+    rows->area = RowArea::attended;
     for (size_t i = list.size() - 2; i < list.size(); i++) dynamic_cast<AttentionStage&>(*list[i]).spec.converts = rows;
 }
 
@@ -370,20 +191,49 @@ const float* Executor::keep(std::vector<float> values) {
     return kept_.back()->data();
 }
 
-void Executor::finish(int64_t token_floats, int64_t sample_floats) {
-    tokens_ = std::make_unique<Memory>((size_t)token_floats * max_tokens_ * sizeof(float));
-    samples_ = std::make_unique<Memory>((size_t)sample_floats * kSampleChunk * sizeof(float));
-    const size_t rows = (size_t)(std::max(max_tokens_, kSampleChunk) + kTile - 1) / kTile * kTile;
-    for (auto& area : areas_) area = std::make_unique<Memory>(rows * (row_bytes_ + groups_ * 16));
-    for (auto& prepared : rows_) {
-        uint8_t* memory = areas_[prepared->area]->data();
-        Rows& r = prepared->rows;
-        r.values = memory;
-        r.scales = (float*)(memory += rows * row_bytes_);
-        r.scaled_sums = (float*)(memory += rows * groups_ * 4);
-        r.sums = (int32_t*)(memory + rows * groups_ * 4);
+// A multiple of cache lines that is odd, so that one place of neighbouring rows lies in different sets of a cache.
+static int64_t odd_lines(int64_t elements, int64_t element) {
+    const int64_t lines = (elements * element + 63) / 64;
+    return (lines | 1) * 64 / element;
+}
+
+void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats) {
+    const auto whole_blocks = [](int rows) { return (size_t)(rows + kTile - 1) / kTile * kTile; };
+    const int blocks = std::min(max_tokens_, pool_.num_threads() * kernels_.row_block);
+    const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats};
+    const int rows[kNumAxes] = {max_tokens_, blocks, kSampleChunk};
+    for (int axis = 0; axis < kNumAxes; axis++) {
+        row_floats_[axis] = odd_lines(floats[axis], sizeof(float));
+        arenas_[axis] = std::make_unique<Memory>((size_t)row_floats_[axis] * rows[axis] * sizeof(float));
     }
+    row_bytes_ = (size_t)odd_lines((int64_t)row_bytes_, 1);
+    const size_t prepared = whole_blocks(std::max(blocks, kSampleChunk)), attended = whole_blocks(max_tokens_);
+    for (int area = 0; area < kNumRowAreas; area++)
+        areas_[area] = std::make_unique<Memory>((area == (int)RowArea::attended ? attended : prepared) * (row_bytes_ + groups_ * 16));
+    for (auto& each : rows_) {
+        const size_t count = each->area == RowArea::attended ? attended : prepared;
+        uint8_t* memory = areas_[(int)each->area]->data();
+        Rows& r = each->rows;
+        r.stride = (int64_t)(row_bytes_ / element_bytes(r.type));
+        r.group_stride = (int32_t)groups_;
+        r.values = memory;
+        r.scales = (float*)(memory += count * row_bytes_);
+        r.scaled_sums = (float*)(memory += count * groups_ * 4);
+        r.sums = (int32_t*)(memory + count * groups_ * 4);
+    }
+    group_stages();
     size_thread_states();
+}
+
+void Executor::group_stages() {
+    const auto joins = [&](int stage) { return !ranges_.empty() && body_[stage]->row_local() && body_[ranges_.back().first]->row_local(); };
+    for (int i = 0; i < (int)body_.size(); i++) {
+        each_.push_back({i, i + 1});
+        if (joins(i))
+            ranges_.back().last = i + 1;
+        else
+            ranges_.push_back({i, i + 1});
+    }
 }
 
 void Executor::size_thread_states() {
@@ -392,6 +242,7 @@ void Executor::size_thread_states() {
         thread.group.resize((size_t)kRowBlock * kGroup);
         thread.product = std::make_unique<Memory>(product_scratch_);
         thread.rows = std::make_unique<Memory>(kFewRows * row_bytes_ + kTile * groups_ * 16 + 128);
+        thread.seconds.resize(body_.size());
         thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));
     }
 }

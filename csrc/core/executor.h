@@ -2,7 +2,8 @@
 //
 // Row-local ops that follow one another (norms, rope, KV writes, adds, a product's conversion of its rows) form one stage
 // that takes each row through all of them; a product, an attention, a draw is a stage of its own. A barrier stands between
-// stages and nowhere else. Stages over `samples` rows form the head, which runs in chunks of at most kSampleChunk rows, so that
+// stages and nowhere else. With many rows there is none between the stages from one attention to the next either: each thread takes a block of
+// rows through all of them, in its own cache. Stages over `samples` rows form the head, which runs in chunks of at most kSampleChunk rows, so that
 // logits never need more memory than that.
 #pragma once
 
@@ -22,13 +23,19 @@ namespace octavo {
 
 constexpr int kSampleChunk = 64;
 constexpr int kFewRows = 4;     // up to so many rows, each thread converts a product's rows for itself: cheaper than a barrier
-constexpr int kRowBlock = 256;  // rows that one piece of a product takes together: their inputs stay in the second-level cache
+constexpr int kRowBlock = 256;  // rows that one piece of a product takes together where threads share a product's outputs
 
-// Where a Value lies: row r of `axis` at arena(axis) + offset * capacity + r * stride + column, in floats.
+// What a Value has rows for. `block`: tokens, where nobody needs it after the stages that a block of rows goes through without a barrier.
+enum class Axis : int32_t { tokens, block, samples };
+constexpr int kNumAxes = 3;
+
+// Where a Value lies, in floats: at `offset` of each row of its axis. A row holds all its Values, so that threads may be at different stages with
+// different rows.
 struct Place {
-    bool samples = false;
+    Axis axis = Axis::tokens;
     int64_t offset = 0;
-    int stride = 0, column = 0, width = 0;
+    int width = 0;
+    bool on_samples() const { return axis == Axis::samples; }
 };
 
 class Executor;
@@ -39,16 +46,19 @@ struct View {
     const Batch& batch;
     const KvMemory& kv;
     int first_sample = 0, num_samples = 0;  // of this chunk
+    int shift = 0;                          // row r of a block lies where row r - shift of `Axis::block` does
 
     int rows(bool samples) const { return samples ? num_samples : batch.num_tokens; }
     float* at(const Place& place, int64_t row) const;
+    int64_t stride(const Place& place) const;  // floats from one row of it to the next
 };
 
 // Memory of one compute thread.
 struct ThreadState {
     std::vector<float> acc[2], group, attention;  // sums of two tiles, a group of 32 columns before its conversion
     std::unique_ptr<Memory> product, rows, sampling;  // scratch of products, rows converted for oneself, scratch of draws
-    int prepared_stage = -1;  // the stage whose rows lie in `rows`
+    int prepared_stage = -1;      // the stage whose rows lie in `rows`
+    std::vector<double> seconds;  // by stage, of the range that is walked; while profiling
 };
 
 // What a stage moves and computes in one step: bytes of weights or of K and V, multiplications and additions.
@@ -72,6 +82,14 @@ struct Stage {
     virtual bool on_samples() const = 0;
     virtual int pieces(const View& view) const = 0;
     virtual void run(const View& view, int piece, ThreadState& thread, int stage) const = 0;
+    // Where no row needs what another computes in this stage: all of it for rows row0 .. row1 - 1 (whole blocks of 16, but for the last).
+    virtual bool row_local() const { return false; }
+    virtual void run_rows(const View&, int /*row0*/, int /*row1*/, ThreadState&) const {}
+};
+
+// Stages first .. last - 1, which a block of rows goes through without a barrier.
+struct StageRange {
+    int first, last;
 };
 
 struct RowOp {
@@ -95,6 +113,16 @@ class RopeAngles {
     std::vector<float> table_;  // [positions][2][n]
 };
 
+// Where rows of a product lie: those that the stage before writes in an area of their own, since that stage may be reading the other; those that an
+// attention writes in one for all tokens, the others in one for blocks of them.
+enum class RowArea { prepared, converted, attended };
+constexpr int kNumRowAreas = 3;
+struct PreparedRows {
+    RowArea area = RowArea::prepared;
+    Rows rows{};
+    int64_t at(const View& view, int64_t row) const { return area == RowArea::attended ? row : row - view.shift; }
+};
+
 struct LinearPart {
     Tiles tiles;
     std::shared_ptr<void> owner;  // keeps the tiles' memory
@@ -109,7 +137,7 @@ struct LinearSpec {
     Norm norm{};
     std::vector<LinearPart> parts;  // gated: gate, then up, into parts[0].out
     bool converted = false;         // the stage before writes x as this product reads it, and no other reads it
-    const Rows* converts = nullptr;  // the next product's rows, in place of the out
+    const PreparedRows* converts = nullptr;  // the next product's rows, in place of the out
     bool gated = false;
     int activation = -1;
     float clamp = 0, alpha = 1, up_offset = 0;
@@ -120,13 +148,7 @@ struct AttentionSpec {
     int group, layer, num_heads, window;
     float scale, softcap;
     const float* sinks;
-    const Rows* converts = nullptr;  // the next product's rows, in place of the out
-};
-
-// Rows of one product. Those that the stage before writes lie in an area of their own: that stage may be reading the other.
-struct PreparedRows {
-    int area = 0;
-    Rows rows{};
+    const PreparedRows* converts = nullptr;  // the next product's rows, in place of the out
 };
 
 class Executor {
@@ -144,7 +166,7 @@ class Executor {
     void share_prefixes(bool share) { share_prefixes_ = share; }
     RopeAngles* add_angles(std::vector<double> inv_freq, double mscale);
     const float* keep(std::vector<float> values);  // parameters that live as long as the executor
-    void finish(int64_t token_floats, int64_t sample_floats);  // floats a row of the two arenas
+    void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats);  // floats of a row of each axis
 
     // -- running ------------------------------------------------------------------------------------------------------------
     void run(const Batch& batch, const KvMemory& kv);
@@ -158,15 +180,17 @@ class Executor {
 
     ThreadPool& pool() const { return pool_; }
     const KernelTable& kernels() const { return kernels_; }
-    float* arena(bool samples) const { return (float*)(samples ? samples_ : tokens_)->data(); }
-    int capacity(bool samples) const { return samples ? kSampleChunk : max_tokens_; }
+    float* arena(Axis axis) const { return (float*)arenas_[(int)axis]->data(); }
+    int64_t row_floats(Axis axis) const { return row_floats_[(int)axis]; }
     const AttentionPlan& plan(int index) const { return plans_[index]; }
     float* partials() const { return (float*)partials_->data(); }
 
   private:
     friend struct Walk;
-    Rows* new_rows(const Tiles& w, int area);
-    void convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, Rows* rows);
+    void record(const Stage& stage, const View& view, double seconds);
+    PreparedRows* new_rows(const Tiles& w);
+    void convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, PreparedRows* rows);
+    void group_stages();
     void size_thread_states();
     void check(const Batch& batch, const KvMemory& kv) const;
     void make_plans(const Batch& batch, const KvMemory& kv);
@@ -175,11 +199,14 @@ class Executor {
     const KernelTable& kernels_;
     const int max_tokens_, vocab_;
     std::vector<std::unique_ptr<Stage>> body_, head_;
+    std::vector<StageRange> each_, ranges_;  // of the body: every stage alone, and row-local neighbours together
+    int64_t row_floats_[kNumAxes] = {};
+    int least_rows_ = 0;  // of a thread, from which it goes by ranges
     std::vector<std::unique_ptr<RopeAngles>> angles_;
     std::vector<std::unique_ptr<std::vector<float>>> kept_;
     std::vector<AttentionPlan> plans_;
     std::vector<std::unique_ptr<PreparedRows>> rows_;
-    std::unique_ptr<Memory> tokens_, samples_, partials_, areas_[2];
+    std::unique_ptr<Memory> arenas_[kNumAxes], areas_[kNumRowAreas], partials_;
     std::vector<ThreadState> threads_;
     std::atomic<uint64_t> stages_done_{0};
     bool profiling_ = false, share_prefixes_ = true;

@@ -16,21 +16,22 @@ namespace octavo {
 namespace {
 
 #ifdef __AMX_INT8__
+constexpr int kRowBlock = 128, kRowsPerByte = 128;  // unpacked codes serve so many
 constexpr auto kProducts = amx_products;
 constexpr auto kScratch = amx_scratch_bytes;
 constexpr auto kBeginStep = forget_configuration;
 #else
-void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t*) {
-    for (int i = 0; i < count; i++) vector_product(*tiles[i].weight, tiles[i].tile, x, row0, num_rows, tiles[i].acc);
-}
+constexpr int kRowBlock = 64, kRowsPerByte = 16;
 size_t no_scratch(const Tiles&) { return 0; }
-constexpr auto kProducts = vector_products;
+constexpr auto kProducts = [](const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t*) { vector_products(tiles, count, x, row0, num_rows); };
 constexpr auto kScratch = no_scratch;
 constexpr auto kBeginStep = [] {};
 #endif
 
 const KernelTable kTable = {
     .name = OCTAVO_LEVEL,
+    .row_block = kRowBlock,
+    .rows_per_byte = kRowsPerByte,
     .begin_step = kBeginStep,
     .prepare_row = prepare_row,
     .tile_products = kProducts,

@@ -126,32 +126,60 @@ void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
 
 OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) { return load((const float*)(tile + w.tile_bytes) - kTile); }
 
-// One digit: a row has a scale for each group, the weights one an output. A last group that only fills the tile up is not read: a product or
-// an attention that writes these rows itself leaves it as it was.
-template <int M>
-void product_i8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
-    constexpr int kVectors = kGroup / 4;
-    const vf scale = scales_of(w, tile);
+// The second digits of a row's outliers, four quads at a time: the list ends in zeros.
+template <int T>
+OCTAVO_INLINE void add_outliers(const OutlierList& list, const uint8_t* const (&tile)[T], vi (&sum)[T]) {
+    const int count = *list.count;
+    for (int i = 0; i < count; i += 4) {
+        vi part[T][2] = {};
+        for (int j = 0; j < 4; j++) {
+            const vi digits = broadcast4(list.digits + 4 * (i + j));
+            for (int t = 0; t < T; t++) part[t][j % 2] = dot4_signed(part[t][j % 2], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i + j])), digits);
+        }
+        for (int t = 0; t < T; t++) sum[t] += part[t][0] + part[t][1];
+    }
+}
+
+// One digit for most numbers of a row, and one d for all. The sums over all inputs of T tiles and M rows stay in registers; then come the
+// few quads with a second digit, row by row. All sums are exact, so that neither T nor M matters.
+template <int M, int T>
+void product_outliers(const TileRef* refs, const Rows& x, int64_t row, int done) {
+    constexpr int kChains = M * T >= 8 ? 1 : 8 / (M * T);  // sums that need not wait for one another
+    const int inputs = x.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
-    vf acc[M] = {};
-    const int groups = (w.num_inputs + kGroup - 1) / kGroup;
-    for (int g = 0; g < groups; g++, tile += 64 * kVectors, q += kGroup) {
-        if (M <= 2) prefetch_ahead<64 * kVectors>(tile);
-        const float* d = x.scales + x.at(row, g);
-        const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
-        vi codes[kVectors];
-        for (int v = 0; v < kVectors; v++) codes[v] = for_dot4_signed(load_i(tile + 64 * v));
-        for (int m = 0; m < M; m++) {
-            const int8_t* at = q + m * x.stride;
-            vi a = kSignedOffset ? splat_i(-kSignedOffset * (first[m] + second[m])) : vi{}, b = {};
-            for (int v = 0; v < kVectors; v += 2) {
-                a = dot4_signed(a, codes[v], broadcast4(at + 4 * v));
-                b = dot4_signed(b, codes[v + 1], broadcast4(at + 4 * v + 4));
+    const uint8_t* tile[T];
+    for (int t = 0; t < T; t++) tile[t] = refs[t].weight->data + (size_t)refs[t].tile * refs[t].weight->tile_bytes;
+    vi sum[T][M][kChains] = {};
+    for (int k = 0; k < inputs; k += 4 * kChains) {
+        for (int c = 0; c < kChains; c++) {
+            const size_t at = k + 4 * c;
+            vi codes[T];
+            for (int t = 0; t < T; t++) {
+                if (M <= 2)
+                    prefetch_ahead<64>(tile[t] + 16 * at);
+                else if (done == 0)  // the tiles after these: other rows will meet these in a cache
+                    __builtin_prefetch(tile[t] + T * refs[t].weight->tile_bytes + 16 * at, 0, 2);
+                codes[t] = for_dot4_signed(load_i(tile[t] + 16 * at));
             }
-            acc[m] = fma(to_float(a + b), splat(d[m]), acc[m]);
+            for (int m = 0; m < M; m++) {
+                const vi digits = broadcast4(q + m * x.stride + at);
+                for (int t = 0; t < T; t++) sum[t][m][c] = dot4_signed(sum[t][m][c], codes[t], digits);
+            }
         }
     }
-    for (int m = 0; m < M; m++) store(acc_out + 16 * m, acc[m] * scale);
+    vf scale[T];
+    for (int t = 0; t < T; t++) scale[t] = scales_of(*refs[t].weight, tile[t]);
+    for (int m = 0; m < M; m++) {
+        const int32_t *first = x.sums + x.half_at(row + m, 0, 0), *second = first + kTile;
+        vi more[T] = {};
+        add_outliers<T>(OutlierList((int8_t*)q + m * x.stride, inputs), tile, more);
+        for (int t = 0; t < T; t++) {
+            vi whole = sum[t][m][0] - kSignedOffset * *first;
+            for (int c = 1; c < kChains; c++) whole += sum[t][m][c];
+            const vf value = fma(to_float(more[t] - kSignedOffset * *second), splat(kOutlierDigit), to_float(whole));
+            store(refs[t].acc + 16 * (done + m), value * (scale[t] * x.scales[x.at(row + m, 0)]));
+        }
+    }
 }
 
 // What the sums over all inputs of code * digit, for the two digits of a row, come to.
@@ -236,7 +264,7 @@ Product choose_scaled(const Tiles& w) {
 template <int M>
 Product choose(const Tiles& w) {
     switch (w.code) {
-        case Code::i8: return kTwoDigits ? product_whole<M> : product_i8<M>;
+        case Code::i8: return product_whole<M>;
         case Code::bf16: return product_bf16<M>;
         case Code::fp16: return product_float<M, true>;
         case Code::fp32: return product_float<M, false>;
@@ -267,11 +295,35 @@ void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int n
     run(choose<1>(w), 1);
 }
 
+template <int T>
+void outlier_products(const TileRef* tiles, const Rows& x, int64_t row0, int num_rows) {
+    int done = 0;
+    const auto run = [&](auto product, int rows) {
+        for (; num_rows - done >= rows; done += rows) product(tiles, x, row0 + done, done);
+    };
+    if constexpr (kMostRows >= 8) run(product_outliers<8, T>, 8);
+    run(product_outliers<4, T>, 4);
+    run(product_outliers<2, T>, 2);
+    run(product_outliers<1, T>, 1);
+}
+
+// One tile or two.
+[[maybe_unused]] void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
+    constexpr int kTogether = kMostRows >= 8 ? 2 : 1;  // as many as registers hold
+    if (x.type != RowType::outliers) {
+        for (int i = 0; i < count; i++) vector_product(*tiles[i].weight, tiles[i].tile, x, row0, num_rows, tiles[i].acc);
+    } else if (count == kTogether) {
+        outlier_products<kTogether>(tiles, x, row0, num_rows);
+    } else {
+        for (int i = 0; i < count; i++) outlier_products<1>(tiles + i, x, row0, num_rows);
+    }
+}
+
 RowType row_type(Code code) {
     switch (code) {
         case Code::u4: return kTwoDigits ? RowType::digits : RowType::int8;
         case Code::u8: return RowType::int8;
-        case Code::i8: return kTwoDigits ? RowType::whole : RowType::int8;
+        case Code::i8: return kTwoDigits ? RowType::whole : RowType::outliers;
         case Code::bf16: return RowType::bf16;
         default: return RowType::fp32;
     }

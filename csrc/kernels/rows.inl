@@ -1,4 +1,4 @@
-// Rows before a product: RMS norm, layer norm, and conversion to integers (groups or whole rows, one digit or two), bf16 or fp32. One row never sees another.
+// Rows before a product: RMS norm, layer norm, and conversion to integers (groups or whole rows, one digit, two, or a second for outliers), bf16 or fp32. One row never sees another.
 #pragma once
 #include "simd.h"
 #include "table.h"
@@ -24,12 +24,19 @@ struct Normalizer {
         return sum_lanes(total);
     }
     float sum_of_squares(const float* x, int k) const {
-        vf total = {};
+        vf total = {}, chains[4] = {};  // sums that need not wait for one another
         int i = 0;
+        for (; i + 4 * kLanes <= k; i += 4 * kLanes) {
+            for (int c = 0; c < 4; c++) {
+                const vf v = load(x + i + c * kLanes) - mean;
+                chains[c] = fma(v, v, chains[c]);
+            }
+        }
         for (; i + kLanes <= k; i += kLanes) {
             const vf v = load(x + i) - mean;
             total = fma(v, v, total);
         }
+        total += (chains[0] + chains[1]) + (chains[2] + chains[3]);
         if (i < k) {
             vf v = load_first(x + i, k - i) - mean;
             v = select((vi)(iota() < k - i), v, vf{});
@@ -68,6 +75,9 @@ OCTAVO_INLINE void store_int8(int8_t* q, vi n) {
 }
 
 OCTAVO_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
+
+// One digit of a byte holds numbers of up to so many times their row's mean magnitude.
+constexpr float kOutlierMeans = 6;
 
 // Groups of 32 share d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d NaN, so that it shows downstream.
 // With kDigits d = absmax / 1016, and what is stored are two digits, 8 first + second.
@@ -108,7 +118,8 @@ OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t inde
     switch (rows.type) {
         case RowType::int8: return put_integers<false>(half, rows, index, g);
         case RowType::digits: return put_integers<true>(half, rows, index, g);
-        case RowType::whole: return;  // not by groups: put_whole
+        case RowType::whole:
+        case RowType::outliers: return;  // not by groups: put_whole, put_with_outliers
         case RowType::bf16:
             store_bf16((uint16_t*)rows.values + at, half[0]);
             return store_bf16((uint16_t*)rows.values + at + kLanes, half[1]);
@@ -145,9 +156,70 @@ OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int
     rows.scales[rows.at(index, 0)] = largest / kLargest + check;
 }
 
+// Appends the quads of sixteen with a second digit, of which the first is quad `first`. No branch: which quads these are cannot be foreseen.
+OCTAVO_INLINE int append_outliers(const int8_t (&seconds)[4 * kLanes], int first, const OutlierList& list, int count) {
+#if defined(__AVX512F__)
+    const __m512i digits = (__m512i)load_i(seconds);
+    const __mmask16 some = _mm512_test_epi32_mask(digits, digits);
+    store_i(list.quads + count, (vi)_mm512_maskz_compress_epi32(some, (__m512i)(iota() + first)));
+    store_i(list.digits + 4 * (int64_t)count, (vi)_mm512_maskz_compress_epi32(some, digits));
+    return count + __builtin_popcount(some);
+#else
+    for (int i = 0; i < kLanes; i++) {
+        list.quads[count] = first + i;
+        std::memcpy(list.digits + 4 * (int64_t)count, seconds + 4 * i, 4);
+        count += (seconds[4 * i] | seconds[4 * i + 1] | seconds[4 * i + 2] | seconds[4 * i + 3]) != 0;
+    }
+    return count;
+#endif
+}
+
+// A row that shares a d for which its numbers' mean magnitude is 127 / kOutlierMeans: what is larger than 127 d is an outlier. d is smaller where
+// there are none, and larger where one would need a third digit. Not-a-numbers show as in put_integers.
+template <typename Lanes>
+OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& rows, int64_t index) {
+    constexpr float kLargest = 127.0f * (kOutlierDigit + 1);
+    static_assert(kOutlierDigit == 255);  // what the shift below is for
+    const int padded = rows.num_groups * kGroup;
+    int8_t* q = (int8_t*)rows.values + index * rows.stride;
+    vf most{}, total{};
+    for (int i = 0; i < k; i += kLanes) {
+        const vf v = absolute(lanes_at(i));
+        most = max(most, v);
+        total += v;
+    }
+    const float largest = max_lanes(most), sum = sum_lanes(total);
+    const bool finite = sum < INFINITY;  // false with a NaN too
+    const float with_outliers = std::max(kOutlierMeans / 127 * sum / (float)k, largest / kLargest);
+    const float d = finite ? std::min(largest / 127, with_outliers) : NAN;
+    const float inverse = d >= std::numeric_limits<float>::min() ? 1 / d : 0.0f;
+    const OutlierList list(q, padded);
+    int count = 0;
+    vi sums[2] = {};
+    for (int i = 0; i < padded; i += 4 * kLanes) {
+        alignas(64) int8_t seconds[4 * kLanes];
+        for (int j = 0; j < 4 * kLanes; j += kLanes) {
+            const vi whole = i + j < k && finite ? round_to_int(lanes_at(i + j) * inverse) : vi{};
+            const vi second = round_to_int(to_float(whole) * (1.0f / kOutlierDigit)), first = whole - (second << 8) + second;
+            store_int8(q + i + j, first);
+            store_int8(seconds + j, second);
+            sums[0] += first;
+            sums[1] += second;
+        }
+        count = append_outliers(seconds, i / 4, list, count);
+    }
+    store_i(list.quads + count, vi{});
+    store_i(list.digits + 4 * (int64_t)count, vi{});
+    *list.count = count;
+    for (int digit = 0; digit < 2; digit++) rows.sums[rows.half_at(index, 0, digit)] = sum_lanes_i(sums[digit]);
+    rows.scales[rows.at(index, 0)] = d;
+}
+
 void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
     const Normalizer normal(x, k, norm);
-    if (rows.type == RowType::whole) return put_whole([&](int i) { return normal.at(x, i, k - i < kLanes ? k - i : kLanes); }, k, rows, index);
+    const auto lanes_at = [&](int i) { return normal.at(x, i, k - i < kLanes ? k - i : kLanes); };
+    if (rows.type == RowType::whole) return put_whole(lanes_at, k, rows, index);
+    if (rows.type == RowType::outliers) return put_with_outliers(lanes_at, k, rows, index);
     for (int g = 0; g < rows.num_groups; g++) {
         vf half[2];
         for (int h = 0; h < 2; h++) {

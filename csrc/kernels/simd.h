@@ -140,6 +140,17 @@ OCTAVO_INLINE int32_t max_lanes_i(vi v) {
 OCTAVO_INLINE vi max_i(vi a, vi b) {
     return each([](RegisterI x, RegisterI y) { return x > y ? x : y; }, a, b);
 }
+// Whether any lane of a comparison's result is set.
+OCTAVO_INLINE bool any_lane(vi mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    const __m256i both = (__m256i)(mask.low | mask.high);
+    return !_mm256_testz_si256(both, both);
+#else
+    return max_lanes_i(mask & 1) != 0;
+#endif
+}
 // Of sixteen int8 in a row.
 OCTAVO_INLINE int32_t sum_bytes(const int8_t* p) {
 #if defined(__SSE2__)

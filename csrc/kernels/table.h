@@ -52,20 +52,22 @@ struct TileRef {
 
 // -- rows on their way into a product ------------------------------------------------------------------------------------
 
-enum class RowType : int32_t { int8, digits, whole, bf16, fp32 };
-constexpr int kNumRowTypes = 5;
-constexpr const char* kRowTypeNames[kNumRowTypes] = {"int8", "digits", "whole", "bf16", "fp32"};
-constexpr int digits_of(RowType type) { return type == RowType::digits || type == RowType::whole ? 2 : 1; }
-constexpr int kDigit = 8;         // what the first of two digits counts
-constexpr int kWholeDigit = 128;  // and where a whole row shares its scale
+enum class RowType : int32_t { int8, digits, whole, outliers, bf16, fp32 };
+constexpr int kNumRowTypes = 6;
+constexpr const char* kRowTypeNames[kNumRowTypes] = {"int8", "digits", "whole", "outliers", "bf16", "fp32"};
+constexpr int kDigit = 8;           // what the first of two digits counts
+constexpr int kWholeDigit = 128;    // and where a whole row shares its scale
+constexpr int kOutlierDigit = 255;  // what the second digit counts of a number that one does not hold
 
 // Rows as a product reads them. int8, and digits (4-bit weights on the tile unit): per group of 32 inputs d (`scales`), the sums of
 // the group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`). These three lie in blocks of 16 rows, so that a
-// kernel finds the numbers of its rows side by side: [rows / 16][groups][16] (sums: [rows / 16][groups][2][16]).
+// kernel finds the numbers of its rows side by side: [rows / 16][group stride][16] (sums: [rows / 16][group stride][2][16]).
 //   int8    d = absmax / 127, q = x / d:           values [rows][groups][32]
 //   digits  d = absmax / 1016, q = 8 first + second: values [rows][groups][2 digits][32], first in -127 .. 127, second in -4 .. 3
 // whole (weights with one scale an output, on the tile unit): one d for the row, absmax / 16319, and q = 128 first + second:
 //   values [rows][2 digits][32 groups], first in -127 .. 127, second in -64 .. 63; `scales` and `sums` (of each digit) lie where group 0's do
+// outliers (the same weights, without the tile unit): one d for the row, which most numbers of it fit in one digit of, and
+//   q = first + 255 second, both in -127 .. 127: values [rows] of first [32 groups], then an OutlierList's arrays; `scales` and `sums` as with whole
 // bf16, fp32: values [rows][stride]. Strides count elements.
 struct Rows {
     RowType type;
@@ -74,11 +76,35 @@ struct Rows {
     float* scales;
     int32_t* sums;
     float* scaled_sums;
-    int32_t num_groups;
+    int32_t num_groups, group_stride;  // groups of a row, and from one block of 16 rows to the next
 
-    size_t at(int64_t row, int g) const { return ((size_t)(row / kTile) * num_groups + g) * kTile + row % kTile; }
-    size_t half_at(int64_t row, int g, int half) const { return (((size_t)(row / kTile) * num_groups + g) * 2 + half) * kTile + row % kTile; }
+    size_t at(int64_t row, int g) const { return ((size_t)(row / kTile) * group_stride + g) * kTile + row % kTile; }
+    size_t half_at(int64_t row, int g, int half) const { return (((size_t)(row / kTile) * group_stride + g) * 2 + half) * kTile + row % kTile; }
 };
+
+// Quads (four neighbouring inputs) of a row of which one number at least has a second digit, and their second digits, in memory behind the row's first
+// digits. Behind the last follow zeros, as many as kUnrolled at least.
+struct OutlierList {
+    static constexpr int kUnrolled = 16;
+    int32_t* count;
+    int32_t* quads;
+    int8_t* digits;  // [..][4]
+
+    static int64_t capacity(int64_t inputs) { return inputs / 4 + kUnrolled; }
+    static int64_t num_bytes(int64_t inputs) { return 64 + 8 * capacity(inputs); }
+    OutlierList(int8_t* row, int64_t inputs) : count((int32_t*)(row + inputs)), quads(count + 16), digits((int8_t*)(quads + capacity(inputs))) {}
+};
+
+// Elements that one row takes.
+inline int64_t row_elements(RowType type, int num_groups) {
+    const int64_t inputs = (int64_t)num_groups * kGroup;
+    switch (type) {
+        case RowType::digits:
+        case RowType::whole: return 2 * inputs;
+        case RowType::outliers: return inputs + OutlierList::num_bytes(inputs);
+        default: return inputs;
+    }
+}
 
 struct Norm {
     const float* weight;  // null: no norm
@@ -153,6 +179,10 @@ struct SampleArgs;
 
 struct KernelTable {
     const char* name;
+    // Rows that one thread takes through several stages, so that what they need stays in its second-level cache.
+    int row_block;
+    // So many rows take as long to multiply with a weight as a byte of it takes to be read: from there on a thread may read all weights.
+    int rows_per_byte;
     // Called before a step by the thread that asks for it: other code may have used the tile unit on that thread since.
     void (*begin_step)();
     // Makes `rows` ready in place `index` out of x [K]: norm where one is set, then conversion.

@@ -160,17 +160,17 @@ std::vector<Row> plain_logits(const Model& model, const std::vector<int>& tokens
 // -- the executor ----------------------------------------------------------------------------------------------------------
 
 struct Arena {
-    bool samples;
+    Axis axis;
     int64_t used = 0;
     Place place(int width) {
         const int stride = (width + 15) / 16 * 16;
-        const Place p{samples, used, stride, 0, width};
+        const Place p{axis, used, width};
         used += stride;
         return p;
     }
 };
 
-Place columns(const Place& whole, int first, int width) { return Place{whole.samples, whole.offset, whole.stride, first, width}; }
+Place columns(const Place& whole, int first, int width) { return Place{whole.axis, whole.offset + first, width}; }
 
 LinearPart part(const Matrix2& m, const Place& out, const Place* residual = nullptr) {
     LinearPart p{m.packed.tiles, m.packed.memory, out};
@@ -195,8 +195,8 @@ LinearSpec converted(const Place& x, LinearPart only) {
 }
 
 void build(Executor& e, const Model& model) {
-    Arena tokens{false}, samples{true};
-    const Place x = tokens.place(kHidden), qkv = tokens.place(kQ + 2 * kKv), attended = tokens.place(kQ), inner = tokens.place(kInner);
+    Arena tokens{Axis::tokens}, block{Axis::block}, samples{Axis::samples};
+    const Place x = tokens.place(kHidden), qkv = tokens.place(kQ + 2 * kKv), attended = tokens.place(kQ), inner = block.place(kInner);
     const Place q = columns(qkv, 0, kQ), k = columns(qkv, kQ, kKv), v = columns(qkv, kQ + kKv, kKv);
     const Place sampled = samples.place(kHidden), logits = samples.place(kVocab);
     const RopeAngles* angles = e.add_angles(model.inv_freq, 1);
@@ -217,7 +217,7 @@ void build(Executor& e, const Model& model) {
     e.add_row_op(true, make_gather(x, sampled));
     e.add_linear(linear(sampled, {part(model.head, logits)}, &model.final_norm));
     e.add_sampling(logits);
-    e.finish(tokens.used, samples.used);
+    e.finish(tokens.used, block.used, samples.used);
 }
 
 struct Request {
@@ -399,12 +399,12 @@ void test_draws(const KernelTable& kernels) {
     ThreadPool pool(4);
     Executor executor(pool, kernels, 200, kVocab);
     const Matrix2 table(kRows, kVocab, 77, Format::fp32, pool);
-    Arena tokens{false}, samples{true};
+    Arena tokens{Axis::tokens}, samples{Axis::samples};
     const Place x = tokens.place(kVocab), logits = samples.place(kVocab);
     executor.add_row_op(false, make_embedding(table.packed.tiles, table.packed.memory, x, 1, false, 0));
     executor.add_row_op(true, make_gather(x, logits));
     executor.add_sampling(logits);
-    executor.finish(tokens.used, samples.used);
+    executor.finish(tokens.used, 0, samples.used);
     std::vector<int32_t> ids(kRows), slots(kRows, -1), starts = {0, kRows}, context = {0}, block = {0};
     for (int i = 0; i < kRows; i++) ids[i] = i;
     KvMemory kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}});

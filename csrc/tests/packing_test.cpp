@@ -71,16 +71,16 @@ void check_rows(const KernelTable& kernels, const PackedTiles& packed, const Exa
 // Rows whose quantisation is exact (codes times a power of two), so that a product is known to fp32's rounding.
 void check_products(const KernelTable& kernels, const PackedTiles& packed, const Example& e) {
     constexpr int kRows = 37;
-    const int padded = packed.tiles.num_groups * kGroup, blocks = (kRows + kTile - 1) / kTile * kTile;
+    const int blocks = (kRows + kTile - 1) / kTile * kTile;
     std::mt19937 generator(5);
     Floats x((size_t)kRows * e.inputs);
     for (float& value : x) value = (float)((int)(generator() % 255) - 127) / 64;
     for (int r = 0; r < kRows; r++)
         for (int k = 0; k < e.inputs; k += kGroup) x[(size_t)r * e.inputs + k] = 127.0f / 64;
     const RowType type = kernels.row_type(packed.tiles.code);
-    const int stride = padded * digits_of(type);
+    const int stride = (int)row_elements(type, packed.tiles.num_groups);
     Memory values((size_t)blocks * stride), scales((size_t)blocks * packed.tiles.num_groups * 4), sums(scales.size() * 2), scaled(scales.size());
-    const Rows rows{type, values.data(), stride, (float*)scales.data(), (int32_t*)sums.data(), (float*)scaled.data(), packed.tiles.num_groups};
+    const Rows rows{type, values.data(), stride, (float*)scales.data(), (int32_t*)sums.data(), (float*)scaled.data(), packed.tiles.num_groups, packed.tiles.num_groups};
     for (int r = 0; r < kRows; r++) kernels.prepare_row(x.data() + (size_t)r * e.inputs, e.inputs, Norm{}, rows, r);
     Memory scratch(kernels.scratch_bytes(packed.tiles));
     Floats product((size_t)kRows * kTile);

@@ -59,8 +59,21 @@ def quantised(x, largest_code, group):
     return np.rint(groups * inverse[..., None]).astype(np.float64), (largest / np.float32(largest_code)).astype(np.float64)
 
 
+def with_outliers(x):
+    """`q [T, 1, K]` and `d [T, 1]` of rows whose largest numbers have a second digit (decision 0018), in fp32 and in the kernels' order."""
+    magnitudes = np.pad(abs(x), ((0, 0), (0, -x.shape[1] % 16))).astype(np.float32)
+    lanes = magnitudes.reshape(len(x), -1, 16)
+    sums = np.add.accumulate(lanes, axis=1, dtype=np.float32)[:, -1]
+    for width in (8, 4, 2, 1):
+        sums = sums[:, :width] + sums[:, width : 2 * width]
+    largest, f32 = magnitudes.max(axis=1), np.float32
+    d = np.minimum(largest / f32(127), np.maximum(f32(6) / f32(127) * sums[:, 0] / f32(x.shape[1]), largest / f32(127 * 256)))
+    inverse = np.divide(f32(1), d, out=np.zeros_like(d), where=d > 0)
+    return np.rint(x.astype(np.float32) * inverse[:, None]).astype(np.float64)[:, None], d.astype(np.float64)[:, None]
+
+
 def two_digits(level):
-    """Whether rows beside 4-bit codes, and beside codes with one scale an output, have two digits (decision 0017)."""
+    """Whether rows beside 4-bit codes, and beside codes with one scale an output, have two digits (decisions 0017 and 0018)."""
     return level == "amx"
 
 
@@ -71,11 +84,12 @@ def as_multiplied(weight, x, *, two_digits):
         return rounded, abs(x) * 2.0**-8
     if weight.is_float:
         return x.astype(np.float64), np.zeros(x.shape)
-    if weight.activation == "per_token" and two_digits:
-        largest_code, group = 16319, x.shape[1]
+    if weight.activation == "per_token":
+        group = x.shape[1]
+        q, d = quantised(x, 16319, group) if two_digits else with_outliers(x)
     else:
-        largest_code, group = 1016 if weight.bits == 4 and two_digits else 127, GROUP
-    q, d = quantised(x, largest_code, group)
+        group = GROUP
+        q, d = quantised(x, 1016 if weight.bits == 4 and two_digits else 127, group)
     seen = (q * d[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
     return seen, np.repeat(d, group, axis=1)[:, : x.shape[1]] * 0.5001
 
@@ -103,10 +117,12 @@ def check_product(case, level, wanted, terms, drift=0.0):
 
 
 def rows_of(k, seed=3):
-    """Rows of many sizes; one of zeros, and one that has a group of zeros."""
+    """Rows of many sizes; one of zeros, one that has a group of zeros, and two with outliers."""
     x = normal(NUM_ROWS, k, seed=seed) * np.exp(rng(seed).normal(size=(NUM_ROWS, 1))).astype(np.float32)
     x[4] = 0
     x[6, :GROUP] = 0
+    x[7, ::5] *= 60  # more numbers beyond the others than one digit holds
+    x[8, k // 2] *= 1e4
     return x
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.backends.base import FormatOf
-from octavo.backends.native.lower import GROUP, body_first, stages_of
+from octavo.backends.native.lower import GROUP, body_first, ranges_of, stages_of
 from octavo.errors import UnsupportedModel
 from octavo.program.ops import Embedding, GroupedLinear, Linear
 from octavo.program.passes.plan import plan
@@ -107,8 +107,8 @@ def _tile_bytes(weight: Weight, code: tuple[str, float]) -> int:
 
 
 def _step_bytes(fused: Program, max_tokens: int) -> int:
-    """The arena, and two areas of rows converted for products: two digits or a bf16 for each input, four numbers for each group."""
+    """At most: the arena, and two areas of rows converted for products, up to three bytes for each input and four numbers for each group."""
     program = body_first(fused)
-    floats = plan(program, stages_of(program)).row_floats
+    floats = plan(program, stages_of(program), ranges_of(program)).row_floats
     widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
-    return max_tokens * (4 * floats.get("tokens", 0) + 2 * (2 * widest + 16 * -(-widest // GROUP)))
+    return max_tokens * (4 * floats.get("tokens", 0) + 4 * floats.get("block", 0) + 2 * (3 * widest + 16 * -(-widest // GROUP)))

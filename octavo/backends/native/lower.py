@@ -36,8 +36,8 @@ MAX_KEY_WIDTH = 1024
 GROUP = 32
 """Inputs that share an activation scale (csrc/kernels/table.h)."""
 
-Span = tuple[bool, int, int, int, int]
-"""(samples axis?, offset, stride, column, width): a Place as the bindings take it."""
+Span = tuple[str, int, int]
+"""(axis, offset, width): a Place as the bindings take it."""
 
 LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None]
 """(tiles, columns of the out, bias, columns of the residual) of one weight of a Linear."""
@@ -92,6 +92,17 @@ def stages_of(program: Program) -> list[int]:
     return stages
 
 
+def ranges_of(program: Program) -> list[int]:
+    """The range of each op: those that follow one another without an attention, through which a block of rows goes without a barrier."""
+    ranges: list[int] = []
+    previous: Op | None = None
+    for op in program.ops:
+        joins = previous is not None and not isinstance(op, ops.Attention) and not isinstance(previous, ops.Attention) and _axis(op) == _axis(previous)
+        ranges.append((ranges[-1] if ranges else 0) + (0 if joins else 1))
+        previous = op
+    return ranges
+
+
 def _axis(op: Op) -> str:
     return op.outputs[0].axis if op.outputs else op.inputs[0].axis
 
@@ -104,7 +115,7 @@ class Lowering:
         self._builder = builder
         self._tiles = tiles
         self._floats = floats
-        self._plan: Plan = plan(program, stages_of(program))
+        self._plan: Plan = plan(program, stages_of(program), ranges_of(program))
         self._angles: dict[ops.RopeTable, int] = {}
         self._num_readers = Counter(value for op in program.ops for value in op.inputs)
         self._num_readers.update(program.outputs.values())
@@ -118,11 +129,11 @@ class Lowering:
             self._before = op
         self._builder.sampling(self._span(self._program.outputs["logits"]))
         floats = self._plan.row_floats
-        self._builder.finish(floats.get("tokens", 0), floats.get("samples", 0))
+        self._builder.finish(*(floats.get(axis, 0) for axis in ("tokens", "block", "samples")))
 
     def _span(self, value: Value) -> Span:
         place = self._plan.places[value.name]
-        return (place.axis == "samples", place.offset, place.stride, place.column, place.width)
+        return (place.axis, place.offset, place.width)
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -192,7 +203,7 @@ class Lowering:
         before = self._before
         if op.norm is not None or before is None or op.x not in before.outputs or self._num_readers[op.x] > 1:
             return False
-        if any(self._tiles(weight).row_type == "whole" for weight in op.weights_):
+        if any(self._tiles(weight).row_type in ("whole", "outliers") for weight in op.weights_):
             return False
         if isinstance(before, ops.Attention):
             fits = self._program.groups[self._program.group_index(before.group)].v_width % GROUP == 0
@@ -235,8 +246,8 @@ class Lowering:
 
 def _cut(span: Span, column: int, width: int) -> Span:
     """Some neighbouring columns of a span."""
-    samples, offset, stride, first, _ = span
-    return (samples, offset, stride, first + column, width)
+    axis, offset, _ = span
+    return (axis, offset + column, width)
 
 
 def _gate_numbers(gate: ops.Gate | None) -> tuple[int, float, float, float]:

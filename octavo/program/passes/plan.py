@@ -1,8 +1,7 @@
 """The plan pass: where each Value lies, in one arena a row axis, buffers reused once nobody reads them any more.
 
 Knows ops and Values; the executor says which ops run together (a stage), for within a stage rows are at different ops at the
-same time and no memory may change its owner. A Place is in floats: row r of a Value starts at
-`offset * capacity + r * stride + column`, with `capacity` the most rows of its axis.
+same time and no memory may change its owner. A Place is in floats: a row of an axis holds all its Values, each at its `offset`.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap)
 @dataclass(frozen=True, slots=True)
 class Place:
     axis: str
+    """tokens, block or samples."""
     offset: int
-    stride: int
-    column: int
     width: int
 
 
@@ -46,14 +44,22 @@ class _Buffer:
     columns: dict[Value, int] = field(default_factory=dict)
 
 
-def plan(program: Program, stages: list[int]) -> Plan:
-    """`stages[i]` is the stage of op i, not decreasing. The Program's outputs live to the end."""
+def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
+    """`stages[i]` and `ranges[i]` are the stage and the range of op i, not decreasing. The Program's outputs live to the end.
+
+    A range is stages that an executor may take a few rows through at a time. What is only read in the range that makes it lies
+    on an axis of its own, `block`, which needs no more rows than are on their way at once.
+    """
     buffers = _make_buffers(program, stages)
+    range_of = dict(zip(stages, ranges, strict=True))
+    for buffer in buffers:
+        if buffer.axis == "tokens" and range_of[buffer.first] == range_of[buffer.last]:
+            buffer.axis = "block"
     row_floats: dict[str, int] = {}
     for axis in {buffer.axis for buffer in buffers}:
         row_floats[axis] = _place_all([buffer for buffer in buffers if buffer.axis == axis])
     places = {
-        value.name: Place(buffer.axis, buffer.offset, buffer.stride, column, value.width)
+        value.name: Place(buffer.axis, buffer.offset + column, value.width)
         for buffer in buffers
         for value, column in buffer.columns.items()
     }
