@@ -199,7 +199,7 @@ static int64_t odd_lines(int64_t elements, int64_t element) {
 
 void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats) {
     const auto whole_blocks = [](int rows) { return (size_t)(rows + kTile - 1) / kTile * kTile; };
-    const int blocks = std::min(max_tokens_, pool_.num_threads() * kernels_.row_block);
+    const int blocks = pool_.num_threads() * kernels_.row_block;
     const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats};
     const int rows[kNumAxes] = {max_tokens_, blocks, kSampleChunk};
     for (int axis = 0; axis < kNumAxes; axis++) {

@@ -199,7 +199,8 @@ struct AttentionStage : Stage {
     void run(const View& view, int piece, ThreadState& thread, int) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
-        const AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), spec.converts ? &spec.converts->rows : nullptr, view.stride(spec.q), view.stride(spec.out), kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
+        const Rows* converted = spec.converts ? &spec.converts->rows : nullptr;
+        const AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), converted, view.stride(spec.q), view.stride(spec.out), kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
         const int each = (int)(merges ? plan.merged.size() : plan.works.size()), index = piece % each;
         AttentionPiece work{};
         work.positions = view.batch.positions;

@@ -2,9 +2,9 @@
 //
 // One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g of 32 inputs,
 // in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where isum is the exact int32 sum of
-// (code - zero_point) * q and sum that of q. With one scale an output, acc = fma(float(isum), d, acc) and the scale comes last. Where
-// the level has the tile unit, rows beside 4-bit codes have two digits, and rows beside codes with one scale an output have two digits
-// and one d, so that exact sums run over all inputs and are scaled once, by `scale_whole`. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
+// (code - zero_point) * q and sum that of q. Rows beside codes with one scale an output have one d, so that exact sums run over all inputs
+// and are scaled once; their numbers have two digits where the level has the tile unit (`scale_whole`), elsewhere most have one (`product_outliers`). Rows beside 4-bit
+// codes have two digits with the tile unit. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
 // `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
 #pragma once
 #include "dots.h"

@@ -107,7 +107,7 @@ def _tile_bytes(weight: Weight, code: tuple[str, float]) -> int:
 
 
 def _step_bytes(fused: Program, max_tokens: int) -> int:
-    """At most: the arena, and two areas of rows converted for products, up to three bytes for each input and four numbers for each group."""
+    """At most: the arena, and two areas of rows converted for products: three bytes for each input, four numbers for each group."""
     program = body_first(fused)
     floats = plan(program, stages_of(program), ranges_of(program)).row_floats
     widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))

@@ -97,7 +97,8 @@ def ranges_of(program: Program) -> list[int]:
     ranges: list[int] = []
     previous: Op | None = None
     for op in program.ops:
-        joins = previous is not None and not isinstance(op, ops.Attention) and not isinstance(previous, ops.Attention) and _axis(op) == _axis(previous)
+        alone = previous is None or isinstance(op, ops.Attention) or isinstance(previous, ops.Attention)
+        joins = not alone and previous is not None and _axis(op) == _axis(previous)
         ranges.append((ranges[-1] if ranges else 0) + (0 if joins else 1))
         previous = op
     return ranges
