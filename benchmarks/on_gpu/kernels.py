@@ -22,14 +22,13 @@ from octavo.backends.base import BLOCK_SIZE
 from octavo.backends.torch.attention import AttentionCall
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.plain import PlainKernels
-from octavo.backends.torch.sampling import Wants, draw
+from octavo.backends.torch.sampling import GREEDY, draw
 from octavo.backends.torch.triton.attention import TritonAttention
 from octavo.backends.torch.triton.kernels import TritonKernels
 from octavo.backends.torch.weights import DeviceWeight, Product
 from octavo.checkpoint.dummy import DummyWeights
 from octavo.program.program import Weight
 
-GREEDY = Wants(draws=False, cuts=False, biased=False, masked=False, penalised=False, num_top=-1)
 CACHE_BYTES = 256 << 20
 """More than any GPU's cache holds."""
 

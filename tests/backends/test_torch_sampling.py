@@ -1,12 +1,14 @@
 """Drawing tokens in torch against the reference sampler, as native is tested: a draw's borders may lie 1e-6 elsewhere, no more."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from octavo.backends import sampling
 from octavo.backends.torch.plain import PlainKernels
-from octavo.backends.torch.sampling import draw, draw_arrays, part_of, result_of, uniforms, wants_of
+from octavo.backends.torch.sampling import GREEDY, draw, draw_arrays, part_of, result_of, uniforms, wants_of
 from tests.backends.test_native_sampling import check, drawn, random_batch, random_logits
 
 
@@ -33,6 +35,18 @@ def test_random_batches(rows, vocab, seed):
             check(logits[at], part, found, sampling.sample(logits[at], part), tokens[at])
         np.testing.assert_array_equal(found.failed, wanted.failed[at])
         start = at.stop
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_logit_alone_is_what_a_draw_at_temperature_0_gives(dtype):
+    """Equals, infinities and NaN too: one row that asks for a logprob takes them all the other way."""
+    logits = (torch.randn(9, 700) * 3).round().to(dtype)
+    logits[2, 5], logits[3], logits[4, 7], logits[5, 0], logits[6, 699] = torch.nan, -torch.inf, torch.inf, -torch.inf, 40.0
+    inputs = {"target_ids": torch.full((9,), -1, dtype=torch.int32)}
+    found = draw(logits, inputs, GREEDY, PlainKernels())
+    wanted = draw(logits, inputs, dataclasses.replace(GREEDY, num_top=0), PlainKernels())
+    assert torch.equal(found.token_ids, wanted.token_ids) and torch.equal(found.failed, wanted.failed)
+    assert found.failed.tolist() == [False, False, True, True, True, False, False, False, False] and found.token_ids[6] == 699
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-5, 1e4])

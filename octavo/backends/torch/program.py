@@ -241,7 +241,7 @@ class TorchProgram:
         drawn: list[Drawn] = []
         for index, part in enumerate(draws):
             own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
-            one = self._drawn(values_of(part.chunk)[self.program.outputs["logits"].name].float(), own, part.wants)
+            one = self._drawn(values_of(part.chunk)[self.program.outputs["logits"].name], own, part.wants)
             self._keep_last_tokens(own, one)
             drawn.append(fetch.take_drawn(one))
         return lambda: StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))

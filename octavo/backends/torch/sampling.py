@@ -49,6 +49,10 @@ class Wants:
     """-1: no logprobs."""
 
 
+GREEDY = Wants(draws=False, cuts=False, biased=False, masked=False, penalised=False, num_top=-1)
+"""The largest logit of each row, and nothing else."""
+
+
 def part_of(batch: SamplingBatch, rows: slice) -> SamplingBatch:
     """Neighbouring rows of a batch."""
     columns: dict[str, NDArray] = {name: getattr(batch, name)[rows] for name in ROW_COLUMNS}
@@ -119,7 +123,10 @@ class Drawn:
 
 
 def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kernels) -> Drawn:
-    """`logits [S, V] fp32`, `inputs`: `draw_arrays` on the device."""
+    """`logits [S, V]`, `inputs`: `draw_arrays` on the device."""
+    if wants == GREEDY:
+        return _largest(logits)
+    logits = logits.float()
     failed = logits.isnan().any(dim=1)
     z = _adjusted(logits.double(), inputs, wants)
     unbounded = ~z.amax(dim=1).isfinite()
@@ -130,6 +137,13 @@ def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kerne
     failed = failed | (unbounded & (targets < 0))
     tokens = torch.where(targets >= 0, targets, tokens).masked_fill(failed, 0)
     return Drawn(tokens, failed, None if wants.num_top < 0 else _logprobs(logits, tokens, wants.num_top, kernels))
+
+
+def _largest(logits: Tensor) -> Drawn:
+    """One pass over the logits as they are: to fp64 and back they stay the same, and a NaN is larger than any number."""
+    top, tokens = logits.max(dim=1)
+    failed = ~top.isfinite()
+    return Drawn(tokens.masked_fill(failed, 0), failed, None)
 
 
 def _adjusted(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:

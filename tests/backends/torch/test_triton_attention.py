@@ -79,6 +79,17 @@ def test_int8(name):
     assert_close(replace(CASES[name], kv=torch.int8))
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_prompt_over_many_blocks_of_keys(window):
+    """Those that all rows of a tile see, and those before and behind them."""
+    assert_close(Case(requests=((330, 600), (70, 400)), window=window, heads=2, kv_heads=1, pad=0))
+
+
+def test_programs_of_a_launch():
+    """One for each split, but no more than make enough together."""
+    assert attention._programs(8, 128) == 128 and attention._programs(2048, 33) == 4 and attention._programs(10**6, 9) == 1
+
+
 def test_no_rows_at_all():
     for requests in ((), ((0, 3),)):
         assert Case(requests=requests, pad=2).found().shape == (0, 4, 24)

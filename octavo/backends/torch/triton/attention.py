@@ -32,11 +32,13 @@ from octavo.program.program import Op, Program
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
-MOST_STATE_BYTES = 128 << 20
-"""Of splits' states at a time: requests beyond go in a launch of their own."""
+MOST_STATE_BYTES = 256 << 20
+"""Of splits' states at a time: 256 requests of 32 heads of 128 and contexts of 8,192 in one launch; requests beyond go in one of their
+own."""
 
-SPLIT_PROGRAMS = 64
-"""Of one run and head, so that a captured launch for the longest context does not consist of programs without keys."""
+ENOUGH_PROGRAMS = 8192
+"""Of a launch of decode: some waves of what a large GPU runs at once. More runs and heads take fewer programs each, so that a captured
+launch for the longest context does not consist of programs without keys."""
 
 
 class TritonAttention:
@@ -114,8 +116,8 @@ class TritonAttention:
             states = torch.empty((count, num_heads, num_splits, 2), dtype=torch.float32, device=out.device)
             accs = torch.empty((count, num_heads, num_splits, call.v_width), dtype=torch.float32, device=out.device)
             where = {"row_of": rows.rows, "request_of": rows.singles, "first_slot": first, "num_splits": num_splits}
-            programs = min(num_splits, SPLIT_PROGRAMS)
-            decode_kernel[(count, common.num_kv_heads * lanes.parts, programs)](
+            tiles = common.num_kv_heads * lanes.parts
+            decode_kernel[(count, tiles, _programs(count * tiles, num_splits))](
                 states, accs, run_slots=None, run_splits=None, own_splits=shared.own_splits if shared else None, RUN_ROWS=1,
                 **where, **lanes.arguments, **common.arguments, **tile,
             )  # fmt: skip
@@ -123,7 +125,7 @@ class TritonAttention:
                 wide = self._tile(self._shared_kernel, call)
                 num_runs, rows_a_run = shared.run_slots.shape
                 assert rows_a_run * lanes.share <= wide["BLOCK_M"], "BLOCK_M does not depend on the dtype of the cache"
-                decode_kernel[(num_runs, common.num_kv_heads, programs)](
+                decode_kernel[(num_runs, common.num_kv_heads, _programs(num_runs * common.num_kv_heads, num_splits))](
                     states, accs, run_slots=shared.run_slots, run_splits=shared.run_splits, own_splits=None, RUN_ROWS=rows_a_run,
                     **where, **_Lanes.of(call, wide["BLOCK_M"]).arguments, **common.arguments, **wide,
                 )  # fmt: skip
@@ -144,7 +146,7 @@ class TritonAttention:
         starts = call.inputs["query_starts"]
         num_requests = len(starts) - 1
         prefill_kernel[(len(call.q) // lanes.rows + num_requests, common.num_kv_heads * lanes.parts)](
-            out, query_starts=starts, sinks=call.sinks, num_requests=num_requests, ROWS=lanes.rows,
+            out, query_starts=starts, sinks=call.sinks, num_requests=num_requests, ROWS=lanes.rows, BY_SPLIT=self.is_invariant,
             **lanes.arguments, **common.arguments, **tile,
         )  # fmt: skip
 
@@ -214,6 +216,11 @@ class _Kind:
 def _state_shape(op: ops.Attention | ops.MlaAttention, program: Program) -> tuple[int, int]:
     """Query heads, and the width of what is summed for each."""
     return op.num_heads, op.latent_width if isinstance(op, ops.MlaAttention) else program.group(op.group).v_width
+
+
+def _programs(num_tiles: int, num_splits: int) -> int:
+    """Of each tile: as many as it has splits, or as make enough together."""
+    return min(num_splits, -(-ENOUGH_PROGRAMS // num_tiles))
 
 
 def _state_bytes(num_heads: int, v_width: int, num_splits: int) -> int:

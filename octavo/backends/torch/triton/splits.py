@@ -106,11 +106,94 @@ def attend_split(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_TILE], tl.float32)
+    return attend_keys(
+        m,
+        l,
+        acc,
+        q_first,
+        q_rest,
+        low,
+        high,
+        position,
+        head,
+        first_key,
+        last_key,
+        table,
+        kv_head,
+        k,
+        v,
+        k_scales,
+        v_scales,
+        bias,
+        scale,
+        cap,
+        KV_HEADS,
+        K_STRIDE,
+        V_STRIDE,
+        K_WIDTH,
+        V_WIDTH,
+        K_FIRST,
+        K_REST,
+        V_TILE,
+        BIAS,
+        BIAS_LIMIT,
+        CAPPED,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        MASKED=True,
+    )
+
+
+@triton.jit
+def attend_keys(
+    m,
+    l,
+    acc,
+    q_first,
+    q_rest,
+    low,
+    high,
+    position,
+    head,
+    first_key,
+    last_key,
+    table,
+    kv_head,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    bias,
+    scale,
+    cap,
+    KV_HEADS: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    K_FIRST: tl.constexpr,
+    K_REST: tl.constexpr,
+    V_TILE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_LIMIT: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The state of a split, with the keys first_key .. last_key - 1 taken in; as `attend_split` says.
+
+    Not MASKED: every lane sees them all, and they begin and end with a block of BLOCK_N, so that nothing is compared.
+    """
     column = tl.arange(0, K_FIRST)
     v_column = tl.arange(0, V_TILE)
     for start in range(first_key // BLOCK_N * BLOCK_N, last_key, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        inside = (at >= first_key) & (at < last_key)
+        inside = tl.full([BLOCK_N], 1, tl.int1)
+        if MASKED:
+            inside = (at >= first_key) & (at < last_key)
         block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0)
         slot = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * KV_HEADS + kv_head
         key = k + slot[None, :] * K_STRIDE
@@ -127,8 +210,9 @@ def attend_split(
             scores = cap * capped(scores)
         if BIAS != NO_BIAS:
             scores = biased(scores, at, position, head, bias, BIAS, BIAS_LIMIT)
-        seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+        if MASKED:
+            seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
         top = tl.maximum(m, tl.max(scores, axis=1))
         base = tl.where(top == float("-inf"), 0.0, top)
         weights = tl.exp2(scores - base[:, None])
