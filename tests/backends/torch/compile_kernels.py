@@ -135,8 +135,9 @@ def attention(*, everything):
             if kernel is not decode_kernel and name == "shared":
                 continue
             launch = tuned(tile, "*", width=width)
+            prompts = {"ROWS": launch.get("BLOCK_M", 0) // constants["LANE_HEADS"]}
             for by_split in (False, True) if kernel is prefill_kernel else (True,):
-                own = constants | {"ROWS": launch["BLOCK_M"] // constants["LANE_HEADS"], "BY_SPLIT": by_split}
+                own = constants | prompts | {"BY_SPLIT": by_split}
                 compile_for_h100(kernel, types, {each: own[each] for each in kernel.arg_names if each in own}, launch)
 
 
