@@ -3,6 +3,7 @@
 What a program keeps there while it computes, as compiled for capabilities 8.0 to 9.0 (Triton 3.9), in numbers of the product's type:
 
     queries [M, k]   keys [N, k]   values [N, v]   weights [M, N]      fp32: all of them at once; halves: at most all of them
+    and less than 1 KiB for what its warps tell one another
 
 A GPU gives a program 227 KiB (H100), 163 (A100) or 99 (RTX 30 and 40, L4, L40): heads of 256 in fp32 and latents of 576 do not fit
 everywhere.
@@ -19,6 +20,8 @@ from octavo.errors import BackendUnavailable
 LEAST = 16
 """Rows and columns that a product's tile has at least."""
 
+WARPS_BYTES = 1 << 10
+
 LEAST_SHARED_BYTES = 99 << 10
 """Of the GPUs of these years; where PyTorch does not say."""
 
@@ -33,7 +36,7 @@ def shared_bytes(device: torch.device) -> int | None:
 
 def attention_bytes(m: int, n: int, widths: tuple[int, int], itemsize: int) -> int:
     """`widths`: columns of a tile of keys, and of values."""
-    return itemsize * ((m + n) * widths[0] + n * widths[1] + m * n)
+    return itemsize * ((m + n) * widths[0] + n * widths[1] + m * n) + WARPS_BYTES
 
 
 def fitted(
