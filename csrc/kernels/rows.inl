@@ -24,19 +24,12 @@ struct Normalizer {
         return sum_lanes(total);
     }
     float sum_of_squares(const float* x, int k) const {
-        vf total = {}, chains[4] = {};  // sums that need not wait for one another
+        vf total = {};
         int i = 0;
-        for (; i + 4 * kLanes <= k; i += 4 * kLanes) {
-            for (int c = 0; c < 4; c++) {
-                const vf v = load(x + i + c * kLanes) - mean;
-                chains[c] = fma(v, v, chains[c]);
-            }
-        }
         for (; i + kLanes <= k; i += kLanes) {
             const vf v = load(x + i) - mean;
             total = fma(v, v, total);
         }
-        total += (chains[0] + chains[1]) + (chains[2] + chains[3]);
         if (i < k) {
             vf v = load_first(x + i, k - i) - mean;
             v = select((vi)(iota() < k - i), v, vf{});

@@ -1,5 +1,6 @@
 """What `octavo doctor` says: of this machine, of one without PyTorch, of one with a GPU."""
 
+import importlib
 import json
 import re
 from types import SimpleNamespace
@@ -35,11 +36,15 @@ def test_as_json(octavo):
 
 
 def test_without_anything(octavo, monkeypatch):
+    import_module = importlib.import_module
+
     def gone(name):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(devices, "_torch", lambda: gone("torch"))
-    monkeypatch.setattr("octavo.backends.native.backend.importlib.import_module", gone)
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name, *package: gone(name) if "native" in name else import_module(name, *package)
+    )
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: False)
     ended = octavo("doctor")
     assert ended.code == 1
