@@ -270,5 +270,5 @@ class Checkpoint(ModelHeader, Protocol):
         ...
 
     def tensor(self, name: str) -> Any:
-        """A `quant.packed.PackedWeight`, mapped from the file where its layout allows."""
+        """A `quant.blocks.StoredWeight`, mapped from the file where its layout allows."""
         ...

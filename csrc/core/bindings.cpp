@@ -24,6 +24,7 @@ using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::device::cpu, nb::ro>;
+using ByteRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 
 // (axis, offset, width)
 using PlaceTuple = std::tuple<std::string, int64_t, int>;
@@ -35,20 +36,25 @@ Place place_of(const PlaceTuple& t) {
 
 std::vector<float> floats_of(const Array<float>& a) { return {a.data(), a.data() + a.size()}; }
 
-// `kind` names the element type, for bfloat16 arrives as uint16.
+Matrix::Kind kind_of(const std::string& name) {
+    const char* names[] = {"uint8", "int8", "float16", "bfloat16", "float32", "scales6", "mins6"};
+    for (int i = 0; i < 7; i++)
+        if (name == names[i]) return (Matrix::Kind)i;
+    throw std::invalid_argument("numbers of the type " + name);
+}
+
+// [rows][columns], or [rows][columns][bytes or numbers of a column]; `kind` names the numbers' type, for bfloat16 arrives as uint16.
 Matrix matrix_of(const AnyArray& a, const std::string& kind) {
     Matrix m;
-    m.kind = kind == "uint8"      ? Matrix::Kind::u8
-             : kind == "int8"     ? Matrix::Kind::i8
-             : kind == "float16"  ? Matrix::Kind::fp16
-             : kind == "bfloat16" ? Matrix::Kind::bf16
-                                  : Matrix::Kind::fp32;
+    m.kind = kind_of(kind);
     const int64_t item = a.itemsize();
     m.data = (const uint8_t*)a.data();
     m.rows = a.shape(0);
     m.columns = a.shape(1);
     m.row_stride = a.stride(0) * item;
     m.column_stride = a.stride(1) * item;
+    if (a.ndim() == 3) m.per_column = m.kind == Matrix::Kind::scales6 || m.kind == Matrix::Kind::mins6 ? 8 : (int)a.shape(2);
+    if (a.stride(a.ndim() - 1) != 1) throw std::invalid_argument("numbers of a row that are not side by side");
     return m;
 }
 
@@ -236,9 +242,13 @@ KvType kv_type_of(const std::string& name) {
     throw std::invalid_argument("KV type " + name + ": allowed are fp32, bf16, int8");
 }
 
-std::shared_ptr<PackedTiles> pack_codes(Device& device, const nb::tuple& codes, const nb::tuple& scales, const nb::object& mins, const nb::object& super_scales,
-                                        const nb::object& super_mins, int bits, bool halves, int group, int zero_point, int num_inputs, bool wide, bool whole_rows) {
-    const QuantisedSource source{bits, halves, group, zero_point, num_inputs, matrix_or_none(codes), matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide, whole_rows};
+// codes [rows][bytes], block (inputs, bytes), planes (start, bits, run); scales, mins and super ones (array, type's name)
+std::shared_ptr<PackedTiles> pack_codes(Device& device, const ByteRows& codes, std::tuple<int, int> block, const std::vector<std::tuple<int, int, int>>& planes,
+                                        bool is_signed, const nb::tuple& scales, const nb::object& mins, const nb::object& super_scales, const nb::object& super_mins,
+                                        int group, int zero_point, int num_inputs, bool wide, bool whole_rows) {
+    CodeRows rows{codes.data(), (int64_t)codes.shape(0), codes.stride(0), (int64_t)codes.shape(1), std::get<0>(block), std::get<1>(block), {}, is_signed};
+    for (const auto& [start, bits, run] : planes) rows.planes.push_back({start, bits, run});
+    const QuantisedSource source{std::move(rows), group, zero_point, num_inputs, matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide, whole_rows};
     nb::gil_scoped_release release;
     return std::make_shared<PackedTiles>(pack_quantised(source, device.pool, device.weights));
 }
@@ -269,7 +279,7 @@ NB_MODULE(_native, m) {
     nb::class_<Device>(m, "Device")
         .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)
         .def_prop_ro("level", [](const Device& d) { return std::string(d.kernels.name); })
-        .def("pack_codes", &pack_codes, "codes"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "bits"_a, "halves"_a, "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a = false)
+        .def("pack_codes", &pack_codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a)
         .def("pack_values", &pack_values, "values"_a, "code"_a)
         .def("read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); }, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
         .def("row_type", [](const Device& d, const std::string& code) { return kRowTypeNames[(int)d.kernels.row_type(code_of(code))]; }, "code"_a,
@@ -279,6 +289,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<PackedTiles>(m, "PackedTiles")
         .def_prop_ro("num_bytes", &PackedTiles::num_bytes)
+        .def("copy", [](const PackedTiles& p) { return nb::bytes((const char*)p.tiles.data, p.num_bytes()); }, "The tiles as they lie (csrc/kernels/table.h).")
         .def_prop_ro("code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; }, "u4, u8, i8, bf16, fp16 or fp32");
 
     nb::class_<KvMemory>(m, "KvMemory")

@@ -38,15 +38,12 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
         m.row_stride = kInputs * sizeof(float), m.column_stride = sizeof(float);
         return pack_floats(m, code, pool, memory);
     }
-    const int bits = code == Code::u4 ? 4 : 8;
-    m.kind = code == Code::u4 ? Matrix::Kind::u8 : Matrix::Kind::i8;
-    m.columns = kInputs * bits / 8;
-    m.row_stride = m.columns, m.column_stride = 1;
+    const CodeRows codes = CodeRows::plain(m.data, m.rows, kInputs, code == Code::u4 ? 4 : 8, code != Code::u4);
     Matrix levels{};
     levels.kind = Matrix::Kind::fp16;
     levels.data = m.data, levels.rows = 2 * kTile, levels.columns = kInputs / kGroup;
     levels.row_stride = levels.columns * 2, levels.column_stride = 2;
-    const QuantisedSource source{bits, true, kGroup, 0, kInputs, m, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}, false, code == Code::i8};
+    const QuantisedSource source{codes, kGroup, 0, kInputs, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}, false, code == Code::i8};
     return pack_quantised(source, pool, memory);
 }
 

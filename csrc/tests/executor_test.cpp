@@ -46,12 +46,11 @@ struct Matrix2 {
         source.scales = Matrix{Matrix::Kind::fp32, (const uint8_t*)scales.data(), n, groups, groups * 4, 4};
         std::vector<uint8_t> nibbles((size_t)n * k / 2);
         if (format == Format::int8) {
-            source.bits = 8;
-            source.codes = Matrix{Matrix::Kind::i8, (const uint8_t*)codes.data(), n, k, k, 1};
+            source.codes = CodeRows::plain((const uint8_t*)codes.data(), n, k, 8, true);
         } else {
             for (size_t i = 0; i < nibbles.size(); i++) nibbles[i] = (uint8_t)((codes[2 * i] + 8) | (codes[2 * i + 1] + 8) << 4);
-            source.bits = 4, source.zero_point = 8;
-            source.codes = Matrix{Matrix::Kind::u8, nibbles.data(), n, k / 2, k / 2, 1};
+            source.zero_point = 8;
+            source.codes = CodeRows::plain(nibbles.data(), n, k, 4, false);
         }
         packed = pack_quantised(source, pool, memory);
     }

@@ -50,8 +50,8 @@ struct Example {
             return Matrix{kind, (const uint8_t*)data, rows, columns, (int64_t)columns * item, item};
         };
         QuantisedSource s{};
-        s.bits = bits, s.halves = halves, s.group = group, s.zero_point = zero_point, s.num_inputs = inputs;
-        s.codes = matrix(is_signed ? Matrix::Kind::i8 : Matrix::Kind::u8, codes.data(), inputs * bits / 8, 1);
+        s.group = group, s.zero_point = zero_point, s.num_inputs = inputs;
+        s.codes = CodeRows::plain(codes.data(), rows, inputs, bits, is_signed, halves ? group / 2 : 1);
         s.scales = supers ? matrix(Matrix::Kind::i8, small.data(), groups(), 1) : matrix(Matrix::Kind::fp16, scales.data(), groups(), 2);
         if (supers) s.super_scales = matrix(Matrix::Kind::fp16, scales.data(), 1, 2);
         if (mins) s.mins = matrix(Matrix::Kind::fp32, least.data(), groups(), 4);

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from octavo.outputs import Profile
 from octavo.program.program import CacheGroup, Program, Weight
-from octavo.quant.packed import PackedWeight
+from octavo.quant.blocks import StoredWeight
 
 BLOCK_SIZE = 16
 """Tokens in a KV block, everywhere: native kernels keep one block's keys in one vector."""
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 SPLIT_KEYS = 256
 """Keys in a split of the attention's definition (see ops.Attention)."""
 
-LoadWeight = Callable[[Weight], PackedWeight]
+LoadWeight = Callable[[Weight], StoredWeight]
 
 FormatOf = Callable[[Weight], str]
 """How a weight is stored once it is loaded, by GGUF's names: F32, BF16, Q8_0, Q4_K ..."""

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.quant.blocks import StoredWeight
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
-from octavo.quant.packed import PackedWeight
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -58,9 +58,9 @@ class GgufFile:
     data: NDArray[np.uint8]
     """The whole file, mapped: `[file size]`."""
 
-    def tensor(self, name: str) -> PackedWeight:
+    def tensor(self, name: str) -> StoredWeight:
         entry = self.tensors[name]
-        return entry.kind.packed(self.data[entry.start : entry.start + entry.num_bytes], entry.shape)
+        return entry.kind.tensor(self.data[entry.start : entry.start + entry.num_bytes], entry.shape)
 
 
 def read_gguf(path: Path) -> GgufFile:

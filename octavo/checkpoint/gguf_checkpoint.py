@@ -16,6 +16,7 @@ from octavo.checkpoint.gguf import read_gguf
 from octavo.checkpoint.gguf_families import FAMILIES, Family, Header
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import TokenizerSource, Vocabulary
+from octavo.quant.blocks import StoredWeight
 from octavo.quant.packed import PackedWeight
 
 IGNORED_TENSORS = frozenset({"rope_freqs.weight"})
@@ -59,7 +60,7 @@ class GgufCheckpoint:
     def format_of(self, name: str) -> str:
         return self._file.tensors[self._source(name)].kind.name
 
-    def tensor(self, name: str) -> PackedWeight:
+    def tensor(self, name: str) -> StoredWeight:
         source = self._source(name)
         packed = self._file.tensor(source)
         stem = source.rpartition(".")[0].rpartition(".")[2]
@@ -109,7 +110,7 @@ class GgufCheckpoint:
             found[name] = source
         return found
 
-    def _half_order(self, stem: str, packed: PackedWeight) -> NDArray[np.intp]:
+    def _half_order(self, stem: str, packed: StoredWeight) -> NDArray[np.intp]:
         """For each row in halves order, the row that holds it in rotary pairs."""
         heads = self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
         num_rows = packed.shape[0]

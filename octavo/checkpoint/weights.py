@@ -17,6 +17,7 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Checkpoint, ModelHeader
 from octavo.program.ops import Act, ActMul, Embedding, GroupedLinear, KvWrite, Linear, Route
 from octavo.program.program import Program, Weight
+from octavo.quant.blocks import StoredWeight
 from octavo.quant.fp8 import FP8
 from octavo.quant.gguf import BLOCK_TYPES
 from octavo.quant.online import check_int4, pack_fp8, pack_int4, pack_int8
@@ -131,15 +132,15 @@ class WeightReader:
         self._importance = importance or {}
         self._plan = {} if quantization is None or program is None else packing_plan(program, quantization)
 
-    def load(self, weight: Weight) -> PackedWeight:
+    def load(self, weight: Weight) -> StoredWeight:
         """The weight in its own shape; WeightMismatch says what the checkpoint has instead."""
         with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's NaN fails the requests that meet it
             return self._load(weight)
 
-    def _load(self, weight: Weight) -> PackedWeight:
+    def _load(self, weight: Weight) -> StoredWeight:
         parts = [self._part(name, weight) for name in weight.tensor_names]
         stacked = len(parts) > 1 or len(weight.shape) == len(parts[0].shape) + 1
-        packed = stack(parts, weight.name) if stacked else parts[0]
+        packed = stack([part.packed() for part in parts], weight.name) if stacked else parts[0]
         if packed.shape[:-1] != weight.shape[:-1] or packed.shape[-1] != self._num_read(weight):
             raise WeightMismatch(
                 f"{self._checkpoint.path}: {weight.name} has shape {packed.shape}, expected {weight.shape}",
@@ -152,9 +153,9 @@ class WeightReader:
         """Of the last axis: all inputs of what is packed here, for its scales are made of all."""
         return weight.whole.shape[-1] if _cuts_inputs(weight) and weight.whole in self._plan else weight.shape[-1]
 
-    def _part(self, name: str, weight: Weight) -> PackedWeight:
+    def _part(self, name: str, weight: Weight) -> StoredWeight:
         """One source tensor, turned and cut as the weight says."""
-        packed: PackedWeight = self._checkpoint.tensor(name)
+        packed: StoredWeight = self._checkpoint.tensor(name)
         turned = weight.transposed and not self._checkpoint.output_major and len(packed.shape) > 1
         if turned:
             packed = _transposed(packed, name)
@@ -162,9 +163,9 @@ class WeightReader:
             packed = _cut(packed, weight, weight.row_indices)
         if _cuts_inputs(weight) and weight.whole not in self._plan:
             packed = _inputs(packed, weight)
-        return PackedWeight.plain(np.ascontiguousarray(packed.codes)) if turned else packed
+        return PackedWeight.plain(np.ascontiguousarray(packed.packed().codes)) if turned else packed
 
-    def _in_precision(self, packed: PackedWeight, weight: Weight) -> PackedWeight:
+    def _in_precision(self, packed: StoredWeight, weight: Weight) -> StoredWeight:
         quantization = self._plan.get(weight.whole)
         if quantization == "int8":
             return pack_int8(packed.dequantize())
@@ -173,7 +174,7 @@ class WeightReader:
         if quantization == "int4":
             return pack_int4(packed.dequantize(), self._importance.get(weight.name))
         wide = WIDE_TYPES.get(self._dtype)
-        if wide is None or len(packed.shape) < 2 or (packed.is_float and packed.codes.dtype == wide):
+        if wide is None or len(packed.shape) < 2 or (packed.is_float and packed.packed().codes.dtype == wide):
             return packed
         return PackedWeight.plain(packed.dequantize().astype(wide, copy=False))
 
@@ -218,14 +219,14 @@ def _stack_levels(levels: list[Levels | None]) -> Levels | None:
     return Levels(np.stack([level.values for level in present]), np.stack(supers) if supers else None)
 
 
-def _transposed(packed: PackedWeight, name: str) -> PackedWeight:
+def _transposed(packed: StoredWeight, name: str) -> PackedWeight:
     """`[..., in, out]` floats as `[..., out, in]`, a view."""
     if not packed.is_float:
         raise UnsupportedModel(f"{name}: a quantised matrix kept as [in, out] is not supported")
-    return PackedWeight.plain(packed.codes.swapaxes(-1, -2))
+    return PackedWeight.plain(packed.packed().codes.swapaxes(-1, -2))
 
 
-def _cut(packed: PackedWeight, weight: Weight, rows: tuple[int, ...]) -> PackedWeight:
+def _cut(packed: StoredWeight, weight: Weight, rows: tuple[int, ...]) -> StoredWeight:
     """The weight's own rows of the output axis: a view where they are neighbours."""
     axis = weight.row_axis if len(packed.shape) > 1 else -1
     num_stacked = len(weight.shape) - len(packed.shape)
@@ -237,7 +238,7 @@ def _cut(packed: PackedWeight, weight: Weight, rows: tuple[int, ...]) -> PackedW
         return packed.rows(index)
     if not packed.is_float:
         raise UnsupportedModel(f"{weight.name}: rows cannot be cut from a quantised vector")
-    picked: NDArray = packed.codes[..., index]
+    picked: NDArray = packed.packed().codes[..., index]
     return PackedWeight.plain(picked)
 
 
@@ -245,7 +246,7 @@ def _cuts_inputs(weight: Weight) -> bool:
     return weight.cut is not None and weight.cut.inputs is not None
 
 
-def _inputs(packed: PackedWeight, weight: Weight) -> PackedWeight:
+def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
     """A rank's own inputs of the last axis."""
     assert weight.cut is not None and weight.cut.inputs is not None
     width = weight.cut.shape[-1]

@@ -95,6 +95,10 @@ class PackedWeight:
                 return PackedWeight(array.shape, dtype.itemsize * 8, code, array)
         raise TypeError(f"a plain weight is fp32, fp16 or bf16, got {array.dtype}")
 
+    def packed(self) -> PackedWeight:
+        """Itself: see `BlockWeight.packed`."""
+        return self
+
     @property
     def is_float(self) -> bool:
         return self.bits >= 16

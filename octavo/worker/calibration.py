@@ -20,7 +20,7 @@ from octavo.backends.reference_ops import Floats, Step
 from octavo.backends.sampling import uniform
 from octavo.program.ops import Embedding, GroupedLinear, Linear
 from octavo.program.program import Op, Program
-from octavo.quant.packed import PackedWeight
+from octavo.quant.blocks import StoredWeight
 
 NUM_TOKENS = 64
 """SmolLM2's rise in perplexity is the same with 32 and with 256 (4.1% to 4.4%, all of Opticks)."""
@@ -74,7 +74,7 @@ def _compute(op: Op, step: Step, load: LoadWeight) -> None:
         step.values[value.name] = array.astype(np.float64) if array.dtype == np.float32 else array
 
 
-def _floats(packed: PackedWeight) -> NDArray:
+def _floats(packed: StoredWeight) -> NDArray:
     """Vectors in float64; matrices in fp32, to be widened as they are used."""
     array = packed.dequantize()
     return array.astype(np.float64) if array.ndim == 1 else array

@@ -7,7 +7,7 @@ from typing import Self
 from octavo.backends.base import LoadWeight
 from octavo.program.program import Weight
 from octavo.progress import Bar
-from octavo.quant.packed import PackedWeight
+from octavo.quant.blocks import StoredWeight
 
 PATIENCE_S = 0.5
 """A load that is over sooner shows nothing."""
@@ -18,7 +18,7 @@ class LoadBar:
         self._load = load
         self._bar = Bar("weights", total, patience_s=PATIENCE_S)
 
-    def load(self, weight: Weight) -> PackedWeight:
+    def load(self, weight: Weight) -> StoredWeight:
         packed = self._load(weight)
         self._bar.advance()
         return packed

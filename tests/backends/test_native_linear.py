@@ -36,7 +36,7 @@ def weight_of(kind, n, k, seed=0):
     if kind in FLOATS:
         return PackedWeight.plain(normal(n, k, seed=seed).astype(FLOATS[kind]))
     if kind in GGUF:
-        return BLOCK_TYPES[GGUF[kind]].packed(random_blocks(GGUF[kind], (n, k), seed), (n, k))
+        return BLOCK_TYPES[GGUF[kind]].tensor(random_blocks(GGUF[kind], (n, k), seed), (n, k))
     if kind in ("int8", "int4"):
         return (pack_int8 if kind == "int8" else pack_int4)(normal(n, k, seed=seed))
     group = {"uint8": 32, "int8 groups": 32, "groups of 16": 16, "pairs of 128": 128}[kind]
@@ -96,6 +96,7 @@ def as_multiplied(weight, x, *, two_digits):
 
 def product(weight, x, *, two_digits):
     """(y, sum of the terms' magnitudes, how far y may lie from the unrounded product): `[T, N]` each."""
+    weight = weight.packed()
     seen, error = as_multiplied(weight, x, two_digits=two_digits)
     values = weight.dequantize().astype(np.float64)
     terms = abs(seen) @ abs(values).T
@@ -211,6 +212,7 @@ def epilogue(kind, activation, *, with_residual, two_digits):
 
 def tamed(weight):
     """Random scales range over all of fp16's exponents; these are about one, so that biases and activations matter."""
+    weight = weight.packed()
     scales, mins = normal(*weight.scales.values.shape, seed=5, scale=0.02), normal(*weight.scales.values.shape, seed=6, scale=0.1)
     return replace(weight, scales=Levels(scales), mins=Levels(mins) if weight.mins else None)
 
@@ -294,7 +296,7 @@ def merged(kinds, out, *, two_digits, one_out=False, with_residual=False):
     heights, k = (5, 20, 33), 256
     x, residual = rows_of(k), normal(NUM_ROWS, 58, seed=8)
     weights = {f"w{i}": weight_of(kind, n, k, seed=i) for i, (kind, n) in enumerate(zip(kinds, heights, strict=True))}
-    weights = {name: tamed(weight) if weight.scales else weight for name, weight in weights.items()}
+    weights = {name: tamed(weight) if not weight.is_float else weight for name, weight in weights.items()}
     cuts = (58,) if one_out else (12, 46) if out >= 3 else heights
     outs = tuple(Value(f"y{i}", "tokens", width) for i, width in enumerate(cuts))
 

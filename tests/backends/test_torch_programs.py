@@ -114,7 +114,7 @@ def formats():
     for kind in BLOCK_TYPES.values():
         if kind.dtype is None:
             raw = rng.integers(0, 256, kind.num_bytes((5, 512)), np.uint8)
-            yield kind.name, kind.packed(raw, (5, 512))
+            yield kind.name, kind.tensor(raw, (5, 512)).packed()
         else:
             yield kind.name, PackedWeight.plain(values.astype(kind.dtype))
     yield "int8", pack_int8(values[:, :, :70].copy())

@@ -25,7 +25,7 @@ def random_blocks(number: int, shape: tuple[int, ...], seed: int = 0) -> np.ndar
 @pytest.mark.parametrize("shape", [(1, 256), (5, 768), (2, 3, 512)], ids=str)
 def test_random_blocks_bitwise(number: int, shape: tuple[int, ...]) -> None:
     raw = random_blocks(number, shape)
-    packed = BLOCK_TYPES[number].packed(raw, shape)
+    packed = BLOCK_TYPES[number].tensor(raw, shape)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(number)).reshape(shape)
     assert packed.shape == shape
     assert packed.dequantize().tobytes() == expected.tobytes()
@@ -33,9 +33,10 @@ def test_random_blocks_bitwise(number: int, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("number", QUANTISED, ids=lambda n: BLOCK_TYPES[n].name)
 def test_rows_and_code_range(number: int) -> None:
-    packed = BLOCK_TYPES[number].packed(random_blocks(number, (6, 256)), (6, 256))
+    packed = BLOCK_TYPES[number].tensor(random_blocks(number, (6, 256)), (6, 256))
     order = np.array([4, 0, 5])
     assert packed.rows(order).dequantize().tobytes() == packed.dequantize()[order].tobytes()
+    packed = packed.packed()
     codes = packed.unpacked_codes().astype(int)
     low = -(1 << packed.bits - 1) if packed.code == "int" else 0
     assert codes.min() >= low and codes.max() < low + (1 << packed.bits)
@@ -44,7 +45,7 @@ def test_rows_and_code_range(number: int) -> None:
 @pytest.mark.parametrize("number", QUANTISED, ids=lambda n: BLOCK_TYPES[n].name)
 def test_inputs_are_cut_between_blocks(number: int) -> None:
     size = BLOCK_TYPES[number].block_size
-    packed = BLOCK_TYPES[number].packed(random_blocks(number, (2, 3, 1024)), (2, 3, 1024))
+    packed = BLOCK_TYPES[number].tensor(random_blocks(number, (2, 3, 1024)), (2, 3, 1024))
     for first, last in ((0, 512), (512, 1024), (size, 1024), (256, 256 + size)):
         part = packed.inputs(first, last)
         assert part.shape == (2, 3, last - first)
@@ -58,7 +59,7 @@ def test_floats_are_views(name: str) -> None:
     number = next(n for n, kind in BLOCK_TYPES.items() if kind.name == name)
     values = np.random.default_rng(1).standard_normal((3, 8)).astype(BLOCK_TYPES[number].dtype)
     raw = values.reshape(-1).view(np.uint8)
-    packed = BLOCK_TYPES[number].packed(raw, (3, 8))
+    packed = BLOCK_TYPES[number].tensor(raw, (3, 8))
     assert np.shares_memory(packed.codes, raw)
     expected = gguf.quants.dequantize(raw.view(values.dtype) if name != "BF16" else raw, gguf.GGMLQuantizationType(number))
     assert packed.dequantize().tobytes() == expected.astype(np.float32).tobytes()

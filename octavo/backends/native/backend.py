@@ -37,6 +37,7 @@ from octavo.outputs import OpProfile, Profile
 from octavo.program.ops import Linear
 from octavo.program.passes.fuse import fuse
 from octavo.program.program import CacheGroup, Program, Weight
+from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
 
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
@@ -256,29 +257,22 @@ class _Weights:
             self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
         return self._floats[weight]
 
-    def _pack(self, weight: Weight, packed: PackedWeight, wide: bool) -> NativeTiles:
-        if packed.is_float:
-            code = {"float32": "fp32", "bfloat16": "bf16"}.get(self._dtype, packed.code)
-            return self._tiles_of(self._device.pack_values(_typed(packed.codes), code))
-        if packed.lookup is not None or packed.input_permutation is not None:
-            raise BackendUnavailable(f"the native backend cannot pack {weight.name}: codes through a table or permuted inputs")
-        if packed.code == "e4m3":
-            raise BackendUnavailable(f"the native backend cannot pack {weight.name}: fp8 codes", hint=FP8_HINT)
-        assert packed.scales is not None
+    def _pack(self, weight: Weight, packed: StoredWeight, wide: bool) -> NativeTiles:
+        if isinstance(packed, PackedWeight):
+            if packed.is_float:
+                code = {"float32": "fp32", "bfloat16": "bf16"}.get(self._dtype, packed.code)
+                return self._tiles_of(self._device.pack_values(_typed(packed.codes), code))
+            if packed.lookup is not None or packed.input_permutation is not None:
+                raise BackendUnavailable(f"the native backend cannot pack {weight.name}: codes through a table or permuted inputs")
+            if packed.code == "e4m3":
+                raise BackendUnavailable(f"the native backend cannot pack {weight.name}: fp8 codes", hint=FP8_HINT)
         try:
             handle = self._device.pack_codes(
-                codes=_typed(packed.codes),
-                scales=_typed(packed.scales.values),
-                mins=_values(packed.mins),
-                super_scales=_supers(packed.scales),
-                super_mins=_supers(packed.mins),
-                bits=packed.bits,
-                halves=packed.nibbles == "halves",
+                **_fields(packed),
                 group=packed.group,
-                zero_point=packed.zero_point,
                 num_inputs=packed.shape[-1],
                 wide=wide,
-                whole_rows=packed.activation == "per_token",
+                whole_rows=isinstance(packed, PackedWeight) and packed.activation == "per_token",
             )
         except ValueError as error:
             raise BackendUnavailable(f"the native backend cannot pack {weight.name}: {error}") from None
@@ -288,10 +282,47 @@ class _Weights:
         return NativeTiles(handle, self._device.row_type(handle.code))
 
 
+def _fields(weight: StoredWeight) -> dict[str, Any]:
+    """Codes, scales and mins as `pack_codes` takes them: where they lie in a file's blocks, or in arrays of their own."""
+    if isinstance(weight, BlockWeight):
+        return _block_fields(weight)
+    assert weight.scales is not None
+    half = weight.group // 2 if weight.nibbles == "halves" else 1
+    inputs, plane = (32, (0, 8, 32)) if weight.bits != 4 else (max(2 * half, 32), (0, 4, half))
+    return {
+        "codes": _rows(weight.codes).view(np.uint8),
+        "block": (inputs, inputs * plane[1] // 8),
+        "planes": [plane],
+        "is_signed": weight.codes.dtype == np.int8,
+        "scales": _typed(weight.scales.values),
+        "mins": _values(weight.mins),
+        "super_scales": _supers(weight.scales),
+        "super_mins": _supers(weight.mins),
+        "zero_point": weight.zero_point,
+    }
+
+
+def _block_fields(weight: BlockWeight) -> dict[str, Any]:
+    layout, blocks = weight.layout, weight.blocks
+    numbers = {"scales": layout.scales, "mins": layout.mins, "super_scales": layout.super_scales, "super_mins": layout.super_mins}
+    return {
+        "codes": blocks.reshape(len(blocks), -1),
+        "block": (weight.block_size, blocks.shape[-1]),
+        "planes": [(plane.start, plane.bits, plane.run) for plane in layout.planes],
+        "is_signed": layout.bits == 8,
+        "zero_point": layout.zero_point,
+    } | {name: None if one is None else (one.view(blocks), one.kind) for name, one in numbers.items()}
+
+
+def _rows(array: NDArray) -> NDArray:
+    """With the numbers of a row side by side."""
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
 def _typed(array: NDArray) -> tuple[NDArray, str]:
     """The array with its type's name; bfloat16, which DLPack-style exchange does not know here, travels as uint16."""
     name = array.dtype.name
-    return (array.view(np.uint16) if name == "bfloat16" else array, name)
+    return _rows(array.view(np.uint16) if name == "bfloat16" else array), name
 
 
 def _values(levels: Levels | None) -> tuple[NDArray, str] | None:

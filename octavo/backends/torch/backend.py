@@ -180,7 +180,7 @@ class TorchBackend:
     def _dtype_of_products(self, program: Program, load: LoadWeight) -> torch.dtype:
         """auto: what the first product's weight has in the file; it stands for all."""
         first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
-        return self._packed_dtype if first is None else DTYPES_OF_CODES.get(load(first).code, self._packed_dtype)
+        return self._packed_dtype if first is None else DTYPES_OF_CODES.get(load(first).packed().code, self._packed_dtype)
 
     def _load(self, program: Program, load: LoadWeight) -> Weights:
         reads = Counter(weight for op in program.ops for weight in op.weights)
@@ -219,8 +219,8 @@ class _Once:
 
     def load(self, weight: Weight) -> PackedWeight:
         if self._first is None:
-            self._first = (weight, self._load(weight))
-        return self._first[1] if self._first[0] == weight else self._load(weight)
+            self._first = (weight, self._load(weight).packed())
+        return self._first[1] if self._first[0] == weight else self._load(weight).packed()
 
 
 def _writes(program: Program, group: str) -> bool:

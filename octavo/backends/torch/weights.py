@@ -277,7 +277,7 @@ class Weights:
         return torch.cat(parts).to(self._device, self._dtype)
 
     def _packed(self, weight: Weight) -> PackedWeight:
-        packed = self._load(weight)
+        packed = self._load(weight).packed()
         if packed.shape != weight.shape:
             raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {weight.shape}")
         return packed

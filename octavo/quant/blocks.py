@@ -1,0 +1,178 @@
+"""Quantised matrices as they stand in a file: rows of blocks, in which codes, scales and mins lie together.
+
+Owns how a block is described and taken apart; knows no format by name (`quant/gguf.py`). A backend may read the blocks themselves
+(csrc/core/packing.h does); `packed()` is for who does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.quant.packed import Levels, PackedWeight
+
+Bytes = NDArray[np.uint8]
+
+NumberKind = Literal["float16", "int8", "scales6", "mins6"]
+NUMBER_BYTES: dict[NumberKind, int] = {"float16": 2, "int8": 1, "scales6": 12, "mins6": 12}
+SIX_BITS = ("scales6", "mins6")
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Some bits of each code of a block, lower ones than those of the next plane.
+
+    `run` bytes from `start` on hold run * 8 / bits neighbouring inputs: input i of these `bits` bits of byte i % run, from bit
+    i // run * bits up. The next inputs have the run behind it.
+    """
+
+    start: int
+    bits: int
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """`count` numbers that begin at byte `start` of each block. "scales6" and "mins6" are the eight scales and mins of six bits that Q4_K
+    and Q5_K have in 12 bytes; of mins the negative is meant."""
+
+    start: int
+    kind: NumberKind = "float16"
+    count: int = 1
+
+    def view(self, blocks: Bytes) -> NDArray:
+        """`[..., blocks, count]`; six bits as the bytes that hold them all."""
+        part = blocks[..., self.start : self.start + self.count * NUMBER_BYTES[self.kind]]
+        return part if self.kind in SIX_BITS else part.view(self.kind)
+
+    @property
+    def per_block(self) -> int:
+        return 8 if self.kind in SIX_BITS else self.count
+
+    def taken(self, blocks: Bytes) -> NDArray:
+        """`[..., blocks * count]`; mins of six bits without their sign."""
+        found = self.view(blocks)
+        if self.kind in SIX_BITS:
+            found = _six_bits(found, is_min=self.kind == "mins6")
+        return np.ascontiguousarray(found).reshape(*blocks.shape[:-2], -1)
+
+
+def _six_bits(packed: Bytes, *, is_min: bool) -> Bytes:
+    """`[..., 12]` to `[..., 8]`. Source: ggml's get_scale_min_k4.
+
+    Scales and mins 0-3 are the low six bits of bytes 0-3 and 4-7; those of 4-7 take their low nibbles from bytes 8-11 (scale low, min
+    high) and their top two bits from the top of bytes 0-3 and 4-7.
+    """
+    first, third = packed[..., 4 * is_min : 4 * is_min + 4], packed[..., 8:]
+    return np.concatenate([first & 0x3F, (third >> 4 if is_min else third & 0x0F) | (first >> 2 & 0x30)], axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """What stands where in a block. value = (code - zero_point) * scale + min, as in a `PackedWeight`; codes of 8 bits are signed."""
+
+    planes: tuple[Plane, ...]
+    scales: Numbers
+    mins: Numbers | None = None
+    super_scales: Numbers | None = None
+    super_mins: Numbers | None = None
+    zero_point: int = 0
+
+    @property
+    def bits(self) -> int:
+        return sum(plane.bits for plane in self.planes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockWeight:
+    """A matrix `[..., out, in]` as `blocks [..., out, blocks, bytes]`, a view into the file, of `block_size` inputs each."""
+
+    blocks: Bytes
+    block_size: int
+    layout: BlockLayout
+
+    is_float = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.blocks.shape[:-2], self.blocks.shape[-2] * self.block_size)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.block_size // self.layout.scales.per_block
+
+    def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight | BlockWeight:
+        """As `PackedWeight.rows`."""
+        return self.packed().rows(index) if self.blocks.ndim < 3 else replace(self, blocks=self.blocks[..., index, :, :])
+
+    def inputs(self, first: int, last: int) -> BlockWeight:
+        """As `PackedWeight.inputs`: whole blocks."""
+        if first % self.block_size or last % self.block_size:
+            raise ValueError(f"inputs {first} to {last} cannot be cut from a weight of groups of {self.block_size}")
+        return replace(self, blocks=self.blocks[..., first // self.block_size : last // self.block_size, :])
+
+    def dequantize(self) -> NDArray[np.float32]:
+        return self.packed().dequantize()
+
+    def packed(self) -> PackedWeight:
+        """Codes, scales and mins in arrays of their own."""
+        layout, codes = self.layout, self._codes()
+        mins = None
+        if layout.mins is not None:
+            supers = None if layout.super_mins is None else layout.super_mins.taken(self.blocks)
+            mins = Levels(layout.mins.taken(self.blocks), -supers if supers is not None and layout.mins.kind == "mins6" else supers)
+        return PackedWeight(
+            shape=self.shape,
+            bits=layout.bits,
+            code="int" if layout.bits == 8 else "uint",
+            codes=codes.view(np.int8) if layout.bits == 8 else codes,
+            group=self.group,
+            scales=Levels(
+                layout.scales.taken(self.blocks), None if layout.super_scales is None else layout.super_scales.taken(self.blocks)
+            ),
+            mins=mins,
+            zero_point=layout.zero_point,
+            nibbles="halves",
+            activation="per_group",
+        )
+
+    def _codes(self) -> Bytes:
+        """`[..., out, in]`, or 4 bits as `[..., out, in / 2]` in halves of groups."""
+        lead, half, planes = self.blocks.shape[:-2], self.group // 2, self.layout.planes
+        if len(planes) == 1 and (planes[0].bits == 8 or planes[0] == Plane(planes[0].start, 4, half)):
+            return _side_by_side(self.blocks, planes[0].start, self.block_size * planes[0].bits // 8).reshape(*lead, -1)
+        codes = _joined(self.blocks, self.block_size, planes)
+        if self.layout.bits != 4:
+            return codes.reshape(*lead, -1)
+        pairs = codes.reshape(*lead, -1, 2, half)
+        return (pairs[..., 0, :] | pairs[..., 1, :] << np.uint8(4)).reshape(*lead, -1)
+
+
+StoredWeight = PackedWeight | BlockWeight
+"""A tensor as a checkpoint has it."""
+
+
+def _joined(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
+    """The codes of every block, out of their planes: `[..., blocks, block_size]`."""
+    codes, low = np.zeros((*blocks.shape[:-1], block_size), np.uint8), 0
+    for plane in planes:
+        part = blocks[..., plane.start : plane.start + block_size * plane.bits // 8]
+        shifts = np.arange(0, 8, plane.bits, dtype=np.uint8)[:, None]
+        bits = part.reshape(*blocks.shape[:-1], -1, 1, plane.run) >> shifts & np.uint8((1 << plane.bits) - 1)
+        codes |= bits.reshape(codes.shape) << np.uint8(low)
+        low += plane.bits
+    return codes
+
+
+def _side_by_side(blocks: Bytes, start: int, num_bytes: int) -> Bytes:
+    """Some bytes of every block, copied.
+
+    Numpy copies 16-byte elements six times as fast as rows of 16 bytes (92 MB: 17 ms, not 100 ms); complex128 only names their size.
+    """
+    part = blocks[..., start : start + num_bytes]
+    return np.ascontiguousarray(part.view(np.complex128) if num_bytes % 16 == 0 else part).view(np.uint8)
