@@ -83,6 +83,16 @@ struct Walk : ThreadPool::Work {
             if (executor.profiling_) thread.seconds[i - range.first] += seconds_since(start);
         }
     }
+    // Weights of the next product, which is at most three stages away, as far as they leave a second-level cache room for the rest.
+    Span upcoming(int index, int thread) const override {
+        constexpr ptrdiff_t kMost = 256 << 10;
+        if (block) return {};
+        for (int next = index + 1; next < std::min(num_stages(), index + 4); next++) {
+            const Span span = stage(next).reads_first(view(next), thread);
+            if (span.first != span.last) return {span.first, span.first + std::min(span.last - span.first, kMost)};
+        }
+        return {};
+    }
     void finished(int index) override {
         executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
         if (!executor.profiling_) return;

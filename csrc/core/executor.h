@@ -85,6 +85,8 @@ struct Stage {
     // Where no row needs what another computes in this stage: all of it for rows row0 .. row1 - 1 (whole blocks of 16, but for the last).
     virtual bool row_local() const { return false; }
     virtual void run_rows(const View&, int /*row0*/, int /*row1*/, ThreadState&) const {}
+    // The weights that this thread will read first, to be fetched while it waits for the stage to begin.
+    virtual Span reads_first(const View&, int /*thread*/) const { return {}; }
 };
 
 // Stages first .. last - 1, which a block of rows goes through without a barrier.

@@ -81,10 +81,23 @@ struct LinearStage : Stage {
     }
 
     int row_blocks(int rows) const { return (rows + kRowBlock - 1) / kRowBlock; }
-    int tiles_a_piece(int threads) const { return std::clamp(num_tiles / (threads * 4) / 2 * 2, 2, 16); }
+    // Four pieces a thread, so that all have as many where the tiles allow it; an even number of tiles, which are taken two at a time.
+    int tiles_a_piece(int threads) const {
+        const int each = (num_tiles + threads - 1) / threads;
+        return std::clamp(((each + 3) / 4 + 1) / 2 * 2, 2, 16);
+    }
     int pieces(const View& view) const override {
         const int chunk = tiles_a_piece(view.executor.pool().num_threads());
         return row_blocks(view.rows(on_samples())) * ((num_tiles + chunk - 1) / chunk);
+    }
+    Span reads_first(const View& view, int thread) const override {
+        const int threads = view.executor.pool().num_threads(), chunk = tiles_a_piece(threads);
+        const int tile = std::min(num_tiles, (int)((int64_t)pieces(view) * thread / threads) * chunk), end = std::min(num_tiles, tile + num_tiles / threads);
+        size_t part = 0;
+        while (part + 1 < first.size() && tile >= first[part + 1]) part++;
+        const Tiles& w = spec.parts[part].tiles;
+        const int last = std::min(end - first[part], (w.num_rows + kTile - 1) / kTile);
+        return {w.data + (size_t)(tile - first[part]) * w.tile_bytes, w.data + (size_t)last * w.tile_bytes};
     }
 
     void run(const View& view, int piece, ThreadState& thread, int stage) const override {

@@ -18,15 +18,21 @@ void relax() {
 
 // Spins at most this long before it sleeps: longer than any wait between the stages of a decode step on idle cores (about
 // 1 to 10 us), and the bound that the design gives for spinning after a step.
+constexpr size_t kLine = 64;
 constexpr auto kSpin = std::chrono::microseconds(50);
 
-// Returns when ready() holds; false where the time for spinning is over.
+// Returns when ready() holds; false where the time for spinning is over. Asks for the lines of `meanwhile`, one a turn.
 template <typename Ready>
-bool spin_until(const Ready& ready) {
+bool spin_until(const Ready& ready, Span meanwhile = {}) {
     const auto start = std::chrono::steady_clock::now();
     for (int i = 1;; i++) {
         if (ready()) return true;
-        relax();
+        if (meanwhile.first < meanwhile.last) {
+            __builtin_prefetch(meanwhile.first, 0, 2);
+            meanwhile.first += kLine;
+        } else {
+            relax();
+        }
         if (i % 64 == 0 && std::chrono::steady_clock::now() - start > kSpin) return false;
     }
 }
@@ -105,7 +111,7 @@ void ThreadPool::walk_as(int thread) {
         if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == pieces)
             done.notify_all();
         else
-            wait_for(done, pieces);
+            wait_for(done, pieces, work_->upcoming(stage, thread));
         if (thread == 0) work_->finished(stage);
     }
 }
@@ -127,8 +133,8 @@ int ThreadPool::take_all(int stage, int pieces, int thread) {
     return taken;
 }
 
-void ThreadPool::wait_for(std::atomic<int>& counter, int goal) {
-    if (spin_until([&] { return counter.load(std::memory_order_acquire) == goal; })) return;
+void ThreadPool::wait_for(std::atomic<int>& counter, int goal, Span meanwhile) {
+    if (spin_until([&] { return counter.load(std::memory_order_acquire) == goal; }, meanwhile)) return;
     for (int seen; (seen = counter.load(std::memory_order_acquire)) != goal;) counter.wait(seen, std::memory_order_acquire);
 }
 

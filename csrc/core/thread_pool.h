@@ -15,6 +15,11 @@
 
 namespace octavo {
 
+// Bytes in memory.
+struct Span {
+    const uint8_t *first = nullptr, *last = nullptr;
+};
+
 class ThreadPool {
   public:
     // What is walked: stage s has pieces(s) pieces; run(s, piece, thread) computes one. Both are called from every thread.
@@ -23,6 +28,11 @@ class ThreadPool {
         virtual int num_stages() const = 0;
         virtual int pieces(int stage) const = 0;
         virtual void run(int stage, int piece, int thread) = 0;
+        // What the thread will read after `stage`: fetched into its cache while it waits for the others.
+        virtual Span upcoming(int stage, int thread) const {
+            (void)stage, (void)thread;
+            return {};
+        }
         // Told by the calling thread, once all of a stage's pieces are done.
         virtual void finished(int stage) { (void)stage; }
     };
@@ -55,7 +65,7 @@ class ThreadPool {
     bool enter();
     void walk_as(int thread);
     int take_all(int stage, int pieces, int thread);
-    void wait_for(std::atomic<int>& counter, int goal);
+    static void wait_for(std::atomic<int>& counter, int goal, Span meanwhile = {});
 
     const int num_threads_;
     std::vector<std::thread> threads_;

@@ -4,7 +4,7 @@
 // in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where isum is the exact int32 sum of
 // (code - zero_point) * q and sum that of q. Rows beside codes with one scale an output have one d, so that exact sums run over all inputs
 // and are scaled once; their numbers have two digits where the level has the tile unit (`scale_whole`), elsewhere most have one (`product_outliers`). Rows beside 4-bit
-// codes have two digits with the tile unit. Floats run in four chains over k mod 4 (bf16: pairs), added as (c0 + c1) + (c2 + c3).
+// codes have two digits with the tile unit. fp32 and fp16 run in four chains over k mod 4, added as (c0 + c1) + (c2 + c3); bf16 in one chain over pairs.
 // `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
 #pragma once
 #include "dots.h"
@@ -35,6 +35,18 @@ OCTAVO_INLINE void prefetch_ahead(const uint8_t* p) {
     for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + kAhead + line, 0, kIntoCache);
 }
 
+// The same where M rows at a time meet `num_tiles` tiles: if they are more than a few, the first of them ask for the tiles after these, which the others
+// will then find in a cache.
+template <int M, size_t kBytes>
+OCTAVO_INLINE void read_ahead(const Tiles& w, const uint8_t* p, int num_tiles, int done) {
+    if (M <= 2)
+        prefetch_ahead<kBytes>(p);
+    else if (done == 0)
+        for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + num_tiles * w.tile_bytes + line, 0, 2);
+}
+
+OCTAVO_INLINE const uint8_t* tile_of(const TileRef& ref) { return ref.weight->data + (size_t)ref.tile * ref.weight->tile_bytes; }
+
 // Whether rows have two digits beside 4-bit codes and beside codes with one scale an output: where the tile unit makes the second
 // one for next to nothing. On the vector unit it would double the work (decision 0017).
 #if defined(__AMX_INT8__)
@@ -46,14 +58,16 @@ constexpr bool kTwoDigits = false;
 // -- 4-bit ---------------------------------------------------------------------------------------------------------------
 
 template <int M, ScaleType S, bool kMin>
-void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
+void product_u4(const TileRef* ref, const Rows& x, int64_t row, int done) {
     constexpr size_t kCodes = 256, kStep = kCodes + scale_bytes<S>() * (kMin ? 2 : 1);
+    const Tiles& w = *ref->weight;
+    const uint8_t* tile = tile_of(*ref);
     const int groups = w.num_groups;
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
     vf acc[M] = {};
     for (int g = 0; g < groups; g++, tile += kStep) {
-        if (M <= 2) prefetch_ahead<kStep>(tile);
+        read_ahead<M, kStep>(w, tile, 1, done);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         vi low[4], high[4];
@@ -65,7 +79,8 @@ void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
         const vf scale = load_scale<S>(tile + kCodes);
         for (int m = 0; m < M; m++) {
             const int8_t* digits = q[m] + (kTwoDigits ? 2 : 1) * kGroup * g;
-            vi a = {}, b = {};
+            const vi zeros = splat_i(-w.zero_point * (first[m] + second[m]));
+            vi a = kTwoDigits ? vi{} : zeros, b = {};
             const auto add_digits = [&] {
                 for (int v = 0; v < 4; v++) {
                     a = dot4_nibbles(a, low[v], broadcast4(digits + 8 * v));
@@ -74,32 +89,33 @@ void product_u4(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
             };
             if (kTwoDigits) {
                 add_digits();
-                a *= kDigit;
+                a = a * kDigit + zeros;
                 b *= kDigit;
                 digits += kGroup;
             }
-            if (w.zero_point) a -= w.zero_point * (first[m] + second[m]);
             add_digits();
             acc[m] = fma(to_float(a + high_sum(b)), scale * d[m], acc[m]);
             if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
         }
     }
-    for (int m = 0; m < M; m++) store(acc_out + 16 * m, acc[m]);
+    for (int m = 0; m < M; m++) store(ref->acc + 16 * (done + m), acc[m]);
 }
 
 // -- 8-bit ---------------------------------------------------------------------------------------------------------------
 
 // kHalves: scales change every 16 inputs (Q6_K); the two halves are two steps of the same rule, without mins.
 template <int M, ScaleType S, bool kMin, bool kHalves>
-void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
+void product_u8(const TileRef* ref, const Rows& x, int64_t row, int done) {
     constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts;
     constexpr size_t kCodes = 512, kScales = scale_bytes<S>() * kParts, kStep = kCodes + kScales * (kMin ? 2 : 1);
+    const Tiles& w = *ref->weight;
+    const uint8_t* tile = tile_of(*ref);
     const int groups = w.num_groups;
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
     vf acc[M] = {};
     for (int g = 0; g < groups; g++, tile += kStep) {
-        if (M <= 2) prefetch_ahead<kStep>(tile);
+        read_ahead<M, kStep>(w, tile, 1, done);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         for (int part = 0; part < kParts; part++) {
@@ -119,7 +135,7 @@ void product_u8(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row,
             }
         }
     }
-    for (int m = 0; m < M; m++) store(acc_out + 16 * m, acc[m]);
+    for (int m = 0; m < M; m++) store(ref->acc + 16 * (done + m), acc[m]);
 }
 
 // -- 8-bit with one scale an output --------------------------------------------------------------------------------------
@@ -148,17 +164,14 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, int done)
     const int inputs = x.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     const uint8_t* tile[T];
-    for (int t = 0; t < T; t++) tile[t] = refs[t].weight->data + (size_t)refs[t].tile * refs[t].weight->tile_bytes;
+    for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]);
     vi sum[T][M][kChains] = {};
     for (int k = 0; k < inputs; k += 4 * kChains) {
         for (int c = 0; c < kChains; c++) {
             const size_t at = k + 4 * c;
             vi codes[T];
             for (int t = 0; t < T; t++) {
-                if (M <= 2)
-                    prefetch_ahead<64>(tile[t] + 16 * at);
-                else if (done == 0)  // the tiles after these: other rows will meet these in a cache
-                    __builtin_prefetch(tile[t] + T * refs[t].weight->tile_bytes + 16 * at, 0, 2);
+                read_ahead<M, 64>(*refs[t].weight, tile[t] + 16 * at, T, done);
                 codes[t] = for_dot4_signed(load_i(tile[t] + 16 * at));
             }
             for (int m = 0; m < M; m++) {
@@ -190,13 +203,15 @@ OCTAVO_INLINE vf scale_whole(const Rows& x, int64_t row, vf scale, vi first, vi 
 // Two digits and one scale for a whole row. Codes become unsigned for the instruction by adding 128, which 128 times the sum of the digits undoes. Few rows take several vectors of
 // weights at a time, so that sums need not wait for one another.
 template <int M>
-void product_whole(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
+void product_whole(const TileRef* ref, const Rows& x, int64_t row, int done) {
+    const Tiles& w = *ref->weight;
+    const uint8_t* tile = tile_of(*ref);
     constexpr int kChains = M == 1 ? 4 : M == 2 ? 2 : 1;
     const int inputs = w.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     vi first[M][kChains] = {}, second[M][kChains] = {};
     for (int k = 0; k < inputs; k += 4 * kChains) {
-        if (M <= 2) prefetch_ahead<64 * kChains>(tile + 16 * (size_t)k);
+        read_ahead<M, 64 * kChains>(w, tile + 16 * (size_t)k, 1, done);
         for (int c = 0; c < kChains; c++) {
             const vi codes = load_i(tile + 16 * (size_t)(k + 4 * c)) ^ (int32_t)0x80808080;
             for (int m = 0; m < M; m++) {
@@ -210,49 +225,57 @@ void product_whole(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t r
     for (int m = 0; m < M; m++) {
         for (int c = 1; c < kChains; c++) first[m][0] += first[m][c], second[m][0] += second[m][c];
         const int32_t* sums = x.sums + x.half_at(row + m, 0, 0);
-        store(acc_out + 16 * m, scale_whole(x, row + m, scale, first[m][0] - 128 * sums[0], second[m][0] - 128 * sums[kTile]));
+        store(ref->acc + 16 * (done + m), scale_whole(x, row + m, scale, first[m][0] - 128 * sums[0], second[m][0] - 128 * sums[kTile]));
     }
 }
 
 // -- floats --------------------------------------------------------------------------------------------------------------
 
-template <int M>
-void product_bf16(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
-    const uint16_t* values = (const uint16_t*)x.values + row * x.stride;
-    const int pairs = w.num_groups * kGroup / 2;
-    vf acc[M][4] = {};
-    for (int p = 0; p < pairs; p += 4) {
-        if (M <= 2) prefetch_ahead<256>(tile + 64 * (size_t)p);
-        for (int c = 0; c < 4; c++) {
-            const vi weights = load_i(tile + 64 * (size_t)(p + c));
-            for (int m = 0; m < M; m++) {
-                const vi a = broadcast4(values + m * x.stride + 2 * (p + c));
-                acc[m][c] = dot2_bf16(acc[m][c], weights, a);
-            }
+// One chain of sums a row and output, over pairs of inputs: as many rows and tiles as registers hold hide that each sum waits for the one before.
+template <int M, int T>
+void product_bf16(const TileRef* refs, const Rows& x, int64_t row, int done) {
+    const auto* values = (const uint16_t*)x.values + row * x.stride;
+    const uint8_t* tile[T];
+    for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]);
+    const int pairs = x.num_groups * kGroup / 2;
+    vf acc[T][M] = {};
+    for (int p = 0; p < pairs; p++) {
+        vi weights[T];
+        for (int t = 0; t < T; t++) {
+            read_ahead<M, 64>(*refs[t].weight, tile[t] + 64 * (size_t)p, T, done);
+            weights[t] = load_i(tile[t] + 64 * (size_t)p);
+        }
+        for (int m = 0; m < M; m++) {
+            const vi a = broadcast4(values + m * x.stride + 2 * p);
+            for (int t = 0; t < T; t++) acc[t][m] = dot2_bf16(acc[t][m], weights[t], a);
         }
     }
-    for (int m = 0; m < M; m++) store(acc_out + 16 * m, (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
+    for (int t = 0; t < T; t++)
+        for (int m = 0; m < M; m++) store(refs[t].acc + 16 * (done + m), acc[t][m]);
 }
 
 template <int M, bool kHalf>
-void product_float(const Tiles& w, const uint8_t* tile, const Rows& x, int64_t row, float* acc_out) {
+void product_float(const TileRef* ref, const Rows& x, int64_t row, int done) {
+    const Tiles& w = *ref->weight;
+    const uint8_t* tile = tile_of(*ref);
     const float* values = (const float*)x.values + row * x.stride;
     const int inputs = w.num_groups * kGroup;
     vf acc[M][4] = {};
     for (int k = 0; k < inputs; k += 4) {
-        if (M <= 2) prefetch_ahead<(kHalf ? 128 : 256)>(tile + (size_t)k * kTile * (kHalf ? 2 : 4));
+        read_ahead<M, kHalf ? 128 : 256>(w, tile + (size_t)k * kTile * (kHalf ? 2 : 4), 1, done);
         for (int c = 0; c < 4; c++) {
             const size_t at = (size_t)(k + c) * kTile;
             const vf weights = kHalf ? load_fp16((const uint16_t*)tile + at) : load((const float*)tile + at);
             for (int m = 0; m < M; m++) acc[m][c] = fma(weights, splat(values[m * x.stride + k + c]), acc[m][c]);
         }
     }
-    for (int m = 0; m < M; m++) store(acc_out + 16 * m, (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
+    for (int m = 0; m < M; m++) store(ref->acc + 16 * (done + m), (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
 }
 
 // -- choosing ------------------------------------------------------------------------------------------------------------
 
-using Product = void (*)(const Tiles&, const uint8_t*, const Rows&, int64_t, float*);
+// M rows, from `row`, times T tiles: to places `done` and on of their `acc`.
+using Product = void (*)(const TileRef* tiles, const Rows& x, int64_t row, int done);
 
 template <int M, ScaleType S>
 Product choose_scaled(const Tiles& w) {
@@ -261,62 +284,45 @@ Product choose_scaled(const Tiles& w) {
     return w.has_min ? product_u8<M, S, true, false> : product_u8<M, S, false, false>;
 }
 
-template <int M>
+template <int M, int T>
 Product choose(const Tiles& w) {
+    if (w.code == Code::i8 && !kTwoDigits) return product_outliers<M, T>;
+    if (w.code == Code::bf16) return product_bf16<M, T>;
+    if constexpr (T > 1) return nullptr;
     switch (w.code) {
         case Code::i8: return product_whole<M>;
-        case Code::bf16: return product_bf16<M>;
         case Code::fp16: return product_float<M, true>;
         case Code::fp32: return product_float<M, false>;
         default: return w.scale_type == ScaleType::fp16 ? choose_scaled<M, ScaleType::fp16>(w) : choose_scaled<M, ScaleType::fp32>(w);
     }
 }
 
-// As many rows at a time as registers hold.
+// As many rows at a time, and as many sums of rows and pairs of tiles, as registers hold.
 #if defined(__AVX512F__)
-constexpr int kMostRows = 8, kMostFloatRows = 4;
+constexpr int kMostRows = 8, kMostFloatRows = 4, kMostSums = 16;
 #else
-constexpr int kMostRows = 4, kMostFloatRows = 2;
+constexpr int kMostRows = 4, kMostFloatRows = 2, kMostSums = 4;
 #endif
 
-void vector_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc) {
-    const uint8_t* data = w.data + (size_t)tile * w.tile_bytes;
-    const bool quantised = x.type == RowType::int8 || x.type == RowType::digits || x.type == RowType::whole;
+// One tile or two of one code.
+void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
+    const Tiles& w = *tiles->weight;
+    const int most = w.code == Code::fp16 || w.code == Code::fp32 ? kMostFloatRows : kMostRows;
     int done = 0;
-    const auto run = [&](Product product, int rows) {
-        for (; num_rows - done >= rows; done += rows) product(w, data, x, row0 + done, acc + 16 * done);
+    const auto run = [&]<int M>() {
+        const Product one = choose<M, 1>(w), two = 2 * M <= kMostSums && count == 2 ? choose<M, 2>(w) : nullptr;
+        for (; num_rows - done >= M; done += M) {
+            if (two)
+                two(tiles, x, row0 + done, done);
+            else
+                for (int i = 0; i < count; i++) one(tiles + i, x, row0 + done, done);
+        }
     };
-    const int most = quantised ? kMostRows : kMostFloatRows;
     if constexpr (kMostRows >= 8)
-        if (most >= 8) run(choose<8>(w), 8);
-    if constexpr (kMostRows >= 4)
-        if (most >= 4) run(choose<4>(w), 4);
-    if (most >= 2) run(choose<2>(w), 2);
-    run(choose<1>(w), 1);
-}
-
-template <int T>
-void outlier_products(const TileRef* tiles, const Rows& x, int64_t row0, int num_rows) {
-    int done = 0;
-    const auto run = [&](auto product, int rows) {
-        for (; num_rows - done >= rows; done += rows) product(tiles, x, row0 + done, done);
-    };
-    if constexpr (kMostRows >= 8) run(product_outliers<8, T>, 8);
-    run(product_outliers<4, T>, 4);
-    run(product_outliers<2, T>, 2);
-    run(product_outliers<1, T>, 1);
-}
-
-// One tile or two.
-[[maybe_unused]] void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
-    constexpr int kTogether = kMostRows >= 8 ? 2 : 1;  // as many as registers hold
-    if (x.type != RowType::outliers) {
-        for (int i = 0; i < count; i++) vector_product(*tiles[i].weight, tiles[i].tile, x, row0, num_rows, tiles[i].acc);
-    } else if (count == kTogether) {
-        outlier_products<kTogether>(tiles, x, row0, num_rows);
-    } else {
-        for (int i = 0; i < count; i++) outlier_products<1>(tiles + i, x, row0, num_rows);
-    }
+        if (most >= 8) run.template operator()<8>();
+    if (most >= 4) run.template operator()<4>();
+    run.template operator()<2>();
+    run.template operator()<1>();
 }
 
 RowType row_type(Code code) {

@@ -285,7 +285,7 @@ void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, 
     for (int i = 0; i < count; i++) {
         const Tiles& w = *tiles[i].weight;
         const bool integers = is_integer(w.code) && !w.half_groups && fits_signed(w) && num_rows >= kAmxMinRows;
-        integers ? int8_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch) : vector_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc);
+        integers ? int8_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch) : vector_products(tiles + i, 1, x, row0, num_rows);
     }
 }
 

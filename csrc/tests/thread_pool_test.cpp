@@ -29,6 +29,12 @@ struct Recorder : ThreadPool::Work {
     }
     int num_stages() const override { return (int)sizes.size(); }
     int pieces(int stage) const override { return sizes[stage]; }
+    // All there is, none, or bytes beyond any piece: asking ahead changes nothing.
+    Span upcoming(int stage, int) const override {
+        const std::vector<int>& next = values[(stage + 1) % values.size()];
+        const auto* first = (const uint8_t*)next.data();
+        return {first, first + (stage % 2 ? next.size() * sizeof(int) : 0)};
+    }
     // A piece counts on from what the last non-empty stage left in its first place.
     void run(int stage, int piece, int thread) override {
         if (stage == slow_stage) {
