@@ -1,6 +1,6 @@
 // Rows before a product: RMS norm, layer norm, and conversion to integers (groups or whole rows, one digit, two, or a second for outliers), bf16 or fp32. One row never sees another.
 #pragma once
-#include "simd.h"
+#include "dots.h"
 #include "table.h"
 
 namespace octavo {
@@ -64,6 +64,19 @@ OCTAVO_INLINE void store_int8(int8_t* q, vi n) {
     int32_t lanes[kLanes];
     store_i(lanes, n);
     for (int i = 0; i < kLanes; i++) q[i] = (int8_t)lanes[i];
+#endif
+}
+
+// Sixty-four numbers of -128 .. 127 as bytes, v[0]'s sixteen first.
+OCTAVO_INLINE vi pack_int8(const vi (&v)[4]) {
+#if defined(__AVX512BW__)
+    const __m512i low = _mm512_packs_epi32((__m512i)v[0], (__m512i)v[1]), high = _mm512_packs_epi32((__m512i)v[2], (__m512i)v[3]);
+    // Packing works within quarters of a register: quarter q now holds the q-th four numbers of each v.
+    return (vi)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), _mm512_packs_epi16(low, high));
+#else
+    alignas(64) int8_t bytes[4 * kLanes];
+    for (int j = 0; j < 4; j++) store_int8(bytes + j * kLanes, v[j]);
+    return load_i(bytes);
 #endif
 }
 
@@ -150,14 +163,15 @@ OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int
 }
 
 // Appends the quads of sixteen with a second digit, of which the first is quad `first`. No branch: which quads these are cannot be foreseen.
-OCTAVO_INLINE int append_outliers(const int8_t (&seconds)[4 * kLanes], int first, const OutlierList& list, int count) {
+OCTAVO_INLINE int append_outliers(vi digits, int first, const OutlierList& list, int count) {
 #if defined(__AVX512F__)
-    const __m512i digits = (__m512i)load_i(seconds);
-    const __mmask16 some = _mm512_test_epi32_mask(digits, digits);
+    const __mmask16 some = _mm512_test_epi32_mask((__m512i)digits, (__m512i)digits);
     store_i(list.quads + count, (vi)_mm512_maskz_compress_epi32(some, (__m512i)(iota() + first)));
-    store_i(list.digits + 4 * (int64_t)count, (vi)_mm512_maskz_compress_epi32(some, digits));
+    store_i(list.digits + 4 * (int64_t)count, (vi)_mm512_maskz_compress_epi32(some, (__m512i)digits));
     return count + __builtin_popcount(some);
 #else
+    int8_t seconds[4 * kLanes];
+    store_i(seconds, digits);
     for (int i = 0; i < kLanes; i++) {
         list.quads[count] = first + i;
         std::memcpy(list.digits + 4 * (int64_t)count, seconds + 4 * i, 4);
@@ -190,15 +204,17 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
     int count = 0;
     vi sums[2] = {};
     for (int i = 0; i < padded; i += 4 * kLanes) {
-        alignas(64) int8_t seconds[4 * kLanes];
-        for (int j = 0; j < 4 * kLanes; j += kLanes) {
-            const vi whole = i + j < k && finite ? round_to_int(lanes_at(i + j) * inverse) : vi{};
-            const vi second = round_to_int(to_float(whole) * (1.0f / kOutlierDigit)), first = whole - (second << 8) + second;
-            store_int8(q + i + j, first);
-            store_int8(seconds + j, second);
-            sums[0] += first;
-            sums[1] += second;
+        vi first[4], second[4];
+        for (int j = 0; j < 4; j++) {
+            const int at = i + j * kLanes;
+            const vi whole = at < k && finite ? round_to_int(lanes_at(at) * inverse) : vi{};
+            second[j] = round_to_int(to_float(whole) * (1.0f / kOutlierDigit));
+            first[j] = whole - (second[j] << 8) + second[j];
         }
+        const vi ones = splat_i(0x01010101), firsts = pack_int8(first), seconds = pack_int8(second);
+        store_i(q + i, firsts);
+        sums[0] = dot4(sums[0], ones, firsts);
+        sums[1] = dot4(sums[1], ones, seconds);
         count = append_outliers(seconds, i / 4, list, count);
     }
     store_i(list.quads + count, vi{});
@@ -209,10 +225,18 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
 }
 
 void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
+    if (rows.type == RowType::whole || rows.type == RowType::outliers) {
+        constexpr int kBuffered = 4096;  // normalised once, not each time that the row is gone through
+        float buffer[kBuffered];
+        const bool buffers = norm.weight && k <= kBuffered;
+        if (buffers) norm_row(x, k, norm, buffer);
+        const Norm none{};
+        const Normalizer normal(x, k, buffers ? none : norm);
+        const float* from = buffers ? buffer : x;
+        const auto lanes_at = [&](int i) { return normal.at(from, i, k - i < kLanes ? k - i : kLanes); };
+        return rows.type == RowType::whole ? put_whole(lanes_at, k, rows, index) : put_with_outliers(lanes_at, k, rows, index);
+    }
     const Normalizer normal(x, k, norm);
-    const auto lanes_at = [&](int i) { return normal.at(x, i, k - i < kLanes ? k - i : kLanes); };
-    if (rows.type == RowType::whole) return put_whole(lanes_at, k, rows, index);
-    if (rows.type == RowType::outliers) return put_with_outliers(lanes_at, k, rows, index);
     for (int g = 0; g < rows.num_groups; g++) {
         vf half[2];
         for (int h = 0; h < 2; h++) {
