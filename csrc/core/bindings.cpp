@@ -242,22 +242,39 @@ KvType kv_type_of(const std::string& name) {
     throw std::invalid_argument("KV type " + name + ": allowed are fp32, bf16, int8");
 }
 
-// codes [rows][bytes], block (inputs, bytes), planes (start, bits, run); scales, mins and super ones (array, type's name)
-std::shared_ptr<PackedTiles> pack_codes(Device& device, const ByteRows& codes, std::tuple<int, int> block, const std::vector<std::tuple<int, int, int>>& planes,
-                                        bool is_signed, const nb::tuple& scales, const nb::object& mins, const nb::object& super_scales, const nb::object& super_mins,
-                                        int group, int zero_point, int num_inputs, bool wide, bool whole_rows) {
-    CodeRows rows{codes.data(), (int64_t)codes.shape(0), codes.stride(0), (int64_t)codes.shape(1), std::get<0>(block), std::get<1>(block), {}, is_signed};
-    for (const auto& [start, bits, run] : planes) rows.planes.push_back({start, bits, run});
-    const QuantisedSource source{std::move(rows), group, zero_point, num_inputs, matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide, whole_rows};
-    nb::gil_scoped_release release;
-    return std::make_shared<PackedTiles>(pack_quantised(source, device.pool, device.weights));
-}
+// Weights on their way into tiles, and the arrays that they are read from.
+class ArrayPacker {
+  public:
+    explicit ArrayPacker(std::shared_ptr<Device> device) : device_(std::move(device)), packer_(device_->weights) {}
 
-std::shared_ptr<PackedTiles> pack_values(Device& device, const nb::tuple& values, const std::string& code) {
-    const Matrix matrix = matrix_or_none(values);
-    nb::gil_scoped_release release;
-    return std::make_shared<PackedTiles>(pack_floats(matrix, code_of(code), device.pool, device.weights));
-}
+    // codes [rows][bytes], block (inputs, bytes), planes (start, bits, run); scales, mins and super ones (array, type's name)
+    std::shared_ptr<PackedTiles> codes(const nb::object& codes, std::tuple<int, int> block, const std::vector<std::tuple<int, int, int>>& planes, bool is_signed, const nb::tuple& scales,
+                                       const nb::object& mins, const nb::object& super_scales, const nb::object& super_mins, int group, int zero_point, int num_inputs, bool wide, bool whole_rows) {
+        const auto bytes = nb::cast<ByteRows>(codes);
+        CodeRows rows{bytes.data(), (int64_t)bytes.shape(0), bytes.stride(0), (int64_t)bytes.shape(1), std::get<0>(block), std::get<1>(block), {}, is_signed};
+        for (const auto& [start, bits, run] : planes) rows.planes.push_back({start, bits, run});
+        const QuantisedSource source{std::move(rows), group, zero_point, num_inputs, matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide, whole_rows};
+        sources_.push_back(nb::make_tuple(codes, scales, mins, super_scales, super_mins));
+        return std::make_shared<PackedTiles>(packer_.add(source));
+    }
+    std::shared_ptr<PackedTiles> values(const nb::tuple& values, const std::string& code) {
+        sources_.push_back(values);
+        return std::make_shared<PackedTiles>(packer_.add(matrix_or_none(values), code_of(code)));
+    }
+    void run() {
+        {
+            nb::gil_scoped_release release;
+            packer_.run(device_->pool);
+        }
+        sources_.clear();
+    }
+    size_t num_waiting_bytes() const { return packer_.num_waiting_bytes(); }
+
+  private:
+    std::shared_ptr<Device> device_;
+    Packer packer_;
+    std::vector<nb::object> sources_;
+};
 
 void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
     if (!kv.has_block(group, block)) throw std::invalid_argument("block " + std::to_string(block) + " of group " + std::to_string(group) + " is outside the KV memory");
@@ -279,13 +296,18 @@ NB_MODULE(_native, m) {
     nb::class_<Device>(m, "Device")
         .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)
         .def_prop_ro("level", [](const Device& d) { return std::string(d.kernels.name); })
-        .def("pack_codes", &pack_codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a)
-        .def("pack_values", &pack_values, "values"_a, "code"_a)
         .def("read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); }, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
         .def("row_type", [](const Device& d, const std::string& code) { return kRowTypeNames[(int)d.kernels.row_type(code_of(code))]; }, "code"_a,
              "How products of weights in that code read their rows, at this level: int8, digits, whole, bf16 or fp32.")
         .def("product_rate", [](Device& d, const std::string& code, int rows) { return product_rate(d.pool, d.kernels, code_of(code), rows); }, "code"_a, "rows"_a,
              nb::call_guard<nb::gil_scoped_release>(), "Operations per second with operands in the nearest cache; rows: at most 32.");
+
+    nb::class_<ArrayPacker>(m, "Packer")
+        .def(nb::init<std::shared_ptr<Device>>(), "device"_a)
+        .def("codes", &ArrayPacker::codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a)
+        .def("values", &ArrayPacker::values, "values"_a, "code"_a)
+        .def("run", &ArrayPacker::run, "Packs all that was given since the last time.")
+        .def_prop_ro("num_waiting_bytes", &ArrayPacker::num_waiting_bytes);
 
     nb::class_<PackedTiles>(m, "PackedTiles")
         .def_prop_ro("num_bytes", &PackedTiles::num_bytes)

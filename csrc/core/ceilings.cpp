@@ -36,7 +36,7 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     if (code != Code::u4 && code != Code::u8 && code != Code::i8) {
         m.kind = Matrix::Kind::fp32;
         m.row_stride = kInputs * sizeof(float), m.column_stride = sizeof(float);
-        return pack_floats(m, code, pool, memory);
+        return pack(pool, memory, m, code);
     }
     const CodeRows codes = CodeRows::plain(m.data, m.rows, kInputs, code == Code::u4 ? 4 : 8, code != Code::u4);
     Matrix levels{};
@@ -44,7 +44,7 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     levels.data = m.data, levels.rows = 2 * kTile, levels.columns = kInputs / kGroup;
     levels.row_stride = levels.columns * 2, levels.column_stride = 2;
     const QuantisedSource source{codes, kGroup, 0, kInputs, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}, false, code == Code::i8};
-    return pack_quantised(source, pool, memory);
+    return pack(pool, memory, source);
 }
 
 // One thread's operands.

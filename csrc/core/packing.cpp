@@ -1,51 +1,13 @@
 #include "packing.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <new>
 #include <stdexcept>
-#include <vector>
+#include <string>
 
 namespace octavo {
-
-#ifdef __SANITIZE_ADDRESS__
-// The sanitizer sees who steps over the end of a heap block, not over that of mapped pages.
-Memory::Memory(size_t bytes, bool) : data_((uint8_t*)::operator new(bytes, std::align_val_t(64))), size_(bytes) { std::memset(data_, 0, size_); }
-Memory::~Memory() { ::operator delete(data_, std::align_val_t(64)); }
-#else
-Memory::Memory(size_t bytes, bool small_pages) : size_(bytes < 64 ? 64 : bytes) {
-    void* p = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
-    data_ = (uint8_t*)p;
-#ifdef MADV_HUGEPAGE
-    if (small_pages || size_ >= (4u << 20)) madvise(p, size_, small_pages ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
-#endif
-}
-Memory::~Memory() { munmap(data_, size_); }
-#endif
-
-void Memory::give_back(size_t offset, size_t bytes) {
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const uintptr_t first = ((uintptr_t)data_ + offset + page - 1) / page * page, end = ((uintptr_t)data_ + offset + bytes) / page * page;
-    if (first < end && madvise((void*)first, end - first, MADV_DONTNEED)) throw std::runtime_error("the system does not take memory back");
-}
-
-std::shared_ptr<uint8_t> WeightMemory::take(size_t bytes) {
-#ifdef __SANITIZE_ADDRESS__
-    constexpr size_t kPiece = 0;  // each by itself, so that a step over its end is seen
-#else
-    constexpr size_t kPiece = 32u << 20;
-#endif
-    bytes = (bytes + 63) / 64 * 64;
-    if (!piece_ || used_ + bytes > piece_->size()) piece_ = std::make_shared<Memory>(std::max(bytes, kPiece)), used_ = 0;
-    used_ += bytes;
-    return {piece_, piece_->data() + used_ - bytes};
-}
 
 namespace {
 
@@ -69,6 +31,9 @@ uint16_t float_to_bf16_bits(float f) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
+
+// Sixteen bytes, shifted as two words.
+typedef uint64_t Bytes __attribute__((vector_size(16)));
 
 // Source of the layout: ggml's get_scale_min_k4. Scales and mins 0 to 3 lie in the low six bits of bytes 0-3 and 4-7; of 4 to 7 bytes 8-11 hold four bits each, the
 // tops of bytes 0-3 and 4-7 the other two.
@@ -94,62 +59,87 @@ float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
 // Codes of groups of 32 inputs out of rows of blocks.
 class CodeReader {
   public:
-    CodeReader(const CodeRows& rows, int num_inputs, int padding) : rows_(rows), num_inputs_(num_inputs), padding_(padding), groups_per_block_(rows.block_inputs / kGroup) {
-        for (const Plane& plane : rows.planes)
-            for (int i = 0; i < rows.block_inputs; i += 8) places_.push_back(place_of(plane, i));
+    CodeReader(const CodeRows& rows, int num_inputs, int padding) : rows_(rows), num_inputs_(num_inputs), padding_(padding) {
+        int low = 0;
+        for (const Plane& plane : rows.planes) {
+            const uint64_t mask = kOnes * ((1u << plane.bits) - 1);
+            parts_.push_back(Part{Bytes{mask, mask}, low, plane.run == 1 ? plane.bits : 0});
+            low += plane.bits;
+        }
+        for (int first = 0; first < num_inputs; first += kGroup)
+            for (const Plane& plane : rows.planes)
+                for (int half = 0; half < 2; half++) places_.push_back(place_of(plane, first + half * kHalf));
     }
 
-    // codes[i]: those of inputs 8i to 8i + 7 of the group, a byte each. What lies past the last input is padding.
-    void read(int64_t row, int g, uint64_t (&codes)[4]) const {
-        const int block = g / groups_per_block_, left = num_inputs_ - g * kGroup;
-        const uint8_t* from = rows_.data + row * rows_.row_stride + (int64_t)block * rows_.block_bytes;
-        if (left < kGroup) return read_last(from, rows_.row_bytes - (int64_t)block * rows_.block_bytes, g % groups_per_block_, left, codes);
-        read_block(from, g % groups_per_block_, codes);
+    // 32 bytes. What lies past the last input is padding.
+    void read(int64_t row, int g, Bytes (&codes)[2]) const {
+        const uint8_t* from = rows_.data + row * rows_.row_stride;
+        if (num_inputs_ - g * kGroup < kGroup) return read_end(from, g, codes);
+        read_whole(from, g, codes);
     }
 
   private:
+    // A plane: its bits in a byte each, how many bits the planes before have, and its own where neighbouring inputs share a byte.
+    struct Part {
+        Bytes mask;
+        int low, spread;
+    };
+    // Of half a group in a plane: where in a row its bytes begin, and how far its bits are from their lowest.
     struct Place {
-        int at, shift;
+        int64_t at;
+        int shift;
     };
 
-    static Place place_of(const Plane& plane, int input) {
-        if (plane.run == 1) return {plane.start + input * plane.bits / 8, 0};
-        const int span = plane.run * 8 / plane.bits;
-        return {plane.start + input / span * plane.run + input % plane.run, input % span / plane.run * plane.bits};
+    Place place_of(const Plane& plane, int input) const {
+        const int64_t block = (int64_t)(input / rows_.block_inputs) * rows_.block_bytes + plane.start;
+        const int i = input % rows_.block_inputs, span = plane.run * 8 / plane.bits;
+        if (plane.run == 1) return {block + i * plane.bits / 8, 0};
+        return {block + i / span * plane.run + i % plane.run, i % span / plane.run * plane.bits};
     }
 
-    void read_block(const uint8_t* block, int g, uint64_t (&codes)[4]) const {
-        const Place* place = places_.data() + 4 * g;
-        int low = 0;  // bits of the planes before
-        for (uint64_t& code : codes) code = 0;
-        for (const Plane& plane : rows_.planes) {
-            const uint64_t mask = kOnes * ((1u << plane.bits) - 1);
-            for (int i = 0; i < 4; i++) codes[i] |= (plane.run == 1 ? spread(block + place[i].at, plane.bits) : load<uint64_t>(block + place[i].at) >> place[i].shift & mask) << low;
-            place += rows_.block_inputs / 8;
-            low += plane.bits;
+    void read_whole(const uint8_t* row, int g, Bytes (&codes)[2]) const {
+        const Place* place = places_.data() + (size_t)g * parts_.size() * 2;
+        Bytes first{}, second{};
+        for (const Part& part : parts_) {
+            first |= bits_of(part, row, place[0]) << part.low;
+            second |= bits_of(part, row, place[1]) << part.low;
+            place += 2;
         }
+        codes[0] = first, codes[1] = second;
     }
 
-    // Of a row's last block, of which `bytes` bytes are there, and `left` inputs of the group.
-    void read_last(const uint8_t* block, int64_t bytes, int g, int left, uint64_t (&codes)[4]) const {
-        std::vector<uint8_t> whole(rows_.block_bytes);
-        if (bytes > 0) std::memcpy(whole.data(), block, std::min<size_t>(bytes, whole.size()));
-        read_block(whole.data(), g, codes);
-        for (int i = std::max(left, 0); i < kGroup; i++) ((uint8_t*)codes)[i] = (uint8_t)padding_;
+    // The last inputs of a row, or none.
+    [[gnu::noinline]] void read_end(const uint8_t* row, int g, Bytes (&codes)[2]) const {
+        const int left = std::max(num_inputs_ - g * kGroup, 0);
+        if (left) {
+            std::vector<uint8_t> whole(rows_.row_bytes + rows_.block_bytes);
+            std::memcpy(whole.data(), row, rows_.row_bytes);
+            read_whole(whole.data(), g, codes);
+        }
+        std::memset((uint8_t*)codes + left, padding_, kGroup - left);
+    }
+
+    static Bytes bits_of(const Part& part, const uint8_t* row, const Place& place) {
+        const uint8_t* from = row + place.at;
+        if (part.spread) return Bytes{spread(from, part.spread), spread(from + part.spread, part.spread)};
+        return load<Bytes>(from) >> place.shift & part.mask;
     }
 
     // Eight neighbouring codes in as many bytes as each has bits.
-    static uint64_t spread(const uint8_t* from, int bits) {
-        uint64_t packed = 0, codes = 0;
-        std::memcpy(&packed, from, bits);
-        for (int i = 0; i < 8; i++) codes |= (packed >> bits * i & ((1u << bits) - 1)) << 8 * i;
-        return codes;
+    [[gnu::noinline]] static uint64_t spread(const uint8_t* from, int bits) {
+        uint64_t codes = 0;
+        for (int i = 0; i < bits; i++) codes |= (uint64_t)from[i] << 8 * i;
+        codes = (codes | codes << (32 - 4 * bits)) & 0x0000000100000001 * ((1ull << 4 * bits) - 1);
+        codes = (codes | codes << (16 - 2 * bits)) & 0x0001000100010001 * ((1ull << 2 * bits) - 1);
+        return (codes | codes << (8 - bits)) & kOnes * ((1ull << bits) - 1);
     }
 
+    static constexpr int kHalf = kGroup / 2;
     static constexpr uint64_t kOnes = 0x0101010101010101;
-    const CodeRows& rows_;
-    const int num_inputs_, padding_, groups_per_block_;
-    std::vector<Place> places_;  // [planes][inputs of a block / 8]
+    const CodeRows rows_;
+    const int num_inputs_, padding_;
+    std::vector<Part> parts_;
+    std::vector<Place> places_;  // [groups][planes][2]
 };
 
 // Scales or mins as a tile holds them: one level of fp16 stays fp16, everything else becomes fp32 (exact for both).
@@ -183,22 +173,10 @@ class LevelReader {
         int64_t value, super;
         int number;
     };
-    const Matrix &values_, &supers_;
+    const Matrix values_, supers_;
     const bool fp16_;
     std::vector<Place> places_;
 };
-
-// Groups that are packed of one row before the next row's: their bytes, and the tile's, stay in the nearest cache.
-constexpr int kRun = 8;
-
-// fn(row, lane, group) for all rows and groups of a tile.
-template <typename Fn>
-void for_rows(const Tiles& t, int tile, const Fn& fn) {
-    const int lanes = std::min(kTile, t.num_rows - tile * kTile);
-    for (int first = 0; first < t.num_groups; first += kRun)
-        for (int lane = 0; lane < lanes; lane++)
-            for (int g = first; g < std::min(first + kRun, t.num_groups); g++) fn((int64_t)tile * kTile + lane, lane, g);
-}
 
 // How a group lies in a tile.
 struct GroupLayout {
@@ -209,9 +187,10 @@ struct GroupLayout {
 };
 
 // One output's codes of a group.
-void write_codes(Code code, const uint64_t (&codes)[4], uint8_t* to) {
+void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     for (int i = 0; i < 4; i++) {
-        const uint32_t low = (uint32_t)codes[i], high = (uint32_t)(codes[i] >> 32), both = low | high << 4;
+        const uint64_t eight = codes[i / 2][i % 2];
+        const uint32_t low = (uint32_t)eight, high = (uint32_t)(eight >> 32), both = low | high << 4;
         if (code == Code::u4) {
             std::memcpy(to + 64 * i, &both, 4);
         } else {
@@ -221,42 +200,20 @@ void write_codes(Code code, const uint64_t (&codes)[4], uint8_t* to) {
     }
 }
 
-PackedTiles allocate(const Tiles& tiles, WeightMemory& memory) {
-    PackedTiles packed{tiles, nullptr};
-    packed.memory = memory.take(packed.num_bytes());
-    packed.tiles.data = packed.memory.get();
-    return packed;
-}
-
-// fill(tile, its bytes) for all tiles.
-template <typename Fill>
-PackedTiles filled(const Tiles& t, ThreadPool& pool, WeightMemory& memory, const Fill& fill) {
-    const PackedTiles packed = allocate(t, memory);
-    pool.parallel_for((t.num_rows + kTile - 1) / kTile, [&](int tile, int) { fill(tile, packed.memory.get() + tile * t.tile_bytes); });
-    return packed;
-}
-
-// Codes with one scale an output.
-PackedTiles pack_whole_rows(const QuantisedSource& s, ThreadPool& pool, WeightMemory& memory) {
-    if (s.codes.bits() != 8 || !s.codes.is_signed || s.zero_point || s.mins.data || s.super_scales.data)
-        throw std::invalid_argument("weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
-    Tiles t{};
-    t.code = Code::i8;
-    t.scale_type = ScaleType::fp32;
-    t.num_rows = (int32_t)s.codes.rows;
-    t.num_inputs = s.num_inputs;
-    t.num_groups = (s.num_inputs + 2 * kGroup - 1) / (2 * kGroup) * 2;
-    const size_t codes_bytes = (size_t)t.num_groups * kGroup * kTile;
-    t.tile_bytes = codes_bytes + kTile * sizeof(float);
-    const CodeReader codes(s.codes, s.num_inputs, 0);
-    return filled(t, pool, memory, [&](int tile, uint8_t* data) {
-        for_rows(t, tile, [&](int64_t row, int lane, int g) {
-            uint64_t found[4];
-            codes.read(row, g, found);
-            write_codes(t.code, found, data + (size_t)g * kGroup * kTile + 4 * lane);
-            if (g == 0) ((float*)(data + codes_bytes))[lane] = number_at(s.scales.kind, s.scales.data + row * s.scales.row_stride, 0);
-        });
-    });
+// A tile that begins with groups: write(row, lane, group, its bytes) adds a row's part of a group to zeros. Some groups at a time are put
+// together in the nearest cache and then copied, for memory takes whole lines in their order several times as fast as words here and there.
+template <typename Write>
+void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, const Write& write) {
+    constexpr size_t kNear = 8 << 10;
+    alignas(64) uint8_t groups[kNear];
+    const int run = (int)(kNear / group_bytes), lanes = std::min(kTile, t.num_rows - tile * kTile);
+    for (int first = 0; first < t.num_groups; first += run) {
+        const int count = std::min(run, t.num_groups - first);
+        std::memset(groups, 0, count * group_bytes);
+        for (int lane = 0; lane < lanes; lane++)
+            for (int i = 0; i < count; i++) write((int64_t)tile * kTile + lane, lane, first + i, groups + i * group_bytes);
+        std::memcpy(to + first * group_bytes, groups, count * group_bytes);
+    }
 }
 
 void check(const QuantisedSource& s) {
@@ -266,28 +223,34 @@ void check(const QuantisedSource& s) {
     if (half_groups && s.mins.data) throw std::invalid_argument("weights in groups of 16 are packed without mins");
 }
 
-// 32 neighbouring floats of a row, zeros past its end, from `first` on, in the tile's own type; as many as there are of 4 bytes.
-struct FloatReader {
-    const Matrix& values;
-    Code code;
-
-    int read(int64_t row, int first, uint32_t (&words)[kGroup]) const {
-        const int count = (int)std::min<int64_t>(kGroup, values.columns - first);
-        const uint8_t* from = values.data + row * values.row_stride + first * values.column_stride;
-        if (code == Code::fp32) {
-            for (int i = 0; i < kGroup; i++) words[i] = i < count ? std::bit_cast<uint32_t>(number_at(values.kind, from, i)) : 0;
-            return kGroup;
-        }
-        uint16_t halves[kGroup] = {};
-        if (code == Code::fp16 || values.kind == Matrix::Kind::bf16) {
-            std::memcpy(halves, from, 2 * (size_t)count);
-        } else {
-            for (int i = 0; i < count; i++) halves[i] = float_to_bf16_bits(number_at(values.kind, from, i));
-        }
-        std::memcpy(words, halves, sizeof halves);
-        return kGroup / 2;
+// Numbers side by side as floats.
+template <typename To>
+void read_floats(Matrix::Kind kind, const uint8_t* from, int count, const To& to) {
+    const auto each = [&]<Matrix::Kind K>() {
+        for (int i = 0; i < count; i++) to(i, number_at(K, from, i));
+    };
+    switch (kind) {
+        case Matrix::Kind::fp16: return each.template operator()<Matrix::Kind::fp16>();
+        case Matrix::Kind::bf16: return each.template operator()<Matrix::Kind::bf16>();
+        default: return each.template operator()<Matrix::Kind::fp32>();
     }
-};
+}
+
+// A group's floats of one output, `count` of them and then zeros, in the tile's own type: 2 or 4 bytes each.
+void read_values(Matrix::Kind kind, Code code, const uint8_t* from, int count, uint32_t (&words)[kGroup]) {
+    if (code == Code::fp32) {
+        std::fill(words + count, words + kGroup, 0);
+        return read_floats(kind, from, count, [&](int i, float value) { words[i] = std::bit_cast<uint32_t>(value); });
+    }
+    uint16_t halves[kGroup];
+    std::fill(halves + count, halves + kGroup, 0);
+    if (code == Code::fp16 || kind == Matrix::Kind::bf16) {
+        std::memcpy(halves, from, 2 * (size_t)count);
+    } else {
+        read_floats(kind, from, count, [&](int i, float value) { halves[i] = float_to_bf16_bits(value); });
+    }
+    std::memcpy(words, halves, sizeof halves);
+}
 
 }  // namespace
 
@@ -303,8 +266,52 @@ CodeRows CodeRows::plain(const uint8_t* data, int64_t rows, int num_inputs, int 
     return {data, rows, row_bytes, row_bytes, inputs, inputs * bits / 8, {bits == 4 ? Plane{0, 4, half} : Plane{0, 8, kGroup}}, is_signed};
 }
 
-PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool, WeightMemory& memory) {
-    if (s.whole_rows) return pack_whole_rows(s, pool, memory);
+PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
+    PackedTiles packed{tiles, nullptr};
+    packed.memory = memory_.take(packed.num_bytes());
+    packed.tiles.data = packed.memory.get();
+    jobs_.push_back({packed, std::move(pack), num_tiles_});
+    num_tiles_ += (tiles.num_rows + kTile - 1) / kTile;
+    num_waiting_bytes_ += packed.num_bytes();
+    return packed;
+}
+
+void Packer::run(ThreadPool& pool) {
+    pool.parallel_for(num_tiles_, [&](int index, int) {
+        const auto after = std::upper_bound(jobs_.begin(), jobs_.end(), index, [](int tile, const Job& job) { return tile < job.first; });
+        const Job& job = *std::prev(after);
+        const int tile = index - job.first;
+        job.pack(tile, job.packed.memory.get() + tile * job.packed.tiles.tile_bytes);
+    });
+    jobs_.clear();
+    num_tiles_ = 0, num_waiting_bytes_ = 0;
+}
+
+// Codes with one scale an output.
+PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
+    if (s.codes.bits() != 8 || !s.codes.is_signed || s.zero_point || s.mins.data || s.super_scales.data)
+        throw std::invalid_argument("weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
+    Tiles t{};
+    t.code = Code::i8;
+    t.scale_type = ScaleType::fp32;
+    t.num_rows = (int32_t)s.codes.rows;
+    t.num_inputs = s.num_inputs;
+    t.num_groups = (s.num_inputs + 2 * kGroup - 1) / (2 * kGroup) * 2;
+    const size_t codes_bytes = (size_t)t.num_groups * kGroup * kTile;
+    t.tile_bytes = codes_bytes + kTile * sizeof(float);
+    return add(t, [t, codes_bytes, codes = CodeReader(s.codes, s.num_inputs, 0), scales = s.scales](int tile, uint8_t* data) {
+        pack_groups(t, kGroup * kTile, tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
+            Bytes found[2];
+            codes.read(row, g, found);
+            write_codes(t.code, found, to + 4 * lane);
+        });
+        for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++)
+            ((float*)(data + codes_bytes))[lane] = number_at(scales.kind, scales.data + ((int64_t)tile * kTile + lane) * scales.row_stride, 0);
+    });
+}
+
+PackedTiles Packer::add(const QuantisedSource& s) {
+    if (s.whole_rows) return add_whole_rows(s);
     check(s);
     const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data && (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
     Tiles t{};
@@ -318,16 +325,13 @@ PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool, WeightMem
     t.num_groups = (s.num_inputs + kGroup - 1) / kGroup;
     const GroupLayout group{t.code == Code::u4 ? 256u : 512u, fp16 ? 32u : 64u, t.half_groups ? 2 : 1, t.has_min};
     t.tile_bytes = group.bytes() * t.num_groups;
-    const CodeReader codes(s.codes, s.num_inputs, s.zero_point);
-    const int unit = kGroup / group.parts;
-    const LevelReader scales(s.scales, s.super_scales, fp16, unit, s.group, s.num_inputs), mins(s.mins, s.super_mins, fp16, unit, s.group, s.num_inputs);
     const uint64_t flipped = s.codes.is_signed ? 0x8080808080808080 : 0;  // 128 more, as unsigned codes
-    return filled(t, pool, memory, [&](int tile, uint8_t* data) {
-        for_rows(t, tile, [&](int64_t row, int lane, int g) {
-            uint8_t* to = data + g * group.bytes();
-            uint64_t found[4];
+    const auto levels = [&](const Matrix& values, const Matrix& supers) { return LevelReader(values, supers, fp16, kGroup / group.parts, s.group, s.num_inputs); };
+    return add(t, [t, group, flipped, codes = CodeReader(s.codes, s.num_inputs, s.zero_point), scales = levels(s.scales, s.super_scales), mins = levels(s.mins, s.super_mins)](int tile, uint8_t* data) {
+        pack_groups(t, group.bytes(), tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
+            Bytes found[2];
             codes.read(row, g, found);
-            for (uint64_t& eight : found) eight ^= flipped;
+            for (Bytes& half : found) half ^= flipped;
             write_codes(t.code, found, to + 4 * lane);
             for (int part = 0; part < group.parts; part++) {
                 uint8_t* level = to + group.codes_bytes + part * group.scale_bytes + lane * (group.scale_bytes / kTile);
@@ -338,24 +342,23 @@ PackedTiles pack_quantised(const QuantisedSource& s, ThreadPool& pool, WeightMem
     });
 }
 
-PackedTiles pack_floats(const Matrix& values, Code code, ThreadPool& pool, WeightMemory& memory) {
+PackedTiles Packer::add(const Matrix& values, Code code) {
     Tiles t{};
     t.code = code;
     t.num_rows = (int32_t)values.rows;
     t.num_inputs = (int32_t)values.columns;
     t.num_groups = (t.num_inputs + kGroup - 1) / kGroup;
-    const size_t element = code == Code::fp32 ? 4 : 2;
-    t.tile_bytes = (size_t)t.num_groups * kGroup * kTile * element;
-    const FloatReader floats{values, code};
-    return filled(t, pool, memory, [&](int tile, uint8_t* data) {
-        for_rows(t, tile, [&](int64_t row, int lane, int g) {
-            uint8_t* to = data + (size_t)g * kGroup * kTile * element;
+    const size_t element = code == Code::fp32 ? 4 : 2, group_bytes = kGroup * kTile * element;
+    t.tile_bytes = t.num_groups * group_bytes;
+    return add(t, [t, values, group_bytes](int tile, uint8_t* data) {
+        pack_groups(t, group_bytes, tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
+            const uint8_t* from = values.data + row * values.row_stride + g * kGroup * values.column_stride;
             uint32_t words[kGroup];
-            const int count = floats.read(row, g * kGroup, words);
-            if (code == Code::fp16) {
+            read_values(values.kind, t.code, from, std::min(kGroup, t.num_inputs - g * kGroup), words);
+            if (t.code == Code::fp16) {
                 for (int i = 0; i < kGroup; i++) std::memcpy(to + 2 * (i * kTile + lane), (const uint8_t*)words + 2 * i, 2);
             } else {
-                for (int i = 0; i < count; i++) std::memcpy(to + 4 * (i * kTile + lane), words + i, 4);
+                for (int i = 0; i < (int)(group_bytes / kTile / 4); i++) std::memcpy(to + 4 * (i * kTile + lane), words + i, 4);
             }
         });
     });

@@ -2,43 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "../kernels/table.h"
+#include "memory.h"
 #include "thread_pool.h"
 
 namespace octavo {
-
-// 64-byte aligned memory that costs nothing until it is touched, in huge pages where the system gives them, or always in small ones, so
-// that no more is given than what is touched.
-class Memory {
-  public:
-    explicit Memory(size_t bytes, bool small_pages = false);
-    ~Memory();
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-    uint8_t* data() const { return data_; }
-    size_t size() const { return size_; }
-    // The system takes back the whole pages within these bytes; read again they are zeros.
-    void give_back(size_t offset, size_t bytes);
-
-  private:
-    uint8_t* data_;
-    size_t size_;
-};
-
-// Where weights lie: side by side in large pieces of memory, in the order they are packed, which is that in which a step reads them. A
-// matrix of a small model alone would be too small for a large page, and then a core waits for the table of pages, not for memory.
-class WeightMemory {
-  public:
-    // `bytes` zeros at a multiple of 64; they stay as long as somebody holds them.
-    std::shared_ptr<uint8_t> take(size_t bytes);
-
-  private:
-    std::shared_ptr<Memory> piece_;
-    size_t used_ = 0;
-};
 
 struct PackedTiles {
     Tiles tiles;
@@ -85,7 +57,40 @@ struct QuantisedSource {
     bool whole_rows = false;  // one scale an output, in scales [rows][1]; signed codes of 8 bits
 };
 
-PackedTiles pack_quantised(const QuantisedSource& source, ThreadPool& pool, WeightMemory& memory);
-PackedTiles pack_floats(const Matrix& values, Code code, ThreadPool& pool, WeightMemory& memory);
+// What is to be packed. Where each weight will lie is known at once; `run` writes their bytes. Sources must live until then.
+class Packer {
+  public:
+    explicit Packer(WeightMemory& memory) : memory_(memory) {}
+    PackedTiles add(const QuantisedSource& source);
+    PackedTiles add(const Matrix& values, Code code);
+    // All that was added since the last time, shared out evenly over the threads, each of which writes what lies side by side.
+    void run(ThreadPool& pool);
+    size_t num_waiting_bytes() const { return num_waiting_bytes_; }
+
+  private:
+    // Writes one of a weight's tiles.
+    using PackTile = std::function<void(int tile, uint8_t* to)>;
+    struct Job {
+        PackedTiles packed;
+        PackTile pack;
+        int first;  // among the tiles of all jobs
+    };
+    PackedTiles add(const Tiles& tiles, PackTile pack);
+    PackedTiles add_whole_rows(const QuantisedSource& source);
+
+    WeightMemory& memory_;
+    std::vector<Job> jobs_;
+    int num_tiles_ = 0;
+    size_t num_waiting_bytes_ = 0;
+};
+
+// One weight, at once.
+template <typename... Source>
+PackedTiles pack(ThreadPool& pool, WeightMemory& memory, const Source&... source) {
+    Packer packer(memory);
+    const PackedTiles packed = packer.add(source...);
+    packer.run(pool);
+    return packed;
+}
 
 }  // namespace octavo

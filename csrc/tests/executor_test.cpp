@@ -26,7 +26,7 @@ struct Matrix2 {
     Matrix2(int n, int k, uint32_t seed, Format format, ThreadPool& pool) : rows(n), columns(k), values(normal((size_t)n * k, seed, 1 / std::sqrt((float)k))) {
         WeightMemory memory;
         if (format == Format::fp32 || format == Format::bf16) {
-            packed = pack_floats(Matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4}, format == Format::fp32 ? Code::fp32 : Code::bf16, pool, memory);
+            packed = pack(pool, memory, Matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4}, format == Format::fp32 ? Code::fp32 : Code::bf16);
             return;
         }
         const int levels = format == Format::int8 ? 127 : 7, groups = (k + kGroup - 1) / kGroup;
@@ -52,7 +52,7 @@ struct Matrix2 {
             source.zero_point = 8;
             source.codes = CodeRows::plain(nibbles.data(), n, k, 4, false);
         }
-        packed = pack_quantised(source, pool, memory);
+        packed = pack(pool, memory, source);
     }
     std::vector<double> times(const std::vector<double>& x) const {
         std::vector<double> y(rows, 0);

@@ -106,7 +106,7 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     const Matrix matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4};
     Floats row(k);
     for (const Code code : {Code::fp32, Code::bf16}) {
-        const PackedTiles packed = pack_floats(matrix, code, pool, memory);
+        const PackedTiles packed = pack(pool, memory, matrix, code);
         for (int r = 0; r < n; r++) {
             kernels.read_row(packed.tiles, r, 2, row.data());
             for (int i = 0; i < k; i++) CHECK(std::fabs(row[i] - 2 * values[(size_t)r * k + i]) <= (code == Code::fp32 ? 0 : std::fabs(row[i]) / 256));
@@ -114,7 +114,7 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     }
     const uint16_t halves[] = {0x3c00, 0xc000, 0x0001, 0x7bff};  // 1, -2, 2^-24, 65504
     const Matrix half{Matrix::Kind::fp16, (const uint8_t*)halves, 1, 4, 8, 2};
-    const PackedTiles packed = pack_floats(half, Code::fp16, pool, memory);
+    const PackedTiles packed = pack(pool, memory, half, Code::fp16);
     kernels.read_row(packed.tiles, 0, 1, row.data());
     CHECK(row[0] == 1 && row[1] == -2 && row[2] == std::ldexp(1.0f, -24) && row[3] == 65504);
 }
@@ -133,10 +133,15 @@ void test_packing(const KernelTable& kernels) {
         // one scale an output
         Example(37, 100, 8, 100, 0, false, true, false, false), Example(16, 192, 8, 192, 0, false, true, false, false),
     };
-    for (const Example& e : examples) {
-        const PackedTiles packed = pack_quantised(e.source(), pool, memory);
-        check_rows(kernels, packed, e);
-        check_products(kernels, packed, e);
+    Packer packer(memory);
+    std::vector<PackedTiles> packed;
+    for (const Example& e : examples) packed.push_back(packer.add(e.source()));
+    CHECK(packer.num_waiting_bytes() > 0);
+    packer.run(pool);
+    CHECK(packer.num_waiting_bytes() == 0);
+    for (size_t i = 0; i < packed.size(); i++) {
+        check_rows(kernels, packed[i], examples[i]);
+        check_products(kernels, packed[i], examples[i]);
     }
     test_floats(kernels, pool);
 }

@@ -19,7 +19,10 @@ SHAPES = [(37, 256), (16, 768), (5, 2304)]
 def native_tiles(weight, dtype="auto", threads=2, **wide):
     require_native()
     device = NativeBackend(BackendOptions(num_threads=threads))._device
-    return _Weights(device, lambda _: weight, dtype).tiles(Weight("w", weight.shape), **wide).handle.copy()
+    weights = _Weights(device, lambda _: weight, dtype)
+    tiles = weights.tiles(Weight("w", weight.shape), **wide)
+    weights.pack()
+    return tiles.handle.copy()
 
 
 def tiles(array, unit):

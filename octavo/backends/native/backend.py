@@ -42,6 +42,9 @@ from octavo.quant.packed import Levels, PackedWeight
 
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
 
+PACKED_AT_ONCE = 64 << 20
+"""Bytes of tiles, which all threads pack without a wait. What they are packed from stays until then."""
+
 MANY_ROWS = 32
 """Of a product whose rate is the machine's: two tiles of rows."""
 
@@ -112,6 +115,7 @@ class NativeBackend:
         executor = native_module().Executor(self._device, self.options.max_tokens, program.vocab_size)
         executor.share_prefixes(self.options.shared_prefix_attention)
         Lowering(fused, executor, weights.tiles, weights.floats).run()
+        weights.pack()
         products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
         self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
         return NativeProgram(self._device, executor, program.vocab_size, weights.num_bytes)
@@ -239,6 +243,7 @@ class _Weights:
         self._device = device
         self._load = load
         self._dtype = dtype
+        self._packer = native_module().Packer(device)
         self._tiles: dict[tuple[Weight, bool], NativeTiles] = {}
         self._floats: dict[Weight, NDArray[np.float32]] = {}
 
@@ -250,7 +255,13 @@ class _Weights:
         """With `wide`, codes of 4 bits lie in bytes, for a product beside a weight of 8."""
         if (weight, wide) not in self._tiles:
             self._tiles[weight, wide] = self._pack(weight, self._load(weight), wide)
+            if self._packer.num_waiting_bytes >= PACKED_AT_ONCE:
+                self._packer.run()
         return self._tiles[weight, wide]
+
+    def pack(self) -> None:
+        """What is not packed yet."""
+        self._packer.run()
 
     def floats(self, weight: Weight) -> NDArray[np.float32]:
         if weight not in self._floats:
@@ -261,13 +272,13 @@ class _Weights:
         if isinstance(packed, PackedWeight):
             if packed.is_float:
                 code = {"float32": "fp32", "bfloat16": "bf16"}.get(self._dtype, packed.code)
-                return self._tiles_of(self._device.pack_values(_typed(packed.codes), code))
+                return self._tiles_of(self._packer.values(_typed(packed.codes), code))
             if packed.lookup is not None or packed.input_permutation is not None:
                 raise BackendUnavailable(f"the native backend cannot pack {weight.name}: codes through a table or permuted inputs")
             if packed.code == "e4m3":
                 raise BackendUnavailable(f"the native backend cannot pack {weight.name}: fp8 codes", hint=FP8_HINT)
         try:
-            handle = self._device.pack_codes(
+            handle = self._packer.codes(
                 **_fields(packed),
                 group=packed.group,
                 num_inputs=packed.shape[-1],

@@ -1,0 +1,40 @@
+// Memory of our own, aligned and in large pages, and where in it weights lie.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace octavo {
+
+// 64-byte aligned memory that costs nothing until it is touched, in huge pages where the system gives them, or always in small ones, so
+// that no more is given than what is touched.
+class Memory {
+  public:
+    explicit Memory(size_t bytes, bool small_pages = false);
+    ~Memory();
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    uint8_t* data() const { return data_; }
+    size_t size() const { return size_; }
+    // The system takes back the whole pages within these bytes; read again they are zeros.
+    void give_back(size_t offset, size_t bytes);
+
+  private:
+    uint8_t* data_;
+    size_t size_;
+};
+
+// Where weights lie: side by side in large pieces of memory, in the order they are packed, which is that in which a step reads them. A
+// matrix of a small model alone would be too small for a large page, and then a core waits for the table of pages, not for memory.
+class WeightMemory {
+  public:
+    // `bytes` zeros at a multiple of 64; they stay as long as somebody holds them.
+    std::shared_ptr<uint8_t> take(size_t bytes);
+
+  private:
+    std::shared_ptr<Memory> piece_;
+    size_t used_ = 0;
+};
+
+}  // namespace octavo
