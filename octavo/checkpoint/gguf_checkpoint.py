@@ -84,9 +84,9 @@ class GgufCheckpoint:
             model=self._get("tokenizer.ggml.model", str, ""),
             pre=self._get("tokenizer.ggml.pre", str, "default"),
             tokens=tokens,
-            types=self._get("tokenizer.ggml.token_type", np.ndarray, ()),
+            types=self._numbers("tokenizer.ggml.token_type"),
             merges=self._get("tokenizer.ggml.merges", list, ()),
-            scores=self._get("tokenizer.ggml.scores", np.ndarray, ()),
+            scores=self._numbers("tokenizer.ggml.scores"),
             add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, True),
         )
         return TokenizerSource(
@@ -159,6 +159,11 @@ class GgufCheckpoint:
             allowed = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise WeightMismatch(f"{self.path}: {key} is a {type(value).__name__}, allowed is {allowed}")
         return default if value is None else value
+
+    def _numbers(self, key: str) -> list[Any]:
+        """One for each token, as Python's numbers, which loops read several times as fast; empty where the key is missing."""
+        found: NDArray | tuple[()] = self._get(key, np.ndarray, ())
+        return found.tolist() if isinstance(found, np.ndarray) else []
 
     def _special_tokens(self, tokens: list[bytes]) -> dict[str, str]:
         metadata = self._file.metadata

@@ -94,16 +94,20 @@ def _byte_level(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> Buil
     cutting = CUTTINGS.get(vocabulary.pre)
     if cutting is None:
         raise UnsupportedModel(f"{origin}: pre-tokenizer {vocabulary.pre!r}, supported are {', '.join(CUTTINGS)}")
-    merges: list[tuple[str, str]] = []
-    for merge in _decode(vocabulary.merges):
-        left, _, right = merge.partition(" ")
-        merges.append((left, right))
-    tokenizer = Tokenizer(models.BPE(_ids(tokens), merges, ignore_merges=cutting.ignore_merges))
+    tokenizer = Tokenizer(models.BPE(_ids(tokens), _pairs(vocabulary.merges), ignore_merges=cutting.ignore_merges))
     if cutting.normalizer is not None:
         tokenizer.normalizer = cutting.normalizer()
     tokenizer.pre_tokenizer = _cuts(cutting)
     tokenizer.decoder = decoders.ByteLevel()
     return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=cutting.adds_bos)
+
+
+def _pairs(merges: Sequence[bytes]) -> list[tuple[str, str]]:
+    """Both sides of each merge: "left right". ValueError where one is anything else."""
+    sides = b"\0".join(merges).replace(b" ", b"\0").decode().split("\0") if merges else []
+    if len(sides) != 2 * len(merges):
+        raise ValueError("a merge is not two pieces with a space between them")
+    return list(zip(sides[::2], sides[1::2], strict=True))
 
 
 def _cuts(cutting: _Cutting) -> PreTokenizer:
@@ -142,14 +146,11 @@ def _merges_by_score(vocabulary: Vocabulary, tokens: list[str]) -> list[tuple[st
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, tokens: list[str]) -> None:
     """Control tokens are special; user-defined ones are cut out of every text, as SentencePiece does."""
-    special = [AddedToken(token, special=True, normalized=False) for token in _of_type(vocabulary, tokens, (CONTROL, UNKNOWN))]
-    defined = [AddedToken(token, special=False, normalized=False) for token in _of_type(vocabulary, tokens, (USER_DEFINED,))]
+    others = [(token, kind) for token, kind in zip(tokens, vocabulary.types, strict=False) if kind != NORMAL and token]
+    special = [AddedToken(token, special=True, normalized=False) for token, kind in others if kind in (CONTROL, UNKNOWN)]
+    defined = [AddedToken(token, special=False, normalized=False) for token, kind in others if kind == USER_DEFINED]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(defined)
-
-
-def _of_type(vocabulary: Vocabulary, tokens: list[str], kinds: tuple[int, ...]) -> list[str]:
-    return [token for token, kind in zip(tokens, vocabulary.types, strict=False) if kind in kinds and token]
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:
