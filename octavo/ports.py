@@ -272,3 +272,7 @@ class Checkpoint(ModelHeader, Protocol):
     def tensor(self, name: str) -> Any:
         """A `quant.blocks.StoredWeight`, mapped from the file where its layout allows."""
         ...
+
+    def release(self) -> None:
+        """Memory that shows the files' bytes is given back until they are read again: it would count as this process's."""
+        ...

@@ -264,7 +264,9 @@ def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) ->
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
     with LoadBar(reader.load, len(own.weights)) as bar:
-        return LoadedModel(config, own, backend, rows, backend.prepare(own, bar.load))
+        loaded = LoadedModel(config, own, backend, rows, backend.prepare(own, bar.load))
+    model.checkpoint.release()
+    return loaded
 
 
 def _part(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:

@@ -62,6 +62,9 @@ class DummyCheckpoint:
     def tensor(self, name: str) -> PackedWeight:
         raise UnsupportedModel(f"{self.path}: {name} cannot be read, load_format is dummy")
 
+    def release(self) -> None:
+        """Nothing was read."""
+
 
 class DummyWeights:
     """`load` is what `Backend.prepare` calls. `format_of`: how each weight is to be stored, by GGUF's names."""

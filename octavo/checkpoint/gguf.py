@@ -55,8 +55,12 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    data: NDArray[np.uint8]
-    """The whole file, mapped: `[file size]`."""
+    mapped: mmap.mmap
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The whole file: `[file size]`."""
+        return np.frombuffer(self.mapped, np.uint8)
 
     def tensor(self, name: str) -> StoredWeight:
         entry = self.tensors[name]
@@ -75,7 +79,7 @@ def read_gguf(path: Path) -> GgufFile:
         metadata, tensors = reader.header()
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         raise _corrupt(path, f"its header breaks off or is damaged near byte {reader.offset:,} of {size:,}") from error
-    return GgufFile(path, metadata, tensors, np.frombuffer(mapped, np.uint8))
+    return GgufFile(path, metadata, tensors, mapped)
 
 
 def _corrupt(path: Path, what: str) -> WeightMismatch:

@@ -5,6 +5,7 @@ Joins `gguf.py` (bytes) and `gguf_families.py` (names); knows nothing of Program
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ class GgufCheckpoint:
         if self._family.norm_offset and stem.endswith("norm"):
             packed = PackedWeight.plain(packed.dequantize() - np.float32(self._family.norm_offset))
         return packed
+
+    def release(self) -> None:
+        self._file.mapped.madvise(mmap.MADV_DONTNEED)
 
     def _source(self, name: str) -> str:
         source = self._gguf_names.get(name)

@@ -83,6 +83,10 @@ class SafetensorsCheckpoint:
         array = _array(entry, found)
         return self._fp8_weight(array, found) if entry.dtype == FP8 else PackedWeight.plain(array)
 
+    def release(self) -> None:
+        for buffer in {id(entry.buffer): entry.buffer for entry in self._entries.values()}.values():
+            buffer.madvise(mmap.MADV_DONTNEED)
+
     def _fp8_weight(self, codes: NDArray, name: str) -> PackedWeight:
         scales = next((name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self._entries), None)
         if self._fp8 is None or scales is None:

@@ -118,6 +118,28 @@ def test_plain_floats_are_mapped(llama: Path) -> None:
     assert np.shares_memory(file.tensor("blk.0.ffn_up.weight").codes, file.data)
 
 
+def resident_bytes(file: Path) -> int:
+    """Of the file's mapping in this process."""
+    mappings = Path("/proc/self/smaps").read_text().split("\nVmFlags")
+    lines = next(mapping for mapping in mappings if str(file) in mapping).splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say what is resident")
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_what_was_read_is_let_go_of_and_read_again(llama: Path, tmp_path: Path, is_directory: bool) -> None:
+    """A mapped file counts as its process's memory while its bytes are shown there."""
+    if is_directory:
+        tiny_model("llama").save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path if is_directory else llama)
+    weight = checkpoint.tensor("model.layers.0.mlp.up_proj.weight")
+    before = weight.dequantize().copy()
+    assert resident_bytes(checkpoint.weight_files[0]) > 0
+    checkpoint.release()
+    assert resident_bytes(checkpoint.weight_files[0]) == 0
+    np.testing.assert_array_equal(weight.dequantize(), before)
+
+
 def test_truncated_everywhere_is_one_clear_error(llama: Path, tmp_path: Path) -> None:
     data = llama.read_bytes()
     for length in [0, 3, 8, 23, 24, 100, 1000, 3000, len(data) // 2, len(data) - 1]:
