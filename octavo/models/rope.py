@@ -61,6 +61,8 @@ class RopeParameters:
 
     def table(self, rotary_dim: int) -> RopeTable:
         """For heads of which `rotary_dim` columns turn."""
+        if rotary_dim % 2:
+            raise UnsupportedModel(f"config.json: {rotary_dim} columns of a head are to turn in pairs, allowed is an even number")
         if self.kind not in _MAKERS:
             raise UnsupportedModel(f"config.json: rope type {self.kind!r} is not supported, known are {', '.join(_MAKERS)}")
         return _MAKERS[self.kind](self, rotary_dim)

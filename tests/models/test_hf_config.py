@@ -79,6 +79,8 @@ REFUSED = [
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', allowed is a whole number"),
     ("llama", {"num_hidden_layers": 1 << 31}, "num_hidden_layers is 2147483648, allowed is a whole number from 1 to 10,000"),
     ("llama", {"head_dim": 0}, "head_dim is 0, allowed is a whole number from 1 to 1,048,576"),
+    ("qwen3", {"head_dim": 11}, "11 columns of a head are to turn in pairs, allowed is an even number"),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, "7 columns of a head are to turn in pairs"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0.0, allowed is a number above 0"),
     ("llama", {"rope_parameters": 3}, "rope_parameters is 3, allowed is an object"),
     ("gpt2", {"n_head": 5}, "n_embd 72 is no multiple of n_head 5"),
