@@ -19,6 +19,7 @@ void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads, boo
     saved_keys = 0;
     if (share && rows_a_run > 1 && runs.size() > 1) share_prefixes(batch, rows_a_run);
     make_works(kv, threads);
+    order_pieces(kv.num_heads);
 }
 
 // Four sets of lanes read their keys from far once, but make a quarter of the pieces.
@@ -39,7 +40,7 @@ void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
             const int last_key = window < 0 ? context : std::min(context, batch.positions[last_row] + 1);
             const int first_key = window > 0 ? std::max(0, batch.positions[row] - window + 1) : 0;
             const int first_split = first_key / kSplitKeys;
-            runs.push_back(QueryRun{r, row, last_row - row + 1, first_split, first_split, (last_key + kSplitKeys - 1) / kSplitKeys});
+            runs.push_back(QueryRun{r, row, last_row - row + 1, first_key, last_key, first_split, first_split, (last_key + kSplitKeys - 1) / kSplitKeys});
         }
     }
 }
@@ -115,7 +116,12 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
     partial_floats = 0;
     const auto add = [&](bool is_shared, int run, int first, int last) {
         const int64_t parts = (last - first + share - 1) / share;
-        for (int64_t i = 0; i < parts; i++) works.push_back(AttentionWork{is_shared, run, first + (int)(i * (last - first) / parts), first + (int)((i + 1) * (last - first) / parts)});
+        for (int64_t i = 0; i < parts; i++) {
+            const int split0 = first + (int)(i * (last - first) / parts), split1 = first + (int)((i + 1) * (last - first) / parts);
+            int block0 = split0 * kSplitBlocks, block1 = block0 + kSplitBlocks;
+            if (!is_shared) block0 = std::max(block0, runs[run].first_key / kTile), block1 = std::min(block1, (runs[run].last_key + kTile - 1) / kTile);
+            works.push_back(AttentionWork{is_shared, run, split0, split1, block0, block1});
+        }
         return parts;
     };
     for (size_t i = 0; i < shared.size(); i++) add(true, (int)i, 0, shared[i].num_splits);
@@ -126,6 +132,18 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
         run.partial = (int64_t)partial_floats;
         merged.push_back((int)i);
         partial_floats += (size_t)(run.last_split - run.first_split) * run.num_rows * num_heads * (2 + kv.v_padded());
+    }
+}
+
+// One request after another, so that a thread has rows that it computed before; of a request one kv head after another, so that what a head's works share stays
+// near.
+void AttentionPlan::order_pieces(int num_kv_heads) {
+    pieces.clear();
+    const auto request = [&](const AttentionWork& w) { return w.shared ? -1 : runs[w.run].request; };
+    for (int i = 0, end, count = (int)works.size(); i < count; i = end) {
+        for (end = i + 1; end < count && request(works[end]) == request(works[i]);) end++;
+        for (int head = 0; head < num_kv_heads; head++)
+            for (int work = i; work < end; work++) pieces.push_back(HeadWork{work, head});
     }
 }
 

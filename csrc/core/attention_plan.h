@@ -13,7 +13,7 @@ namespace octavo {
 
 // Neighbouring rows of one request that are attended together. Splits first_split .. own_split - 1 are shared with other requests.
 struct QueryRun {
-    int request, row0, num_rows, first_split, own_split, last_split;
+    int request, row0, num_rows, first_key, last_key, first_split, own_split, last_split;
     int64_t partial = -1;  // where its states lie among the partials, in floats: [kv heads][splits][lanes][2 + v_padded]; -1: it has none
 };
 
@@ -22,10 +22,14 @@ struct SharedRun {
     int first, num_runs, num_splits;
 };
 
-// What one thread does for one kv head: some splits of a run, or of a shared one.
+// What one thread does for one kv head: some splits of a run, or of a shared one. It reads blocks first_block .. last_block - 1 first.
 struct AttentionWork {
     bool shared;
-    int run, first_split, last_split;
+    int run, first_split, last_split, first_block, last_block;
+};
+
+struct HeadWork {
+    int work, kv_head;
 };
 
 struct AttentionPlan {
@@ -34,6 +38,7 @@ struct AttentionPlan {
     std::vector<int> sharers;  // runs, by shared run
     std::vector<SharedRun> shared;
     std::vector<AttentionWork> works;
+    std::vector<HeadWork> pieces;  // every work for every kv head
     std::vector<int> merged;  // runs with partials
     size_t partial_floats = 0;
     int64_t saved_keys = 0;  // that sharing spares reading, of each kv head
@@ -54,6 +59,7 @@ struct AttentionPlan {
     void pack(const std::vector<Sharer>& sharers, const Division& division, int rows_a_run);
     int choose_rows_a_run(const Batch& batch, const KvGroup& kv, int threads) const;
     void make_works(const KvGroup& kv, int threads);
+    void order_pieces(int num_kv_heads);
     static int common(const Sharer& a, const Sharer& b);
     static int64_t divide(const std::vector<Sharer>& sharers, size_t first, size_t last, std::vector<Division>& out);
 };

@@ -74,6 +74,12 @@ struct Walk : ThreadPool::Work {
         else
             stage(index).run(view(index), piece, executor.threads_[thread], index);
     }
+    void waits(int index, int thread) override {
+        if (index + 1 >= num_stages() || by_rows(index + 1)) return;
+        const View next = view(index + 1);
+        const int count = stage(index + 1).pieces(next), piece = executor.pool_.first_piece(count, thread);
+        if (piece < count) stage(index + 1).ask(next, piece, executor.threads_[thread]);
+    }
     void run_block(const StageRange& range, int row0, int row1, int index) const {
         const View view{executor, batch, kv, 0, 0, row0 - index * executor.kernels().row_block};
         ThreadState& thread = executor.threads_[index];

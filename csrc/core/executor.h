@@ -53,11 +53,15 @@ struct View {
     int64_t stride(const Place& place) const;  // floats from one row of it to the next
 };
 
+struct Stage;
+
 // Memory of one compute thread.
 struct ThreadState {
     std::vector<float> acc[2], group, attention;  // sums of two tiles, a group of 32 columns before its conversion
     std::unique_ptr<Memory> product, rows, sampling;  // scratch of products, rows converted for oneself, scratch of draws
     int prepared_stage = -1;      // the stage whose rows lie in `rows`
+    const Stage* asked_stage = nullptr;  // the stage and the piece that has been asked for last
+    int asked_piece = -1;
     std::vector<double> seconds;  // by stage, of the range that is walked; while profiling
 };
 
@@ -82,6 +86,8 @@ struct Stage {
     virtual bool on_samples() const = 0;
     virtual int pieces(const View& view) const = 0;
     virtual void run(const View& view, int piece, ThreadState& thread, int stage) const = 0;
+    // Asks for what a piece reads first, for the thread that waits to compute it.
+    virtual void ask(const View&, int /*piece*/, ThreadState&) const {}
     // Where no row needs what another computes in this stage: all of it for rows row0 .. row1 - 1 (whole blocks of 16, but for the last).
     virtual bool row_local() const { return false; }
     virtual void run_rows(const View&, int /*row0*/, int /*row1*/, ThreadState&) const {}

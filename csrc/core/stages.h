@@ -203,10 +203,9 @@ struct AttentionStage : Stage {
         sum.bytes -= (double)view.executor.plan(plan_index).saved_keys * kv.block_bytes() / kTile;
         return sum;
     }
-    // Of one kv head after another, so that what a head's pieces share stays near.
     int pieces(const View& view) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
-        return (int)(merges ? plan.merged.size() : plan.works.size()) * view.kv.group(spec.group).num_heads;
+        return merges ? (int)plan.merged.size() * view.kv.group(spec.group).num_heads : (int)plan.pieces.size();
     }
 
     void run(const View& view, int piece, ThreadState& thread, int) const override {
@@ -214,17 +213,18 @@ struct AttentionStage : Stage {
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
         const Rows* converted = spec.converts ? &spec.converts->rows : nullptr;
         const AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), converted, view.stride(spec.q), view.stride(spec.out), kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
-        const int each = (int)(merges ? plan.merged.size() : plan.works.size()), index = piece % each;
-        AttentionPiece work{};
+        AttentionPiece work;  // whose rows are many, and few of them used
         work.positions = view.batch.positions;
-        work.kv_head = piece / each;
+        work.num_rows = 0;
         if (merges) {
-            const QueryRun& run = plan.runs[plan.merged[index]];
+            const QueryRun& run = plan.runs[plan.merged[piece / kv.num_heads]];
+            work.kv_head = piece % kv.num_heads;
             work.first_split = run.first_split, work.last_split = run.last_split;
             add_run(view, work, run, kv);
             return view.executor.kernels().attention_merge(args, work);
         }
-        const AttentionWork& todo = plan.works[index];
+        const AttentionWork& todo = plan.works[plan.pieces[piece].work];
+        work.kv_head = plan.pieces[piece].kv_head;
         work.first_split = todo.first_split, work.last_split = todo.last_split;
         if (todo.shared) {
             const SharedRun& shared = plan.shared[todo.run];
@@ -233,14 +233,36 @@ struct AttentionStage : Stage {
         } else {
             add_run(view, work, plan.runs[todo.run], kv);
         }
+        work.asked = thread.asked_stage == this && thread.asked_piece == piece;
+        work.ahead = view.executor.pool().goes_on((int)plan.pieces.size(), piece) ? read_first(view, piece + 1) : BlockRange{};
+        if (work.ahead.last) thread.asked_stage = this, thread.asked_piece = piece + 1;
         view.executor.kernels().attention(args, work, thread.attention.data());
+    }
+
+    void ask(const View& view, int piece, ThreadState& thread) const override {
+        if (merges) return;
+        const KvLayer kv = view.kv.layer(spec.group, spec.layer);
+        ask_for_blocks(kv, read_first(view, piece), 0, kv.block_end());
+        thread.asked_stage = this, thread.asked_piece = piece;
+    }
+
+    // The blocks that a piece reads first.
+    BlockRange read_first(const View& view, int piece) const {
+        const AttentionPlan& plan = view.executor.plan(plan_index);
+        const auto [index, kv_head] = plan.pieces[piece];
+        const AttentionWork& work = plan.works[index];
+        const QueryRun& run = plan.runs[work.shared ? plan.sharers[plan.shared[work.run].first] : work.run];
+        return {block_table(view, run), kv_head, work.first_block, work.last_block};
+    }
+    const int32_t* block_table(const View& view, const QueryRun& run) const {
+        return view.batch.block_tables + ((int64_t)spec.group * view.batch.num_requests + run.request) * view.batch.table_width;
     }
 
     // A run's rows, and where their states of the piece's splits go.
     void add_run(const View& view, AttentionPiece& work, const QueryRun& run, const KvLayer& kv) const {
         const Batch& b = view.batch;
         const int64_t request = (int64_t)spec.group * b.num_requests + run.request;
-        work.block_table = b.block_tables + request * b.table_width;
+        work.block_table = block_table(view, run);
         work.context_len = b.context_lens[request];
         const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded), split_floats = run.num_rows * row_floats;
         const int64_t at = run.partial + ((int64_t)work.kv_head * (run.last_split - run.first_split) + work.first_split - run.first_split) * split_floats;

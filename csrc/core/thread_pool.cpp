@@ -108,10 +108,12 @@ void ThreadPool::walk_as(int thread) {
         if (pieces == 0) continue;
         const int mine = take_all(stage, pieces, thread);
         auto& done = done_[stage].value;
-        if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == pieces)
+        if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == pieces) {
             done.notify_all();
-        else
+        } else {
+            work_->waits(stage, thread);
             wait_for(done, pieces, work_->upcoming(stage, thread));
+        }
         if (thread == 0) work_->finished(stage);
     }
 }
@@ -121,7 +123,7 @@ int ThreadPool::take_all(int stage, int pieces, int thread) {
     int taken = 0;
     for (int i = 0; i < num_threads_; i++) {
         const int owner = (thread + i) % num_threads_;
-        const int first = (int)((int64_t)pieces * owner / num_threads_), last = (int)((int64_t)pieces * (owner + 1) / num_threads_);
+        const int first = first_piece(pieces, owner), last = first_piece(pieces, owner + 1);
         auto& next = ranges_[(size_t)stage * num_threads_ + owner].next;
         while (next.load(std::memory_order_relaxed) < last - first) {
             const int piece = first + next.fetch_add(1, std::memory_order_relaxed);

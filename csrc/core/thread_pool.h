@@ -28,7 +28,9 @@ class ThreadPool {
         virtual int num_stages() const = 0;
         virtual int pieces(int stage) const = 0;
         virtual void run(int stage, int piece, int thread) = 0;
-        // What the thread will read after `stage`: fetched into its cache while it waits for the others.
+        // Told by a thread that has nothing left to do in a stage, before it waits for the others.
+        virtual void waits(int stage, int thread) { (void)stage, (void)thread; }
+        // What the thread will read after `stage`: fetched into its cache while it waits.
         virtual Span upcoming(int stage, int thread) const {
             (void)stage, (void)thread;
             return {};
@@ -43,6 +45,13 @@ class ThreadPool {
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int num_threads() const { return num_threads_; }
+
+    // The first of a stage's pieces that a thread takes, and whether whoever took a piece goes on with the next one; both as long as none takes another's.
+    int first_piece(int pieces, int thread) const { return (int)((int64_t)pieces * thread / num_threads_); }
+    bool goes_on(int pieces, int piece) const {
+        const int thread = (int)(((int64_t)(piece + 1) * num_threads_ + pieces - 1) / pieces);
+        return piece + 1 < pieces && first_piece(pieces, thread) != piece + 1;
+    }
 
     // Runs all stages in order; returns when the last is done. One caller at a time. `run` must not throw.
     void walk(Work& work);

@@ -14,6 +14,15 @@
 namespace octavo {
 namespace {
 
+// What the products have not asked for of the blocks ahead: those that are more than this split's, and the scales.
+void ask_for_rest(const LaneSet& set, int num_blocks) {
+    BlockRange rest = set.ahead;
+    const KvLayer& kv = set.args->kv;
+    if (kv.type == KvType::int8) ask_for_blocks(kv, rest, kv.scales_offset, kv.block_end());
+    rest.first += num_blocks;
+    ask_for_blocks(kv, rest, 0, kv.scales_offset);
+}
+
 // Keys key0 .. key1 - 1 of one split, of every lane into split_state.
 template <Way way>
 void attend_keys(const LaneSet& set, int key0, int key1, int split0) {
@@ -29,6 +38,7 @@ void attend_keys(const LaneSet& set, int key0, int key1, int split0) {
     score_blocks<way>(set, block0, block1, split0);
     soften<way>(set, key0, key1, split0);
     weigh_blocks<way>(set, key0, key1, split0);
+    ask_for_rest(set, block1 - block0);
 }
 
 // One split of every lane into split_state.
@@ -37,6 +47,7 @@ void attend_split(const LaneSet& set, int split) {
     const int key0 = set.first_key > split0 ? set.first_key / kTile * kTile : split0;
     const int key1 = set.last_key < split0 + kSplitKeys ? set.last_key : split0 + kSplitKeys;
     if (key0 >= key1) {
+        std::memset(set.split_state, 0, sizeof(float) * set.count * set.state_size);
         for (int lane = 0; lane < set.count; lane++) set.split_state[lane * set.state_size] = -INFINITY;
         return;
     }
@@ -91,6 +102,10 @@ void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
     for (int g = 0; g < args.kv.v_width / kGroup; g++) put_rows(acc + g * kGroup, *args.rows, lane.row, 1, first_group + g, kGroup);
 }
 
+void finish_set(const LaneSet& set, float* states) {
+    for (int lane = 0; lane < set.count; lane++) finish_lane(*set.args, set.lanes[lane], states + lane * set.state_size);
+}
+
 // Where a set's states of a split go: into its own, or to memory.
 void keep_split(const LaneSet& set, int split, bool merges) {
     if (merges) {
@@ -104,27 +119,44 @@ void keep_split(const LaneSet& set, int split, bool merges) {
     }
 }
 
+// Blocks of a split that any of the sets reads.
+BlockRange split_blocks(const AttentionPiece& piece, const LaneSet* sets, int num_sets, int split) {
+    BlockRange blocks{piece.block_table, piece.kv_head, (split + 1) * kSplitKeys / kTile, split * kSplitKeys / kTile};
+    const int first = blocks.last, last = blocks.first;
+    for (int i = 0; i < num_sets; i++) {
+        const int from = sets[i].first_key / kTile, to = (sets[i].last_key + kTile - 1) / kTile;
+        if (from < blocks.first) blocks.first = from > first ? from : first;
+        if (to > blocks.last) blocks.last = to < last ? to : last;
+    }
+    return blocks;
+}
+
 void attention(const AttentionArgs& args, const AttentionPiece& piece, float* memory) {
     const AttentionScratch scratch(args.kv, memory);
     const int rows_a_set = kMaxLanes / (args.num_heads / args.kv.num_heads);
-    const bool merges = !piece.rows[0].partial;
+    const bool merges = !piece.rows[0].partial, one_split = piece.last_split - piece.first_split == 1;
     LaneSet sets[kMaxSets];
     int num_sets = 0;
     for (int row = 0; row < piece.num_rows; row += rows_a_set) {
         LaneSet& set = sets[num_sets];
         set.fill(args, piece, row, piece.num_rows - row < rows_a_set ? piece.num_rows - row : rows_a_set, scratch, num_sets++);
-        for (int lane = 0; merges && lane < set.count; lane++) {
+        for (int lane = 0; merges && !one_split && lane < set.count; lane++) {
             std::memset(set.state + lane * set.state_size, 0, sizeof(float) * set.state_size);
             set.state[lane * set.state_size] = -INFINITY;
         }
     }
-    for (int split = piece.first_split; split < piece.last_split; split++)
+    if (!piece.asked) ask_for_blocks(args.kv, split_blocks(piece, sets, num_sets, piece.first_split), 0, args.kv.block_end());
+    for (int split = piece.first_split; split < piece.last_split; split++) {
+        sets[0].ahead = split + 1 < piece.last_split ? split_blocks(piece, sets, num_sets, split + 1) : piece.ahead;
         for (int i = 0; i < num_sets; i++) {
             attend_split(sets[i], split);
-            keep_split(sets[i], split, merges);
+            if (merges && one_split)
+                finish_set(sets[i], sets[i].split_state);
+            else
+                keep_split(sets[i], split, merges);
         }
-    for (int i = 0; merges && i < num_sets; i++)
-        for (int lane = 0; lane < sets[i].count; lane++) finish_lane(args, sets[i].lanes[lane], sets[i].state + lane * sets[i].state_size);
+    }
+    for (int i = 0; merges && !one_split && i < num_sets; i++) finish_set(sets[i], sets[i].state);
 }
 
 // The partials of a piece's rows, merged left to right and written out.

@@ -18,6 +18,20 @@ const uint8_t* tile_keys(const LaneSet& set, int b) {
     for (int p = 0; p < set.width / 2; p++) store_i(to + 64 * p, int8_to_bf16((const int8_t*)set.keys_of(b) + 32 * p));
     return to;
 }
+// The values of block b, as they lie. What lies beyond the last key may be anything, NaN too: bf16 is zeroed there. (int8 may be any integer: its
+// weights are 0.)
+template <Way way>
+const uint8_t* values_until(const LaneSet& set, int b, int key1) {
+    const int padded = set.args->kv.v_padded, tokens = key1 - b * kTile;
+    const uint8_t* v = set.values_of(b);
+    if (way != Way::bf16 || tokens >= kTile) return v;
+    std::memcpy(set.values, v, sizeof(uint16_t) * padded * kTile);
+    uint32_t* pairs = (uint32_t*)set.values;
+    if (tokens % 2)
+        for (int d = 0; d < padded; d++) pairs[tokens / 2 * padded + d] &= 0xffff;
+    std::memset(pairs + (tokens + 1) / 2 * padded, 0, sizeof(uint32_t) * (kTile / 2 - (tokens + 1) / 2) * padded);
+    return set.values;
+}
 // Its values of up to 64 columns from `column` on, in bf16, harmless beyond key1; good until the next are asked for.
 template <Way way>
 const uint8_t* tile_columns(const LaneSet& set, int b, int key1, int column) {

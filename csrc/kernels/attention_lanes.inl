@@ -27,6 +27,9 @@ constexpr float kQueryCodes = 16383;
 constexpr float kWeightCodes = 32767;
 constexpr float kTiny = 1e-30f;  // below it a scale counts as none, so that its inverse is finite
 
+struct Keys {
+    int first, last;  // keys first .. last - 1
+};
 struct Lane {
     int row, head, first_key, last_key;  // keys first_key .. last_key - 1 are seen
 };
@@ -53,7 +56,7 @@ struct LaneSet {
     const AttentionArgs* args = nullptr;
     const AttentionPiece* piece = nullptr;
     Way way = Way::fp32;
-    bool asks = false;  // the first set of a piece asks for the memory that all need
+    BlockRange ahead{};  // what is read next: asked for by the first set of a piece while it computes
     int count = 0, width = 0, state_size = 0, row0 = 0, num_rows = 0, first_key = 0, last_key = 0;
     Lane lanes[kMaxLanes];
     float factors[kMaxLanes];  // what makes a lane's sums scores
@@ -64,7 +67,7 @@ struct LaneSet {
     void fill(const AttentionArgs& a, const AttentionPiece& p, int first_row, int rows, const AttentionScratch& scratch, int index) {
         args = &a, piece = &p;
         const int group = a.num_heads / a.kv.num_heads;
-        width = scratch.width, state_size = scratch.state_size, row0 = first_row, num_rows = rows, asks = index == 0;
+        width = scratch.width, state_size = scratch.state_size, row0 = first_row, num_rows = rows;
         way = a.kv.type == KvType::fp32 ? Way::fp32 : a.kv.type == KvType::bf16 ? Way::bf16 : on_tiles() ? Way::widened : Way::int16;
         scores = scratch.scores(), split_state = scratch.split_state(), value_scales = scratch.value_scales(), units = scratch.units();
         values = scratch.values(), keys = scratch.keys();
@@ -80,10 +83,14 @@ struct LaneSet {
     const uint8_t* keys_of(int b) const { return k_of(args->kv, piece->block_table[b], piece->kv_head); }
     const uint8_t* values_of(int b) const { return v_of(args->kv, piece->block_table[b], piece->kv_head); }
     const uint16_t* scales(int b) const { return scales_of(args->kv, piece->block_table[b], piece->kv_head); }
-    // Blocks up to here are this piece's.
-    int end_block() const {
-        const int end = piece->last_split * kSplitKeys;
-        return ((last_key < end ? last_key : end) + kTile - 1) / kTile;
+    // What a lane sees of keys key0 .. key1 - 1.
+    Keys seen(int lane, int key0, int key1) const {
+        const Lane& l = lanes[lane];
+        return {l.first_key > key0 ? l.first_key : key0, l.last_key < key1 ? l.last_key : key1};
+    }
+    // The i-th block ahead; past the last, `instead`.
+    const uint8_t* block_ahead(int i, const uint8_t* instead) const {
+        return ahead.first + i < ahead.last ? k_of(args->kv, ahead.block_table[ahead.first + i], ahead.kv_head) : instead;
     }
 
   private:
@@ -113,16 +120,17 @@ struct LaneSet {
         }
         for (int d = 0; d < width; d += kLanes) {
             const vf part = load_first(from + d, left(args->kv.k_width, d));
-            uint16_t values[kLanes];
             if (way == Way::fp32) {
                 store_first(q + at + d, part * args->scale, left(width, d));
                 continue;
             }
+            uint16_t values[kLanes], *to = (uint16_t*)q + at + d;
+            uint16_t* put = left(width, d) == kLanes ? to : values;
             if (way == Way::int16)
-                store_int16(values, round_to_int(inverse ? part * inverse : vf{}));
+                store_int16(put, round_to_int(inverse ? part * inverse : vf{}));
             else
-                store_bf16(values, part);
-            std::memcpy((uint16_t*)q + at + d, values, sizeof(uint16_t) * left(width, d));
+                store_bf16(put, part);
+            if (put == values) std::memcpy(to, values, sizeof(uint16_t) * left(width, d));
         }
         return way == Way::fp32 ? 1 : args->scale * unit;
     }

@@ -41,14 +41,25 @@ OCTAVO_INLINE Sums<way> multiply_add(Sums<way> sum, vi numbers, vi factors) {
         return dot2_bf16(sum, numbers, factors);
 }
 
-// fn<n>(first) over 0 .. count - 1 in parts of at most `Most`, nearly alike.
+// Keeps the compiler from loading a register anew for each use.
+OCTAVO_INLINE vi held(vi numbers) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(numbers));
+#endif
+    return numbers;
+}
+
+// fn<n>(first), n <= N; nothing where n is 0.
 template <int N, typename Fn>
 OCTAVO_INLINE void call_with(int n, int first, const Fn& fn) {
-    if (n == N)
-        fn.template operator()<N>(first);
-    else if constexpr (N > 1)
-        call_with<N - 1>(n, first, fn);
+    if constexpr (N > 0) {
+        if (n == N)
+            fn.template operator()<N>(first);
+        else
+            call_with<N - 1>(n, first, fn);
+    }
 }
+// fn<n>(first) over 0 .. count - 1 in parts of at most `Most`, nearly alike.
 template <int Most, typename Fn>
 OCTAVO_INLINE void in_parts(int count, const Fn& fn) {
     const int parts = (count + Most - 1) / Most;
@@ -58,34 +69,31 @@ OCTAVO_INLINE void in_parts(int count, const Fn& fn) {
     }
 }
 
-// Blocks lie scattered, where the hardware's prefetcher is of no help. The second-level cache holds a split's keys or values.
-OCTAVO_INLINE void ask_for(const uint8_t* p, size_t bytes) {
-    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
+// Asks for what lies `bytes` from p on to come into the second-level cache.
+OCTAVO_INLINE void ask_for(const uint8_t* p, int bytes) {
+    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
 }
 
-// scores [N][256] of B neighbouring blocks. The first lanes ask for the values of these blocks, which are needed when all scores of the split are
-// there, and for the keys B blocks on, if nobody has before (`asks_keys`).
+// scores [N][256] of B neighbouring blocks, `first_block` being the split's first. The first lanes of a set ask for the keys of as many blocks ahead, a line
+// for each that they read.
 template <int N, int B, Way way>
-OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int split0, bool asks, bool asks_keys) {
+OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int first_block, int split0) {
     constexpr int step = kStep<way>;
     const int steps = way == Way::fp32 ? set.width : set.width / 2;
     const int query_bytes = set.width * (way == Way::fp32 ? 4 : 2);
     const uint8_t* queries = (const uint8_t*)set.q + lane0 * query_bytes;
-    const uint8_t *keys[B], *values[B], *next[B];
+    const bool asks = lane0 == 0 && set.ahead.first + block - first_block < set.ahead.last;
+    const uint8_t *keys[B], *ahead[B];
     for (int b = 0; b < B; b++) {
         keys[b] = set.keys_of(block + b);
-        values[b] = asks ? set.values_of(block + b) : nullptr;
-        next[b] = asks_keys && block + b + B < set.end_block() ? set.keys_of(block + b + B) : nullptr;
+        ahead[b] = set.block_ahead(block + b - first_block, keys[b]);
     }
     Sums<way> sums[N][B] = {};
     for (int i = 0; i < steps; i++) {
         vi numbers[B];
-        for (int b = 0; b < B; b++) numbers[b] = load_numbers<way>(keys[b] + i * step);
+        for (int b = 0; b < B; b++) numbers[b] = held(load_numbers<way>(keys[b] + i * step));
         if (asks && (step == 64 || i % 2 == 0))
-            for (int b = 0; b < B; b++) {
-                __builtin_prefetch(values[b] + i * step, 0, 2);
-                if (next[b]) __builtin_prefetch(next[b] + i * step, 0, 3);
-            }
+            for (int b = 0; b < B; b++) ask_for(ahead[b] + i * step, 1);
         for (int n = 0; n < N; n++) {
             const vi query = broadcast4(queries + n * query_bytes + 4 * i);
             for (int b = 0; b < B; b++) sums[n][b] = multiply_add<way>(sums[n][b], numbers[b], query);
@@ -105,55 +113,45 @@ OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int sp
 // Sums over d of blocks block0 .. block1 - 1 for all lanes; with `int16`, times each key's scale.
 template <Way way>
 void score_blocks(const LaneSet& set, int block0, int block1, int split0) {
-    const bool first_split = split0 == set.piece->first_split * kSplitKeys;
     in_parts<kScoreLanes>(set.count, [&]<int N>(int lane0) {
         constexpr int B = N > kScoreSums / 2 ? 1 : N > kScoreSums / 4 ? 2 : 4;
-        const bool asks = set.asks && lane0 == 0;
         int b = block0;
-        for (; b + B <= block1; b += B) block_scores<N, B, way>(set, lane0, b, split0, asks, asks && first_split);
-        for (; b < block1; b++) block_scores<N, 1, way>(set, lane0, b, split0, asks, asks && first_split);
+        for (; b + B <= block1; b += B) block_scores<N, B, way>(set, lane0, b, block0, split0);
+        call_with<B - 1>(block1 - b, b, [&]<int Left>(int first) { block_scores<N, Left, way>(set, lane0, first, block0, split0); });
     });
 }
 
-// The values of block b, as they lie. What lies beyond the last key may be anything, NaN too, and bf16 reads whole pairs and blocks: there it
-// is zeroed. (int8 may be any integer there: its weights are 0.)
-template <Way way>
-const uint8_t* values_until(const LaneSet& set, int b, int key1) {
-    const int padded = set.args->kv.v_padded, tokens = key1 - b * kTile;
-    const uint8_t* v = set.values_of(b);
-    if (way != Way::bf16 || tokens >= kTile) return v;
-    std::memcpy(set.values, v, sizeof(uint16_t) * padded * kTile);
-    uint32_t* pairs = (uint32_t*)set.values;
-    if (tokens % 2)
-        for (int d = 0; d < padded; d++) pairs[tokens / 2 * padded + d] &= 0xffff;
-    std::memset(pairs + (tokens + 1) / 2 * padded, 0, sizeof(uint32_t) * (kTile / 2 - (tokens + 1) / 2) * padded);
-    return set.values;
-}
-
-// acc [N][16 C] = weights times V, of the columns from `column` on. The first lanes ask for the keys that the next split begins with.
+// acc [N][16 C] = weights times V, of the columns from `column` on. The first lanes ask for the values of the blocks ahead, as they do for keys.
+// What lies beyond the last key may be anything, NaN too: bf16, which reads whole pairs, zeroes it. (int8 may be any integer there: its
+// weights are 0.)
 template <int N, int C, Way way>
 OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int key0, int key1, int split0) {
-    constexpr int step = kStep<way>;
+    constexpr int step = kStep<way>, tokens_a_step = way == Way::fp32 ? 1 : 2;
     const KvLayer& kv = set.args->kv;
-    const bool asks = set.asks && lane0 == 0 && column == 0;
-    const int end_block = set.end_block();
+    const size_t row = (size_t)kv.v_padded / kLanes * step;
     Sums<way> sums[N][C] = {};
+    const auto add = [&](const uint8_t* v, const uint8_t* weights, const uint8_t* ahead, bool half) __attribute__((always_inline)) {
+        vi numbers[C];
+        for (int c = 0; c < C; c++) {
+            const vi whole = load_numbers<way>(v + c * step);
+            numbers[c] = held(half ? whole & 0xffff : whole);
+        }
+        if (ahead) ask_for(ahead, C * step);
+        for (int n = 0; n < N; n++) {
+            const vi weight = broadcast4(weights + n * (kSplitKeys * sizeof(float)));
+            for (int c = 0; c < C; c++) sums[n][c] = multiply_add<way>(sums[n][c], numbers[c], weight);
+        }
+    };
     for (int key = key0; key < key1; key += kTile) {
-        const int tokens = key1 - key < kTile ? key1 - key : kTile, steps = way == Way::fp32 ? tokens : (tokens + 1) / 2, ahead = (key + kSplitKeys) / kTile;
-        if (asks && ahead < end_block) {
-            ask_for(set.keys_of(ahead), kv.v_offset);
-            if constexpr (way == Way::int16) __builtin_prefetch(set.scales(ahead), 0, 2);
-        }
-        const uint8_t* v = values_until<way>(set, key / kTile, key1) + column / kLanes * step;
-        const uint8_t* weights = (const uint8_t*)(set.scores + lane0 * kSplitKeys) + (key - split0) * (way == Way::fp32 ? 4 : 2);
-        for (int i = 0; i < steps; i++) {
-            vi numbers[C];
-            for (int c = 0; c < C; c++) numbers[c] = load_numbers<way>(v + (size_t)(i * (kv.v_padded / kLanes) + c) * step);
-            for (int n = 0; n < N; n++) {
-                const vi weight = broadcast4(weights + n * (kSplitKeys * sizeof(float)) + 4 * i);
-                for (int c = 0; c < C; c++) sums[n][c] = multiply_add<way>(sums[n][c], numbers[c], weight);
-            }
-        }
+        const int tokens = key1 - key < kTile ? key1 - key : kTile;
+        const size_t at = column / kLanes * step;
+        const uint8_t *v = set.values_of(key / kTile) + at, *ahead = lane0 == 0 ? set.block_ahead((key - key0) / kTile, nullptr) : nullptr;
+        if (ahead) ahead += kv.v_offset + at;
+        const uint8_t* weights = (const uint8_t*)(set.scores + lane0 * kSplitKeys) + (key - split0) * (4 / tokens_a_step);
+        const int steps = way == Way::bf16 ? tokens / 2 : (tokens + tokens_a_step - 1) / tokens_a_step;
+        for (int i = 0; i < steps; i++) add(v + i * row, weights + 4 * i, ahead ? ahead + i * row : nullptr, false);
+        if (way == Way::bf16 && tokens % 2) add(v + steps * row, weights + 4 * steps, nullptr, true);
+        if (ahead && column == 0) ask_for(ahead + steps * row, (kTile / tokens_a_step - steps) * row);
     }
     for (int n = 0; n < N; n++)
         for (int c = 0; c < C; c++) {

@@ -42,56 +42,78 @@ struct ValueScales {
 
 // Scores as they count: capped, and -inf where the lane does not see the key. Returns the largest; a NaN may be lost here, and shows in the sum.
 OCTAVO_INLINE float mask_scores(const LaneSet& set, float* scores, float factor, int from, int to, int first, int last) {
-    vf largest = splat(-INFINITY);
     const float softcap = set.args->softcap;
-    for (int key = from; key < to; key += kTile) {
-        vf s = load(scores + key);
-        const bool inside = key >= first && key + kTile <= last;
-        if (softcap > 0) s = softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f));
-        if (!inside) {
+    const auto cap = [&](vf s) { return softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f)); };
+    vf largest = splat(-INFINITY);
+    const auto mask = [&](int key, int end) {
+        for (; key < end; key += kTile) {
+            const vf s = load(scores + key);
             const vi at = iota() + key;
-            s = select((vi)(at >= first) & (vi)(at < last), s, splat(-INFINITY));
+            const vf masked = select((vi)(at >= first) & (vi)(at < last), softcap > 0 ? cap(s) : s, splat(-INFINITY));
+            store(scores + key, masked);
+            largest = max(largest, masked);
         }
-        if (softcap > 0 || !inside) store(scores + key, s);
-        largest = max(largest, s);
+    };
+    const int inner = (first + kTile - 1) / kTile * kTile, outer = last / kTile * kTile > inner ? last / kTile * kTile : inner;
+    mask(from, inner);
+    for (int key = inner; key < outer; key += kTile) {  // whole blocks that it sees
+        const vf s = load(scores + key);
+        const vf capped = softcap > 0 ? cap(s) : s;
+        if (softcap > 0) store(scores + key, capped);
+        largest = max(largest, capped);
     }
+    mask(outer, to);
     return max_lanes(largest);
+}
+
+// Thirty-two numbers as bf16 in a row.
+OCTAVO_INLINE vi to_bf16(vf first, vf second) {
+#if defined(__AVX512BF16__)
+    return (vi)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+    uint16_t numbers[2 * kLanes];
+    store_bf16(numbers, first);
+    store_bf16(numbers + kLanes, second);
+    return load_i(numbers);
+#endif
 }
 
 // Weights are e^(s - m). fp32: in place, and l is their sum. bf16: rounded to bf16, and l is the sum of the rounded ones. int16: times their
 // value's scale, as integers; widened: the same, rounded to bf16; l is the sum of e^(s - m). m = -inf where the lane sees no key here.
 template <Way way>
-void soften_lane(const LaneSet& set, int lane, int key0, int key1, int split0, ValueScales& values) {
+void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1, int split0, ValueScales& values) {
     float* scores = set.scores + lane * kSplitKeys - split0;
     uint16_t* weights = set.weights_bf16() + lane * 2 * kSplitKeys - split0;
     float* state = set.split_state + lane * set.state_size;
-    const Lane& l = set.lanes[lane];
-    const int first = l.first_key > key0 ? l.first_key : key0, last = l.last_key < key1 ? l.last_key : key1;
+    const auto [first, last] = set.seen(lane, key0, key1);
     state[0] = -INFINITY, state[1] = 0, set.units[lane] = 0;
     if (first >= last) {
         std::memset(set.scores + lane * kSplitKeys, 0, sizeof(float) * kSplitKeys);
         return;
     }
-    float factor = set.factors[lane];
-    const float largest = mask_scores(set, scores, factor, values.from, values.to, first, last);
-    if (set.args->softcap > 0) factor = 1;
+    const float factor = set.args->softcap > 0 ? 1 : set.factors[lane];
     if constexpr (way == Way::int16) values.see(first, last);
     const vf top = splat(largest), slope = splat(factor * 1.44269504f), ones = bits_to_float(splat_i(0x3f803f80));
-    vf total = {};
-    for (int key = values.from; key < values.to; key += kTile) {
+    const auto weigh = [&](int key) {
         const vf s = load(scores + key) - top;
-        const vf p = way == Way::fp32 ? exp(s) : exp2_coarse(s * slope);
+        return way == Way::fp32 ? exp(s) : exp2_coarse(s * slope);
+    };
+    vf total = {};
+    for (int key = values.from; way == Way::bf16 && key < values.to; key += 2 * kTile) {
+        const vi pairs = to_bf16(weigh(key), weigh(key + kTile));
+        store_i(weights + key, pairs);
+        total = dot2_bf16(total, pairs, (vi)ones);
+    }
+    for (int key = values.from; way != Way::bf16 && key < values.to; key += kTile) {
+        const vf p = weigh(key);
         if constexpr (way == Way::fp32) store(scores + key, p);
-        if constexpr (way == Way::bf16) store_bf16(weights + key, p);
         if constexpr (way == Way::int16) store_int16(weights + key, round_to_int(p * load(values.scales + key - split0)));
         if constexpr (way == Way::widened) {
             const bool read = key >= key0 && key < key1;  // beyond, the block table may end
             store_bf16(weights + key, read ? select((vi)(p == 0.0f), vf{}, p * load_bf16(set.scales(key / kTile) + kTile)) : vf{});  // unseen scales may be NaN
         }
-        if constexpr (way != Way::bf16) total += p;
+        total += p;
     }
-    if constexpr (way == Way::bf16)
-        for (int key = values.from; key < values.to; key += 2 * kTile) total = dot2_bf16(total, load_i(weights + key), (vi)ones);
     state[0] = largest * factor, state[1] = sum_lanes(total), set.units[lane] = values.unit;
     if (state[1] != state[1]) state[0] = NAN;
 }
@@ -100,7 +122,12 @@ template <Way way>
 void soften(const LaneSet& set, int key0, int key1, int split0) {
     // Whole vectors of 16-bit weights: what lies around the keys is not seen.
     ValueScales values(set, key0 / (2 * kTile) * 2 * kTile, (key1 + 2 * kTile - 1) / (2 * kTile) * 2 * kTile, split0);
-    for (int lane = 0; lane < set.count; lane++) soften_lane<way>(set, lane, key0, key1, split0, values);
+    float largest[kMaxLanes];
+    for (int lane = 0; lane < set.count; lane++) {
+        const auto [first, last] = set.seen(lane, key0, key1);
+        if (first < last) largest[lane] = mask_scores(set, set.scores + lane * kSplitKeys - split0, set.factors[lane], values.from, values.to, first, last);
+    }
+    for (int lane = 0; lane < set.count; lane++) soften_lane<way>(set, lane, largest[lane], key0, key1, split0, values);
 }
 
 }  // namespace

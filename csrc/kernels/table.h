@@ -142,6 +142,8 @@ struct KvLayer {
     size_t v_offset, scales_offset;  // of V, and of the scales, behind K
     KvType type;
     int32_t num_heads, k_width, v_width, v_padded;
+
+    size_t block_end() const { return scales_offset + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0); }
 };
 
 struct AttentionArgs {
@@ -167,13 +169,31 @@ struct AttentionRow {
 constexpr int kMaxLanes = 16;  // rows times query heads of the kv head that are attended together, a set
 constexpr int kMaxSets = 4;    // of a piece: they read the same splits one after another
 
+// K and V of one kv head, blocks first .. last - 1 of a table.
+struct BlockRange {
+    const int32_t* block_table;
+    int32_t kv_head, first, last;
+};
+
 // Rows that see the same blocks (of one request, or of several in what they share), one kv head, splits first_split .. last_split - 1.
 struct AttentionPiece {
     const int32_t* positions;    // [T]
     const int32_t* block_table;  // of the request
     int32_t context_len, kv_head, first_split, last_split, num_rows;
+    bool asked;        // what its first split reads has been asked for
+    BlockRange ahead;  // what its thread reads next, perhaps nothing
     AttentionRow rows[kMaxSets * kMaxLanes];
 };
+
+// Asks for bytes `from` .. `to` - 1 of the range's blocks, to come into the second-level cache. A few blocks at a time: blocks lie scattered over pages,
+// where the hardware's prefetcher is of no help and each page has to be found first.
+inline void ask_for_blocks(const KvLayer& kv, const BlockRange& range, size_t from, size_t to) {
+    constexpr int kTogether = 4;
+    for (int block = range.first; block < range.last; block += kTogether)
+        for (size_t line = from; line < to; line += 64)
+            for (int b = block; b < range.last && b < block + kTogether; b++)
+                __builtin_prefetch(kv.base + range.kv_head * kv.head_stride + range.block_table[b] * kv.block_stride + line, 0, 2);
+}
 
 struct SampleArgs;
 
