@@ -16,12 +16,12 @@ namespace octavo {
 namespace {
 
 #ifdef __AMX_INT8__
-constexpr int kRowBlock = 128, kRowsPerByte = 128;  // unpacked codes serve so many
+constexpr int kRowsPerBlock = 128, kRowsPerByte = 128;  // unpacked codes serve so many
 constexpr auto kProducts = amx_products;
 constexpr auto kScratch = amx_scratch_bytes;
 constexpr auto kBeginStep = forget_configuration;
 #else
-constexpr int kRowBlock = 64, kRowsPerByte = 16;
+constexpr int kRowsPerBlock = 64, kRowsPerByte = 16;
 size_t no_scratch(const Tiles&) { return 0; }
 constexpr auto kProducts = [](const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t*) { vector_products(tiles, count, x, row0, num_rows); };
 constexpr auto kScratch = no_scratch;
@@ -30,7 +30,7 @@ constexpr auto kBeginStep = [] {};
 
 const KernelTable kTable = {
     .name = OCTAVO_LEVEL,
-    .row_block = kRowBlock,
+    .row_block = kRowsPerBlock,
     .rows_per_byte = kRowsPerByte,
     .begin_step = kBeginStep,
     .prepare_row = prepare_row,
