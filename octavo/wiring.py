@@ -381,7 +381,8 @@ def build_backend(config: EngineConfig, ranks: TorchRanks | None = None) -> Back
         return _torch_backend(options, config.backend, ranks)
     from octavo.backends.native.backend import NativeBackend
 
-    return NativeBackend(options)
+    level = config.backend.cpu_level
+    return NativeBackend(options, level=None if level == "auto" else level)
 
 
 def _torch_backend(options: BackendOptions, choice: BackendChoice, ranks: TorchRanks | None) -> Backend:

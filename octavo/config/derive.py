@@ -83,6 +83,8 @@ def _check_backend(options: BackendChoice) -> None:
     given = [name for name in TORCH_ONLY if getattr(options, name) != getattr(usual, name)]
     if given and options.backend != "torch":
         raise ConfigError(f"{given[0]}: allowed only with the torch backend, got {options.backend!r}", hint="set backend to torch")
+    if options.cpu_level != usual.cpu_level and options.backend != "native":
+        raise ConfigError(f"cpu_level: allowed only with the native backend, got {options.backend!r}", hint="set backend to native")
 
 
 def against_async_scheduling(config: EngineConfig) -> str:

@@ -138,6 +138,10 @@ class BackendChoice:
     tensor_parallel_size: int = option(
         1, "torch: processes, each with a device of its own, that share out the heads and widths of every layer", low=1, short="-tp"
     )
+    cpu_level: Literal["auto", "portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"] = option(
+        "auto",
+        "native: the instruction set that its kernels use, lower to compare or to have another machine's numbers",
+    )
     threads: int | None = option(None, "compute threads of each process; default the physical cores this process may use", low=1)
 
 

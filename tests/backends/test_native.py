@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.backend import NativeBackend, supported_levels
+from octavo.config.derive import derive
+from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Program, Value, Weight
 from octavo.quant.packed import PackedWeight
+from octavo.wiring import build_backend
 from tests.native_harness import NUM_ROWS, Case, check_rows, normal, plain, require_native
 
 WIDTHS = (1, 7, 16, 37, 100, 576)
@@ -224,8 +227,16 @@ def test_codes_through_a_table_are_refused():
 
 def test_an_unknown_level_names_those_there_are():
     require_native()
-    with pytest.raises(BackendUnavailable, match="instruction set level 'sse9': this machine runs portable"):
+    with pytest.raises(BackendUnavailable, match="cpu_level 'sse9': this machine runs portable"):
         NativeBackend(BackendOptions(), level="sse9")
+
+
+@pytest.mark.parametrize("level", ["auto", "portable"])
+def test_an_option_names_the_level(level):
+    require_native()
+    config = EngineConfig.from_options(cpu_level=level, max_model_len=64)
+    backend = build_backend(derive(config, model_context_tokens=64, num_threads=1))
+    assert backend.level == (supported_levels()[-1] if level == "auto" else level)
 
 
 def test_a_step_larger_than_prepared_is_refused():
@@ -238,7 +249,9 @@ def test_a_step_larger_than_prepared_is_refused():
 MANY_THREADS = """
 import resource
 from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.backend import NativeBackend, supported_levels
+from octavo.config.derive import derive
+from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable
 
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

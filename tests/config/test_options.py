@@ -85,6 +85,15 @@ def test_options_of_the_torch_backend_are_refused_elsewhere():
             derive(given, model_context_tokens=512, num_threads=1)
 
 
+def test_a_level_of_the_cpu_is_for_the_native_backend():
+    given = EngineConfig.from_options(cpu_level="avx2")
+    derive(given, model_context_tokens=512, num_threads=1)
+    with pytest.raises(ConfigError, match="cpu_level: allowed only with the native backend, got 'torch'"):
+        derive(given, model_context_tokens=512, num_threads=1, backend="torch")
+    with pytest.raises(ConfigError, match="cpu_level: got 'sse9'"):
+        EngineConfig.from_options(cpu_level="sse9")
+
+
 def test_a_stall_timeout_is_long_enough_to_see_anything_move():
     for value in (0, 1, 60):
         derive(EngineConfig.from_options(stall_timeout=value), model_context_tokens=512, num_threads=1)

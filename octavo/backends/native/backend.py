@@ -80,7 +80,7 @@ class NativeTiles:
 
 
 class NativeBackend:
-    """`level` names an instruction set for tests; the best one otherwise."""
+    """`level` names an instruction set; the best one otherwise."""
 
     name = "native"
 
@@ -92,7 +92,7 @@ class NativeBackend:
         native = native_module()
         supported = supported_levels()
         if level is not None and level not in supported:
-            raise BackendUnavailable(f"instruction set level {level!r}: this machine runs {', '.join(supported)}")
+            raise BackendUnavailable(f"cpu_level {level!r}: this machine runs {', '.join(supported)}", hint="leave cpu_level at auto")
         kernels = Path(native.__file__).parent
         num_threads = options.num_threads or 1
         try:
