@@ -38,7 +38,10 @@ def backend_of(item):
     """That a test has as a parameter, by itself or within a setup; None where it has none."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     setup = params.get("setup")
-    return params.get("backend") or (setup[0] if isinstance(setup, tuple) else getattr(setup, "backend", None))
+    named = params.get("backend")
+    if isinstance(named, str):
+        return named.partition("-")[0]  # "torch-int8": a backend with the precision of its cache
+    return named or (setup[0] if isinstance(setup, tuple) else getattr(setup, "backend", None))
 
 
 @pytest.fixture(params=BACKENDS, scope="session")
