@@ -91,8 +91,9 @@ struct LinearStage : Stage {
         return row_blocks(view.rows(on_samples())) * ((num_tiles + chunk - 1) / chunk);
     }
     Span reads_first(const View& view, int thread) const override {
-        const int threads = view.executor.pool().num_threads(), chunk = tiles_a_piece(threads);
-        const int tile = std::min(num_tiles, (int)((int64_t)pieces(view) * thread / threads) * chunk), end = std::min(num_tiles, tile + num_tiles / threads);
+        const ThreadPool& pool = view.executor.pool();
+        const int threads = pool.num_threads(), chunk = tiles_a_piece(threads);
+        const int tile = std::min(num_tiles, pool.first_piece(pieces(view), thread) * chunk), end = std::min(num_tiles, tile + num_tiles / threads);
         size_t part = 0;
         while (part + 1 < first.size() && tile >= first[part + 1]) part++;
         const Tiles& w = spec.parts[part].tiles;

@@ -18,8 +18,8 @@ void relax() {
 
 // Spins at most this long before it sleeps: longer than any wait between the stages of a decode step on idle cores (about
 // 1 to 10 us), and the bound that the design gives for spinning after a step.
-constexpr size_t kLine = 64;
 constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr size_t kLine = 64;  // bytes that are fetched together
 
 // Returns when ready() holds; false where the time for spinning is over. Asks for the lines of `meanwhile`, one a turn.
 template <typename Ready>

@@ -22,7 +22,7 @@ constexpr size_t scale_bytes() { return S == ScaleType::fp16 ? 32 : 64; }
 
 // Weights stream through once a step; the hardware's prefetcher stops at each page, so a product asks ahead. Tiles follow one
 // another, so what lies past the end of this one is the next. Measured on a 2-core Xeon with AMX: 2 to 4 KiB ahead into the first-level
-// cache is best; on a 2-core EPYC 6 KiB ahead into the second, which can wait for more lines at a time, by 4%.
+// cache is best; on a 2-core EPYC it is 6 KiB ahead into the second, by less than its neighbours move the memory's rate.
 #if defined(__AMX_INT8__)
 constexpr size_t kAhead = 3072;
 constexpr int kIntoCache = 3;
