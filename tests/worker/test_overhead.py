@@ -16,6 +16,9 @@ from tests.engine.fakes import VOCAB, make_core
 from tests.worker.fakes import make_worker
 
 
+LOOP_US = 80  # what the loop of `slowness` takes where the bounds were measured
+
+
 class InstantRunnable:
     weight_bytes = 0
 
@@ -70,20 +73,32 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
     return sorted(times)[len(times) // 5] * 1e6
 
 
+def slowness():
+    """How much longer than on the machine of the bounds the interpreter takes for a loop of its own, at least 1."""
+    times = []
+    for _ in range(200):
+        began = time.perf_counter()
+        made = {}
+        for number in range(1000):
+            made[number % 37] = (number, [number])
+        times.append(time.perf_counter() - began)
+    return max(1, sorted(times)[len(times) // 5] * 1e6 / LOOP_US)
+
+
 def test_pythons_share_of_a_step():
-    """150 microseconds for one running request, 10 for each further one; measured are about 55 and 4 (2 cores of a Xeon, 2026)."""
-    for _ in range(3):  # a noisy neighbour gets two more chances
-        one, many = microseconds_a_step(1), microseconds_a_step(64)
-        each = (many - one) / 63
-        if one < 150 and each < 10:
+    """150 microseconds for one running request, 10 for each further one; measured are about 90 and 6 (2 cores of an EPYC, 2026)."""
+    for _ in range(5):  # a noisy neighbour gets four more chances
+        before, one, many, after = slowness(), microseconds_a_step(1), microseconds_a_step(64), slowness()
+        each, slower = (many - one) / 63, max(before, after)
+        if one < 150 * slower and each < 10 * slower:
             return
-    raise AssertionError(f"{one:.0f} microseconds for one request, {each:.1f} for each further one")
+    raise AssertionError(f"{one:.0f} microseconds for one request, {each:.1f} for each further one, on a machine {slower:.1f} times slower")
 
 
 def test_several_steps_of_a_call_share_it(monkeypatch):
     """Each token is handed on when it is made, for less than half of what a step by itself takes; measured is a third."""
     monkeypatch.setattr(decode_steps, "MAX_CALL_S", 1e9)
-    for _ in range(3):
+    for _ in range(5):
         single, several = microseconds_a_step(1), microseconds_a_step(1, num_scheduler_steps=8)
         if several < single / 2:
             return
