@@ -7,10 +7,10 @@ The kinds of op stand in `ops.py`. Source: the project's own design; the closest
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Axis = Literal["tokens", "samples", "requests", "encoder_tokens", "patches", "expert_rows"]
 """What a Value's rows are. Their number is free until the step."""
@@ -147,6 +147,14 @@ class Op:
     @property
     def weights(self) -> tuple[Weight, ...]:
         return tuple(weight for name in self._holders(Weight) for weight in _flat(getattr(self, name), Weight))
+
+    def on(self, values: Mapping[Value, Value]) -> Self:
+        """The same op on other Values, where `values` has them."""
+
+        def new(item: Any) -> Any:
+            return tuple(map(new, item)) if isinstance(item, tuple) else values.get(item, item)
+
+        return replace(self, **{name: new(getattr(self, name)) for name in self._holders(Value)})
 
     def _holders(self, kind: type[Value | Weight]) -> tuple[str, ...]:
         return _holders(type(self), kind)  # type: ignore[arg-type]  # mypy takes the hash of an op for that of its class

@@ -7,6 +7,7 @@ import pytest
 
 from octavo.worker.simulated import StepCosts
 from tests.engine.simulation import percentile, request_of, simulation
+from tests.slowness import slowness
 
 ROOMY = {"num_blocks": 4096, "max_num_seqs": 48, "max_model_len": 2048, "caching": False}
 
@@ -149,4 +150,9 @@ def milliseconds_a_step(num_requests, num_steps=300):
 
 def test_the_schedulers_share_of_a_step_of_256():
     """1.5 milliseconds are allowed; measured are about 0.6 (2 cores of a Xeon, 2026)."""
-    assert milliseconds_a_step(256) < 1.5
+    for _ in range(5):  # a noisy neighbour gets four more chances
+        before, taken, after = slowness(), milliseconds_a_step(256), slowness()
+        slower = max(before, after)
+        if taken < 1.5 * slower:
+            return
+    raise AssertionError(f"{taken:.2f} milliseconds, on a machine {slower:.1f} times slower")

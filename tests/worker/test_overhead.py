@@ -13,10 +13,8 @@ from octavo.engine.output_processor import OutputProcessor
 from octavo.sampling_params import SamplingParams
 from tests.engine.core_builders import INFO
 from tests.engine.fakes import VOCAB, make_core
+from tests.slowness import slowness
 from tests.worker.fakes import make_worker
-
-
-LOOP_US = 80  # what the loop of `slowness` takes where the bounds were measured
 
 
 class InstantRunnable:
@@ -71,18 +69,6 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
         take(client.receive(take_early=take))
         times.append((time.perf_counter() - began) / (num_taken - before))
     return sorted(times)[len(times) // 5] * 1e6
-
-
-def slowness():
-    """How much longer than on the machine of the bounds the interpreter takes for a loop of its own, at least 1."""
-    times = []
-    for _ in range(200):
-        began = time.perf_counter()
-        made = {}
-        for number in range(1000):
-            made[number % 37] = (number, [number])
-        times.append(time.perf_counter() - began)
-    return max(1, sorted(times)[len(times) // 5] * 1e6 / LOOP_US)
 
 
 def test_pythons_share_of_a_step():

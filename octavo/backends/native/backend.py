@@ -35,7 +35,7 @@ from octavo.backends.native.lower import Lowering, check
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.outputs import OpProfile, Profile
 from octavo.program.ops import Linear
-from octavo.program.passes.fuse import fuse
+from octavo.program.passes.optimize import optimize
 from octavo.program.program import CacheGroup, Program, Weight
 from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
@@ -161,7 +161,7 @@ class NativeBackend:
     def _fuse(self, program: Program) -> Program:
         """The last one is kept: what is asked for its footprint is prepared next."""
         if self._fused is None or self._fused[0] is not program:
-            self._fused = (program, fuse(program))
+            self._fused = (program, optimize(program))
         return self._fused[1]
 
     def _layout(self, group: CacheGroup, dtype: str) -> KvLayout:

@@ -29,7 +29,7 @@ from octavo.backends.torch.step import staging_bytes
 from octavo.backends.torch.weights import Weights
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.program import ops
-from octavo.program.passes.fuse import fuse
+from octavo.program.passes.optimize import optimize
 from octavo.program.program import CacheGroup, Op, Program, Weight
 from octavo.quant.packed import PackedWeight
 
@@ -68,7 +68,7 @@ class TorchBackend:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
 
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
-        fused, once = fuse(program), _Once(load)
+        fused, once = optimize(program), _Once(load)
         self._dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, once.load)
         self._check(fused)
         weights = self._load(fused, once.load)
@@ -133,7 +133,7 @@ class TorchBackend:
         return None if self._memory is None else self._memory.now()
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        found = torch_footprint(fuse(program), format_of, self.options.max_tokens, DTYPES.get(self.options.dtype), self._packed_dtype)
+        found = torch_footprint(optimize(program), format_of, self.options.max_tokens, DTYPES.get(self.options.dtype), self._packed_dtype)
         layouts = tuple(layout_of(group, self._kv_dtype(found.dtype)) for group in program.groups)
         return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 

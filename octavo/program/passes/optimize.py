@@ -1,0 +1,10 @@
+"""What an executor runs of a Program: fewer and larger ops, on no more rows than are wanted, with the same results."""
+
+from octavo.program.passes.fuse import fuse
+from octavo.program.passes.gather_early import gather_early
+from octavo.program.program import Program
+
+
+def optimize(program: Program) -> Program:
+    """All passes that every executor wants, in their order."""
+    return gather_early(fuse(program))
