@@ -12,7 +12,7 @@ namespace octavo {
 
 namespace {
 
-constexpr int kInputs = 256;  // of a product: 32 rows and two tiles of bf16 take 32 KiB
+constexpr int kInputs = 1024;  // of a product: as many as in a model, so that what comes after the last input weighs no more than there
 constexpr int kRepeats = 5;
 
 template <typename Fn>
@@ -92,7 +92,7 @@ double read_bandwidth(ThreadPool& pool, size_t bytes) {
 double product_rate(ThreadPool& pool, const KernelTable& kernels, Code code, int rows) {
     std::vector<std::unique_ptr<Bench>> benches;
     for (int t = 0; t < pool.num_threads(); t++) benches.push_back(std::make_unique<Bench>(kernels, zero_tiles(code, pool)));
-    constexpr int kCalls = 2000;
+    constexpr int kCalls = 500;
     const double seconds = best_seconds([&] {
         pool.parallel_for(pool.num_threads(), [&](int piece, int) {
             kernels.begin_step();

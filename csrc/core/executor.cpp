@@ -74,7 +74,12 @@ struct Walk : ThreadPool::Work {
         else
             stage(index).run(view(index), piece, executor.threads_[thread], index);
     }
-    void waits(int index, int thread) override {
+    Span waits(int index, int thread) override {
+        ask_next(index, thread);
+        return upcoming(index, thread);
+    }
+    // The next stage for the first of what its piece will read.
+    void ask_next(int index, int thread) const {
         if (index + 1 >= num_stages() || by_rows(index + 1)) return;
         const View next = view(index + 1);
         const int count = stage(index + 1).pieces(next), piece = executor.pool_.first_piece(count, thread);
@@ -90,7 +95,7 @@ struct Walk : ThreadPool::Work {
         }
     }
     // Weights of the next product, which is at most three stages away, as far as they leave a second-level cache room for the rest.
-    Span upcoming(int index, int thread) const override {
+    Span upcoming(int index, int thread) const {
         constexpr ptrdiff_t kMost = 256 << 10;
         if (block) return {};
         for (int next = index + 1; next < std::min(num_stages(), index + 4); next++) {

@@ -111,8 +111,7 @@ void ThreadPool::walk_as(int thread) {
         if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == pieces) {
             done.notify_all();
         } else {
-            work_->waits(stage, thread);
-            wait_for(done, pieces, work_->upcoming(stage, thread));
+            wait_for(done, pieces, work_->waits(stage, thread));
         }
         if (thread == 0) work_->finished(stage);
     }

@@ -28,10 +28,8 @@ class ThreadPool {
         virtual int num_stages() const = 0;
         virtual int pieces(int stage) const = 0;
         virtual void run(int stage, int piece, int thread) = 0;
-        // Told by a thread that has nothing left to do in a stage, before it waits for the others.
-        virtual void waits(int stage, int thread) { (void)stage, (void)thread; }
-        // What the thread will read after `stage`: fetched into its cache while it waits.
-        virtual Span upcoming(int stage, int thread) const {
+        // Told by a thread that has nothing left to do in a stage, before it waits for the others. What it returns is fetched into its cache meanwhile.
+        virtual Span waits(int stage, int thread) {
             (void)stage, (void)thread;
             return {};
         }

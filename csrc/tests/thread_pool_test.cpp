@@ -30,7 +30,7 @@ struct Recorder : ThreadPool::Work {
     int num_stages() const override { return (int)sizes.size(); }
     int pieces(int stage) const override { return sizes[stage]; }
     // All there is, none, or bytes beyond any piece: asking ahead changes nothing.
-    Span upcoming(int stage, int) const override {
+    Span waits(int stage, int) override {
         const std::vector<int>& next = values[(stage + 1) % values.size()];
         const auto* first = (const uint8_t*)next.data();
         return {first, first + (stage % 2 ? next.size() * sizeof(int) : 0)};
