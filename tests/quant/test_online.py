@@ -99,7 +99,7 @@ def test_int4_with_one_input_that_matters() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.floats(1e-3, 1e3))
 def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> None:
-    """Against codes from min and max alone, per group. Below this spread scales are no normal fp16 numbers, and their steps hide the difference."""
+    """Against codes from min and max alone, per group. Smaller spreads have scales of few bits: fp16 is subnormal there."""
     weight = (np.random.default_rng(seed).standard_t(3, (4, 32)) * spread).astype(np.float32)
     low, high = weight.min(1, keepdims=True), weight.max(1, keepdims=True)
     scale = ((high - low) / 15).astype(np.float16).astype(np.float32)
