@@ -1,4 +1,4 @@
-// What this machine can do at most, measured: bytes read from a working set, and products whose operands lie in the nearest cache.
+// What this machine can do at most, measured: bytes read from a working set, and products whose operands lie in a core's own caches.
 #pragma once
 
 #include "../kernels/table.h"
@@ -10,7 +10,7 @@ namespace octavo {
 double read_bandwidth(ThreadPool& pool, size_t bytes);
 
 // Multiplications and additions per second of `rows` rows (at most 32) with two tiles of a code, all threads at once: the kernel's own
-// mix of instructions, with nothing to wait for.
+// mix of instructions, with no memory to wait for.
 double product_rate(ThreadPool& pool, const KernelTable& kernels, Code code, int rows);
 
 }  // namespace octavo

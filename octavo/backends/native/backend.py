@@ -102,26 +102,26 @@ class NativeBackend:
             raise BackendUnavailable(what, hint="give fewer --threads") from None
         self.numerics = self.level
         self._computes_fp32 = options.dtype == "float32"
-        self._fused: tuple[Program, Program] | None = None
+        self._optimized: tuple[Program, Program] | None = None
 
     @property
     def level(self) -> str:
         return str(self._device.level)
 
     def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
-        fused = self._fuse(program)
-        check(fused)
+        optimized = self._optimize(program)
+        check(optimized)
         weights = _Weights(self._device, load, self.options.dtype)
         executor = native_module().Executor(self._device, self.options.max_tokens, program.vocab_size)
         executor.share_prefixes(self.options.shared_prefix_attention)
-        Lowering(fused, executor, weights.tiles, weights.floats).run()
+        Lowering(optimized, executor, weights.tiles, weights.floats).run()
         weights.pack()
-        products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
+        products = {weight for op in optimized.ops if isinstance(op, Linear) for weight in op.weights_}
         self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
         return NativeProgram(self._device, executor, program.vocab_size, weights.num_bytes)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        found = native_footprint(self._fuse(program), format_of, self._device.row_type, self.options.max_tokens)
+        found = native_footprint(self._optimize(program), format_of, self._device.row_type, self.options.max_tokens)
         layouts = tuple(self._layout(group, self._kv_dtype(computes_fp32=found.computes_fp32)) for group in program.groups)
         return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 
@@ -158,11 +158,11 @@ class NativeBackend:
     def close(self) -> None:
         """Threads end with the last prepared program."""
 
-    def _fuse(self, program: Program) -> Program:
+    def _optimize(self, program: Program) -> Program:
         """The last one is kept: what is asked for its footprint is prepared next."""
-        if self._fused is None or self._fused[0] is not program:
-            self._fused = (program, optimize(program))
-        return self._fused[1]
+        if self._optimized is None or self._optimized[0] is not program:
+            self._optimized = (program, optimize(program))
+        return self._optimized[1]
 
     def _layout(self, group: CacheGroup, dtype: str) -> KvLayout:
         layer_bytes = native_module().kv_layer_bytes(group.num_kv_heads, group.k_width, group.v_width, dtype)

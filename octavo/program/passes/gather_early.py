@@ -2,7 +2,8 @@
 
 A model gathers the sampled rows before its head, yet what stands between the last attention and that gather looks at each row by
 itself. Gathered right behind the attention instead, a prompt's other rows are spared the last layer's output projection and its
-gate, up and down projections: five sixths of a layer of SmolLM2's shape. llama.cpp's graphs do the same (`inp_out_ids`).
+gate, up and down projections: five sixths of a layer of SmolLM2's shape. Where all
+rows are sampled nothing is. llama.cpp's graphs do the same (`inp_out_ids`).
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Pro
     sampled = {value: replace(value, name=f"{value.name}.sampled", axis="samples") for value in (*read, *made)}
     sampled[gather.x] = gather.out
     at, moved = program.ops.index(gather), set(map(id, late))
-    before, after = ([op for op in part if id(op) not in moved] for part in (program.ops[:at], program.ops[at + 1 :]))
-    gathers, on_samples = (GatherRows(value, sampled[value]) for value in read), (op.on(sampled) for op in late)
-    early = replace(program, ops=(*before, *gathers, *on_samples, *after))
+    before = [op for op in program.ops[:at] if id(op) not in moved]
+    gathers = [GatherRows(value, sampled[value]) for value in read]
+    on_samples = [op.on(sampled) for op in late]
+    early = replace(program, ops=(*before, *gathers, *on_samples, *program.ops[at + 1 :]))
     early.check()
     return early
 
 
 def wanted_by(gather: GatherRows, program: Program) -> list[Op]:
-    """The ops on tokens, in order, that work row by row and whose Values nobody reads but this gather and one another."""
+    """The ops before the gather, in order, that work row by row and whose Values nobody reads but this gather and one another."""
     readers: dict[Value, list[Op]] = {}
     for op in program.ops:
         for value in op.inputs:
