@@ -25,7 +25,8 @@ torch.set_num_threads(1)
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "gpt_oss"]
 
 
-def batch_of(rows):
+def batch_of(rows, sampled=None):
+    """One request's first step. `sampled`: all of its rows where None."""
     return StepBatch(
         token_ids=np.arange(rows, dtype=np.int32),
         positions=np.arange(rows, dtype=np.int32)[None],
@@ -33,14 +34,14 @@ def batch_of(rows):
         context_lens=np.array([[rows]], np.int32),
         slots=np.arange(rows, dtype=np.int32)[None],
         block_tables=np.arange(8, dtype=np.int32)[None, None],
-        sample_rows=np.arange(rows, dtype=np.int32),
+        sample_rows=np.arange(rows, dtype=np.int32) if sampled is None else np.array(sampled, np.int32),
     )
 
 
-def logits_of(program, weights):
+def logits_of(program, weights, sampled=None):
     backend = ReferenceBackend()
     runnable = backend.prepare(program, lambda weight: PackedWeight.plain(weights[weight.name]))
-    return runnable.run(batch_of(NUM_ROWS), backend.allocate(program.groups, [8] * len(program.groups))).arrays["logits"]
+    return runnable.run(batch_of(NUM_ROWS, sampled), backend.allocate(program.groups, [8] * len(program.groups))).arrays["logits"]
 
 
 @settings(max_examples=60, deadline=None)

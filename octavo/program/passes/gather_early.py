@@ -2,8 +2,8 @@
 
 A model gathers the sampled rows before its head, yet what stands between the last attention and that gather looks at each row by
 itself. Gathered right behind the attention instead, a prompt's other rows are spared the last layer's output projection and its
-gate, up and down projections: five sixths of a layer of SmolLM2's shape. Where all
-rows are sampled nothing is. llama.cpp's graphs do the same (`inp_out_ids`).
+gate, up and down projections: five sixths of a layer of SmolLM2's shape. Where all rows are sampled, nothing is spared. llama.cpp's graphs
+do the same (`inp_out_ids`).
 """
 
 from __future__ import annotations
