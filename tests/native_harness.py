@@ -64,7 +64,8 @@ def plain(weights: Mapping[str, NDArray[Any]]) -> dict[str, PackedWeight]:
 class Case:
     """`inputs [rows, width] fp32` by name, the ops that `make` builds of their Values (the last one's first out counts), and weights.
 
-    `out` names another out than that. Tolerances are of |native - reference|: `atol + rtol * |reference|`.
+    `out` names another out than that. One of tokens is gathered to become the logits, one of samples is them. Tolerances are of
+    |native - reference|: `atol + rtol * |reference|`.
     """
 
     inputs: dict[str, NDArray[np.float32]]
@@ -86,8 +87,9 @@ class Case:
         body: list[Op] = [ops.Embedding(value, table(name, value.width, self.num_rows), ids) for name, value in values.items()]
         body += self.make(values)
         out = body[-1].outputs[self.out]
-        logits = Value("logits", "samples", out.width)
-        body.append(ops.GatherRows(out, logits))
+        logits = out if out.axis == "samples" else Value("logits", "samples", out.width)
+        if logits is not out:
+            body.append(ops.GatherRows(out, logits))
         groups = (CacheGroup("kv", "full", 1, 1, 2, 2),)  # its slots tell padding from rows
         program = Program("test", {"token_ids": ids}, {"logits": logits}, tuple(body), groups, out.width)
         program.check()

@@ -37,10 +37,11 @@ struct Walk : ThreadPool::Work {
     const int block;  // rows that a thread takes through a range, or 0
     const std::vector<StageRange>& body;
     const int head, chunks;
+    const bool best_only;
 
     Walk(Executor& e, const Batch& b, const KvMemory& k)
         : executor(e), batch(b), kv(k), block(row_block(b.num_tokens, e.pool().num_threads(), e.least_rows_, e.kernels().row_block)), body(block ? e.ranges_ : e.each_),
-          head((int)e.head_.size()), chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk) {}
+          head((int)e.head_.size()), chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk), best_only(e.logits_from_product_ && b.draws_best()) {}
 
     // Threads that share a product's outputs each read a part of its weights, and all rows; threads that share the rows read all weights, which costs as
     // much as some eight rows more. The latter pays where rows are many; the block is one with which they come out even.
@@ -65,7 +66,7 @@ struct Walk : ThreadPool::Work {
     View view(int index) const {
         if (index < (int)body.size()) return View{executor, batch, kv};
         const int first = (index - (int)body.size()) / head * kSampleChunk;
-        return View{executor, batch, kv, first, std::min(kSampleChunk, batch.num_samples - first)};
+        return View{executor, batch, kv, first, std::min(kSampleChunk, batch.num_samples - first), best_only};
     }
     int pieces(int index) const override { return by_rows(index) ? (batch.num_tokens + block - 1) / block : stage(index).pieces(view(index)); }
     void run(int index, int piece, int thread) override {
@@ -86,7 +87,7 @@ struct Walk : ThreadPool::Work {
         if (piece < count) stage(index + 1).ask(next, piece, executor.threads_[thread]);
     }
     void run_block(const StageRange& range, int row0, int row1, int index) const {
-        const View view{executor, batch, kv, 0, 0, row0 - index * executor.kernels().row_block};
+        const View view{executor, batch, kv, 0, 0, false, row0 - index * executor.kernels().row_block};
         ThreadState& thread = executor.threads_[index];
         for (int i = range.first; i < range.last; i++) {
             const auto start = executor.profiling_ ? Clock::now() : Clock::time_point();
@@ -198,6 +199,7 @@ void Executor::add_attention(const AttentionSpec& spec) {
 }
 
 void Executor::add_sampling(const Place& logits) {
+    if (auto* linear = dynamic_cast<LinearStage*>(head_.back().get())) linear->spec.makes_logits = logits_from_product_ = linear->writes_only(logits);
     head_.push_back(std::make_unique<SampleStage>(logits, vocab_));
     add_row_op(true, make_logits_out(logits));
 }
@@ -205,6 +207,12 @@ void Executor::add_sampling(const Place& logits) {
 RopeAngles* Executor::add_angles(std::vector<double> inv_freq, double mscale) {
     angles_.push_back(std::make_unique<RopeAngles>(std::move(inv_freq), mscale));
     return angles_.back().get();
+}
+
+Best Executor::best(int sample) const {
+    Best best;
+    for (const auto& thread : threads_) best.see(thread.best[sample]);
+    return best;
 }
 
 const float* Executor::keep(std::vector<float> values) {
@@ -314,7 +322,7 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
     for (int t = 0; t < batch.num_tokens; t++) last = std::max(last, batch.positions[t]);
     for (auto& angles : angles_) angles->ensure(last + 1);
     make_plans(batch, kv);
-    for (auto& thread : threads_) thread.prepared_stage = -1;
+    for (auto& thread : threads_) thread.prepared_stage = -1, thread.best.assign(batch.num_samples, Best{});
     kernels_.begin_step();
     Walk walk(*this, batch, kv);
     pool_.walk(walk);

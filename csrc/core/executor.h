@@ -4,7 +4,8 @@
 // that takes each row through all of them; a product, an attention, a draw is a stage of its own. A barrier stands between
 // stages and nowhere else. With many rows there is none between the stages from one attention to the next either: each thread takes a block of
 // rows through all of them, in its own cache. Stages over `samples` rows form the head, which runs in chunks of at most kSampleChunk rows, so that
-// logits never need more memory than that.
+// logits never need more memory than that. Where each row draws the best of its logits as a product makes them, they are not written at all: the threads
+// keep the best that each of them has made.
 #pragma once
 
 #include <atomic>
@@ -46,6 +47,7 @@ struct View {
     const Batch& batch;
     const KvMemory& kv;
     int first_sample = 0, num_samples = 0;  // of this chunk
+    bool best_only = false;                 // of its logits a row keeps the best, and none is written
     int shift = 0;                          // row r of a block lies where row r - shift of `Axis::block` does
 
     int rows(bool samples) const { return samples ? num_samples : batch.num_tokens; }
@@ -62,6 +64,7 @@ struct ThreadState {
     int prepared_stage = -1;      // the stage whose rows lie in `rows`
     const Stage* asked_stage = nullptr;  // the stage and the piece that has been asked for last
     int asked_piece = -1;
+    std::vector<Best> best;       // of each sampled row, among the logits that this thread has made
     std::vector<double> seconds;  // by stage, of the range that is walked; while profiling
 };
 
@@ -147,6 +150,7 @@ struct LinearSpec {
     bool converted = false;         // the stage before writes x as this product reads it, and no other reads it
     const PreparedRows* converts = nullptr;  // the next product's rows, in place of the out
     bool gated = false;
+    bool makes_logits = false;      // which are drawn from as they are
     int activation = -1;
     float clamp = 0, alpha = 1, up_offset = 0;
 };
@@ -191,6 +195,7 @@ class Executor {
     float* arena(Axis axis) const { return (float*)arenas_[(int)axis]->data(); }
     int64_t row_floats(Axis axis) const { return row_floats_[(int)axis]; }
     const AttentionPlan& plan(int index) const { return plans_[index]; }
+    Best best(int sample) const;  // of a sampled row, where its logits were not written
     float* partials() const { return (float*)partials_->data(); }
 
   private:
@@ -217,7 +222,7 @@ class Executor {
     std::unique_ptr<Memory> arenas_[kNumAxes], areas_[kNumRowAreas], partials_;
     std::vector<ThreadState> threads_;
     std::atomic<uint64_t> stages_done_{0};
-    bool profiling_ = false, share_prefixes_ = true;
+    bool profiling_ = false, share_prefixes_ = true, logits_from_product_ = false;
     std::map<std::string, StageTime> profiled_;
     size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0, attention_scratch_ = 0;  // largest over the stages
 };

@@ -80,6 +80,10 @@ struct LinearStage : Stage {
         return sum;
     }
 
+    bool writes_only(const Place& out) const {
+        const Place& first = spec.parts.front().out;
+        return spec.parts.size() == 1 && first.axis == out.axis && first.offset == out.offset && first.width == out.width;
+    }
     int row_blocks(int rows) const { return (rows + kRowBlock - 1) / kRowBlock; }
     // Four pieces a thread, so that all have as many where the tiles allow it; an even number of tiles, which are taken two at a time.
     int tiles_a_piece(int threads) const {
@@ -137,12 +141,13 @@ struct LinearStage : Stage {
         return own;
     }
 
-    // One tile of the part or two neighbours, to the out or to the next product's rows.
+    // One tile of the part or two neighbours, to the out, to the next product's rows or to the best of each row.
     void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part, int tile, int count, int row0, int rows) const {
         const KernelTable& k = view.executor.kernels();
         const int column = tile * kTile, width = std::min(count * kTile, part.tiles.num_rows - column);
-        float* out = spec.converts ? thread.group.data() : view.at(part.out, row0) + column;
-        const int64_t stride = spec.converts ? kGroup : view.stride(part.out);
+        const bool keeps_best = spec.makes_logits && view.best_only, passes_on = spec.converts || keeps_best;
+        float* out = passes_on ? thread.group.data() : view.at(part.out, row0) + column;
+        const int64_t stride = passes_on ? kGroup : view.stride(part.out);
         const Epilogue e = epilogue(view, part);
         const int64_t x0 = shared->at(view, row0);
         float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
@@ -161,6 +166,7 @@ struct LinearStage : Stage {
             for (int i = 0; i < count; i++) finish(i, refs[i].acc);
         }
         if (spec.converts) k.put_rows(out, spec.converts->rows, spec.converts->at(view, row0), rows, column / kGroup, width);
+        if (keeps_best) k.keep_best(out, rows, column, width, thread.best.data() + view.first_sample + row0);
     }
 
     Epilogue epilogue(const View& view, const LinearPart& part) const {
@@ -282,12 +288,18 @@ struct SampleStage : Stage {
     bool on_samples() const override { return true; }
     int pieces(const View& view) const override { return view.batch.draws ? view.num_samples : 0; }
     void run(const View& view, int piece, ThreadState& thread, int) const override {
+        if (view.best_only) return write_best(view, view.first_sample + piece);
         SampleArgs args = view.batch.sampling;
         args.logits = view.at(logits, 0);
         args.stride = view.stride(logits);
         args.vocab = vocab;
         args.first = view.first_sample;
         view.executor.kernels().sample_row(args, piece, thread.sampling->data());
+    }
+    static void write_best(const View& view, int sample) {
+        const Best best = view.executor.best(sample);
+        view.batch.sampling.out_ids[sample] = best.failed() ? 0 : best.id;
+        view.batch.sampling.out_failed[sample] = best.failed();
     }
 };
 

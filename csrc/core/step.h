@@ -58,6 +58,13 @@ struct Batch {
     bool draws;           // `sampling` is set; else logits go to out_logits [S][V]
     SampleArgs sampling;  // without logits, stride and first
     float* out_logits;
+
+    // Whether each draw is its row's best logit, and nobody asks for others.
+    bool draws_best() const {
+        for (int at = 0; at < num_samples; at++)
+            if (!draws || !sampling.takes_best(at)) return false;
+        return true;
+    }
 };
 
 }  // namespace octavo

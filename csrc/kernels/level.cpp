@@ -46,6 +46,7 @@ const KernelTable kTable = {
     .kv_store = kv_store,
     .attention = attention,
     .attention_merge = attention_merge,
+    .keep_best = keep_best,
     .sample_row = sample_row,
     .sample_scratch_bytes = sample_scratch_bytes,
 };

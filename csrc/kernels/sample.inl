@@ -88,10 +88,6 @@ void write_logprobs(const SampleArgs& a, int at, const float* x, int token, int 
 
 // -- what changes the logits ---------------------------------------------------------------------------------------------
 
-bool changes_logits(const SampleArgs& a, int at) {
-    return a.bias_starts[at + 1] > a.bias_starts[at] || a.allowed[at] >= 0 || a.repetition[at] != 1 || a.presence[at] != 0 || a.frequency[at] != 0;
-}
-
 void change_logits(const SampleArgs& a, int at, float* z) {
     for (int i = a.bias_starts[at]; i < a.bias_starts[at + 1]; i++) z[a.bias_ids[i]] += a.bias_values[i];
     if (a.allowed[at] >= 0) {
@@ -183,6 +179,16 @@ int draw(const SampleArgs& a, int at, const float* z, float* p, Candidate* kept)
     return draw_among(kept, count, point);
 }
 
+// Most logits are below the best by far: one look at all of them, and at each only where that fails (behind `width` lies anything).
+void keep_best(const float* logits, int num_rows, int column, int width, Best* best) {
+    for (int row = 0; row < num_rows; row++, logits += kGroup) {
+        const vf least = splat(best[row].value);
+        const vi below = (vi)(load(logits) < least) & (vi)(load(logits + kLanes) < least);
+        if (any_lane(below ^ -1))
+            for (int i = 0; i < width; i++) best[row].see(logits[i], column + i);
+    }
+}
+
 void sample_row(const SampleArgs& a, int row, void* scratch) {
     const float* x = a.logits + row * a.stride;
     const int at = a.first + row;
@@ -191,7 +197,7 @@ void sample_row(const SampleArgs& a, int row, void* scratch) {
     int token = a.targets[at];
     bool failed = holds_nan(x, a.vocab);
     if (token < 0 && !failed) {
-        const bool greedy = a.temperatures[at] == 0, changed = changes_logits(a, at);
+        const bool greedy = a.temperatures[at] == 0, changed = a.changes_logits(at);
         if (changed || !greedy) {
             std::memcpy(z, x, sizeof(float) * a.vocab);
             for (size_t i = a.vocab; i < padded_vocab(a.vocab); i++) z[i] = -INFINITY;

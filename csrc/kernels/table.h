@@ -4,6 +4,7 @@
 // octavo_kernel_table. Shapes: T rows, N outputs, K inputs; a tile is 16 outputs.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -196,6 +197,7 @@ inline void ask_for_blocks(const KvLayer& kv, const BlockRange& range, size_t fr
 }
 
 struct SampleArgs;
+struct Best;
 
 struct KernelTable {
     const char* name;
@@ -226,6 +228,8 @@ struct KernelTable {
     void (*kv_store)(const KvLayer& kv, int32_t slot, const float* k, const float* v);
     void (*attention)(const AttentionArgs& args, const AttentionPiece& piece, float* scratch);
     void (*attention_merge)(const AttentionArgs& args, const AttentionPiece& piece);
+    // Of logits [num_rows][32], of which `width` are the outputs column, column + 1, ..: each row's best so far.
+    void (*keep_best)(const float* logits, int num_rows, int column, int width, Best* best);
     // Draws one row; see sample.inl.
     void (*sample_row)(const SampleArgs& args, int row, void* scratch);
     size_t (*sample_scratch_bytes)(int vocab);
@@ -254,6 +258,27 @@ struct SampleArgs {
     uint8_t* out_failed;
     float *out_logprobs, *out_top_logprobs;
     int32_t max_top;  // columns of out_top_*
+
+    bool changes_logits(int at) const { return bias_starts[at + 1] > bias_starts[at] || allowed[at] >= 0 || repetition[at] != 1 || presence[at] != 0 || frequency[at] != 0; }
+    // Whether the row at `at` draws its best logit, whatever the others are.
+    bool takes_best(int at) const { return targets[at] < 0 && temperatures[at] == 0 && num_logprobs[at] < 0 && !changes_logits(at); }
+};
+
+// The best of a row's logits that have been seen, the lowest id of several, and whether one of them was no number.
+struct Best {
+    float value = -INFINITY;
+    int32_t id = 0;
+    bool has_nan = false;
+
+    void see(float logit, int32_t at) {
+        has_nan |= logit != logit;
+        if (logit > value || (logit == value && at < id)) value = logit, id = at;
+    }
+    void see(const Best& other) {
+        see(other.value, other.id);
+        has_nan |= other.has_nan;
+    }
+    bool failed() const { return has_nan || !std::isfinite(value); }
 };
 
 }  // namespace octavo

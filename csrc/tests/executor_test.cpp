@@ -530,6 +530,25 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     }
 }
 
+// Where each row draws its best and nothing else is asked, the output product keeps it: the same as of logits in memory.
+void test_greedy(const KernelTable& kernels, int threads) {
+    ThreadPool packers(1);
+    const Model model(Format::int8, packers);
+    const std::vector<Request> requests = make_requests();
+    Engine engine(kernels, model, threads, KvType::bf16);
+    std::vector<size_t> prompts;
+    std::vector<Floats> logits;
+    for (const Request& r : requests) prompts.push_back(r.tokens.size()), logits.push_back(alone(engine, r, 600));
+    const DecodeArrays arrays(requests, prompts);
+    Draws draws((int)requests.size());
+    std::fill(draws.temperatures.begin(), draws.temperatures.end(), 0.0f), std::fill(draws.counts.begin(), draws.counts.end(), -1);
+    const Batch batch = arrays.batch(draws);
+    CHECK(batch.draws_best());
+    engine.executor.run(batch, engine.kv);
+    for (size_t r = 0; r < requests.size(); r++)
+        CHECK(!draws.failed[r] && draws.ids[r] == std::max_element(logits[r].end() - kVocab, logits[r].end()) - (logits[r].end() - kVocab), "request %zu on %d threads", r, threads);
+}
+
 }  // namespace
 
 void test_executor(const KernelTable& kernels) {
@@ -538,7 +557,7 @@ void test_executor(const KernelTable& kernels) {
     for (const Format format : {Format::fp32, Format::int8}) test_format(kernels, format, KvType::int8);
     for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8}) test_copied_blocks(kernels, cache), test_shared_prefix(kernels, cache);
     test_draws(kernels);
-    for (const int threads : {1, 3}) test_decode_batch(kernels, threads);
+    for (const int threads : {1, 3}) test_decode_batch(kernels, threads), test_greedy(kernels, threads);
 }
 
 }  // namespace octavo::test

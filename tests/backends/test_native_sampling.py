@@ -13,8 +13,8 @@ import pytest
 from octavo.backends import sampling
 from octavo.backends.base import SamplingBatch
 from octavo.program import ops
-from octavo.program.program import Value
-from tests.native_harness import Case, rng
+from octavo.program.program import Value, Weight
+from tests.native_harness import Case, normal, plain, rng
 
 NUDGE = 1e-6
 
@@ -177,6 +177,49 @@ def taken(batch, order):
         columns |= {name: getattr(batch, name)[index] for name in names}
         columns[f"{kind}_starts"] = np.cumsum([0, *(starts[s + 1] - starts[s] for s in order)]).astype(np.int32)
     return SamplingBatch(**columns)
+
+
+def head_case(x, weight):
+    """Logits come out of a product over sampled rows, as a model's do."""
+    matrix, sampled, logits = Weight("head", weight.shape), Value("sampled", "samples", x.shape[1]), Value("y", "samples", len(weight))
+    return Case({"x": x}, lambda v: [ops.GatherRows(v["x"], sampled), ops.Linear(sampled, (logits,), (matrix,))], plain({"head": weight}))
+
+
+def greedy_batch(rows, vocab):
+    """The best of each row and nothing else: the output product keeps it, and writes no logits."""
+    batch = random_batch(rows, vocab, 1)
+    for zero in (batch.temperatures, batch.presence_penalties, batch.frequency_penalties, batch.bias_starts):
+        zero[:] = 0
+    for none in (batch.target_ids, batch.num_logprobs, batch.allowed):
+        none[:] = -1
+    batch.repetition_penalties[:] = 1
+    return batch
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (5, 17), (3, 1003), (130, 330)])
+def test_the_best_is_kept_where_logits_are_made(level, rows, vocab, threads):
+    """Ties go to the lowest id, also between tiles and threads; rows with NaN or no finite best fail; as with logits in memory."""
+    weight = np.round(normal(vocab, 32, seed=vocab) * 2)
+    weight[vocab // 2 :] = weight[: vocab - vocab // 2]
+    x = np.round(normal(rows, 32, seed=rows))
+    if rows > 4:
+        x[1], x[2, 3], weight[vocab - 1, 5] = 0, np.nan, np.inf
+        x[:4, 5] = [-1, 0, 1, 1]
+    case = head_case(x, weight)
+    step, runnable = case.batch(rows, pad=1), case.native(level, threads=threads)
+    memory = case.memory(runnable)
+    logits = runnable.run(step, memory).arrays["logits"]
+    step.sampling = greedy_batch(rows, vocab)
+    with np.errstate(all="ignore"):
+        wanted = sampling.sample(logits, step.sampling)
+    for _ in range(2):
+        found = runnable.run(step, memory).samples
+        np.testing.assert_array_equal(found.failed, wanted.failed)
+        np.testing.assert_array_equal(found.token_ids, wanted.token_ids)
+    step.sampling.temperatures[0] = 1.0
+    found = runnable.run(step, memory).samples
+    np.testing.assert_array_equal(found.token_ids[1:], wanted.token_ids[1:])
 
 
 def test_no_row_is_drawn(level):
