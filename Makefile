@@ -22,6 +22,9 @@ PORT ?= 8000
 BUILT_FROM := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
 
+PYTEST = $(DEV_VENV)/bin/python -m pytest
+BESIDE_EACH_OTHER := --numprocesses auto --maxprocesses 4 --dist worksteal
+
 .PHONY: demo serve test test-all check bench wheel sanitize qemu clean
 
 demo: $(VENV)/.stamp
@@ -35,11 +38,13 @@ serve: $(VENV)/.stamp
 
 test: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
-	$(DEV_VENV)/bin/python -m pytest -m "not slow"
+	$(PYTEST) $(BESIDE_EACH_OTHER) -m "not slow and not alone"
+	$(PYTEST) -m "not slow and alone"
 
 test-all: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
-	$(DEV_VENV)/bin/python -m pytest
+	$(PYTEST) $(BESIDE_EACH_OTHER) -m "not alone"
+	$(PYTEST) -m alone
 
 check: $(DEV_VENV)/.stamp
 	$(DEV_VENV)/bin/ruff check .

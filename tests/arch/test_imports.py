@@ -78,6 +78,7 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.alone
 def test_importing_octavo_is_quick_and_pulls_in_nothing():
     """In time of a processor: beside other work the clock says nothing."""
     code = "import time; t = time.process_time(); import octavo; import sys; print(time.process_time() - t, 'numpy' in sys.modules)"

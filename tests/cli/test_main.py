@@ -41,6 +41,7 @@ def test_every_server_setting_is_a_flag_of_serve(octavo):
     assert {"--" + name.replace("_", "-") for name in options_of(ServerSettings)} <= flags
 
 
+@pytest.mark.alone
 def test_help_is_quick():
     def seconds() -> float:
         start = time.perf_counter()

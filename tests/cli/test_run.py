@@ -93,6 +93,7 @@ def test_the_temperature_is_what_is_given_else_what_the_makers_say_else_0(recomm
     assert (params.temperature, params.max_tokens) == (expected, None)
 
 
+@pytest.mark.alone
 @pytest.mark.model
 def test_the_default_model_knows_paris_and_begins_in_time():
     """From process start to the first byte, with the model in the cache; the best of three, for the machine may be busy."""

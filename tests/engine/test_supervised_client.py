@@ -14,6 +14,8 @@ from octavo.errors import EngineDead
 from tests.engine.core_builders import BAD, SICK
 from tests.engine.fakes import expected_tokens, make_core, make_request, run_all
 
+pytestmark = pytest.mark.alone
+
 STALL_S = 1.0
 
 

@@ -106,6 +106,7 @@ def test_a_request_id_in_use(server, http):
     assert error["param"] == "request_id" and "is in use" in error["message"]
 
 
+@pytest.mark.alone
 def test_one_bad_prompt_of_several_refuses_them_all(server, http):
     error = error_of(http.post("/v1/completions", json=LONG | {"prompt": [[5], [6], [999]]}), 400)
     assert "got the token id 999" in error["message"]

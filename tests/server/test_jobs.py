@@ -35,6 +35,7 @@ def test_a_job_says_where_its_time_went(http):
     assert timings["num_steps"] == 6 and timings["prefill_s"] > 0 and isinstance(timings["reason"], str)
 
 
+@pytest.mark.alone
 def test_a_running_job_shows_what_there_is_and_can_be_forgotten(server, http):
     request_id = start(http, **LONG)
     assert result(http, request_id)["state"] in ("waiting", "running")

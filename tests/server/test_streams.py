@@ -34,6 +34,7 @@ def test_many_streams_at_once_say_what_each_says_alone(server, http):
     assert all(len(text_of(response)) == 12 for response in together)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(server, stream):
     def ask():
@@ -54,6 +55,7 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
     assert server.metric("generation_tokens_total") - before < 32 * 500
 
 
+@pytest.mark.alone
 def test_a_chat_that_is_left_ends(server):
     body = {key: value for key, value in LONG.items() if key != "prompt"} | {
         "messages": [{"role": "user", "content": "Hi"}],
@@ -64,6 +66,7 @@ def test_a_chat_that_is_left_ends(server):
     assert until(lambda: server.metric("num_requests_running") == 0, seconds=1)
 
 
+@pytest.mark.alone
 def test_a_slow_reader_holds_up_nobody_and_loses_nothing(server, http):
     """What it has not read yet comes together in fewer, larger events."""
     body = LONG | {"n": 4, "stream": True, "seed": 5, "allowed_token_ids": LETTERS}

@@ -3,6 +3,7 @@
 import time
 
 import numpy as np
+import pytest
 
 from octavo.backends.base import SampleResult, StepOutput
 from octavo.engine import decode_steps
@@ -71,6 +72,7 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
     return sorted(times)[len(times) // 5] * 1e6
 
 
+@pytest.mark.alone
 def test_pythons_share_of_a_step():
     """150 microseconds for one running request, 10 for each further one; measured are about 90 and 6 (2 cores of an EPYC, 2026)."""
     for _ in range(5):  # a noisy neighbour gets four more chances
