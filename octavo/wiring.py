@@ -46,6 +46,7 @@ from octavo.errors import ConfigError, InvalidRequest, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
 from octavo.ports import Checkpoint, Executor, ModelHeader, Profiler, Tokenizer, TokenizerSource
+from octavo.program.passes.gather_early import gather_early
 from octavo.program.passes.shard import shard
 from octavo.program.program import Program
 from octavo.program.work import Work, work_of
@@ -126,7 +127,8 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     program = _part(config, header, whole, 0)
     footprint = build_backend(config).footprint(program, _formats(config, header, whole))
     num_parameters = sum(math.prod(weight.shape) for weight in whole.weights)
-    return ModelPlan(config, info, num_parameters, capacity_of(config, program, footprint, memory_bytes), footprint, work_of(program))
+    capacity = capacity_of(config, program, footprint, memory_bytes)
+    return ModelPlan(config, info, num_parameters, capacity, footprint, work_of(gather_early(program)))
 
 
 def _formats(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
