@@ -146,9 +146,9 @@ OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) { return load((c
 template <int T>
 OCTAVO_INLINE void add_outliers(const OutlierList& list, const uint8_t* const (&tile)[T], vi (&sum)[T]) {
     const int count = *list.count;
-    for (int i = 0; i < count; i += 4) {
+    for (int i = 0; i < count; i += 2) {
         vi part[T][2] = {};
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 2; j++) {
             const vi digits = broadcast4(list.digits + 4 * (i + j));
             for (int t = 0; t < T; t++) part[t][j % 2] = dot4_signed(part[t][j % 2], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i + j])), digits);
         }
@@ -157,15 +157,26 @@ OCTAVO_INLINE void add_outliers(const OutlierList& list, const uint8_t* const (&
 }
 
 // One digit for most numbers of a row, and one d for all. The sums over all inputs of T tiles and M rows stay in registers; then come the
-// few quads with a second digit, row by row. All sums are exact, so that neither T nor M matters.
+// few quads with a second digit, row by row. All sums are exact, so that neither T nor M matters. What goes over the sums' rows is unrolled: by places that
+// are constants they stay in registers until the end.
 template <int M, int T>
 void product_outliers(const TileRef* refs, const Rows& x, int64_t row, int done) {
     constexpr int kChains = M * T >= 8 ? 1 : 8 / (M * T);  // sums that need not wait for one another
     const int inputs = x.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
+    const int32_t *first = x.sums + x.half_at(row, 0, 0), *second = first + kTile;  // sums of digits, which undo the codes' offset
+    const float* d = x.scales + x.at(row, 0);
     const uint8_t* tile[T];
-    for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]);
+    float* acc[T];
+    vf scale[T];
+    for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]), acc[t] = refs[t].acc + 16 * done, scale[t] = scales_of(*refs[t].weight, tile[t]);
     vi sum[T][M][kChains] = {};
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        const vi offset = splat_i(-kSignedOffset * first[m]);
+#pragma GCC unroll 2
+        for (int t = 0; t < T; t++) sum[t][m][0] = offset;
+    }
     for (int k = 0; k < inputs; k += 4 * kChains) {
         for (int c = 0; c < kChains; c++) {
             const size_t at = k + 4 * c;
@@ -180,17 +191,19 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, int done)
             }
         }
     }
-    vf scale[T];
-    for (int t = 0; t < T; t++) scale[t] = scales_of(*refs[t].weight, tile[t]);
+    vi more[M][T];
     for (int m = 0; m < M; m++) {
-        const int32_t *first = x.sums + x.half_at(row + m, 0, 0), *second = first + kTile;
-        vi more[T] = {};
-        add_outliers<T>(OutlierList((int8_t*)q + m * x.stride, inputs), tile, more);
+        for (int t = 0; t < T; t++) more[m][t] = splat_i(-kSignedOffset * second[m]);
+        add_outliers<T>(OutlierList((int8_t*)q + m * x.stride, inputs), tile, more[m]);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        const vf by = splat(d[m]);
+#pragma GCC unroll 2
         for (int t = 0; t < T; t++) {
-            vi whole = sum[t][m][0] - kSignedOffset * *first;
+            vi whole = sum[t][m][0];
             for (int c = 1; c < kChains; c++) whole += sum[t][m][c];
-            const vf value = fma(to_float(more[t] - kSignedOffset * *second), splat(kOutlierDigit), to_float(whole));
-            store(refs[t].acc + 16 * (done + m), value * (scale[t] * x.scales[x.at(row + m, 0)]));
+            store(acc[t] + 16 * m, fma(to_float(more[m][t]), splat(kOutlierDigit), to_float(whole)) * (scale[t] * by));
         }
     }
 }
