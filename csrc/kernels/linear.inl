@@ -142,18 +142,17 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, int done) {
 
 OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) { return load((const float*)(tile + w.tile_bytes) - kTile); }
 
-// The second digits of a row's outliers, four quads at a time: the list ends in zeros.
+// Adds the second digits of a row's outliers to `sum`, two quads at a time in a chain each: the list ends in zeros.
 template <int T>
 OCTAVO_INLINE void add_outliers(const OutlierList& list, const uint8_t* const (&tile)[T], vi (&sum)[T]) {
     const int count = *list.count;
-    for (int i = 0; i < count; i += 2) {
-        vi part[T][2] = {};
-        for (int j = 0; j < 2; j++) {
-            const vi digits = broadcast4(list.digits + 4 * (i + j));
-            for (int t = 0; t < T; t++) part[t][j % 2] = dot4_signed(part[t][j % 2], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i + j])), digits);
-        }
-        for (int t = 0; t < T; t++) sum[t] += part[t][0] + part[t][1];
-    }
+    vi other[T] = {};
+    const auto add = [&](vi (&to)[T], int i) {
+        const vi digits = broadcast4(list.digits + 4 * i);
+        for (int t = 0; t < T; t++) to[t] = dot4_signed(to[t], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i])), digits);
+    };
+    for (int i = 0; i < count; i += 2) add(sum, i), add(other, i + 1);
+    for (int t = 0; t < T; t++) sum[t] += other[t];
 }
 
 // One digit for most numbers of a row, and one d for all. The sums over all inputs of T tiles and M rows stay in registers; then come the
