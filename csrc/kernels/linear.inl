@@ -7,6 +7,8 @@
 // codes have two digits with the tile unit. fp32 and fp16 run in four chains over k mod 4, added as (c0 + c1) + (c2 + c3); bf16 in one chain over pairs.
 // `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
 #pragma once
+#include <algorithm>
+
 #include "dots.h"
 #include "table.h"
 
@@ -35,15 +37,37 @@ OCTAVO_INLINE void prefetch_ahead(const uint8_t* p) {
     for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + kAhead + line, 0, kIntoCache);
 }
 
-// The same where M rows at a time meet `num_tiles` tiles: if they are more than a few, the first of them ask for the tiles after these, which the others
-// will then find in a cache.
-template <int M, size_t kBytes>
-OCTAVO_INLINE void read_ahead(const Tiles& w, const uint8_t* p, int num_tiles, int done) {
-    if (M <= 2)
-        prefetch_ahead<kBytes>(p);
-    else if (done == 0)
-        for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + num_tiles * w.tile_bytes + line, 0, 2);
-}
+// One of the turns in which rows, so many at a time, meet the `num_tiles` tiles of a call: the rows done before it, and which of the turns that ask for the next
+// tiles it is, of how many.
+struct Turn {
+    int num_tiles, done, index, askers;
+};
+
+// The same where M rows at a time meet the weights, step by step. If they are more than a few, the others find them in a cache, and each turn asks for its share of the
+// tiles after these: a core has room for so many lines under way that the first turn alone would wait for it.
+template <int M>
+class ReadAhead {
+  public:
+    ReadAhead(const Turn& turn, const Tiles& w) : distance_(turn.num_tiles * w.tile_bytes), askers_(turn.askers), wait_(turn.index < turn.askers ? turn.index : 1 << 30) {}
+    OCTAVO_INLINE void step() {
+        asks_ = wait_ == 0;
+        wait_ = asks_ ? askers_ - 1 : wait_ - 1;
+    }
+    // For what follows the kBytes at p that this step reads.
+    template <size_t kBytes>
+    OCTAVO_INLINE void ask(const uint8_t* p) const {
+        if (M <= 2)
+            prefetch_ahead<kBytes>(p);
+        else if (asks_)
+            for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + distance_ + line, 0, 2);
+    }
+
+  private:
+    const size_t distance_;
+    const int askers_;
+    int wait_;
+    bool asks_ = false;
+};
 
 OCTAVO_INLINE const uint8_t* tile_of(const TileRef& ref) { return ref.weight->data + (size_t)ref.tile * ref.weight->tile_bytes; }
 
@@ -58,7 +82,7 @@ constexpr bool kTwoDigits = false;
 // -- 4-bit ---------------------------------------------------------------------------------------------------------------
 
 template <int M, ScaleType S, bool kMin>
-void product_u4(const TileRef* ref, const Rows& x, int64_t row, int done) {
+void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     constexpr size_t kCodes = 256, kStep = kCodes + scale_bytes<S>() * (kMin ? 2 : 1);
     const Tiles& w = *ref->weight;
     const uint8_t* tile = tile_of(*ref);
@@ -66,8 +90,10 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, int done) {
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
     vf acc[M] = {};
+    ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < groups; g++, tile += kStep) {
-        read_ahead<M, kStep>(w, tile, 1, done);
+        ahead.step();
+        ahead.template ask<kStep>(tile);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         vi low[4], high[4];
@@ -98,14 +124,14 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, int done) {
             if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
         }
     }
-    for (int m = 0; m < M; m++) store(ref->acc + 16 * (done + m), acc[m]);
+    for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
 }
 
 // -- 8-bit ---------------------------------------------------------------------------------------------------------------
 
 // kHalves: scales change every 16 inputs (Q6_K); the two halves are two steps of the same rule, without mins.
 template <int M, ScaleType S, bool kMin, bool kHalves>
-void product_u8(const TileRef* ref, const Rows& x, int64_t row, int done) {
+void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts;
     constexpr size_t kCodes = 512, kScales = scale_bytes<S>() * kParts, kStep = kCodes + kScales * (kMin ? 2 : 1);
     const Tiles& w = *ref->weight;
@@ -114,8 +140,10 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, int done) {
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
     vf acc[M] = {};
+    ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < groups; g++, tile += kStep) {
-        read_ahead<M, kStep>(w, tile, 1, done);
+        ahead.step();
+        ahead.template ask<kStep>(tile);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         for (int part = 0; part < kParts; part++) {
@@ -135,7 +163,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, int done) {
             }
         }
     }
-    for (int m = 0; m < M; m++) store(ref->acc + 16 * (done + m), acc[m]);
+    for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
 }
 
 // -- 8-bit with one scale an output --------------------------------------------------------------------------------------
@@ -159,7 +187,7 @@ OCTAVO_INLINE void add_outliers(const OutlierList& list, const uint8_t* const (&
 // few quads with a second digit, row by row. All sums are exact, so that neither T nor M matters. What goes over the sums' rows is unrolled: by places that
 // are constants they stay in registers until the end.
 template <int M, int T>
-void product_outliers(const TileRef* refs, const Rows& x, int64_t row, int done) {
+void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kChains = M * T >= 8 ? 1 : 8 / (M * T);  // sums that need not wait for one another
     const int inputs = x.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
@@ -167,8 +195,7 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, int done)
     const float* d = x.scales + x.at(row, 0);
     const uint8_t* tile[T];
     float* acc[T];
-    vf scale[T];
-    for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]), acc[t] = refs[t].acc + 16 * done, scale[t] = scales_of(*refs[t].weight, tile[t]);
+    for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]), acc[t] = refs[t].acc + 16 * turn.done;
     vi sum[T][M][kChains] = {};
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
@@ -176,12 +203,14 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, int done)
 #pragma GCC unroll 2
         for (int t = 0; t < T; t++) sum[t][m][0] = offset;
     }
+    ReadAhead<M> ahead(turn, *refs->weight);
     for (int k = 0; k < inputs; k += 4 * kChains) {
+        ahead.step();
         for (int c = 0; c < kChains; c++) {
             const size_t at = k + 4 * c;
             vi codes[T];
             for (int t = 0; t < T; t++) {
-                read_ahead<M, 64>(*refs[t].weight, tile[t] + 16 * at, T, done);
+                ahead.template ask<64>(tile[t] + 16 * at);
                 codes[t] = for_dot4_signed(load_i(tile[t] + 16 * at));
             }
             for (int m = 0; m < M; m++) {
@@ -189,6 +218,12 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, int done)
                 for (int t = 0; t < T; t++) sum[t][m][c] = dot4_signed(sum[t][m][c], codes[t], digits);
             }
         }
+    }
+    vf scale[T];
+    ahead.step();
+    for (int t = 0; t < T; t++) {
+        scale[t] = scales_of(*refs[t].weight, tile[t]);
+        ahead.template ask<64>(tile[t] + 16 * (size_t)inputs);
     }
     vi more[M][T];
     for (int m = 0; m < M; m++) {
@@ -215,15 +250,17 @@ OCTAVO_INLINE vf scale_whole(const Rows& x, int64_t row, vf scale, vi first, vi 
 // Two digits and one scale for a whole row. Codes become unsigned for the instruction by adding 128, which 128 times the sum of the digits undoes. Few rows take several vectors of
 // weights at a time, so that sums need not wait for one another.
 template <int M>
-void product_whole(const TileRef* ref, const Rows& x, int64_t row, int done) {
+void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     const Tiles& w = *ref->weight;
     const uint8_t* tile = tile_of(*ref);
     constexpr int kChains = M == 1 ? 4 : M == 2 ? 2 : 1;
     const int inputs = w.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     vi first[M][kChains] = {}, second[M][kChains] = {};
+    ReadAhead<M> ahead(turn, w);
     for (int k = 0; k < inputs; k += 4 * kChains) {
-        read_ahead<M, 64 * kChains>(w, tile + 16 * (size_t)k, 1, done);
+        ahead.step();
+        ahead.template ask<64 * kChains>(tile + 16 * (size_t)k);
         for (int c = 0; c < kChains; c++) {
             const vi codes = load_i(tile + 16 * (size_t)(k + 4 * c)) ^ (int32_t)0x80808080;
             for (int m = 0; m < M; m++) {
@@ -234,10 +271,12 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, int done) {
         }
     }
     const vf scale = scales_of(w, tile);
+    ahead.step();
+    ahead.template ask<64>(tile + 16 * (size_t)inputs);
     for (int m = 0; m < M; m++) {
         for (int c = 1; c < kChains; c++) first[m][0] += first[m][c], second[m][0] += second[m][c];
         const int32_t* sums = x.sums + x.half_at(row + m, 0, 0);
-        store(ref->acc + 16 * (done + m), scale_whole(x, row + m, scale, first[m][0] - 128 * sums[0], second[m][0] - 128 * sums[kTile]));
+        store(ref->acc + 16 * (turn.done + m), scale_whole(x, row + m, scale, first[m][0] - 128 * sums[0], second[m][0] - 128 * sums[kTile]));
     }
 }
 
@@ -245,16 +284,18 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, int done) {
 
 // One chain of sums a row and output, over pairs of inputs: as many rows and tiles as registers hold hide that each sum waits for the one before.
 template <int M, int T>
-void product_bf16(const TileRef* refs, const Rows& x, int64_t row, int done) {
+void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
     const auto* values = (const uint16_t*)x.values + row * x.stride;
     const uint8_t* tile[T];
     for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]);
     const int pairs = x.num_groups * kGroup / 2;
     vf acc[T][M] = {};
+    ReadAhead<M> ahead(turn, *refs->weight);
     for (int p = 0; p < pairs; p++) {
+        ahead.step();
         vi weights[T];
         for (int t = 0; t < T; t++) {
-            read_ahead<M, 64>(*refs[t].weight, tile[t] + 64 * (size_t)p, T, done);
+            ahead.template ask<64>(tile[t] + 64 * (size_t)p);
             weights[t] = load_i(tile[t] + 64 * (size_t)p);
         }
         for (int m = 0; m < M; m++) {
@@ -263,31 +304,33 @@ void product_bf16(const TileRef* refs, const Rows& x, int64_t row, int done) {
         }
     }
     for (int t = 0; t < T; t++)
-        for (int m = 0; m < M; m++) store(refs[t].acc + 16 * (done + m), acc[t][m]);
+        for (int m = 0; m < M; m++) store(refs[t].acc + 16 * (turn.done + m), acc[t][m]);
 }
 
 template <int M, bool kHalf>
-void product_float(const TileRef* ref, const Rows& x, int64_t row, int done) {
+void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     const Tiles& w = *ref->weight;
     const uint8_t* tile = tile_of(*ref);
     const float* values = (const float*)x.values + row * x.stride;
     const int inputs = w.num_groups * kGroup;
     vf acc[M][4] = {};
+    ReadAhead<M> ahead(turn, w);
     for (int k = 0; k < inputs; k += 4) {
-        read_ahead<M, kHalf ? 128 : 256>(w, tile + (size_t)k * kTile * (kHalf ? 2 : 4), 1, done);
+        ahead.step();
+        ahead.template ask<(kHalf ? 128 : 256)>(tile + (size_t)k * kTile * (kHalf ? 2 : 4));
         for (int c = 0; c < 4; c++) {
             const size_t at = (size_t)(k + c) * kTile;
             const vf weights = kHalf ? load_fp16((const uint16_t*)tile + at) : load((const float*)tile + at);
             for (int m = 0; m < M; m++) acc[m][c] = fma(weights, splat(values[m * x.stride + k + c]), acc[m][c]);
         }
     }
-    for (int m = 0; m < M; m++) store(ref->acc + 16 * (done + m), (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
+    for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
 }
 
 // -- choosing ------------------------------------------------------------------------------------------------------------
 
-// M rows, from `row`, times T tiles: to places `done` and on of their `acc`.
-using Product = void (*)(const TileRef* tiles, const Rows& x, int64_t row, int done);
+// M rows, from `row`, times T tiles: to places `turn.done` and on of their `acc`.
+using Product = void (*)(const TileRef* tiles, const Rows& x, int64_t row, const Turn& turn);
 
 template <int M, ScaleType S>
 Product choose_scaled(const Tiles& w) {
@@ -320,14 +363,14 @@ constexpr int kMostRows = 4, kMostFloatRows = 2, kMostSums = 4;
 void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
     const Tiles& w = *tiles->weight;
     const int most = w.code == Code::fp16 || w.code == Code::fp32 ? kMostFloatRows : kMostRows;
-    int done = 0;
+    Turn turn{count, 0, 0, std::max(num_rows / most + (num_rows % most > 2), 1)};
     const auto run = [&]<int M>() {
         const Product one = choose<M, 1>(w), two = 2 * M <= kMostSums && count == 2 ? choose<M, 2>(w) : nullptr;
-        for (; num_rows - done >= M; done += M) {
+        for (; num_rows - turn.done >= M; turn.done += M, turn.index++) {
             if (two)
-                two(tiles, x, row0 + done, done);
+                two(tiles, x, row0 + turn.done, turn);
             else
-                for (int i = 0; i < count; i++) one(tiles + i, x, row0 + done, done);
+                for (int i = 0; i < count; i++) one(tiles + i, x, row0 + turn.done, turn);
         }
     };
     if constexpr (kMostRows >= 8)
