@@ -168,6 +168,8 @@ class Profile:
     """Bytes per second, read from a working set of the weights' size."""
     rates: dict[str, float]
     """Operations per second of many rows by code of the weights, operands in the nearest cache."""
+    hop_s: float = 0.0
+    """Seconds that a cache line takes from one compute thread's core to another's; 0 where there is no other."""
 
     def bound_s(self, op: OpProfile) -> float:
         """The least time that the op's bytes or operations take on this machine; 0 where neither is counted."""

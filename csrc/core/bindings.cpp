@@ -297,6 +297,7 @@ NB_MODULE(_native, m) {
         .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)
         .def_prop_ro("level", [](const Device& d) { return std::string(d.kernels.name); })
         .def("read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); }, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
+        .def("hop_seconds", [](Device& d) { return hop_seconds(d.pool); }, nb::call_guard<nb::gil_scoped_release>(), "Seconds that a cache line takes from one thread's core to another's; 0 with one thread.")
         .def("row_type", [](const Device& d, const std::string& code) { return kRowTypeNames[(int)d.kernels.row_type(code_of(code))]; }, "code"_a,
              "How products of weights in that code read their rows, at this level: int8, digits, whole, bf16 or fp32.")
         .def("product_rate", [](Device& d, const std::string& code, int rows) { return product_rate(d.pool, d.kernels, code_of(code), rows); }, "code"_a, "rows"_a,

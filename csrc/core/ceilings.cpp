@@ -1,9 +1,11 @@
 #include "ceilings.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "packing.h"
@@ -87,6 +89,22 @@ double read_bandwidth(ThreadPool& pool, size_t bytes) {
         });
     });
     return (double)(words * threads * sizeof(uint64_t)) / seconds;
+}
+
+double hop_seconds(ThreadPool& pool) {
+    if (pool.num_threads() < 2) return 0;
+    constexpr int kHops = 2000;
+    const double seconds = best_seconds([&] {
+        std::atomic<int> ball{0};
+        pool.parallel_for(2, [&](int piece, int) {
+            for (int hop = piece; hop < kHops; hop += 2) {
+                for (int tries = 1; ball.load(std::memory_order_acquire) != hop; tries++)
+                    if (tries % 256 == 0) std::this_thread::yield();  // the other may want this very processor
+                ball.store(hop + 1, std::memory_order_release);
+            }
+        });
+    });
+    return seconds / kHops;
 }
 
 double product_rate(ThreadPool& pool, const KernelTable& kernels, Code code, int rows) {

@@ -13,4 +13,8 @@ double read_bandwidth(ThreadPool& pool, size_t bytes);
 // mix of instructions, with no memory to wait for.
 double product_rate(ThreadPool& pool, const KernelTable& kernels, Code code, int rows);
 
+// Seconds that a cache line takes from one thread's core to another's: some 10 ns between two threads of a core, 25 to 60 between cores that share a
+// third-level cache, 100 and more where they do not and each has to read the weights for itself. 0 with one thread.
+double hop_seconds(ThreadPool& pool);
+
 }  // namespace octavo

@@ -23,7 +23,8 @@ def table(profile: Profile) -> str:
         f"{'op':34}{'calls':>8}{'ms':>10}{'time':>7}{'GB/s':>9}{'of max':>8}{'GFLOP/s':>10}{'of max':>8}{'of bound':>10}",
         *(_line(profile, op, total) for op in _by_time(profile)),
         f"most this machine gave: {profile.bandwidth / 1e9:.1f} GB/s from the weights' size; "
-        + ", ".join(f"{code} {rate / 1e9:,.0f} GFLOP/s" for code, rate in sorted(profile.rates.items())),
+        + ", ".join(f"{code} {rate / 1e9:,.0f} GFLOP/s" for code, rate in sorted(profile.rates.items()))
+        + (f"; {profile.hop_s * 1e9:.0f} ns for a cache line from core to core" if profile.hop_s else ""),
     ]
     return "\n".join(lines)
 

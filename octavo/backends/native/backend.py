@@ -198,7 +198,7 @@ class NativeProgram:
         ops = [OpProfile(*row) for row in self._executor.profiled()]
         self._executor.profile(False)
         rates = {op.code: self._device.product_rate(op.code, MANY_ROWS) for op in ops if op.code}
-        return Profile(ops, self._device.read_bandwidth(self._weight_bytes), rates)
+        return Profile(ops, self._device.read_bandwidth(self._weight_bytes), rates, self._device.hop_seconds())
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         draws = batch.sampling is not None
