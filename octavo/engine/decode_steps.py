@@ -9,8 +9,8 @@ from __future__ import annotations
 from octavo.engine.block_manager import BlockManager
 from octavo.engine.draft import Draft
 
-MAX_CALL_S = 0.010
-"""Of the steps together: so long may whoever comes meanwhile have to wait for a place, were nobody to look between them."""
+MAX_CALL_S = 0.1
+"""Of the steps together (decision 0019): so long may whoever comes meanwhile have to wait for a place, were nobody to look between them."""
 
 
 class DecodeSteps:

@@ -39,8 +39,8 @@ def test_steps_are_computed_at_once_up_to_the_end():
     assert (timings.num_steps, timings.mean_batch_size, timings.max_batch_size) == (20, 1, 1)
 
 
-@pytest.mark.parametrize(("step_s", "num_steps"), [(0.0002, 8), (0.00124, 8), (0.0026, 3), (0.0051, 1), (0.2, 1)])
-def test_a_call_lasts_ten_milliseconds(step_s, num_steps):
+@pytest.mark.parametrize(("step_s", "num_steps"), [(0.0002, 8), (0.0124, 8), (0.026, 3), (0.051, 1), (2, 1)])
+def test_a_call_lasts_a_tenth_of_a_second(step_s, num_steps):
     core, executor = stepping_core(step_s=step_s)
     core.add(make_request("a", PROMPT, max_tokens=40))
     run_all(core)
@@ -145,7 +145,7 @@ def test_a_call_ends_where_it_is_told_to(until):
 def test_a_call_does_not_last_longer_than_it_may():
     """Its steps may turn out slower than those before."""
     now = itertools.count()
-    core, executor = stepping_core(clock=lambda: next(now) * 0.003)
+    core, executor = stepping_core(clock=lambda: next(now) * 0.03)
     early = Early()
     core.add(make_request("a", PROMPT, max_tokens=30))
     core.step(early)
