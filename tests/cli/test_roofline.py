@@ -45,14 +45,16 @@ def test_nothing_counted_makes_no_picture():
         roofline.picture(Profile(OPS[:1], 1e9, {}), "")
 
 
-def test_a_real_profile(octavo, tiny, tmp_path):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_real_profile(octavo, tiny, tmp_path, threads):
     picture = tmp_path / "profile.svg"
     sizes = ("--num-prompts=2", "--input-len=10", "--output-len=7")
-    ended = octavo("bench", "throughput", *tiny, *sizes, "--profile", f"--picture={picture}", "--json")
+    ended = octavo("bench", "throughput", *tiny, f"--threads={threads}", *sizes, "--profile", f"--picture={picture}", "--json")
     assert ended.code == 0, ended.err
     profile = json.loads(ended.out)["profile"]
     ops = {op["name"]: op for op in profile["ops"]}
     assert profile["bandwidth"] > 1e8 and all(rate > 1e8 for rate in profile["rates"].values())
+    assert (profile["hop_s"] > 0) == (threads > 1)
     assert {"attention", "rows", "sample"} < set(ops)
     products = [op for op in profile["ops"] if op["code"]]
     assert products and all(op["seconds"] > 0 and op["num_bytes"] > 0 and op["operations"] > 0 for op in products)
