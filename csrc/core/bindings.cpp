@@ -268,6 +268,7 @@ class ArrayPacker {
         }
         sources_.clear();
     }
+    bool interleave(PackedTiles& first, PackedTiles& second) { return packer_.interleave(first, second); }
     size_t num_waiting_bytes() const { return packer_.num_waiting_bytes(); }
 
   private:
@@ -275,6 +276,12 @@ class ArrayPacker {
     Packer packer_;
     std::vector<nb::object> sources_;
 };
+
+nb::bytes copy_tiles(const PackedTiles& packed) {
+    std::string bytes;
+    for (int i = 0; i < packed.tiles.num_tiles(); i++) bytes.append((const char*)packed.tiles.tile(i), packed.tiles.tile_bytes);
+    return nb::bytes(bytes.data(), bytes.size());
+}
 
 void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
     if (!kv.has_block(group, block)) throw std::invalid_argument("block " + std::to_string(block) + " of group " + std::to_string(group) + " is outside the KV memory");
@@ -307,12 +314,14 @@ NB_MODULE(_native, m) {
         .def(nb::init<std::shared_ptr<Device>>(), "device"_a)
         .def("codes", &ArrayPacker::codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a)
         .def("values", &ArrayPacker::values, "values"_a, "code"_a)
+        .def("interleave", &ArrayPacker::interleave, "first"_a, "second"_a, "Lets the last two weights lie tile by tile in turns; whether they fit.")
         .def("run", &ArrayPacker::run, "Packs all that was given since the last time.")
         .def_prop_ro("num_waiting_bytes", &ArrayPacker::num_waiting_bytes);
 
     nb::class_<PackedTiles>(m, "PackedTiles")
         .def_prop_ro("num_bytes", &PackedTiles::num_bytes)
-        .def("copy", [](const PackedTiles& p) { return nb::bytes((const char*)p.tiles.data, p.num_bytes()); }, "The tiles as they lie (csrc/kernels/table.h).")
+        .def_prop_ro("is_interleaved", [](const PackedTiles& p) { return p.tiles.tile_stride != p.tiles.tile_bytes; })
+        .def("copy", &copy_tiles, "The tiles, one behind the other (csrc/kernels/table.h).")
         .def_prop_ro("code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; }, "u4, u8, i8, bf16, fp16 or fp32");
 
     nb::class_<KvMemory>(m, "KvMemory")

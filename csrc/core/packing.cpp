@@ -270,10 +270,22 @@ PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
     PackedTiles packed{tiles, nullptr};
     packed.memory = memory_.take(packed.num_bytes());
     packed.tiles.data = packed.memory.get();
-    jobs_.push_back({packed, std::move(pack), num_tiles_});
-    num_tiles_ += (tiles.num_rows + kTile - 1) / kTile;
+    packed.tiles.tile_stride = tiles.tile_bytes;
+    jobs_.push_back({std::move(pack), packed.memory, packed.memory.get(), tiles.tile_bytes, num_tiles_});
+    num_tiles_ += tiles.num_tiles();
     num_waiting_bytes_ += packed.num_bytes();
     return packed;
+}
+
+bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
+    Tiles &a = first.tiles, &b = second.tiles;
+    const bool waiting = jobs_.size() >= 2 && jobs_[jobs_.size() - 2].to == a.data && jobs_.back().to == b.data;
+    if (!waiting || a.data + first.num_bytes() != b.data || a.tile_bytes != b.tile_bytes || a.num_rows != b.num_rows) return false;
+    a.tile_stride = b.tile_stride = 2 * a.tile_bytes;
+    b.data = a.tile(0) + a.tile_bytes;
+    jobs_[jobs_.size() - 2].stride = jobs_.back().stride = a.tile_stride;
+    jobs_.back().to = jobs_[jobs_.size() - 2].to + a.tile_bytes;
+    return true;
 }
 
 void Packer::run(ThreadPool& pool) {
@@ -281,7 +293,7 @@ void Packer::run(ThreadPool& pool) {
         const auto after = std::upper_bound(jobs_.begin(), jobs_.end(), index, [](int tile, const Job& job) { return tile < job.first; });
         const Job& job = *std::prev(after);
         const int tile = index - job.first;
-        job.pack(tile, job.packed.memory.get() + tile * job.packed.tiles.tile_bytes);
+        job.pack(tile, job.to + tile * job.stride);
     });
     jobs_.clear();
     num_tiles_ = 0, num_waiting_bytes_ = 0;

@@ -15,7 +15,7 @@ namespace octavo {
 struct PackedTiles {
     Tiles tiles;
     std::shared_ptr<uint8_t> memory;
-    size_t num_bytes() const { return ((size_t)tiles.num_rows + kTile - 1) / kTile * tiles.tile_bytes; }
+    size_t num_bytes() const { return tiles.num_tiles() * tiles.tile_bytes; }
 };
 
 // Numbers [rows][columns][per_column] with strides in bytes, those of a column side by side; `kind` says what one is.
@@ -63,6 +63,9 @@ class Packer {
     explicit Packer(WeightMemory& memory) : memory_(memory) {}
     PackedTiles add(const QuantisedSource& source);
     PackedTiles add(const Matrix& values, Code code);
+    // Two weights that a product reads together, the last that were added, lie tile by tile in turns: one stream of memory is faster than two. Where
+    // their tiles are not alike, or do not follow one another in one piece of memory, they stay as they are, and the answer is false.
+    bool interleave(PackedTiles& first, PackedTiles& second);
     // All that was added since the last time, shared out evenly over the threads, each of which writes what lies side by side.
     void run(ThreadPool& pool);
     size_t num_waiting_bytes() const { return num_waiting_bytes_; }
@@ -71,8 +74,10 @@ class Packer {
     // Writes one of a weight's tiles.
     using PackTile = std::function<void(int tile, uint8_t* to)>;
     struct Job {
-        PackedTiles packed;
         PackTile pack;
+        std::shared_ptr<uint8_t> memory;
+        uint8_t* to;
+        size_t stride;
         int first;  // among the tiles of all jobs
     };
     PackedTiles add(const Tiles& tiles, PackTile pack);

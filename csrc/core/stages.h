@@ -62,7 +62,7 @@ struct LinearStage : Stage {
         const size_t counted = spec.gated ? 1 : spec.parts.size();
         for (size_t i = 0; i < counted; i++) {
             first.push_back(num_tiles);
-            num_tiles += (spec.parts[i].tiles.num_rows + kTile - 1) / kTile;
+            num_tiles += spec.parts[i].tiles.num_tiles();
         }
     }
     bool on_samples() const override { return spec.x.on_samples(); }
@@ -74,7 +74,7 @@ struct LinearStage : Stage {
         Cost sum;
         for (const auto& part : spec.parts) {
             const Tiles& w = part.tiles;
-            sum.bytes += (double)((w.num_rows + kTile - 1) / kTile) * w.tile_bytes;
+            sum.bytes += (double)w.num_tiles() * w.tile_bytes;
             sum.operations += 2.0 * w.num_rows * w.num_inputs * view.rows(on_samples());
         }
         return sum;
@@ -101,8 +101,7 @@ struct LinearStage : Stage {
         size_t part = 0;
         while (part + 1 < first.size() && tile >= first[part + 1]) part++;
         const Tiles& w = spec.parts[part].tiles;
-        const int last = std::min(end - first[part], (w.num_rows + kTile - 1) / kTile);
-        return {w.data + (size_t)(tile - first[part]) * w.tile_bytes, w.data + (size_t)last * w.tile_bytes};
+        return {w.tile(tile - first[part]), w.tile(std::min(end - first[part], w.num_tiles()))};
     }
 
     void run(const View& view, int piece, ThreadState& thread, int stage) const override {

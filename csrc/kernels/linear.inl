@@ -69,8 +69,6 @@ class ReadAhead {
     bool asks_ = false;
 };
 
-OCTAVO_INLINE const uint8_t* tile_of(const TileRef& ref) { return ref.weight->data + (size_t)ref.tile * ref.weight->tile_bytes; }
-
 // Whether rows have two digits beside 4-bit codes and beside codes with one scale an output: where the tile unit makes the second
 // one for next to nothing. On the vector unit it would double the work (decision 0017).
 #if defined(__AMX_INT8__)
@@ -85,7 +83,7 @@ template <int M, ScaleType S, bool kMin>
 void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     constexpr size_t kCodes = 256, kStep = kCodes + scale_bytes<S>() * (kMin ? 2 : 1);
     const Tiles& w = *ref->weight;
-    const uint8_t* tile = tile_of(*ref);
+    const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
@@ -135,7 +133,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts;
     constexpr size_t kCodes = 512, kScales = scale_bytes<S>() * kParts, kStep = kCodes + kScales * (kMin ? 2 : 1);
     const Tiles& w = *ref->weight;
-    const uint8_t* tile = tile_of(*ref);
+    const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
@@ -195,7 +193,7 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Tur
     const float* d = x.scales + x.at(row, 0);
     const uint8_t* tile[T];
     float* acc[T];
-    for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]), acc[t] = refs[t].acc + 16 * turn.done;
+    for (int t = 0; t < T; t++) tile[t] = refs[t].data(), acc[t] = refs[t].acc + 16 * turn.done;
     vi sum[T][M][kChains] = {};
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
@@ -252,7 +250,7 @@ OCTAVO_INLINE vf scale_whole(const Rows& x, int64_t row, vf scale, vi first, vi 
 template <int M>
 void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     const Tiles& w = *ref->weight;
-    const uint8_t* tile = tile_of(*ref);
+    const uint8_t* tile = ref->data();
     constexpr int kChains = M == 1 ? 4 : M == 2 ? 2 : 1;
     const int inputs = w.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
@@ -287,7 +285,7 @@ template <int M, int T>
 void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
     const auto* values = (const uint16_t*)x.values + row * x.stride;
     const uint8_t* tile[T];
-    for (int t = 0; t < T; t++) tile[t] = tile_of(refs[t]);
+    for (int t = 0; t < T; t++) tile[t] = refs[t].data();
     const int pairs = x.num_groups * kGroup / 2;
     vf acc[T][M] = {};
     ReadAhead<M> ahead(turn, *refs->weight);
@@ -310,7 +308,7 @@ void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& t
 template <int M, bool kHalf>
 void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     const Tiles& w = *ref->weight;
-    const uint8_t* tile = tile_of(*ref);
+    const uint8_t* tile = ref->data();
     const float* values = (const float*)x.values + row * x.stride;
     const int inputs = w.num_groups * kGroup;
     vf acc[M][4] = {};
@@ -421,7 +419,7 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
 
 // out [K] = row `row` of w times `factor`: what an embedding table gives.
 void read_row(const Tiles& w, int row, float factor, float* out) {
-    const uint8_t* tile = w.data + (size_t)(row / kTile) * w.tile_bytes;
+    const uint8_t* tile = w.tile(row / kTile);
     const int lane = row % kTile;
     const float scale = w.code == Code::i8 ? ((const float*)(tile + w.tile_bytes) - kTile)[lane] : 1;
     for (int k = 0; k < w.num_inputs; k++) {

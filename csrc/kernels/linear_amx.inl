@@ -126,18 +126,16 @@ auto choose_all_rows(const Tiles& w) {
 }
 
 void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t* scratch) {
-    const uint8_t* data = w.data + (size_t)tile * w.tile_bytes;
+    const uint8_t* data = w.tile(tile);
     int8_t* codes = (int8_t*)scratch;
     unpack_tile(w, data, w.tile_bytes / w.num_groups, codes);
     const auto run = w.code == Code::u4 ? choose_all_rows<2 * kGroup>(w) : choose_all_rows<kGroup>(w);
     run(w, data, codes, x, row0, num_rows, acc);
 }
 
-OCTAVO_INLINE const uint8_t* tile_data(const TileRef& ref) { return ref.weight->data + (size_t)ref.tile * ref.weight->tile_bytes; }
-
 // Asks for 1 KiB of what these two tiles' successors have at the same place, into the second-level cache.
 OCTAVO_INLINE void prefetch_successor(const TileRef* refs, const uint8_t* p) {
-    const size_t ahead = refs[0].weight == refs[1].weight ? 2 * refs->weight->tile_bytes : refs->weight->tile_bytes;
+    const size_t ahead = 2 * refs->weight->tile_bytes;
     for (size_t line = 0; line < 1024; line += 64) __builtin_prefetch(p + ahead + line, 0, 2);
 }
 
@@ -149,7 +147,7 @@ OCTAVO_INLINE void prefetch_successor(const TileRef* refs, const uint8_t* p) {
 template <bool kFirst, bool kBoth>
 OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t row, int32_t (*sums)[kTile * kTile]) {
     const int inputs = refs->weight->num_groups * kGroup;
-    const uint8_t *left = tile_data(refs[0]), *right = kBoth ? tile_data(refs[1]) : left;
+    const uint8_t *left = refs[0].data(), *right = kBoth ? refs[1].data() : left;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     _tile_zero(0);
     _tile_zero(1);
@@ -178,7 +176,7 @@ OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t ro
 // Those sums, scaled, to rows done .. of the tiles' accumulators.
 OCTAVO_INLINE void scale_all(const TileRef* refs, int count, const Rows& x, int64_t row, int rows, int done, const int32_t (*sums)[kTile * kTile]) {
     for (int t = 0; t < count; t++) {
-        const vf scale = scales_of(*refs[t].weight, tile_data(refs[t]));
+        const vf scale = scales_of(*refs[t].weight, refs[t].data());
         for (int m = 0; m < rows; m++) store(refs[t].acc + 16 * (done + m), scale_whole(x, row + m, scale, load_i(sums[2 * t] + 16 * m), load_i(sums[2 * t + 1] + 16 * m)));
     }
 }
@@ -205,7 +203,7 @@ void whole_products(const TileRef* refs, int count, const Rows& x, int64_t row0,
 
 // One tile with up to 16 rows.
 void bf16_one(const TileRef& ref, const uint16_t* values, int64_t stride, int done) {
-    const uint8_t* data = tile_data(ref);
+    const uint8_t* data = ref.data();
     _tile_zero(0);
     for (int g = 0; g < ref.weight->num_groups; g++) {
         prefetch_ahead<1024>(data + (size_t)g * 1024);
@@ -218,7 +216,7 @@ void bf16_one(const TileRef& ref, const uint16_t* values, int64_t stride, int do
 
 // Two tiles with up to 16 rows: two chains of sums side by side.
 void bf16_two(const TileRef* refs, const uint16_t* values, int64_t stride, int done) {
-    const uint8_t *first = tile_data(refs[0]), *second = tile_data(refs[1]);
+    const uint8_t *first = refs[0].data(), *second = refs[1].data();
     _tile_zero(0);
     _tile_zero(1);
     for (int g = 0; g < refs->weight->num_groups; g++) {
@@ -238,7 +236,7 @@ void bf16_two(const TileRef* refs, const uint16_t* values, int64_t stride, int d
 // from memory, for the first time in this step.
 template <bool kFirst>
 void bf16_square(const TileRef* refs, const uint16_t* values, int64_t stride, int done) {
-    const uint8_t *first = tile_data(refs[0]), *second = tile_data(refs[1]);
+    const uint8_t *first = refs[0].data(), *second = refs[1].data();
     const uint16_t* more = values + 16 * stride;
     _tile_zero(0);
     _tile_zero(1);

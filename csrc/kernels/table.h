@@ -39,8 +39,11 @@ struct Tiles {
     int32_t num_rows;     // N, outputs
     int32_t num_inputs;   // K as the model has it
     int32_t num_groups;   // ceil(K / 32); even with i8
-    size_t tile_bytes;
-    const uint8_t* data;  // [ceil(N / 16)][tile_bytes], 64-byte aligned
+    size_t tile_bytes, tile_stride;  // from one tile to the next: more than it has where another weight's tiles lie between (packing.h)
+    const uint8_t* data;             // [ceil(N / 16)] tiles, 64-byte aligned
+
+    int num_tiles() const { return (num_rows + kTile - 1) / kTile; }
+    const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }
 };
 
 // One tile of a weight, and where its product goes. Two of one code (neighbours, or a gate and its up projection) are multiplied
@@ -49,6 +52,7 @@ struct TileRef {
     const Tiles* weight;
     int tile;
     float* acc;
+    const uint8_t* data() const { return weight->tile(tile); }
 };
 
 // -- rows on their way into a product ------------------------------------------------------------------------------------

@@ -119,6 +119,32 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     CHECK(row[0] == 1 && row[1] == -2 && row[2] == std::ldexp(1.0f, -24) && row[3] == 65504);
 }
 
+// Two weights whose tiles lie in turns give what they give apart; nothing happens where they are not alike, or not the last two.
+void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
+    const Example gate(40, 96, 4, 32, 8, true, false, true, false);
+    Example up = gate;
+    for (uint8_t& code : up.codes) code ^= 0x5a;
+    const Example shorter(24, 96, 4, 32, 8, true, false, true, false), other(40, 96, 8, 32, 0, false, true, false, false);
+    WeightMemory memory;
+    Packer packer(memory);
+    PackedTiles a = packer.add(gate.source()), b = packer.add(up.source());
+    CHECK(!packer.interleave(b, a));
+#ifndef __SANITIZE_ADDRESS__  // which has each weight in a piece of memory by itself
+    CHECK(packer.interleave(a, b));
+    CHECK(b.tiles.data == a.tiles.data + a.tiles.tile_bytes && a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
+    CHECK(!packer.interleave(a, b));
+#endif
+    PackedTiles c = packer.add(shorter.source()), d = packer.add(other.source());
+    CHECK(!packer.interleave(a, b) && !packer.interleave(b, c) && !packer.interleave(c, d));
+    packer.run(pool);
+    CHECK(!packer.interleave(c, d));
+    const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate}, {b, up}, {c, shorter}, {d, other}};
+    for (const auto& [packed, example] : all) {
+        check_rows(kernels, packed, example);
+        check_products(kernels, packed, example);
+    }
+}
+
 }  // namespace
 
 void test_packing(const KernelTable& kernels) {
@@ -144,6 +170,7 @@ void test_packing(const KernelTable& kernels) {
         check_products(kernels, packed[i], examples[i]);
     }
     test_floats(kernels, pool);
+    test_interleaved(kernels, pool);
 }
 
 }  // namespace octavo::test

@@ -93,3 +93,26 @@ def test_floats(kind, dtype):
     wanted = values.astype({"auto": values.dtype, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype])
     raw = wanted.view({2: np.uint16, 4: np.uint32}[wanted.itemsize])
     assert native_tiles(PackedWeight.plain(values), dtype) == tiles(raw, 2 if wanted.dtype.name == "bfloat16" else 1).tobytes()
+
+
+def weights_of(arrays):
+    """`arrays` by name, as the native backend has them."""
+    require_native()
+    device = NativeBackend(BackendOptions(num_threads=2))._device
+    return _Weights(device, lambda weight: arrays[weight.name], "auto"), {name: Weight(name, array.shape) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize(("gate", "up"), [("a", "b"), ("known", "b"), ("a", "known"), ("a", "wider"), ("a", "shorter"), ("a", "a")])
+def test_gate_and_up_in_turns(gate, up):
+    """Tiles that lie in turns are the same tiles; those of weights that others know already, or that are not alike, stay where they are."""
+    arrays = {name: weight_of("int4", 40, 256, seed=seed) for seed, name in enumerate(("a", "b", "known"))}
+    arrays |= {"wider": weight_of("int8", 40, 256), "shorter": weight_of("int4", 24, 256)}
+    weights, named = weights_of(arrays)
+    fits = (gate, up) == ("a", "b")
+    known = weights.tiles(named["known"])
+    pair = weights.gate_and_up(named[gate], named[up])
+    assert weights.gate_and_up(named[gate], named[up]) == pair
+    weights.pack()
+    assert [tiles.handle.is_interleaved for tiles in (*pair, known)] == [fits, fits, False]
+    for name, tiles in (gate, pair[0]), (up, pair[1]), ("known", known):
+        assert tiles.handle.copy() == native_tiles(arrays[name])

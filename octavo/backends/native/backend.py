@@ -114,7 +114,7 @@ class NativeBackend:
         weights = _Weights(self._device, load, self.options.dtype)
         executor = native_module().Executor(self._device, self.options.max_tokens, program.vocab_size)
         executor.share_prefixes(self.options.shared_prefix_attention)
-        Lowering(optimized, executor, weights.tiles, weights.floats).run()
+        Lowering(optimized, executor, weights).run()
         weights.pack()
         products = {weight for op in optimized.ops if isinstance(op, Linear) for weight in op.weights_}
         self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
@@ -253,10 +253,21 @@ class _Weights:
 
     def tiles(self, weight: Weight, *, wide: bool = False) -> NativeTiles:
         """With `wide`, codes of 4 bits lie in bytes, for a product beside a weight of 8."""
+        if self._packer.num_waiting_bytes >= PACKED_AT_ONCE:
+            self._packer.run()
+        return self._added(weight, wide)
+
+    def gate_and_up(self, gate: Weight, up: Weight, *, wide: bool = False) -> list[NativeTiles]:
+        """The two of a gated product, which reads them together: tile by tile in turns, where they are alike and nobody else's."""
+        fresh = (gate, wide) not in self._tiles and (up, wide) not in self._tiles
+        pair = [self.tiles(gate, wide=wide), self._added(up, wide)]
+        if fresh:
+            self._packer.interleave(*(tiles.handle for tiles in pair))
+        return pair
+
+    def _added(self, weight: Weight, wide: bool) -> NativeTiles:
         if (weight, wide) not in self._tiles:
             self._tiles[weight, wide] = self._pack(weight, self._load(weight), wide)
-            if self._packer.num_waiting_bytes >= PACKED_AT_ONCE:
-                self._packer.run()
         return self._tiles[weight, wide]
 
     def pack(self) -> None:

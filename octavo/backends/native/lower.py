@@ -7,9 +7,8 @@ cannot do is refused here, by name, before anything is packed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +41,13 @@ Span = tuple[str, int, int]
 LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None]
 """(tiles, columns of the out, bias, columns of the residual) of one weight of a Linear."""
 
-GetTiles = Callable[..., Any]
-"""(weight, wide=False) -> NativeTiles."""
-GetFloats = Callable[[Weight], NDArray[np.float32]]
+
+class Weights(Protocol):
+    """Where an op's weights come from: as tiles (NativeTiles) or as floats."""
+
+    def tiles(self, weight: Weight, *, wide: bool = False) -> Any: ...
+    def gate_and_up(self, gate: Weight, up: Weight, *, wide: bool = False) -> list[Any]: ...
+    def floats(self, weight: Weight) -> NDArray[np.float32]: ...
 
 
 def check(program: Program) -> None:
@@ -111,11 +114,11 @@ def _axis(op: Op) -> str:
 class Lowering:
     """Walks a Program once and tells the builder of each op."""
 
-    def __init__(self, program: Program, builder: Any, tiles: GetTiles, floats: GetFloats) -> None:
+    def __init__(self, program: Program, builder: Any, weights: Weights) -> None:
         self._program = program = body_first(program)
         self._builder = builder
-        self._tiles = tiles
-        self._floats = floats
+        self._weights = weights
+        self._floats = weights.floats
         self._plan: Plan = plan(program, stages_of(program), ranges_of(program))
         self._angles: dict[ops.RopeTable, int] = {}
         self._num_readers = Counter(value for op in program.ops for value in op.inputs)
@@ -139,7 +142,7 @@ class Lowering:
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
     def _lower_Embedding(self, op: ops.Embedding) -> None:
-        self._builder.embedding(self._tiles(op.table).handle, self._span(op.out), op.scale, op.by_position, op.offset)
+        self._builder.embedding(self._weights.tiles(op.table).handle, self._span(op.out), op.scale, op.by_position, op.offset)
 
     def _lower_RmsNorm(self, op: ops.RmsNorm) -> None:
         norm = (self._floats(op.weight), None, op.eps, op.weight_offset, False)
@@ -204,7 +207,7 @@ class Lowering:
         before = self._before
         if op.norm is not None or before is None or op.x not in before.outputs or self._num_readers[op.x] > 1:
             return False
-        if any(self._tiles(weight).row_type in ("whole", "outliers") for weight in op.weights_):
+        if any(tiles.row_type in ("whole", "outliers") for tiles in self._tiles_of(op)):
             return False
         if isinstance(before, ops.Attention):
             fits = self._program.groups[self._program.group_index(before.group)].v_width % GROUP == 0
@@ -223,16 +226,23 @@ class Lowering:
         biases = op.biases or (None,) * len(op.weights_)
         found: dict[str, list[LinearPart]] = {}
         column = 0
-        row_types = {self._tiles(weight).row_type for weight in op.weights_}
-        wide = op.gate is not None and row_types == {"digits", "int8"}
-        for weight, bias in zip(op.weights_, biases, strict=True):
-            tiles, width = self._tiles(weight, wide=wide), weight.shape[0]
+        for weight, tiles, bias in zip(op.weights_, self._tiles_of(op), biases, strict=True):
+            width = weight.shape[0]
             part = (tiles.handle, _cut(out, column, width), self._optional(bias), residual and _cut(residual, column, width))
             found.setdefault(tiles.row_type, []).append(part)
             column += 0 if op.gate is not None else width
         if op.gate is not None and len(found) > 1:
             raise _refusal(self._program, f"a gate and its up projection in formats as different as {' and '.join(found)}")
         return list(found.values())
+
+    def _tiles_of(self, op: ops.Linear) -> list[Any]:
+        """Of each weight. Gate and up read their rows in one type."""
+        if op.gate is None:
+            return [self._weights.tiles(weight) for weight in op.weights_]
+        gate, up = op.weights_
+        pair = self._weights.gate_and_up(gate, up)
+        mixed = {tiles.row_type for tiles in pair} == {"digits", "int8"}
+        return self._weights.gate_and_up(gate, up, wide=True) if mixed else pair
 
     def _lower_Attention(self, op: ops.Attention) -> None:
         window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
