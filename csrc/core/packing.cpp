@@ -278,13 +278,18 @@ PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
 }
 
 bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
-    Tiles &a = first.tiles, &b = second.tiles;
-    const bool waiting = jobs_.size() >= 2 && jobs_[jobs_.size() - 2].to == a.data && jobs_.back().to == b.data;
-    if (!waiting || a.data + first.num_bytes() != b.data || a.tile_bytes != b.tile_bytes || a.num_rows != b.num_rows) return false;
-    a.tile_stride = b.tile_stride = 2 * a.tile_bytes;
-    b.data = a.tile(0) + a.tile_bytes;
-    jobs_[jobs_.size() - 2].stride = jobs_.back().stride = a.tile_stride;
-    jobs_.back().to = jobs_[jobs_.size() - 2].to + a.tile_bytes;
+    const bool waiting = jobs_.size() >= 2 && jobs_[jobs_.size() - 2].to == first.tiles.data && jobs_.back().to == second.tiles.data;
+    if (!waiting || !first.tiles.is_laid_out_as(second.tiles) || first.tiles.num_rows != second.tiles.num_rows) return false;
+    const size_t bytes = first.tiles.tile_bytes;
+    std::shared_ptr<uint8_t> memory = first.memory;
+    if (first.tiles.data + first.num_bytes() != second.tiles.data) memory = memory_.take(first.num_bytes() + second.num_bytes());  // a piece of memory ended between them
+    const auto move = [&](PackedTiles& packed, Job& job, uint8_t* to) {
+        packed.memory = job.memory = memory;
+        packed.tiles.data = job.to = to;
+        packed.tiles.tile_stride = job.stride = 2 * bytes;
+    };
+    move(first, jobs_[jobs_.size() - 2], memory.get());
+    move(second, jobs_.back(), memory.get() + bytes);
     return true;
 }
 

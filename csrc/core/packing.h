@@ -64,9 +64,9 @@ class Packer {
     PackedTiles add(const QuantisedSource& source);
     PackedTiles add(const Matrix& values, Code code);
     // Two weights that a product reads together, the last that were added, lie tile by tile in turns: one stream of memory is faster than two. Where
-    // their tiles are not alike, or do not follow one another in one piece of memory, they stay as they are, and the answer is false.
+    // their tiles are not alike they stay as they are, and the answer is false.
     bool interleave(PackedTiles& first, PackedTiles& second);
-    // All that was added since the last time, shared out evenly over the threads, each of which writes what lies side by side.
+    // All that was added since the last time, shared out evenly over the threads, each of which writes neighbouring tiles.
     void run(ThreadPool& pool);
     size_t num_waiting_bytes() const { return num_waiting_bytes_; }
 

@@ -40,8 +40,9 @@ struct Tiles {
     int32_t num_inputs;   // K as the model has it
     int32_t num_groups;   // ceil(K / 32); even with i8
     size_t tile_bytes, tile_stride;  // from one tile to the next: more than it has where another weight's tiles lie between (packing.h)
-    const uint8_t* data;             // [ceil(N / 16)] tiles, 64-byte aligned
+    const uint8_t* data;             // [ceil(N / 16)] tiles
 
+    bool is_laid_out_as(const Tiles& w) const { return code == w.code && scale_type == w.scale_type && has_min == w.has_min && half_groups == w.half_groups && num_groups == w.num_groups; }
     int num_tiles() const { return (num_rows + kTile - 1) / kTile; }
     const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }
 };

@@ -129,19 +129,34 @@ void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
     Packer packer(memory);
     PackedTiles a = packer.add(gate.source()), b = packer.add(up.source());
     CHECK(!packer.interleave(b, a));
-#ifndef __SANITIZE_ADDRESS__  // which has each weight in a piece of memory by itself
     CHECK(packer.interleave(a, b));
     CHECK(b.tiles.data == a.tiles.data + a.tiles.tile_bytes && a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
-    CHECK(!packer.interleave(a, b));
-#endif
     PackedTiles c = packer.add(shorter.source()), d = packer.add(other.source());
     CHECK(!packer.interleave(a, b) && !packer.interleave(b, c) && !packer.interleave(c, d));
+    PackedTiles e = packer.add(gate.source()), f = packer.add(up.source());
     packer.run(pool);
-    CHECK(!packer.interleave(c, d));
-    const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate}, {b, up}, {c, shorter}, {d, other}};
+    CHECK(!packer.interleave(e, f));
+    const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate}, {b, up}, {c, shorter}, {d, other}, {e, gate}, {f, up}};
     for (const auto& [packed, example] : all) {
         check_rows(kernels, packed, example);
         check_products(kernels, packed, example);
+    }
+}
+
+// A piece of memory that ends between two weights: both lie in the next.
+void test_interleaved_in_two_pieces(const KernelTable& kernels, ThreadPool& pool) {
+    const Example gate(40, 96, 4, 32, 8, true, false, true, false);
+    WeightMemory memory;
+    Packer packer(memory);
+    const std::shared_ptr<uint8_t> most = memory.take((32u << 20) - 4096);
+    PackedTiles a = packer.add(gate.source());
+    CHECK(a.num_bytes() < 4096 && 2 * a.num_bytes() > 4096, "%zu bytes", a.num_bytes());
+    PackedTiles b = packer.add(gate.source());
+    CHECK(packer.interleave(a, b));
+    packer.run(pool);
+    for (const PackedTiles* packed : {&a, &b}) {
+        check_rows(kernels, *packed, gate);
+        check_products(kernels, *packed, gate);
     }
 }
 
@@ -171,6 +186,7 @@ void test_packing(const KernelTable& kernels) {
     }
     test_floats(kernels, pool);
     test_interleaved(kernels, pool);
+    test_interleaved_in_two_pieces(kernels, pool);
 }
 
 }  // namespace octavo::test

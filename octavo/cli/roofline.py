@@ -17,11 +17,12 @@ COLOURS = ("#1f6feb", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#5
 
 
 def table(profile: Profile) -> str:
-    """Ops by time, each with what it reached of the machine's bandwidth and of its products' rate, and of the larger bound."""
+    """Ops by time, each with what it reached of the machine's bandwidth and of its products' rate, and of the larger bound; then all."""
     total = sum(op.seconds for op in profile.ops)
     lines = [
         f"{'op':34}{'calls':>8}{'ms':>10}{'time':>7}{'GB/s':>9}{'of max':>8}{'GFLOP/s':>10}{'of max':>8}{'of bound':>10}",
         *(_line(profile, op, total) for op in _by_time(profile)),
+        _sum(profile, total),
         f"most this machine gave: {profile.bandwidth / 1e9:.1f} GB/s from the weights' size; "
         + ", ".join(f"{code} {rate / 1e9:,.0f} GFLOP/s" for code, rate in sorted(profile.rates.items()))
         + (f"; {profile.hop_s * 1e9:.0f} ns for a cache line from core to core" if profile.hop_s else ""),
@@ -34,10 +35,23 @@ def _by_time(profile: Profile) -> list[OpProfile]:
 
 
 def _line(profile: Profile, op: OpProfile, total: float) -> str:
-    speed, rate, bound = op.num_bytes / op.seconds, op.operations / op.seconds, profile.bound_s(op) / op.seconds
-    of_rate = f"{rate / profile.rates[op.code]:8.0%}" if op.code in profile.rates else f"{'':8}"
-    counted = f"{speed / 1e9:9.1f}{speed / profile.bandwidth:8.0%}{rate / 1e9:10.1f}{of_rate}{bound:10.0%}" if op.num_bytes else ""
-    return f"{op.name:34}{op.calls:8}{1000 * op.seconds:10.2f}{op.seconds / total:7.1%}{counted}"
+    of_rate = f"{op.operations / op.seconds / profile.rates[op.code]:8.0%}" if op.code in profile.rates else ""
+    reached = _reached(profile, op, of_rate, profile.bound_s(op)) if op.num_bytes else ""
+    return f"{op.name:34}{op.calls:8}{1000 * op.seconds:10.2f}{op.seconds / total:7.1%}{reached}"
+
+
+def _sum(profile: Profile, total: float) -> str:
+    """Of one stream's decode steps the last number is the share of what reading their weights, K and V would take at least."""
+    num_bytes, operations = sum(op.num_bytes for op in profile.ops), sum(op.operations for op in profile.ops)
+    reached = _reached(profile, OpProfile("all", "", 0, total, num_bytes, operations), "", sum(profile.bound_s(op) for op in profile.ops))
+    return f"{'all':42}{1000 * total:10.2f}{1:7.1%}{reached}"
+
+
+def _reached(profile: Profile, op: OpProfile, of_rate: str, bound_s: float) -> str:
+    speed = op.num_bytes / op.seconds
+    return (
+        f"{speed / 1e9:9.1f}{speed / profile.bandwidth:8.0%}{op.operations / op.seconds / 1e9:10.1f}{of_rate:8}{bound_s / op.seconds:10.0%}"
+    )
 
 
 class _Axes:

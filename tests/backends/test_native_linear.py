@@ -226,11 +226,12 @@ def test_bias_activation_residual(level, kind, activation, with_residual):
 
 
 @cache
-def gated(kind, activation, clamp, alpha, up_offset, *, bias, two_digits):
+def gated(kinds, activation, clamp, alpha, up_offset, *, bias, two_digits):
+    """`kinds`: of the gate and of its up projection. Where they read their rows otherwise than each other, 4-bit codes lie in bytes."""
     n, k = 37, 256
-    x, gate, up = rows_of(k), weight_of(kind, n, k), weight_of(kind, n, k, seed=20)
-    if kind in GGUF:
-        gate, up = tamed(gate), tamed(up)
+    x, weights = rows_of(k), [weight_of(kind, n, k, seed=seed) for kind, seed in zip(kinds, (0, 20), strict=True)]
+    gate, up = (tamed(weight) if kind in GGUF else weight for kind, weight in zip(kinds, weights, strict=True))
+    two_digits = two_digits and (gate.bits == 4) == (up.bits == 4)
     biases = plain({"gb": normal(n, seed=9), "ub": normal(n, seed=10)})
 
     def make(v):
@@ -257,7 +258,18 @@ def gated(kind, activation, clamp, alpha, up_offset, *, bias, two_digits):
     ids=["silu", "gelu_tanh", "as gpt_oss"],
 )
 def test_gate(level, kind, activation, clamp, alpha, up_offset, bias):
-    case, *rest = gated(kind, activation, clamp, alpha, up_offset, bias=bias, two_digits=two_digits(level))
+    case, *rest = gated((kind, kind), activation, clamp, alpha, up_offset, bias=bias, two_digits=two_digits(level))
+    check_product(case, level, *rest)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("Q4_0", "Q4_1"), ("Q4_1", "int4"), ("Q8_0", "Q6_K"), ("Q4_K", "Q6_K"), ("Q6_K", "Q4_0"), ("fp32", "fp16"), ("fp16", "fp32")],
+    ids="+".join,
+)
+def test_gate_and_up_in_two_formats(level, kinds):
+    """As files have them in which some layers' tensors are better than others'."""
+    case, *rest = gated(kinds, "silu", None, 1.0, 0.0, bias=False, two_digits=two_digits(level))
     check_product(case, level, *rest)
 
 

@@ -27,7 +27,8 @@ def test_the_table_ranks_ops_by_time():
     assert [line.split("  ")[0] for line in lines[1:4]] == ["linear 8 to 16 u4", "attention", "rows"]
     assert lines[1].split()[5:] == ["4", "600.00", "60.0%", "5.0", "12%", "500.0", "50%", "50%"]
     assert lines[2].split()[1:] == ["2", "300.00", "30.0%", "20.0", "50%", "20.0", "50%"]
-    assert lines[4] == "most this machine gave: 40.0 GB/s from the weights' size; u4 1,000 GFLOP/s"
+    assert lines[4].split() == ["all", "1000.00", "100.0%", "9.0", "22%", "306.0", "45%"]
+    assert lines[5] == "most this machine gave: 40.0 GB/s from the weights' size; u4 1,000 GFLOP/s"
     assert roofline.table(replace(PROFILE, hop_s=27e-9)).endswith("u4 1,000 GFLOP/s; 27 ns for a cache line from core to core")
 
 

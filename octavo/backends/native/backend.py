@@ -258,7 +258,7 @@ class _Weights:
         return self._added(weight, wide)
 
     def gate_and_up(self, gate: Weight, up: Weight, *, wide: bool = False) -> list[NativeTiles]:
-        """The two of a gated product, which reads them together: tile by tile in turns, where they are alike and nobody else's."""
+        """The two of a gated product, which reads them together: tile by tile in turns, where they are alike and nobody has them yet."""
         fresh = (gate, wide) not in self._tiles and (up, wide) not in self._tiles
         pair = [self.tiles(gate, wide=wide), self._added(up, wide)]
         if fresh:

@@ -207,7 +207,7 @@ class Lowering:
         before = self._before
         if op.norm is not None or before is None or op.x not in before.outputs or self._num_readers[op.x] > 1:
             return False
-        if any(tiles.row_type in ("whole", "outliers") for tiles in self._tiles_of(op)):
+        if any(tiles.row_type in ("whole", "outliers") for tiles in self._product_tiles(op)):
             return False
         if isinstance(before, ops.Attention):
             fits = self._program.groups[self._program.group_index(before.group)].v_width % GROUP == 0
@@ -226,7 +226,7 @@ class Lowering:
         biases = op.biases or (None,) * len(op.weights_)
         found: dict[str, list[LinearPart]] = {}
         column = 0
-        for weight, tiles, bias in zip(op.weights_, self._tiles_of(op), biases, strict=True):
+        for weight, tiles, bias in zip(op.weights_, self._product_tiles(op), biases, strict=True):
             width = weight.shape[0]
             part = (tiles.handle, _cut(out, column, width), self._optional(bias), residual and _cut(residual, column, width))
             found.setdefault(tiles.row_type, []).append(part)
@@ -235,7 +235,7 @@ class Lowering:
             raise _refusal(self._program, f"a gate and its up projection in formats as different as {' and '.join(found)}")
         return list(found.values())
 
-    def _tiles_of(self, op: ops.Linear) -> list[Any]:
+    def _product_tiles(self, op: ops.Linear) -> list[Any]:
         """Of each weight. Gate and up read their rows in one type."""
         if op.gate is None:
             return [self._weights.tiles(weight) for weight in op.weights_]
