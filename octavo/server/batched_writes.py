@@ -46,9 +46,9 @@ class BatchedTransport:
         self._parts.append(data)
 
     def send(self) -> None:
-        """What has been written until now; nothing where all is sent."""
-        if self._parts:
-            parts, self._parts = self._parts, []
+        """What has been written until now; nothing where all is sent, or where the other side has gone meanwhile: uvloop refuses that."""
+        parts, self._parts = self._parts, []
+        if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
 
     def close(self) -> None:

@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+import uvloop
+
 from octavo.server.batched_writes import BatchedTransport, WriteBatch
 
 
@@ -46,3 +49,33 @@ def test_one_write_for_each_connection_after_whatever_is_ready():
         assert calls[6:] == [("a", b"5")]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_connection_that_is_gone_keeps_nobody_waiting(run):
+    """What was written to it is dropped; uvloop refuses to write to it, and those behind it in the batch must not pay for that."""
+
+    async def main():
+        loop, batch, transports, faults = asyncio.get_running_loop(), WriteBatch(), {}, []
+        loop.set_exception_handler(lambda loop, context: faults.append(context))
+
+        class Server(asyncio.Protocol):
+            def connection_made(self, transport):
+                transports[transport.get_extra_info("peername")] = BatchedTransport(transport, batch)
+
+        server = await loop.create_server(Server, "127.0.0.1", 0)
+        clients = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)]
+        while len(transports) < 2:
+            await asyncio.sleep(0.01)
+        gone, there = (transports[writer.get_extra_info("sockname")] for _, writer in clients)
+        gone.abort()
+        await asyncio.sleep(0.05)
+        gone.write(b"lost")
+        there.write(b"told")
+        assert await asyncio.wait_for(clients[1][0].readexactly(4), 5) == b"told"
+        assert not faults
+        for _, writer in clients:
+            writer.close()
+        server.close()
+
+    run(main())
