@@ -279,10 +279,12 @@ PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
 
 bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
     const bool waiting = jobs_.size() >= 2 && jobs_[jobs_.size() - 2].to == first.tiles.data && jobs_.back().to == second.tiles.data;
-    if (!waiting || !first.tiles.is_laid_out_as(second.tiles) || first.tiles.num_rows != second.tiles.num_rows) return false;
     const size_t bytes = first.tiles.tile_bytes;
-    std::shared_ptr<uint8_t> memory = first.memory;
-    if (first.tiles.data + first.num_bytes() != second.tiles.data) memory = memory_.take(first.num_bytes() + second.num_bytes());  // a piece of memory ended between them
+    if (!waiting || first.tiles.tile_stride != bytes || !first.tiles.is_laid_out_as(second.tiles) || first.tiles.num_rows != second.tiles.num_rows) return false;
+    // Where they lie side by side they stay; where a piece of memory ended between them, or a gap fills up a line, both lie anew.
+    const bool one_piece = !first.memory.owner_before(second.memory) && !second.memory.owner_before(first.memory);
+    const bool side_by_side = one_piece && first.tiles.data + first.num_bytes() == second.tiles.data;
+    const std::shared_ptr<uint8_t> memory = side_by_side ? first.memory : memory_.take(first.num_bytes() + second.num_bytes());
     const auto move = [&](PackedTiles& packed, Job& job, uint8_t* to) {
         packed.memory = job.memory = memory;
         packed.tiles.data = job.to = to;

@@ -357,17 +357,18 @@ constexpr int kMostRows = 8, kMostFloatRows = 4, kMostSums = 16;
 constexpr int kMostRows = 4, kMostFloatRows = 2, kMostSums = 4;
 #endif
 
-// One tile or two. With few rows memory is what takes time, and one tile after the other is one stream of it.
+// One tile or two. With a row or two memory is what takes time, and one tile after the other is one stream of it.
 void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
     const Tiles& w = *tiles->weight;
     if (count == 2 && !w.is_laid_out_as(*tiles[1].weight)) {
         vector_products(tiles, 1, x, row0, num_rows);
         return vector_products(tiles + 1, 1, x, row0, num_rows);
     }
+    const bool pairs = count == 2 && num_rows > 2;
     const int most = w.code == Code::fp16 || w.code == Code::fp32 ? kMostFloatRows : kMostRows;
     Turn turn{count, 0, 0, std::max(num_rows / most + (num_rows % most > 2), 1)};
     const auto run = [&]<int M>() {
-        const Product one = choose<M, 1>(w), two = M > 2 && 2 * M <= kMostSums && count == 2 ? choose<M, 2>(w) : nullptr;
+        const Product one = choose<M, 1>(w), two = pairs && 2 * M <= kMostSums ? choose<M, 2>(w) : nullptr;
         for (; num_rows - turn.done >= M; turn.done += M, turn.index++) {
             if (two)
                 two(tiles, x, row0 + turn.done, turn);

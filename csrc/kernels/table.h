@@ -47,7 +47,7 @@ struct Tiles {
     const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }
 };
 
-// One tile of a weight, and where its product goes. Two of one code (neighbours, or a gate and its up projection) are multiplied
+// One tile of a weight, and where its product goes. Two that are laid out alike (neighbours, or a gate and its up projection) are multiplied
 // together where that loads the rows once instead of twice.
 struct TileRef {
     const Tiles* weight;

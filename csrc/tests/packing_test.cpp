@@ -119,11 +119,15 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     CHECK(row[0] == 1 && row[1] == -2 && row[2] == std::ldexp(1.0f, -24) && row[3] == 65504);
 }
 
+Example other_codes(Example e) {
+    for (uint8_t& code : e.codes) code ^= 0x5a;
+    return e;
+}
+
 // Two weights whose tiles lie in turns give what they give apart; nothing happens where they are not alike, or not the last two.
 void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
     const Example gate(40, 96, 4, 32, 8, true, false, true, false);
-    Example up = gate;
-    for (uint8_t& code : up.codes) code ^= 0x5a;
+    const Example up = other_codes(gate);
     const Example shorter(24, 96, 4, 32, 8, true, false, true, false), other(40, 96, 8, 32, 0, false, true, false, false);
     WeightMemory memory;
     Packer packer(memory);
@@ -131,6 +135,7 @@ void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
     CHECK(!packer.interleave(b, a));
     CHECK(packer.interleave(a, b));
     CHECK(b.tiles.data == a.tiles.data + a.tiles.tile_bytes && a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
+    CHECK(!packer.interleave(a, b));
     PackedTiles c = packer.add(shorter.source()), d = packer.add(other.source());
     CHECK(!packer.interleave(a, b) && !packer.interleave(b, c) && !packer.interleave(c, d));
     PackedTiles e = packer.add(gate.source()), f = packer.add(up.source());
@@ -146,17 +151,21 @@ void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
 // A piece of memory that ends between two weights: both lie in the next.
 void test_interleaved_in_two_pieces(const KernelTable& kernels, ThreadPool& pool) {
     const Example gate(40, 96, 4, 32, 8, true, false, true, false);
+    const Example up = other_codes(gate);
     WeightMemory memory;
     Packer packer(memory);
     const std::shared_ptr<uint8_t> most = memory.take((32u << 20) - 4096);
     PackedTiles a = packer.add(gate.source());
     CHECK(a.num_bytes() < 4096 && 2 * a.num_bytes() > 4096, "%zu bytes", a.num_bytes());
-    PackedTiles b = packer.add(gate.source());
+    PackedTiles b = packer.add(up.source());
+    const uint8_t* before = a.tiles.data;
     CHECK(packer.interleave(a, b));
+    CHECK(a.tiles.data != before && b.tiles.data == a.tiles.data + a.tiles.tile_bytes && a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
     packer.run(pool);
-    for (const PackedTiles* packed : {&a, &b}) {
-        check_rows(kernels, *packed, gate);
-        check_products(kernels, *packed, gate);
+    const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate}, {b, up}};
+    for (const auto& [packed, example] : all) {
+        check_rows(kernels, packed, example);
+        check_products(kernels, packed, example);
     }
 }
 

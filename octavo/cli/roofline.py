@@ -22,7 +22,7 @@ def table(profile: Profile) -> str:
     lines = [
         f"{'op':34}{'calls':>8}{'ms':>10}{'time':>7}{'GB/s':>9}{'of max':>8}{'GFLOP/s':>10}{'of max':>8}{'of bound':>10}",
         *(_line(profile, op, total) for op in _by_time(profile)),
-        _sum(profile, total),
+        *([_sum(profile, total)] if profile.ops else []),
         f"most this machine gave: {profile.bandwidth / 1e9:.1f} GB/s from the weights' size; "
         + ", ".join(f"{code} {rate / 1e9:,.0f} GFLOP/s" for code, rate in sorted(profile.rates.items()))
         + (f"; {profile.hop_s * 1e9:.0f} ns for a cache line from core to core" if profile.hop_s else ""),
@@ -41,7 +41,7 @@ def _line(profile: Profile, op: OpProfile, total: float) -> str:
 
 
 def _sum(profile: Profile, total: float) -> str:
-    """Of one stream's decode steps the last number is the share of what reading their weights, K and V would take at least."""
+    """Of one stream's decode steps the last number is the share of the time that reading their weights, K and V would take at least."""
     num_bytes, operations = sum(op.num_bytes for op in profile.ops), sum(op.operations for op in profile.ops)
     reached = _reached(profile, OpProfile("all", "", 0, total, num_bytes, operations), "", sum(profile.bound_s(op) for op in profile.ops))
     return f"{'all':42}{1000 * total:10.2f}{1:7.1%}{reached}"
