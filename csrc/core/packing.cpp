@@ -271,27 +271,28 @@ PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
     packed.memory = memory_.take(packed.num_bytes());
     packed.tiles.data = packed.memory.get();
     packed.tiles.tile_stride = tiles.tile_bytes;
-    jobs_.push_back({std::move(pack), packed.memory, packed.memory.get(), tiles.tile_bytes, num_tiles_});
+    jobs_.push_back({packed, std::move(pack), num_tiles_});
     num_tiles_ += tiles.num_tiles();
     num_waiting_bytes_ += packed.num_bytes();
     return packed;
 }
 
 bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
-    const bool waiting = jobs_.size() >= 2 && jobs_[jobs_.size() - 2].to == first.tiles.data && jobs_.back().to == second.tiles.data;
+    const bool waiting = jobs_.size() >= 2 && jobs_[jobs_.size() - 2].packed.memory == first.memory && jobs_.back().packed.memory == second.memory;
     const size_t bytes = first.tiles.tile_bytes;
     if (!waiting || first.tiles.tile_stride != bytes || !first.tiles.is_laid_out_as(second.tiles) || first.tiles.num_rows != second.tiles.num_rows) return false;
     // Where they lie side by side they stay; where a piece of memory ended between them, or a gap fills up a line, both lie anew.
     const bool one_piece = !first.memory.owner_before(second.memory) && !second.memory.owner_before(first.memory);
     const bool side_by_side = one_piece && first.tiles.data + first.num_bytes() == second.tiles.data;
     const std::shared_ptr<uint8_t> memory = side_by_side ? first.memory : memory_.take(first.num_bytes() + second.num_bytes());
-    const auto move = [&](PackedTiles& packed, Job& job, uint8_t* to) {
-        packed.memory = job.memory = memory;
-        packed.tiles.data = job.to = to;
-        packed.tiles.tile_stride = job.stride = 2 * bytes;
+    const auto move = [&](PackedTiles& packed, Job& job, size_t from) {
+        packed.memory = {memory, memory.get() + from};
+        packed.tiles.data = packed.memory.get();
+        packed.tiles.tile_stride = 2 * bytes;
+        job.packed = packed;
     };
-    move(first, jobs_[jobs_.size() - 2], memory.get());
-    move(second, jobs_.back(), memory.get() + bytes);
+    move(first, jobs_[jobs_.size() - 2], 0);
+    move(second, jobs_.back(), bytes);
     return true;
 }
 
@@ -300,7 +301,7 @@ void Packer::run(ThreadPool& pool) {
         const auto after = std::upper_bound(jobs_.begin(), jobs_.end(), index, [](int tile, const Job& job) { return tile < job.first; });
         const Job& job = *std::prev(after);
         const int tile = index - job.first;
-        job.pack(tile, job.to + tile * job.stride);
+        job.pack(tile, job.packed.memory.get() + tile * job.packed.tiles.tile_stride);
     });
     jobs_.clear();
     num_tiles_ = 0, num_waiting_bytes_ = 0;

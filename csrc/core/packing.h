@@ -74,10 +74,8 @@ class Packer {
     // Writes one of a weight's tiles.
     using PackTile = std::function<void(int tile, uint8_t* to)>;
     struct Job {
+        PackedTiles packed;
         PackTile pack;
-        std::shared_ptr<uint8_t> memory;
-        uint8_t* to;
-        size_t stride;
         int first;  // among the tiles of all jobs
     };
     PackedTiles add(const Tiles& tiles, PackTile pack);

@@ -16,11 +16,16 @@ TILE, GROUP = 16, 32
 SHAPES = [(37, 256), (16, 768), (5, 2304)]
 
 
-def native_tiles(weight, dtype="auto", threads=2, **wide):
+def weights_of(arrays, dtype="auto", threads=2):
+    """`arrays` by name as the native backend has them, and their names' Weights."""
     require_native()
     device = NativeBackend(BackendOptions(num_threads=threads))._device
-    weights = _Weights(device, lambda _: weight, dtype)
-    tiles = weights.tiles(Weight("w", weight.shape), **wide)
+    return _Weights(device, lambda weight: arrays[weight.name], dtype), {name: Weight(name, array.shape) for name, array in arrays.items()}
+
+
+def native_tiles(weight, dtype="auto", threads=2, **wide):
+    weights, named = weights_of({"w": weight}, dtype, threads)
+    tiles = weights.tiles(named["w"], **wide)
     weights.pack()
     return tiles.handle.copy()
 
@@ -93,13 +98,6 @@ def test_floats(kind, dtype):
     wanted = values.astype({"auto": values.dtype, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype])
     raw = wanted.view({2: np.uint16, 4: np.uint32}[wanted.itemsize])
     assert native_tiles(PackedWeight.plain(values), dtype) == tiles(raw, 2 if wanted.dtype.name == "bfloat16" else 1).tobytes()
-
-
-def weights_of(arrays):
-    """`arrays` by name, as the native backend has them."""
-    require_native()
-    device = NativeBackend(BackendOptions(num_threads=2))._device
-    return _Weights(device, lambda weight: arrays[weight.name], "auto"), {name: Weight(name, array.shape) for name, array in arrays.items()}
 
 
 @pytest.mark.parametrize(("gate", "up"), [("a", "b"), ("known", "b"), ("a", "known"), ("a", "wider"), ("a", "shorter"), ("a", "a")])
