@@ -35,7 +35,7 @@ from octavo.cli.traffic import prompt_of, synthetic
 
 ENGINE_OPTIONS = {"enable_prefix_caching": False}
 WARM_TOKENS = 8
-PROCESSES = {"octavo.engine.core_process": "core", "octavo.cli.main": "front"}
+PROCESSES = {"octavo.engine.clients.core_process": "core", "octavo.cli.main": "front"}
 
 
 @dataclass(frozen=True)

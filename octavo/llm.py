@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.client import EngineInfo
+from octavo.engine.clients.client import EngineInfo
 from octavo.engine.core import CoreOutputs
-from octavo.engine.input_processor import FrontRequest, Origin, Prompt, default_sampling_params, prompt_list
-from octavo.engine.pin import COMPUTE, check_pin, pin_of
-from octavo.engine.queue_limit import QueueLimit, Size
+from octavo.engine.front.input_processor import FrontRequest, Origin, Prompt, default_sampling_params, prompt_list
+from octavo.engine.front.queue_limit import QueueLimit, Size
+from octavo.engine.kv.pin import COMPUTE, check_pin, pin_of
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
 from octavo.outputs import Profile, RequestOutput

@@ -32,16 +32,16 @@ from octavo.config.derive import against_async_scheduling, derive
 from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
 from octavo.config.paths import is_there, user_path
 from octavo.config.sizes import format_bytes
-from octavo.engine.block_pool import BlockGroup
-from octavo.engine.build_scheduler import build_scheduler, prompt_limits
-from octavo.engine.client import EngineClient, EngineInfo, InProcessClient
-from octavo.engine.connector import Tiers
+from octavo.engine.clients.client import EngineClient, EngineInfo, InProcessClient
 from octavo.engine.core import EngineCore
-from octavo.engine.input_processor import InputProcessor, ModelLimits
+from octavo.engine.front.input_processor import InputProcessor, ModelLimits
+from octavo.engine.front.output_processor import OutputProcessor
+from octavo.engine.front.stop_texts import LazyStopTexts, MakeStopTexts
+from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.kv.tier_connector import Tiers
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.recorder import FORMAT, Began, Log, NoLog, Recorder, check_writable
-from octavo.engine.stop_texts import LazyStopTexts, MakeStopTexts
+from octavo.engine.recording.recorder import FORMAT, Began, Log, NoLog, Recorder, check_writable
+from octavo.engine.scheduling.build import build_scheduler, prompt_limits
 from octavo.errors import ConfigError, InvalidRequest, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
@@ -66,8 +66,8 @@ from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
     from octavo.backends.torch.ranks import TorchRanks
-    from octavo.engine.process_client import ProcessClient
-    from octavo.engine.supervised_client import SupervisedClient
+    from octavo.engine.clients.process import ProcessClient
+    from octavo.engine.clients.supervised import SupervisedClient
     from octavo.worker.ranks.other_ranks import OtherRanks
     from octavo.worker.ranks.ranked_worker import RankedWorker
 
@@ -157,8 +157,8 @@ def build_with_process(config: EngineConfig, report: Report) -> Front:
 
 
 def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedClient:
-    from octavo.engine.process_client import ProcessClient
-    from octavo.engine.supervised_client import SupervisedClient
+    from octavo.engine.clients.process import ProcessClient
+    from octavo.engine.clients.supervised import SupervisedClient
 
     observe = model.config.observe
     options = _options_of(model)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from octavo.backends.devices import has_nvidia_driver
-from tests.backend_choice import BACKENDS, VARIABLE
+from tests.support.backend_choice import BACKENDS, VARIABLE
 
 if not has_nvidia_driver():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run in its interpreter

@@ -20,17 +20,17 @@ from benchmarks.on_gpu.settings import Emit, Settings, attempt
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    "tests/backends/torch/test_triton_rows.py",
-    "tests/backends/torch/test_triton_products.py",
-    "tests/backends/torch/test_triton_attention.py",
-    "tests/backends/torch/test_triton_shared_prefix.py",
-    "tests/backends/torch/test_triton_pick.py",
-    "tests/backends/torch/test_rope_write.py",
-    "tests/backends/torch/test_block_copies.py",
-    "tests/backends/torch/test_fixed_tiles.py",
-    "tests/backends/test_torch_graphs.py",
+    "tests/backends/torch/triton/test_rows.py",
+    "tests/backends/torch/triton/test_products.py",
+    "tests/backends/torch/triton/test_attention.py",
+    "tests/backends/torch/triton/test_shared_prefix.py",
+    "tests/backends/torch/triton/test_pick.py",
+    "tests/backends/torch/triton/test_rope_write.py",
+    "tests/backends/torch/triton/test_block_copies.py",
+    "tests/backends/torch/triton/test_fixed_tiles.py",
+    "tests/backends/torch/test_graphs.py",
 )
-TINY_FILES = ("tests/backends/torch/test_kernels.py",)
+TINY_FILES = ("tests/backends/torch/triton/test_kernels.py",)
 AT_ONCE = 6
 MOST_NAMED = 5
 

@@ -27,7 +27,7 @@ def section(settings: Settings, emit: Emit) -> None:
     if importlib.util.find_spec("transformers") is None:
         emit({"note": "transformers is not installed: families are not checked"})
         return
-    from tests.tiny_models import FAMILIES
+    from tests.support.tiny_models import FAMILIES
 
     for family in ["llama"] if settings.tiny else [family for family in FAMILIES if family != "t5"]:
         attempt(emit, family, partial(_family, family, settings, emit))
@@ -43,8 +43,8 @@ def _random_programs(settings: Settings, emit: Emit) -> None:
     from hypothesis import settings as examples
     from hypothesis import strategies as st
 
-    from tests.backends.test_native_programs import batch_of, logits_of
-    from tests.program.random_programs import NUM_ROWS, random_programs
+    from tests.backends.native.test_programs import batch_of, logits_of
+    from tests.support.random_programs import NUM_ROWS, random_programs
 
     worst = 0.0
 
@@ -69,8 +69,8 @@ def _family(family: str, settings: Settings, emit: Emit) -> None:
     """In chunks of 37 tokens, with padded rows behind them."""
     from octavo.checkpoint.open import open_checkpoint
     from octavo.checkpoint.weights import WeightReader
-    from tests.paged_runner import PagedRunner
-    from tests.tiny_models import tiny_model
+    from tests.support.paged_runner import PagedRunner
+    from tests.support.tiny_models import tiny_model
 
     tiny = tiny_model(family)
     ids = np.random.default_rng(1).integers(0, tiny.config["vocab_size"], 30 if settings.tiny else 270)

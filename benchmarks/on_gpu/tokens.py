@@ -43,7 +43,7 @@ def _without_transformers(emit: Emit) -> bool:
 
 
 def _greedy(family: str, settings: Settings, emit: Emit) -> None:
-    from tests.tiny_models import tiny_model
+    from tests.support.tiny_models import tiny_model
 
     model = tiny_model(family).model
     prompts = _prompts(settings)
@@ -70,7 +70,7 @@ def _invariant(family: str, dtype: str, settings: Settings, emit: Emit) -> None:
 
 
 def _prompts(settings: Settings) -> list[list[int]]:
-    from tests.llm_tools import prompts_of
+    from tests.support.llm_tools import prompts_of
 
     return prompts_of(*(LENGTHS[:2] if settings.tiny else LENGTHS))
 
@@ -80,7 +80,7 @@ def _num_tokens(settings: Settings) -> int:
 
 
 def _engine(family: str, settings: Settings, **options: Any) -> Any:
-    from tests.llm_tools import make_llm
+    from tests.support.llm_tools import make_llm
 
     cpu = {"async_scheduling": "on"} if settings.device == "cpu" else {"threads": None}
     usual = {"backend": "torch", "device": settings.device, "batch_invariant": False, "max_num_seqs": 4, "enable_prefix_caching": False}
@@ -104,7 +104,7 @@ def _tokens(llm: Any, prompts: Sequence[list[int]], settings: Settings) -> list[
 
 
 def _bits(output: Any) -> Any:
-    from tests.llm_tools import fingerprint
+    from tests.support.llm_tools import fingerprint
 
     return fingerprint(output)
 

@@ -23,8 +23,8 @@ def replay(
     model: Annotated[str | None, typer.Option(help="With --execute: where the model is now, if not where it was.")] = None,
 ) -> None:
     """Repeat the exact step sequence of a recording (`--record FILE`). Exit code 1 where anything differs."""
-    from octavo.engine.recorder import read_log
-    from octavo.engine.replay import Replay
+    from octavo.engine.recording.recorder import read_log
+    from octavo.engine.recording.replay import Replay
     from octavo.wiring import build_executor, stop_texts_of
 
     if model is not None and not execute:

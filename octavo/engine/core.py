@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import msgspec
 
 from octavo.engine.early_outputs import EarlyOutputs
+from octavo.engine.kv.pin import Pin
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.pin import Pin
 from octavo.engine.rates import RateMeter
-from octavo.engine.recorder import Aborted, Added, CacheReset, Computed, GivenUp, Log, NoLog, Pinned, Planned
-from octavo.engine.request import EngineOutput, EngineRequest
-from octavo.engine.scheduler import Scheduler
+from octavo.engine.recording.recorder import Aborted, Added, CacheReset, Computed, GivenUp, Log, NoLog, Pinned, Planned
+from octavo.engine.requests.request import EngineOutput, EngineRequest
+from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead
 from octavo.ports import AsyncExecutor, Between, Executor, Launched

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from octavo.engine import decode_steps
-from octavo.engine.request import EngineOutput
-from octavo.engine.scheduler import Scheduler
+from octavo.engine.requests.request import EngineOutput
+from octavo.engine.scheduling import multi_step
+from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.step import RowResult
 
 Send = Callable[[list[EngineOutput]], bool]
@@ -32,7 +32,7 @@ class EarlyOutputs:
     def __call__(self, rows: Sequence[RowResult]) -> bool:
         """Whether there is to be another step; what `rows` hold has been sent then, and comes with the plan's outputs otherwise."""
         num_steps, elapsed_s = self._num_sent + 1, self._clock() - self._began
-        if elapsed_s * (num_steps + 1) > decode_steps.MAX_CALL_S * num_steps:
+        if elapsed_s * (num_steps + 1) > multi_step.MAX_CALL_S * num_steps:
             return False
         try:
             goes_on = self._send(self._scheduler.preview(rows, elapsed_s))

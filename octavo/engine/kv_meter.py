@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.engine.scheduler import Scheduler
+from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.stats import KvBytes
 from octavo.step import StepPlan, StepResult
 

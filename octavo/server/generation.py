@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from octavo.engine.input_processor import ANYONE, Origin
+from octavo.engine.front.input_processor import ANYONE, Origin
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.llm import AsyncLLM, RequestStream
 from octavo.outputs import RequestOutput

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
-from octavo.engine.input_processor import Origin
+from octavo.engine.front.input_processor import Origin
 from octavo.errors import InvalidRequest, OctavoError, Overloaded
 from octavo.llm import AsyncLLM
 from octavo.outputs import RequestOutput

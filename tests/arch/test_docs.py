@@ -14,7 +14,7 @@ import typer
 from octavo.cli.main import build_app
 from octavo.server.app import create_app
 from octavo.server.service import EngineSlot
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"

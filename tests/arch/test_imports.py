@@ -88,7 +88,7 @@ def test_importing_octavo_is_quick_and_pulls_in_nothing():
 
 
 def test_the_engine_loads_without_numpy():
-    modules = "octavo.engine.core, octavo.engine.client, octavo.engine.input_processor, octavo.engine.output_processor"
+    modules = "octavo.engine.core, octavo.engine.clients.client, octavo.engine.front.input_processor, octavo.engine.front.output_processor"
     assert python(f"import {modules}, sys; print('numpy' in sys.modules)") == "False"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.native_harness import levels, require_native
+from tests.support.native_harness import levels, require_native
 
 
 @pytest.fixture(params=levels())

@@ -13,7 +13,7 @@ from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.errors import UnsupportedModel
 from octavo.models.registry import build_programs
 from octavo.quant.gguf import BLOCK_TYPES
-from tests.tiny_models import FAMILIES, WIDTHS_OF_32, tiny_model
+from tests.support.tiny_models import FAMILIES, WIDTHS_OF_32, tiny_model
 
 NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]

@@ -20,7 +20,7 @@ KINDS = {"reference": ReferenceBackend, "native": NativeBackend, "torch": TorchB
 
 
 ON_DEMAND = ("reference-bf16", "reference-int8", "reference-fp8", "native-bf16", "native-int8")
-"""Those that give memory on demand; torch refuses what wants it by name (`tests/test_virtual_kv.py`)."""
+"""Those that give memory on demand; torch refuses what wants it by name (`tests/equivalence/test_virtual_kv.py`)."""
 
 
 def backend_of(name):

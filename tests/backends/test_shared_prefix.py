@@ -14,7 +14,7 @@ import pytest
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference import ReferenceBackend
-from tests.backends.test_native_attention import TOLERANCE, Run, Shape, Span
+from tests.backends.native.test_attention import TOLERANCE, Run, Shape, Span
 
 CONTEXTS = (600, 530, 830, 257, 520, 860, 300, 40, 513)
 LEADERS = {1: (0, 512), 2: (0, 512), 3: (0, 256), 5: (2, 768), 8: (7, 0), 4: (6, 256)}

@@ -14,9 +14,9 @@ from octavo.checkpoint.weights import loaded_formats
 from octavo.errors import UnsupportedModel
 from octavo.models.registry import build_programs
 from octavo.program.program import Weight
-from tests.llm_tools import make_llm, prompts_of
-from tests.paged_runner import PagedRunner
-from tests.tiny_models import tiny_model
+from tests.support.llm_tools import make_llm, prompts_of
+from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.errors import BackendUnavailable, OctavoError, UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
 from octavo.program.ops import Linear
-from tests.checkpoint.fp8_checkpoints import SCHEMES, in_fp8
-from tests.paged_runner import PagedRunner
-from tests.tiny_models import double_precision, in_float64, tiny_model
+from tests.support.fp8_checkpoints import SCHEMES, in_fp8
+from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_models import double_precision, in_float64, tiny_model
 
 torch.set_num_threads(1)
 

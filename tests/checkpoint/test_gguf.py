@@ -18,7 +18,7 @@ from octavo.checkpoint.weights import WeightReader
 from octavo.errors import SetupError, UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
 from octavo.program.program import Weight
-from tests.checkpoint.tiny_gguf import ARCHITECTURES, SHAPE, interleave, tiny_model, write_tiny_gguf
+from tests.support.tiny_gguf import ARCHITECTURES, SHAPE, interleave, tiny_model, write_tiny_gguf
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from octavo.checkpoint.open import open_checkpoint
 from octavo.errors import SetupError, UnsupportedModel, WeightMismatch
-from tests.checkpoint.tiny_gguf import tiny_model
+from tests.support.tiny_gguf import tiny_model
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

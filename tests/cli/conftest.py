@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from octavo.cli.main import main
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 SMALL = ("--threads=1", "--kv-cache-memory-bytes=64MiB", "--max-model-len=256", "--max-num-seqs=8")
 

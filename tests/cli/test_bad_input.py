@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 
 @pytest.fixture

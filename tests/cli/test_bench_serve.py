@@ -13,8 +13,8 @@ from octavo.cli.serve_figures import Outcome, figures, parse_goodput
 from octavo.cli.stream_client import Streamed, Usage
 from octavo.cli.traffic import Ask
 from octavo.errors import ConfigError
-from tests.server.live import LiveServer
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.live_server import LiveServer
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 TRACE = [
     {"timestamp": 0, "input_length": 2048, "output_length": 320, "hash_ids": [1, 2, 3, 4]},

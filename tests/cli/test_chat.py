@@ -8,7 +8,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from tests.cli.conftest import SMALL, process
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 
 @pytest.fixture

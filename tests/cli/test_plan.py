@@ -11,7 +11,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.wiring import build_in_process
 from octavo.worker.machine import Machine
-from tests.tiny_models import WIDTHS_OF_32, tiny_model
+from tests.support.tiny_models import WIDTHS_OF_32, tiny_model
 
 GIVEN = ("--bandwidth=1G", "--flops=1T")
 

@@ -11,7 +11,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.cli.run import sampling_for
 from tests.cli.conftest import SMALL, process
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 
 def answer_of(prompt, **params) -> str:

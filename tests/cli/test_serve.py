@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from tests.server.live import LiveServer
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.live_server import LiveServer
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 MODEL = str(tiny_model_with_text())
 

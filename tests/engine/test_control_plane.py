@@ -14,13 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from octavo.engine.admission import Verdict
-from octavo.engine.block_pool import HOLE
-from octavo.engine.pin import Pin
+from octavo.engine.kv.block_pool import HOLE
+from octavo.engine.kv.pin import Pin
+from octavo.engine.scheduling.admission import Verdict
 from octavo.engine.stats import GroupBlocks
 from octavo.errors import InvalidRequest
-from tests.engine.fake_tiers import MAX_PINNED_BLOCKS, Disk, FakeTiers
-from tests.engine.fakes import FakeExecutor, LaunchingExecutor, expected_tokens, make_core, make_request, run_all
+from tests.support.engine_fakes import FakeExecutor, LaunchingExecutor, expected_tokens, make_core, make_request, run_all
+from tests.support.fake_tiers import MAX_PINNED_BLOCKS, Disk, FakeTiers
 
 NUM_BLOCKS = 9
 WINDOW = 21

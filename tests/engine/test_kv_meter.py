@@ -7,7 +7,7 @@ import pytest
 from octavo.engine.core import EngineCore
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.stats import EngineStats, KvBytes
-from tests.engine.fakes import FakeExecutor, make_core, make_request
+from tests.support.engine_fakes import FakeExecutor, make_core, make_request
 
 
 def make(executor: FakeExecutor | None = None, *, block_bytes: tuple[int, ...] = (100,), **options) -> EngineCore:

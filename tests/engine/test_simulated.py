@@ -6,8 +6,8 @@ import time
 import pytest
 
 from octavo.worker.simulated import StepCosts
-from tests.engine.simulation import percentile, request_of, simulation
-from tests.slowness import slowness
+from tests.support.simulation import percentile, request_of, simulation
+from tests.support.slowness import slowness
 
 ROOMY = {"num_blocks": 4096, "max_num_seqs": 48, "max_model_len": 2048, "caching": False}
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.paged_runner import PagedRunner, backend_named
-from tests.tiny_models import FAMILIES, double_precision, in_float64, tiny_model
+from tests.support.paged_runner import PagedRunner, backend_named
+from tests.support.tiny_models import FAMILIES, double_precision, in_float64, tiny_model
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,7 @@ from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig, model_info
 from octavo.models.registry import FAMILIES, build_programs
 from octavo.program.ops import Attention, GroupedLinear, Rope
-from tests.tiny_models import tiny_model
+from tests.support.tiny_models import tiny_model
 
 YARN = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 0.7}
 

@@ -9,8 +9,8 @@ import torch
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.reference import ReferenceBackend
-from tests.paged_runner import PagedRunner, backend_named
-from tests.tiny_models import FAMILIES, tiny_model
+from tests.support.paged_runner import PagedRunner, backend_named
+from tests.support.tiny_models import FAMILIES, tiny_model
 
 torch.set_num_threads(1)
 

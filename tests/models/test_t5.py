@@ -11,8 +11,8 @@ from octavo.backends.reference_attention import t5_buckets
 from octavo.program.ops import T5Bias
 from octavo.program.program import Weight
 from tests.models.test_families import TOLERANCE
-from tests.paged_runner import PagedRunner, Request, backend_named
-from tests.tiny_models import double_precision, in_float64, tiny_model
+from tests.support.paged_runner import PagedRunner, Request, backend_named
+from tests.support.tiny_models import double_precision, in_float64, tiny_model
 
 torch.set_num_threads(1)
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from tests.backend_choice import chosen_backend
 from tests.models.test_families import TOLERANCE, YARN
 from tests.models.test_t5 import logits as t5_logits
 from tests.models.test_t5 import oracle as t5_oracle
-from tests.paged_runner import PagedRunner, backend_named
-from tests.tiny_models import double_precision, in_float64, tiny_model
+from tests.support.backend_choice import chosen_backend
+from tests.support.paged_runner import PagedRunner, backend_named
+from tests.support.tiny_models import double_precision, in_float64, tiny_model
 
 torch.set_num_threads(1)
 

@@ -16,9 +16,9 @@ from octavo.program import ops
 from octavo.program.passes.fuse import fuse
 from octavo.program.program import Program, Value, Weight
 from octavo.quant.packed import PackedWeight
-from tests.paged_runner import PagedRunner
-from tests.program.random_programs import NUM_ROWS, random_programs
-from tests.tiny_models import tiny_model
+from tests.support.paged_runner import PagedRunner
+from tests.support.random_programs import NUM_ROWS, random_programs
+from tests.support.tiny_models import tiny_model
 
 torch.set_num_threads(1)
 

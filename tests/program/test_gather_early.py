@@ -11,9 +11,9 @@ from octavo.models.registry import build_programs
 from octavo.program import ops
 from octavo.program.passes.fuse import fuse
 from octavo.program.passes.gather_early import gather_early, gathered_before, wanted_by
-from tests.program.random_programs import random_programs
 from tests.program.test_fuse import FAMILIES, logits_of
-from tests.tiny_models import tiny_model
+from tests.support.random_programs import random_programs
+from tests.support.tiny_models import tiny_model
 
 SAMPLED = (5, 5, 69, 0, 33)
 

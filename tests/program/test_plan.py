@@ -11,8 +11,8 @@ from octavo.models.registry import build_programs
 from octavo.program.ops import Linear
 from octavo.program.passes.fuse import fuse
 from octavo.program.passes.plan import IN_PLACE, plan
-from tests.program.random_programs import random_programs
-from tests.tiny_models import tiny_model
+from tests.support.random_programs import random_programs
+from tests.support.tiny_models import tiny_model
 
 torch.set_num_threads(1)
 

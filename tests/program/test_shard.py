@@ -28,8 +28,8 @@ from octavo.program.passes.fuse import fuse
 from octavo.program.passes.shard import shard
 from octavo.program.passes.splits import kv_spans, query_spans, shares
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
-from tests.paged_runner import PagedRunner
-from tests.tiny_models import FAMILIES, WIDTHS_OF_32, tiny_model
+from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_models import FAMILIES, WIDTHS_OF_32, tiny_model
 
 torch.set_num_threads(1)
 

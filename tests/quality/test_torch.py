@@ -18,7 +18,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
 from octavo.text.tokenizer import load_tokenizer
-from tests.paged_runner import PagedRunner
+from tests.support.paged_runner import PagedRunner
 
 pytestmark = pytest.mark.model
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.server.live import LiveServer
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.live_server import LiveServer
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 
 @pytest.fixture(scope="session")

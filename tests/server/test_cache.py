@@ -9,8 +9,8 @@ from functools import partial
 import httpx
 import pytest
 
-from tests.server.live import LONG, READABLE, LiveServer
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.live_server import LONG, READABLE, LiveServer
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 SYSTEM = "You are a helpful assistant that answers in one short sentence, and never in two."
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.server.live import LETTERS, READABLE, events_of, ids_of
+from tests.support.live_server import LETTERS, READABLE, events_of, ids_of
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.backend_choice import chosen_backend
-from tests.server.live import LETTERS, READABLE, events_of, ids_of
+from tests.support.backend_choice import chosen_backend
+from tests.support.live_server import LETTERS, READABLE, events_of, ids_of
 
 
 def complete(client, prompt="Hello", **options):

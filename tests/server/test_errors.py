@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.server.live import LONG, READABLE, until
+from tests.support.live_server import LONG, READABLE, until
 
 GOOD = {"prompt": "Hello", "max_tokens": 2}
 

@@ -10,16 +10,16 @@ from safetensors.numpy import load_file, save_file
 
 from octavo import AsyncLLM
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.process_client import ProcessClient
-from octavo.engine.supervised_client import SupervisedClient
+from octavo.engine.clients.process import ProcessClient
+from octavo.engine.clients.supervised import SupervisedClient
 from octavo.server.app import create_app
 from octavo.server.service import EngineSlot
 from octavo.server.settings import ServerSettings
 from octavo.wiring import build_in_process
-from tests.engine.fakes import expected_tokens
-from tests.llm_tools import small_options
-from tests.server.live import LETTERS, LiveServer, events_of, ids_of
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.engine_fakes import expected_tokens
+from tests.support.live_server import LETTERS, LiveServer, events_of, ids_of
+from tests.support.llm_tools import small_options
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 GOOD = {"prompt": "Hello", "max_tokens": 40, "seed": 1, "allowed_token_ids": LETTERS, "ignore_eos": True}
 
@@ -91,7 +91,7 @@ def hanging():
     """An engine over a core that computes nothing but pseudo-tokens, and hangs."""
 
     def start(_):
-        return ProcessClient("tests.engine.core_builders:build", {"kind": "hang", "bad": HANGS})
+        return ProcessClient("tests.support.core_builders:build", {"kind": "hang", "bad": HANGS})
 
     front = build_in_process(EngineConfig.from_options(**small_options()), lambda text: None)
     front.client.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.server.live import LETTERS, LONG, until
+from tests.support.live_server import LETTERS, LONG, until
 
 SHORT = {"prompt": "Hello", "max_tokens": 6, "seed": 1, "allowed_token_ids": LETTERS, "ignore_eos": True}
 

@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from tests.server.live import LONG, LiveServer, children_of, events_of, runs, until
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.live_server import LONG, LiveServer, children_of, events_of, runs, until
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 GOOD = {"prompt": "Hello", "max_tokens": 2}
 

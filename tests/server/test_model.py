@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.server.live import LiveServer
+from tests.support.live_server import LiveServer
 
 pytestmark = pytest.mark.model
 

@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from tests.server.live import LETTERS, LONG, events_of, until
+from tests.support.live_server import LETTERS, LONG, events_of, until
 
 NUM_STREAMS = 200
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from octavo.server.auth import ApiKeys, tenant_of
-from tests.server.live import LiveServer
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.live_server import LiveServer
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
 

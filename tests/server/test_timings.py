@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.backend_choice import chosen_backend
-from tests.server.live import LiveServer, events_of, until
-from tests.tiny_tokenizer import tiny_model_with_text
+from tests.support.backend_choice import chosen_backend
+from tests.support.live_server import LiveServer, events_of, until
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 NUM_HELD = 4 if chosen_backend("native") == "torch" else 20
 """A step of torch takes many times as long."""

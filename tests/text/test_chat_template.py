@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.text.tokenizer import load_tokenizer
-from tests.text.tiny_vocabularies import SPECIAL, bpe_source, sentencepiece_source
+from tests.support.tiny_vocabularies import SPECIAL, bpe_source, sentencepiece_source
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n' }}"

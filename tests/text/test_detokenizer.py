@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import TextTokenizer, load_tokenizer
-from tests.text.tiny_vocabularies import bpe_source, sentencepiece_source
+from tests.support.tiny_vocabularies import bpe_source, sentencepiece_source
 
 
 @cache

@@ -19,7 +19,7 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Vocabulary
 from octavo.text.tokenizer import load_tokenizer
 from octavo.text.vocabulary import CUTTINGS
-from tests.text.tiny_vocabularies import (
+from tests.support.tiny_vocabularies import (
     TEXT,
     bpe_source,
     bpe_with_specials,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.engine.prefix_cache import extend_keys
+from octavo.engine.kv.prefix_cache import extend_keys
 from octavo.errors import ConfigError
 from octavo.step import BlockKey, BlockPin, SlotBlock
 from octavo.worker.connectors import block_file

@@ -11,8 +11,8 @@ from octavo.config.sizes import format_bytes
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.worker.block_places import NOWHERE, RangeShape, VirtualPlaces, check_addressable, describe_ranges
-from tests.engine.fakes import expected_tokens, make_core, make_request, run_all, tokens_of
-from tests.worker.fakes import FakeKv, FakeRunnable, make_worker
+from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.worker_fakes import FakeKv, FakeRunnable, make_worker
 
 PROMPTS = [[(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))]
 

@@ -10,7 +10,7 @@ from octavo.program.work import work_of
 from octavo.worker.capacity import PROCESS_BYTES, Capacity
 from octavo.worker.memory import GroupSize, Load
 from octavo.worker.speed import Roofline
-from tests.tiny_models import tiny_model
+from tests.support.tiny_models import tiny_model
 
 MIB = 1 << 20
 

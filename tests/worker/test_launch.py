@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from octavo.backends.base import StepOutput
-from tests.engine.fakes import expected_tokens, make_core, make_request, run_all, tokens_of
-from tests.worker.fakes import FakeRunnable, make_worker
+from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.worker_fakes import FakeRunnable, make_worker
 
 UNKNOWN = -5
 

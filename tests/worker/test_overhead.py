@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from octavo.backends.base import SampleResult, StepOutput
-from octavo.engine import decode_steps
-from octavo.engine.admission import PromptLimits
-from octavo.engine.client import InProcessClient
-from octavo.engine.input_processor import InputProcessor, ModelLimits
-from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.clients.client import InProcessClient
+from octavo.engine.front.input_processor import InputProcessor, ModelLimits
+from octavo.engine.front.output_processor import OutputProcessor
+from octavo.engine.scheduling import multi_step
+from octavo.engine.scheduling.admission import PromptLimits
 from octavo.sampling_params import SamplingParams
-from tests.engine.core_builders import INFO
-from tests.engine.fakes import VOCAB, make_core
-from tests.slowness import slowness
-from tests.worker.fakes import make_worker
+from tests.support.core_builders import INFO
+from tests.support.engine_fakes import VOCAB, make_core
+from tests.support.slowness import slowness
+from tests.support.worker_fakes import make_worker
 
 
 class InstantRunnable:
@@ -85,7 +85,7 @@ def test_pythons_share_of_a_step():
 
 def test_several_steps_of_a_call_share_it(monkeypatch):
     """Each token is handed on when it is made, for less than half of what a step by itself takes; measured is a third."""
-    monkeypatch.setattr(decode_steps, "MAX_CALL_S", 1e9)
+    monkeypatch.setattr(multi_step, "MAX_CALL_S", 1e9)
     for _ in range(5):
         single, several = microseconds_a_step(1), microseconds_a_step(1, num_scheduler_steps=8)
         if several < single / 2:

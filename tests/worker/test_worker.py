@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.engine.fakes import expected_tokens, make_core, make_request, run_all, tokens_of
-from tests.worker.fakes import FakeRunnable, make_worker
+from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.worker_fakes import FakeRunnable, make_worker
 
 PROMPTS = [[(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))]
 

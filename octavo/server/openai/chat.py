@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UNSET, UnsetType
 
-from octavo.engine.input_processor import Origin
+from octavo.engine.front.input_processor import Origin
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams

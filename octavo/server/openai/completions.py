@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.engine.input_processor import Origin
+from octavo.engine.front.input_processor import Origin
 from octavo.errors import InvalidRequest
 from octavo.outputs import Logprob, RequestOutput
 from octavo.ports import Tokenizer

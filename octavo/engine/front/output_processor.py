@@ -1,0 +1,262 @@
+"""What the core yields, turned into what users read: text, stop strings, logprobs, the samples of a request side by side.
+
+Lives in the front process and owns the text so far (through the Detokenizer). Token ids are detokenized when someone looks at the
+text, or at once where a stop string may be in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from octavo.engine.front.input_processor import FrontRequest
+from octavo.engine.requests.request import EngineOutput
+from octavo.errors import InvalidRequest
+from octavo.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, Timings
+from octavo.ports import Tokenizer
+from octavo.sampling_params import SamplingParams
+from octavo.step import TokenLogprobs
+from octavo.text.detokenizer import Detokenizer
+
+
+@dataclass(slots=True)
+class Sample:
+    """One of a request's samples so far."""
+
+    index: int
+    detokenizer: Detokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    score: float | None = None
+    num_detokenized: int = 0
+    num_given: int = 0
+    """Tokens that whoever takes only what is new has got; and whether its end, too:"""
+    end_given: bool = False
+
+    def catch_up(self, *, hide_last: bool = False) -> str | None:
+        """Detokenizes what is new; returns the stop string that ends the text, if one does. `hide_last`: the last token is no text."""
+        if self.detokenizer is None:
+            return None
+        end = len(self.token_ids) - hide_last
+        stop = self.detokenizer.push(self.token_ids[self.num_detokenized : end]) if end > self.num_detokenized else None
+        self.num_detokenized = len(self.token_ids)
+        return stop
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request between its arrival and its final output."""
+
+    request: FrontRequest
+    samples: list[Sample]
+    num_unfinished: int
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    timings: list[Timings] = field(default_factory=list)
+    """Of the samples that have ended."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Samples that are ranked are chosen among when all have ended, and beams are found at the end."""
+        params = self.request.params
+        return self.num_unfinished == 0 or not (params.is_ranked or params.beam_width is not None)
+
+    def returned(self) -> list[Sample]:
+        """In the order of their index; the best ones first where they are ranked."""
+        if not self.request.params.is_ranked:
+            return self.samples
+        ranked = sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))
+        return [replace(sample, index=index) for index, sample in enumerate(ranked[: self.request.params.n])]
+
+
+@dataclass(slots=True)
+class Changes:
+    """Requests that gained something, and core requests to abort because a stop string ended them."""
+
+    request_ids: dict[str, None] = field(default_factory=dict)
+    abort_ids: list[str] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """State of every unfinished request of the front."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, RequestState] = {}
+        self._samples: dict[str, tuple[RequestState, Sample]] = {}
+        """By the core's request id."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Core requests still to be finished."""
+        return len(self._samples)
+
+    def add(self, request: FrontRequest) -> None:
+        if request.request_id in self._states:
+            raise InvalidRequest(f"request_id: {request.request_id!r} is in use by an unfinished request", param="request_id")
+        samples = [self._make_sample(request.params, sample.sample_index) for sample in request.samples]
+        state = RequestState(request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time))
+        self._states[request.request_id] = state
+        for engine_request, sample in zip(request.samples, samples, strict=True):
+            self._samples[engine_request.request_id] = (state, sample)
+
+    def unfinished_ids(self, request_id: str) -> list[str]:
+        """The core requests of a request that still run; [] for an unknown one."""
+        state = self._states.get(request_id)
+        return [] if state is None else [entry.request_id for entry in state.request.samples if entry.request_id in self._samples]
+
+    def is_finished(self, request_id: str) -> bool:
+        """All samples are; asked before its final output is taken."""
+        return self._states[request_id].num_unfinished == 0
+
+    def process(self, outputs: Iterable[EngineOutput], now: float) -> Changes:
+        """Takes in a step's outputs; those of requests already finished here are dropped."""
+        changes = Changes()
+        for output in outputs:
+            found = self._samples.get(output.request_id)
+            if found is not None:
+                self._take(*found, output, now, changes)
+                if found[0].is_readable:
+                    changes.request_ids[found[0].request.request_id] = None
+        return changes
+
+    def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
+        """All of a request so far, as a copy, or what each sample has gained since it was last asked for (which costs no more the longer
+        an answer is). A finished request is forgotten with it: its final output is given once.
+        """
+        state = self._states[request_id]
+        finished = state.num_unfinished == 0
+        if finished:
+            del self._states[request_id]
+        request = state.request
+        return RequestOutput(
+            request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            list(map(_gained if only_new else _completion, state.returned())) if state.is_readable else [],
+            finished,
+            state.prompt_logprobs,
+            state.num_cached_tokens,
+            state.metrics,
+            state.error,
+            Timings.merged(state.timings) if finished and state.timings else None,
+        )
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request that nobody waits for any more."""
+        state = self._states.pop(request_id, None)
+        for sample in state.request.samples if state is not None else ():
+            self._samples.pop(sample.request_id, None)
+
+    def _make_sample(self, params: SamplingParams, index: int) -> Sample:
+        detokenizer = Detokenizer(self._tokenizer, params) if self._tokenizer is not None and params.detokenize else None
+        sample = Sample(index, detokenizer)
+        if params.logprobs is not None:
+            sample.logprobs = []
+        if params.logprobs is not None or params.is_ranked:
+            sample.cumulative_logprob = 0.0
+        return sample
+
+    def _take(self, state: RequestState, sample: Sample, output: EngineOutput, now: float, changes: Changes) -> None:
+        params = state.request.params
+        if output.beams is not None:
+            self._take_beams(state, output, now)
+        elif output.token_ids:
+            self._take_tokens(state, sample, output, now)
+        if output.finish_reason is not None:
+            sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
+            state.error = state.error or output.error
+            state.metrics.num_preemptions += output.num_preemptions
+        by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
+        if output.beams is None and (params.stop_strings or by_token):
+            stop = sample.catch_up(hide_last=by_token)
+            if stop is not None:
+                if sample.finish_reason is None:
+                    changes.abort_ids.append(output.request_id)
+                sample.finish_reason, sample.stop_reason = "stop", stop
+        if sample.finish_reason is not None:
+            if output.timings is not None:
+                state.timings.append(output.timings)
+            del self._samples[output.request_id]
+            state.num_unfinished -= 1
+
+    def _take_tokens(self, state: RequestState, sample: Sample, output: EngineOutput, now: float) -> None:
+        sample.token_ids += output.token_ids
+        self._take_start(state, output, now)
+        state.metrics.num_generation_tokens += len(output.token_ids)
+        if output.logprobs is not None and sample.cumulative_logprob is not None:
+            sample.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
+            if sample.logprobs is not None:
+                sample.logprobs += map(self._readable, output.logprobs)
+
+    def _take_beams(self, state: RequestState, output: EngineOutput, now: float) -> None:
+        """All that a search has found, in the place of the one sample that stood for them."""
+        self._take_start(state, output, now)
+        params = state.request.params
+        state.samples = [self._make_sample(params, index) for index in range(len(output.beams or ()))]
+        for sample, beam in zip(state.samples, output.beams or (), strict=True):
+            sample.token_ids, sample.score, sample.cumulative_logprob = beam.token_ids, beam.score, beam.cumulative_logprob
+            if sample.logprobs is not None:
+                sample.logprobs += map(self._readable, beam.logprobs)
+            sample.finish_reason, sample.stop_reason = beam.finish_reason, beam.stop_reason
+            by_token = beam.finish_reason == "stop" and not isinstance(beam.stop_reason, str)
+            sample.catch_up(hide_last=by_token and not params.include_stop_str_in_output)
+            state.metrics.num_generation_tokens += len(beam.token_ids)
+
+    def _take_start(self, state: RequestState, output: EngineOutput, now: float) -> None:
+        """What comes with a request's first tokens, and when they came."""
+        metrics = state.metrics
+        if metrics.last_token_ts != now:
+            metrics.token_times.append(now)
+        if output.scheduled_ts is not None and metrics.scheduled_ts is None:
+            metrics.scheduled_ts = output.scheduled_ts
+            state.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            state.prompt_logprobs = [*[None] * state.request.params.first_prompt_logprob, *map(self._readable, output.prompt_logprobs)]
+
+    def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        text = self._tokenizer.token_text if self._tokenizer is not None else lambda _: None
+        found: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True):
+            if token_id not in found:
+                found[token_id] = Logprob(logprob, rank, text(token_id))
+        return found
+
+
+def _completion(sample: Sample) -> CompletionOutput:
+    sample.catch_up()
+    finished = sample.finish_reason is not None
+    return CompletionOutput(
+        sample.index,
+        "" if sample.detokenizer is None else sample.detokenizer.text(finished=finished),
+        list(sample.token_ids),
+        sample.cumulative_logprob,
+        None if sample.logprobs is None else list(sample.logprobs),
+        sample.finish_reason,
+        sample.stop_reason,
+        sample.score,
+    )
+
+
+def _gained(sample: Sample) -> CompletionOutput:
+    """Since the last call; of one whose end was given then, nothing but that."""
+    sample.catch_up()
+    start, sample.num_given = sample.num_given, len(sample.token_ids)
+    finished = sample.finish_reason is not None
+    text = "" if sample.detokenizer is None or sample.end_given else sample.detokenizer.delta(finished=finished)
+    sample.end_given = finished
+    return CompletionOutput(
+        sample.index,
+        text,
+        sample.token_ids[start:],
+        sample.cumulative_logprob,
+        None if sample.logprobs is None else sample.logprobs[start:],
+        sample.finish_reason,
+        sample.stop_reason,
+        sample.score,
+    )

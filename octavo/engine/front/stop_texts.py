@@ -1,0 +1,64 @@
+"""Stop strings in token ids, for beam searches: which beam ends decides which others go on, so the core has to know.
+
+Works on the bytes of the last few tokens only, and keeps no text: any beam may be asked about. The front cuts the texts, by the same rule
+(`text/detokenizer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from octavo.engine.requests.beam_search import StopTexts
+from octavo.ports import Tokenizer
+from octavo.sampling_params import SamplingParams
+
+
+class TokenizedStops:
+    """Of one request. Implements `beam_search.StopTexts`."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        self._stops = {text: text.encode() for text in params.stop_strings}
+        self._reach = max(map(len, self._stops.values()), default=1) - 1
+        """Bytes before a token that a stop string ending in it may begin in."""
+
+    def ended_by(self, token_ids: Sequence[int], token_id: int) -> str | None:
+        """The one that begins first, where several are complete."""
+        piece = self._bytes(token_id)
+        if not piece:
+            return None
+        before = self._last_bytes(token_ids)
+        text = before + piece
+        starts = {stop: text.find(wanted, max(0, len(before) + 1 - len(wanted))) for stop, wanted in self._stops.items()}
+        found = [stop for stop, start in starts.items() if start >= 0]
+        return min(found, key=starts.__getitem__) if found else None
+
+    def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
+        """As many as a stop string can reach back."""
+        found = b""
+        for token_id in reversed(token_ids):
+            if len(found) >= self._reach:
+                break
+            found = self._bytes(token_id) + found
+        return found[len(found) - self._reach :] if len(found) > self._reach else found
+
+    def _bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
+
+
+MakeStopTexts: TypeAlias = Callable[[SamplingParams], StopTexts]
+
+
+class LazyStopTexts:
+    """A MakeStopTexts whose tokenizer is read when the first beam search with stop strings comes."""
+
+    def __init__(self, read: Callable[[], Tokenizer | None]) -> None:
+        self._read = read
+        self._tokenizer: Tokenizer | None = None
+
+    def __call__(self, params: SamplingParams) -> StopTexts:
+        self._tokenizer = self._tokenizer or self._read()
+        assert self._tokenizer is not None, "the front refuses stop strings where there is no tokenizer"
+        return TokenizedStops(self._tokenizer, params)

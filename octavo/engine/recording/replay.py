@@ -1,0 +1,162 @@
+"""Makes the steps of a recording again: the same calls to a new Scheduler, and whether it decides the same.
+
+Time, rates and results come from the recording, so the plans are those of then whatever computes them now. With an executor the plans are
+carried out too, and what they yield is compared. Knows no file and no model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.engine.front.stop_texts import MakeStopTexts
+from octavo.engine.recording.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Pinned, Planned, lean_rows
+from octavo.engine.scheduling.build import build_scheduler
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.errors import ConfigError, InvalidRequest
+from octavo.ports import Between, Executor
+from octavo.step import RowResult, StepPlan, StepResult
+
+MAX_STEPS_AHEAD = 1
+"""In flight when a plan is made, at most."""
+
+
+@dataclass(slots=True)
+class Replayed:
+    """Of a recording, as far as it was made again."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    unfinished_step: int | None = None
+    """The step of which the recording has no result: the engine ended in it."""
+    differences: list[str] = field(default_factory=list)
+
+
+class Replay:
+    """`executor`: what carries out the plans, if anything is to. `stop_texts`: as the recorded engine had them."""
+
+    def __init__(self, began: Began, executor: Executor | None = None, stop_texts: MakeStopTexts | None = None) -> None:
+        self.found = Replayed()
+        self._scheduler = scheduler_of(began, stop_texts)
+        self._executor = executor
+        self._in_flight: deque[Planned] = deque()
+        """Whose results have not come, as in the engine that was recorded."""
+        self._other_plan = False
+
+    def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
+        """Ends early where it found so many differences, and at the first plan that is another one: all that follows would be."""
+        for event in events:
+            self._take(event)
+            if self._other_plan or len(self.found.differences) >= max_differences:
+                return self.found
+        for planned in self._in_flight:
+            self._execute(planned.plan, planned.plan.num_steps)
+        self.found.unfinished_step = self._in_flight[0].plan.step if self._in_flight else None
+        return self.found
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Added):
+            self.found.num_requests += 1
+            self._scheduler.add(event.request)
+        elif isinstance(event, Aborted):
+            self._scheduler.abort(event.request_id)
+        elif isinstance(event, GivenUp):
+            self._scheduler.fail(event.request_id, event.error)
+        elif isinstance(event, CacheReset):
+            self._scheduler.blocks.reset_prefix_cache(reset_connector=event.reset_connector)
+        elif isinstance(event, Pinned):
+            with suppress(InvalidRequest):
+                self._scheduler.blocks.pin_prefix(event.pin)
+        elif isinstance(event, Planned):
+            self._schedule(event)
+        elif isinstance(event, Computed):
+            self._update(event)
+        else:
+            raise _damaged("it begins a second time")
+
+    def _schedule(self, then: Planned) -> None:
+        if len(self._in_flight) > MAX_STEPS_AHEAD:
+            raise _damaged(f"step {self._in_flight[0].plan.step} has no result, but others follow")
+        plan = self._scheduler.schedule(then.now, then.rates)
+        self._in_flight.append(then)
+        if plan != then.plan:
+            self._other_plan = True
+            self.found.differences.append(_difference(then.plan, plan))
+
+    def _execute(self, plan: StepPlan, num_steps: int) -> StepResult | str | None:
+        """What the executor yields, if there is one, in no more decode steps than there were then; or how it failed.
+
+        In the order of the plans, whether the engine ran ahead or not: what a row takes from the device was drawn by the step before.
+        """
+        if self._executor is None:
+            return None
+        try:
+            return self._executor.execute(plan, _until(num_steps))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _update(self, then: Computed) -> None:
+        if not self._in_flight:
+            raise _damaged(f"step {then.result.step} has a result and no plan")
+        plan = self._in_flight.popleft().plan
+        if [row.request_id for row in plan.rows] != [row.request_id for row in then.result.rows]:
+            raise _damaged(f"step {plan.step} has the result of another plan")
+        made = self._execute(plan, then.result.num_steps)
+        if then.failed:
+            self._scheduler.plan_failed(plan)
+        elif isinstance(made, str):
+            self.found.differences.append(f"step {plan.step}: it failed now: {made}")
+        elif made is not None:
+            self._compare(plan, then.result.rows, made.rows)
+        self._scheduler.update(plan, then.result)
+        self.found.num_steps += then.result.num_steps
+        self.found.num_tokens += sum(len(row.token_ids) for row in then.result.rows)
+
+    def _compare(self, plan: StepPlan, then: list[RowResult], now: list[RowResult]) -> None:
+        for old, new in zip(then, lean_rows(plan, now), strict=True):
+            if old != new:
+                self.found.differences.append(f"step {plan.step}, request {old.request_id}: {_fields(old, new)}")
+
+
+def scheduler_of(began: Began, stop_texts: MakeStopTexts | None = None) -> Scheduler:
+    """As it was when the recording began."""
+    return build_scheduler(
+        began.scheduler,
+        began.cache,
+        began.groups,
+        block_size=began.block_size,
+        max_model_len=began.max_model_len,
+        tiers=began.tiers,
+        stop_texts=stop_texts,
+    )
+
+
+def _until(num_steps: int) -> Between:
+    """Ends after so many."""
+    count = itertools.count(1)
+    return lambda rows: next(count) < num_steps
+
+
+def _damaged(what: str) -> ConfigError:
+    return ConfigError(f"the recording is damaged: {what}")
+
+
+def _difference(then: StepPlan, now: StepPlan) -> str:
+    return f"step {then.step}: {_fields(then, now)}"
+
+
+def _fields(then: msgspec.Struct, now: msgspec.Struct) -> str:
+    """Those that are not what they were."""
+    pairs = [(name, getattr(then, name), getattr(now, name)) for name in then.__struct_fields__]
+    return "; ".join(f"{name} was {_short(old)}, now it is {_short(new)}" for name, old, new in pairs if old != new)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 400 else text[:397] + "..."

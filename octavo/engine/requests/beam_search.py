@@ -1,0 +1,262 @@
+"""Beam search: of all continuations of the live beams the best go on, until the best finished ones cannot be beaten.
+
+Owns the beams of one request, what they have yielded, and the finished sequences. Sees logprobs as numbers, and neither blocks nor
+arrays: who forks what is an answer (`Child`). Scores, order and end are those of Hugging Face transformers' `generate(num_beams=...)`,
+so that its results are met; the length penalty is of Wu et al. 2016 in its simplest form, the length to a power.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.outputs import FinishReason
+from octavo.sampling_params import SamplingParams
+from octavo.step import RowResult, TokenLogprobs
+
+
+class BeamOutput(msgspec.Struct, omit_defaults=True):
+    """A finished sequence, without the prompt."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    """The cumulative logprob over the length to the power of the length penalty."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = []
+    """One for each token, where they are wanted."""
+
+
+class StopTexts(Protocol):
+    """Finds stop strings in token ids. `engine/stop_texts.py` is one."""
+
+    def ended_by(self, token_ids: Sequence[int], token_id: int) -> str | None:
+        """The stop string that `token_id` completes after `token_ids`."""
+        ...
+
+
+class Beam(TokenRow):
+    """A sequence that is not finished."""
+
+    __slots__ = ("cumulative_logprob", "logprobs")
+
+    def __init__(
+        self, request_id: str, token_ids: list[int], num_computed_tokens: int, cumulative_logprob: float, logprobs: list[TokenLogprobs]
+    ) -> None:
+        super().__init__(request_id, token_ids, num_computed_tokens)
+        self.cumulative_logprob = cumulative_logprob
+        self.logprobs = logprobs
+
+
+class Child(NamedTuple):
+    """A beam, and whose blocks it goes on with: its own, where the ids are the same."""
+
+    beam: Beam
+    parent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A row and one more token."""
+
+    row: TokenRow
+    token_id: int
+    cumulative_logprob: float
+    place: int
+    """Of the token in what the row has yielded."""
+
+
+class Width(NamedTuple):
+    """`beams` go on; so many continuations are looked at, that as many remain when some have ended."""
+
+    beams: int
+    num_candidates: int
+
+
+class BeamSearch:
+    """`rows` are always those of the request: the beams, or while there are none the request itself, its trunk.
+
+    A search that has lost its blocks is folded: its trunk, what all beams begin with, is computed first, and they branch off again.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        *,
+        eos_token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        max_num_tokens: int,
+        stop_texts: StopTexts | None = None,
+    ) -> None:
+        assert params.beam_width is not None
+        self.beams: list[Beam] = []
+        self.is_done = False
+        self._request_id = request_id
+        self._params = params
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._end_token_ids = self._eos_token_ids | frozenset(params.stop_token_ids or ())
+        self._num_prompt_tokens = num_prompt_tokens
+        self._max_output_tokens = max_num_tokens - num_prompt_tokens
+        self._stop_texts = stop_texts
+        self._width = Width(params.beam_width, max(2, 1 + len(self._end_token_ids)) * params.beam_width)
+        self._folded: list[Beam] = []
+        self._yields: dict[str, RowResult] = {}
+        self._found: list[BeamOutput] = []
+        self._num_names = 0
+        self.row_params = self._row_params()
+        """How the worker computes each row: what it draws does not matter, the best logprobs do."""
+
+    @property
+    def width(self) -> int:
+        return self._width.beams
+
+    def _row_params(self) -> SamplingParams:
+        num_banned = len(self._end_token_ids) if self._params.min_tokens else 0
+        wanted = max(self._width.num_candidates + num_banned, self._params.logprobs or 0)
+        return SamplingParams(temperature=0, max_tokens=None, logprobs=-1 if self._params.logprobs == -1 else wanted)
+
+    # -- a step of the search -------------------------------------------------------------------------------------------
+
+    def take(self, rows: Sequence[TokenRow], row: TokenRow, result: RowResult) -> bool:
+        """What one of the rows yielded; says whether all have by now, so that it is time to advance."""
+        self._yields[row.request_id] = result
+        return len(self._yields) == len(rows)
+
+    def advance(self, rows: Sequence[TokenRow]) -> list[Child]:
+        """The beams of the next step. None are left where the search is done."""
+        yields, self._yields = self._yields, {}
+        if self._folded:
+            return self._unfold(rows[0])
+        num_output_tokens = rows[0].num_tokens + 1 - self._num_prompt_tokens
+        running: list[Continuation] = []
+        finished: list[BeamOutput] = []
+        for place, best in enumerate(self._candidates(rows, yields)):
+            end = self._end_of(best, num_output_tokens)
+            if end is None and len(running) < self.width:
+                running.append(best)
+            elif end is not None and place < self.width:
+                finished.append(self._output(best, end, yields))
+        self._found = sorted(self._found + finished, key=lambda output: -output.score)[: self.width]
+        self.is_done = not running or self._is_settled(running[0].cumulative_logprob, num_output_tokens)
+        children = [] if self.is_done else self._children(running, yields)
+        self.beams = [child.beam for child in children]
+        return children
+
+    def best(self) -> list[BeamOutput]:
+        """As many as are wanted, the best first."""
+        return self._found[: self._params.n]
+
+    def finish(self) -> Finish:
+        """How it has ended."""
+        if not self._found:
+            return Finish("error", error="the beam search found no token that could follow")
+        return Finish(self._found[0].finish_reason)
+
+    def _candidates(self, rows: Sequence[TokenRow], yields: dict[str, RowResult]) -> list[Continuation]:
+        """The best continuations of all rows together, in order."""
+        num_output_tokens = rows[0].num_tokens - self._num_prompt_tokens
+        banned = self._end_token_ids if num_output_tokens < self._params.min_tokens else frozenset()
+        every = [
+            Continuation(row, token_id, _cumulative(row) + logprob, place)
+            for row in rows
+            for place, (token_id, logprob) in enumerate(_alternatives(yields[row.request_id]))
+            if token_id not in banned and logprob > -math.inf
+        ]
+        return heapq.nlargest(self._width.num_candidates, every, key=lambda best: best.cumulative_logprob)
+
+    def _end_of(self, best: Continuation, num_output_tokens: int) -> Finish | None:
+        if best.token_id in self._end_token_ids:
+            return Finish("stop", None if best.token_id in self._eos_token_ids else best.token_id)
+        if self._stop_texts is not None and num_output_tokens > self._params.min_tokens:
+            text = self._stop_texts.ended_by(best.row.token_ids[self._num_prompt_tokens :], best.token_id)
+            if text is not None:
+                return Finish("stop", text)
+        return Finish("length") if num_output_tokens >= self._max_output_tokens else None
+
+    def _is_settled(self, best_running: float, num_output_tokens: int) -> bool:
+        """Whether no live beam is expected to beat the worst of the finished ones."""
+        if len(self._found) < self.width:
+            return False
+        early, penalty = self._params.early_stopping, self._params.length_penalty
+        if early is True or self.width == 1:
+            return True
+        length = self._max_output_tokens if early == "never" and penalty > 0 else num_output_tokens
+        return best_running / math.pow(length, penalty) <= self._found[-1].score
+
+    def _output(self, best: Continuation, end: Finish, yields: dict[str, RowResult]) -> BeamOutput:
+        token_ids = [*best.row.token_ids[self._num_prompt_tokens :], best.token_id]
+        score = best.cumulative_logprob / math.pow(len(token_ids), self._params.length_penalty)
+        return BeamOutput(token_ids, best.cumulative_logprob, score, end.reason, end.stop_reason, self._logprobs(best, yields))
+
+    def _logprobs(self, best: Continuation, yields: dict[str, RowResult]) -> list[TokenLogprobs]:
+        if self._params.logprobs is None:
+            return []
+        before = best.row.logprobs if isinstance(best.row, Beam) else []
+        return [*before, _chosen(yields[best.row.request_id], best.place, self._params.logprobs)]
+
+    # -- beams ----------------------------------------------------------------------------------------------------------
+
+    def _children(self, running: Sequence[Continuation], yields: dict[str, RowResult]) -> list[Child]:
+        """The first child of a beam goes on in its place, and in its row on the worker where that drew the same token."""
+        heirs: set[str] = set()
+        children = []
+        for best in running:
+            row, parent_id = best.row, best.row.request_id
+            inherits = isinstance(row, Beam) and parent_id not in heirs
+            name = parent_id if inherits else self._new_name()
+            heirs.add(parent_id)
+            logprobs = self._logprobs(best, yields)
+            beam = Beam(name, [*row.token_ids, best.token_id], row.num_tokens, best.cumulative_logprob, logprobs)
+            beam.is_on_worker = inherits and row.is_on_worker and yields[parent_id].token_ids == [best.token_id]
+            children.append(Child(beam, parent_id))
+        return children
+
+    def _new_name(self) -> str:
+        self._num_names += 1
+        return f"{self._request_id}/{self._num_names}"
+
+    def fold(self, trunk: list[int]) -> list[int]:
+        """Nothing is computed any more: the tokens to begin with. `trunk` are those of a search that has no beams."""
+        self._yields.clear()
+        if not self.beams:
+            return trunk
+        self._folded, self.beams = self.beams, []
+        first, last = min(beam.token_ids for beam in self._folded), max(beam.token_ids for beam in self._folded)
+        length = next((index for index, (a, b) in enumerate(zip(first, last, strict=True)) if a != b), len(first) - 1)
+        return first[:length]
+
+    def _unfold(self, trunk: TokenRow) -> list[Child]:
+        self.beams, self._folded = self._folded, []
+        for beam in self.beams:
+            beam.num_computed_tokens, beam.is_on_worker = trunk.num_tokens, False
+        return [Child(beam, trunk.request_id) for beam in self.beams]
+
+
+def _cumulative(row: TokenRow) -> float:
+    return row.cumulative_logprob if isinstance(row, Beam) else 0.0
+
+
+def _entry(result: RowResult) -> TokenLogprobs:
+    """The drawn token first, then the best of all."""
+    assert result.logprobs is not None
+    return result.logprobs[0]
+
+
+def _alternatives(result: RowResult) -> list[tuple[int, float]]:
+    entry = _entry(result)
+    return list(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True))
+
+
+def _chosen(result: RowResult, place: int, num_logprobs: int) -> TokenLogprobs:
+    """As if the token at `place` among the best had been drawn, with as many of the best as the user wants."""
+    entry, wanted = _entry(result), range(1, len(_entry(result).token_ids) if num_logprobs == -1 else 1 + num_logprobs)
+    order = [place + 1, *wanted]
+    return TokenLogprobs([entry.token_ids[i] for i in order], [entry.logprobs[i] for i in order], [entry.ranks[i] for i in order])

@@ -1,0 +1,92 @@
+"""A Scheduler and its collaborators, out of the options: what an engine, a simulation and a replay have in common.
+
+Knows no model: its cache groups and its context are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from octavo.config.derive import tenant_weights
+from octavo.config.engine_config import CacheOptions, SchedulerOptions
+from octavo.engine.front.stop_texts import MakeStopTexts
+from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.kv.tier_connector import TierConnector, Tiers
+from octavo.engine.scheduling.admission import Admission, PromptLimits
+from octavo.engine.scheduling.batching import build_batching
+from octavo.engine.scheduling.multi_step import DecodeSteps
+from octavo.engine.scheduling.placement import Placement, Preemption
+from octavo.engine.scheduling.policy import Fair, FirstComeFirstServed, Policy, Priority
+from octavo.engine.scheduling.scheduler import Scheduler, StepLimits
+
+
+def build_scheduler(
+    options: SchedulerOptions,
+    cache: CacheOptions,
+    groups: Sequence[BlockGroup],
+    *,
+    block_size: int,
+    max_model_len: int,
+    tiers: Tiers | None = None,
+    stop_texts: MakeStopTexts | None = None,
+) -> Scheduler:
+    """`stop_texts`: for beam searches with stop strings, which the front alone cannot end."""
+    blocks = BlockManager(
+        groups,
+        block_size=block_size,
+        enable_prefix_caching=cache.enable_prefix_caching and cache.kv_cache,
+        shares_blocks=shares_blocks(cache),
+        max_step_tokens=options.max_num_batched_tokens,
+        connector=None if tiers is None else TierConnector(tiers),
+    )
+    admission = Admission(
+        prompt_limits(options, cache, max_model_len=max_model_len, kv_capacity_tokens=blocks.capacity_tokens, block_size=block_size),
+        watermark_blocks=math.ceil(options.watermark * min(group.num_blocks for group in groups)),
+    )
+    return Scheduler(
+        blocks,
+        limits=StepLimits(
+            options.max_num_batched_tokens,
+            options.max_num_seqs,
+            max_chunk=(options.long_prefill_token_threshold or options.max_num_batched_tokens) if options.enable_chunked_prefill else None,
+            keeps_kv=cache.kv_cache,
+        ),
+        admission=admission,
+        policy=build_policy(options),
+        batching=build_batching(
+            options.batching,
+            max_num_seqs=options.max_num_seqs,
+            window_s=options.batch_window_ms / 1000,
+            delay_factor=options.scheduler_delay_factor,
+        ),
+        placement=Placement(blocks, admission, Preemption(blocks, options.preemption_mode)),
+        decode_steps=DecodeSteps(blocks, options.num_scheduler_steps or 1),
+        stop_texts=stop_texts,
+    )
+
+
+def prompt_limits(
+    options: SchedulerOptions, cache: CacheOptions, *, max_model_len: int, kv_capacity_tokens: int, block_size: int
+) -> PromptLimits:
+    return PromptLimits(
+        max_prompt_len=options.max_prompt_len,
+        max_model_len=max_model_len,
+        kv_capacity_tokens=kv_capacity_tokens,
+        max_whole_prompt=None if options.enable_chunked_prefill else options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        block_size=block_size,
+        shares_blocks=shares_blocks(cache),
+    )
+
+
+def shares_blocks(cache: CacheOptions) -> bool:
+    """Whether requests may hold the same block."""
+    return cache.kv_cache and cache.kv_layout == "paged"
+
+
+def build_policy(options: SchedulerOptions) -> Policy:
+    if options.scheduling_policy == "fair":
+        return Fair(weights=tenant_weights(options), max_running=options.max_num_seqs_per_tenant)
+    return Priority() if options.scheduling_policy == "priority" else FirstComeFirstServed()

@@ -1,0 +1,15 @@
+"""In Triton's interpreter no kernel may touch what it was not given."""
+
+import importlib.util
+
+import pytest
+
+from octavo.backends.torch.triton.device import is_interpreted
+
+
+@pytest.fixture(autouse=True)
+def checked_launches(monkeypatch):
+    if is_interpreted() and importlib.util.find_spec("triton") is not None:
+        from tests.backends.torch.triton.launch_memory import check_launches
+
+        check_launches(monkeypatch)

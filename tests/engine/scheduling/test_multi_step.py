@@ -1,0 +1,208 @@
+"""How many decode steps a plan holds, and what becomes of their tokens."""
+
+import itertools
+
+import pytest
+
+from octavo.engine.clients.supervised import Unfinished
+from octavo.engine.kv_meter import KvMeter
+from octavo.engine.rates import Rates
+from octavo.engine.requests.request import EngineRequest
+from octavo.sampling_params import SamplingParams
+from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
+
+PROMPT = [1, 2, 3]
+
+
+def stepping_core(*, step_s=0.001, num_scheduler_steps=8, **options):
+    """Its steps have been measured."""
+    executor = FakeExecutor(options.get("num_groups", 1))
+    executor.step_s = step_s
+    core = make_core(executor=executor, num_scheduler_steps=num_scheduler_steps, **options)
+    core._meter.rates = Rates(decode_step_s=step_s)
+    return core, executor
+
+
+def num_steps_of(executor):
+    return [plan.num_steps for plan in executor.plans if plan.rows]
+
+
+def test_steps_are_computed_at_once_up_to_the_end():
+    core, executor = stepping_core()
+    core.add(make_request("a", PROMPT, max_tokens=20))
+    found = run_all(core)["a"]
+    assert num_steps_of(executor) == [1, 8, 8, 3] and tokens_of(found) == expected_tokens(PROMPT, 20)
+    assert [len(output.token_ids) for output in found] == [1, 8, 8, 3] and found[-1].finish_reason == "length"
+    stats = core.scheduler.stats()
+    assert (stats.num_steps, stats.generation_tokens) == (20, 20)
+    timings = found[-1].timings
+    assert (timings.num_steps, timings.mean_batch_size, timings.max_batch_size) == (20, 1, 1)
+
+
+@pytest.mark.parametrize(("step_s", "num_steps"), [(0.0002, 8), (0.0124, 8), (0.026, 3), (0.051, 1), (2, 1)])
+def test_a_call_lasts_a_tenth_of_a_second(step_s, num_steps):
+    core, executor = stepping_core(step_s=step_s)
+    core.add(make_request("a", PROMPT, max_tokens=40))
+    run_all(core)
+    assert max(num_steps_of(executor)) == num_steps
+
+
+@pytest.mark.parametrize("params", [{"bad_words_token_ids": [[5]]}, {"beam_width": 2, "n": 2}, {"min_tokens": 0, "max_tokens": 2}], ids=str)
+def test_requests_that_somebody_looks_after(params):
+    core, executor = stepping_core()
+    core.add(make_request("a", PROMPT, **{"max_tokens": 20} | params))
+    run_all(core)
+    assert set(num_steps_of(executor)) == {1}
+
+
+def test_an_end_is_banned_for_whole_calls():
+    core, executor = stepping_core()
+    core.add(make_request("a", PROMPT, max_tokens=20, min_tokens=6))
+    run_all(core)
+    assert num_steps_of(executor) == [1, 5, 8, 6]
+
+
+def test_one_that_ends_ends_the_call():
+    """Its last token and the others' leave at once; nobody is told of a token that comes after the end."""
+    ends = expected_tokens(PROMPT, 5)[-1]
+    core, _ = stepping_core()
+    core.add(make_request("a", PROMPT, max_tokens=20, eos=(ends,)))
+    core.add(make_request("b", [4, 5, 6], max_tokens=20))
+    found = run_all(core)
+    assert tokens_of(found["a"]) == expected_tokens(PROMPT, 5) and found["a"][-1].finish_reason == "stop"
+    assert tokens_of(found["b"]) == expected_tokens([4, 5, 6], 20)
+    assert [len(output.token_ids) for output in found["b"]][:2] == [1, 4]
+
+
+def test_nobody_waits_for_a_call():
+    core, executor = stepping_core(max_num_seqs=1)
+    for name in "ab":
+        core.add(make_request(name, PROMPT, max_tokens=12))
+    run_all(core)
+    assert num_steps_of(executor) == [1] * 12 + [1, 8, 3], "as long as the second waits, the first goes step by step"
+
+
+def test_blocks_are_taken_for_all_steps_or_for_fewer():
+    """14 tokens of a block's 16, and one block left for two of them to grow into."""
+    core, executor = stepping_core(num_blocks=3)
+    for name, number in (("a", 1), ("b", 2)):
+        core.add(make_request(name, [number] * 13, max_tokens=30))
+    core.step()
+    core.step()
+    plan = executor.plans[-1]
+    assert plan.num_steps == 2 and not any(row.new_block_ids for row in plan.rows)
+    found = run_all(core)
+    assert tokens_of(found["a"]) == expected_tokens([1] * 13, 30)[3:] and tokens_of(found["b"]) == expected_tokens([2] * 13, 30)[3:]
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_blocks_filled_within_a_call_are_found_again(num_groups):
+    core, executor = stepping_core(num_groups=num_groups)
+    core.add(make_request("a", PROMPT, max_tokens=60))
+    tokens = tokens_of(run_all(core)["a"])
+    core.add(make_request("b", PROMPT + tokens, max_tokens=2))
+    (first, *_) = run_all(core)["b"]
+    assert first.error is None and first.num_cached_tokens == 48
+    assert max(num_steps_of(executor)) == 8
+
+
+class Early:
+    def __init__(self, until=100):
+        self.steps = []
+        self.until = until
+
+    def __call__(self, step):
+        if len(self.steps) == self.until:
+            return False
+        self.steps.append(step.outputs)
+        return True
+
+
+def test_each_token_is_handed_on_once():
+    core, _ = stepping_core()
+    early = Early()
+    core.add(make_request("a", PROMPT, max_tokens=20, stop=["x"]))
+    outputs = [core.step(early).outputs for _ in range(3)]
+    assert [len(step[0].token_ids) for step in outputs] == [1, 1, 1] and len(early.steps) == 14
+    assert all(step[0].timings.num_steps == 1 + index for index, step in enumerate(early.steps[:7], start=1))
+    everything = [outputs[0], *early.steps[:7], outputs[1], *early.steps[7:], outputs[2]]
+    assert [token for step in everything for token in step[0].token_ids] == expected_tokens(PROMPT, 17)
+
+
+@pytest.mark.parametrize("until", range(8))
+def test_a_call_ends_where_it_is_told_to(until):
+    core, _ = stepping_core()
+    early = Early(until)
+    core.add(make_request("a", PROMPT, max_tokens=30))
+    core.step(early)
+    (last,) = core.step(early).outputs
+    tokens = [token for (output,) in early.steps for token in output.token_ids]
+    assert len(tokens) == until and tokens + last.token_ids == expected_tokens(PROMPT, 30)[1 : until + 2]
+    rest = [core.step().outputs[0].token_ids for _ in range(3)]
+    assert list(itertools.chain(*rest)) == expected_tokens(PROMPT, 30)[until + 2 : until + 26]
+
+
+def test_a_call_does_not_last_longer_than_it_may():
+    """Its steps may turn out slower than those before."""
+    now = itertools.count()
+    core, executor = stepping_core(clock=lambda: next(now) * 0.03)
+    early = Early()
+    core.add(make_request("a", PROMPT, max_tokens=30))
+    core.step(early)
+    (last,) = core.step(early).outputs
+    assert executor.plans[-1].num_steps == 8 and len(early.steps) == 2 and len(last.token_ids) == 1
+
+
+def test_what_sending_raises_is_raised_once_the_step_is_done():
+    core, _ = stepping_core()
+    core.add(make_request("a", PROMPT, max_tokens=30))
+    core.step()
+
+    def broken(step):
+        raise OSError("nobody listens")
+
+    with pytest.raises(OSError, match="nobody listens"):
+        core.step(broken)
+    assert core.scheduler.running[0].num_tokens == len(PROMPT) + 2
+
+
+def test_a_failure_within_a_call_is_that_requests():
+    core, executor = stepping_core()
+    for name, prompt in (("a", PROMPT), ("b", [7, 8])):
+        core.add(make_request(name, prompt, max_tokens=30))
+    core.step()
+    run = executor._run
+
+    def run_or_fail(row):
+        result = run(row)
+        if row.request_id == "a" and row.start == 6:
+            result.failure = "NaN"
+        return result
+
+    executor._run = run_or_fail
+    early = Early()
+    a, b = core.step(early).outputs
+    assert (a.finish_reason, a.error, a.token_ids) == ("error", "NaN", []) and len(early.steps) == 3 and len(b.token_ids) == 1
+    assert tokens_of(run_all(core)["b"]) == expected_tokens([7, 8], 30)[5:]
+
+
+def test_one_on_trial_ends_with_its_token():
+    core, executor = stepping_core()
+    request = Unfinished(EngineRequest("a", PROMPT, SamplingParams(max_tokens=9), seed=1), [4, 5]).again(one_token=True)
+    core.add(request)
+    (output,) = run_all(core)["a"]
+    assert output.finish_reason == "abort" and len(output.token_ids) == 1 and num_steps_of(executor) == [1]
+
+
+def test_memory_in_use_is_that_of_each_step():
+    """Its mean over the steps of calls is that over single steps."""
+    means = []
+    for num_steps in (1, 8):
+        core, _ = stepping_core(num_scheduler_steps=num_steps)
+        core._kv_meter = KvMeter([320], max_model_len=64)
+        core.add(make_request("a", [5] * 9, max_tokens=40))
+        stats = None
+        while core.has_work:
+            stats = core.step().stats
+        means.append((stats.kv_sums.used, stats.kv_sums.whole_contexts, stats.num_steps))
+    assert means[0] == pytest.approx(means[1]) and means[1][2] == 40

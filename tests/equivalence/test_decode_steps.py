@@ -1,0 +1,182 @@
+"""Several decode steps in one native call yield bitwise what single steps do, whatever comes and goes between them."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.engine.core import CoreOutputs
+from octavo.engine.recording.recorder import Computed, Planned, read_log
+from octavo.engine.recording.replay import Replay
+from octavo.engine.scheduling import multi_step
+from tests.support.llm_tools import fingerprint, make_llm, prompts_of
+
+SCARCE = {"llama": "110KiB", "gemma3_text": "144KiB", "gpt2": "192KiB"}
+"""Families, and what eight or nine blocks take."""
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "logprobs": 0},
+    {"temperature": 1.3, "min_p": 0.01},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
+    {"temperature": 0, "presence_penalty": 1.5},
+    {"temperature": 1.0, "min_tokens": 11, "max_tokens": 29, "stop_token_ids": list(range(0, 256, 5))},
+    {"temperature": 1.0, "stop_token_ids": list(range(0, 256, 9)), "logprobs": 1},
+    {"temperature": 1.0, "logit_bias": {7: 4.0, 9: -100.0}, "allowed_token_ids": list(range(3, 90))},
+    {"temperature": 1.0, "bad_words_token_ids": [[5], [6, 7]], "allowed_token_ids": list(range(4, 12))},
+    {"temperature": 1.1, "n": 2},
+    {"temperature": 0, "prompt_logprobs": 1},
+]
+
+
+@pytest.fixture(autouse=True)
+def steps_of_any_length(monkeypatch):
+    """A loaded machine is no reason to compute fewer."""
+    monkeypatch.setattr(multi_step, "MAX_CALL_S", 1e9)
+
+
+def llm_of(family: str, num_steps: int, **options: Any) -> LLM:
+    return make_llm(family, backend="native", num_scheduler_steps=num_steps, **{"max_num_seqs": 5, "threads": 2} | options)
+
+
+def requests_of(draw: random.Random, count: int) -> list[tuple[list[int], SamplingParams]]:
+    prompts = prompts_of(*(draw.randint(1, 60) for _ in range(count)))
+    kinds = [{"max_tokens": draw.randint(1, 45), "seed": draw.randrange(1000)} | draw.choice(KINDS) for _ in range(count)]
+    return [(prompt, SamplingParams(**{"ignore_eos": draw.random() < 0.5} | kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+
+
+class Traffic:
+    """Requests that come, and some that are aborted, at any moment: between steps, and between the steps of one call."""
+
+    def __init__(self, llm: LLM, requests: list[tuple[list[int], SamplingParams]], draw: random.Random, *, aborts: bool) -> None:
+        self._front = llm._front
+        self._draw = draw
+        self._aborts = aborts
+        self._coming = {str(index): request for index, request in enumerate(requests)}
+        self._running: set[str] = set()
+        self.aborted: set[str] = set()
+        self.found: dict[str, list[Any]] = {}
+        self.num_early = 0
+
+    def run(self) -> dict[str, list[Any]]:
+        while self._coming or self._running:
+            if not self._running:
+                self._arrive()
+            self._happen()
+            step = self._front.client.receive(take_early=self._take_early)
+            assert step is not None
+            self._take(step)
+        return self.found
+
+    def _take_early(self, step: CoreOutputs) -> bool:
+        if self._draw.random() < 0.03:
+            return False
+        self.num_early += 1
+        self._take(step)
+        self._happen()
+        return True
+
+    def _happen(self) -> None:
+        if self._coming and self._draw.random() < 0.06:
+            self._arrive()
+        if self._aborts and self._running and self._draw.random() < 0.01:
+            request_id = self._draw.choice(sorted(self._running))
+            self.aborted.add(request_id)
+            self._front.client.abort(self._front.outputs.unfinished_ids(request_id))
+
+    def _arrive(self) -> None:
+        request_id = next(iter(self._coming))
+        request = self._front.inputs.process(request_id, *self._coming.pop(request_id))
+        self._front.outputs.add(request)
+        self._front.client.add(request.samples)
+        self._running.add(request_id)
+
+    def _take(self, step: CoreOutputs) -> None:
+        changes = self._front.outputs.process(step.outputs, time.monotonic())
+        for request_id in changes.request_ids:
+            if self._front.outputs.is_finished(request_id):
+                self._running.discard(request_id)
+                self.found[request_id] = fingerprint(self._front.outputs.output(request_id))
+
+
+@pytest.mark.parametrize("family", SCARCE)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_steps_in_a_call_are_single_steps(family, seed):
+    """Stops, lengths, samples, penalties, bans; arrivals and aborts; with and without memory for all."""
+    draw = random.Random(seed)
+    requests = requests_of(draw, 24)
+    with llm_of(family, 1) as llm:
+        wanted = {
+            str(index): fingerprint(llm.generate(prompt, params, use_tqdm=False)[0]) for index, (prompt, params) in enumerate(requests)
+        }
+    scarce = {"kv_cache_memory_bytes": SCARCE[family], "max_model_len": 112, "swap_space": "64KiB"} if seed % 2 else {}
+    with llm_of(family, 8, **scarce) as llm:
+        traffic = Traffic(llm, requests, draw, aborts=seed >= 2)
+        found = traffic.run()
+        stats = llm._front.client._core.scheduler.stats()
+    assert traffic.num_early > 50 and stats.num_used_blocks == 0 and (stats.num_preemptions > 0 or seed != 1)
+    assert set(found) == set(wanted) and (seed < 2 or traffic.aborted)
+    for request_id, output in found.items():
+        if request_id in traffic.aborted:
+            for (_, tokens, _, _), (_, expected, _, _) in zip(output[:-1], wanted[request_id][:-1], strict=True):
+                assert tokens == expected[: len(tokens)]
+        else:
+            assert output == wanted[request_id]
+
+
+def test_a_stream_gets_each_token_when_it_is_made():
+    with llm_of("llama", 8) as llm:
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        lengths = [len(output.outputs[0].token_ids) for output in llm.stream([3, 4, 5], params)]
+        assert lengths == list(range(1, 21))
+        (output,) = llm.generate([3, 4, 5], params, use_tqdm=False)
+        assert output.metrics is not None and len(output.metrics.token_times) == 20
+
+
+def test_a_call_ends_with_what_comes():
+    """An abort is seen between two steps of a call; so is a request that arrives."""
+    with llm_of("llama", 8) as llm:
+        front, params = llm._front, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        first, second = (front.inputs.process(name, [3, 4, 5], params) for name in "ab")
+        front.client.add(first.samples)
+        taken: list[int] = []
+
+        def take(step: CoreOutputs) -> bool:
+            taken.append(len(step.outputs))
+            if len(taken) == 3:
+                front.client.add(second.samples)
+            if len(taken) == 5:
+                front.client.abort([sample.request_id for sample in first.samples])
+            return True
+
+        front.client.receive()
+        front.client.receive()
+        step = front.client.receive(take_early=take)
+        assert taken == [1] * 3 and [len(output.token_ids) for output in step.outputs] == [1]
+        step = front.client.receive(take_early=take)
+        assert len(taken) == 3 and [len(output.token_ids) for output in step.outputs] == [1, 1], "the second's prompt"
+        step = front.client.receive(take_early=take)
+        assert taken[3:] == [2, 2] and [len(output.token_ids) for output in step.outputs] == [1, 1]
+        step = front.client.receive(take_early=take)
+        assert [output.finish_reason for output in step.outputs if output.finish_reason] == ["abort"]
+
+
+def test_steps_of_a_recording_are_made_again(tmp_path):
+    from octavo.wiring import build_executor
+
+    draw, path = random.Random(7), tmp_path / "log"
+    with llm_of("llama", 8, record=str(path), kv_cache_memory_bytes="192KiB", max_model_len=128) as llm:
+        Traffic(llm, requests_of(draw, 12), draw, aborts=True).run()
+    began, events = read_log(path)
+    events = list(events)
+    assert max(event.result.num_steps for event in events if isinstance(event, Computed)) == 8
+    assert max(event.plan.num_steps for event in events if isinstance(event, Planned)) == 8
+    executor = build_executor(began, model=None, report=lambda text: None)
+    found = Replay(began, executor).run(events)
+    executor.close()
+    assert found.differences == [] and found.num_requests >= 12

@@ -1,0 +1,74 @@
+"""What a core's own process is told to build in these tests."""
+
+import os
+import time
+
+from octavo.engine.clients.client import EngineInfo
+from octavo.errors import ConfigError
+from tests.support.engine_fakes import VOCAB, FakeExecutor, FakeRow, make_core
+from tests.support.fake_tiers import Disk, FakeTiers
+
+INFO = EngineInfo(VOCAB, 512, 1024, "a fake cache")
+
+
+class DyingExecutor(FakeExecutor):
+    def execute(self, plan, between=None):
+        if plan.rows:
+            os._exit(7)
+        return super().execute(plan, between)
+
+
+class SlowExecutor(FakeExecutor):
+    def execute(self, plan, between=None):
+        time.sleep(0.01)
+        return super().execute(plan, between)
+
+
+BAD = VOCAB + 1
+"""In a row of a step, the token that makes a HangingExecutor hang."""
+SICK = VOCAB + 2
+"""One that makes it hang with another one like it in the step, and not alone."""
+
+
+class HangingExecutor(FakeExecutor):
+    bad = BAD
+
+    def execute(self, plan, between=None):
+        for new in plan.new_rows:
+            self.rows.setdefault(new.request_id, FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index))
+        tokens = [self.rows[row.request_id].tokens[row.start : row.start + row.num_tokens] for row in plan.rows]
+        if any(self.bad in some for some in tokens) or sum(SICK in some for some in tokens) > 1:
+            time.sleep(3600)
+        time.sleep(0.002)
+        return super().execute(plan, between)
+
+
+class LongExecutor(FakeExecutor):
+    """Its steps last longer than they may stand still, but they get ahead."""
+
+    def execute(self, plan, between=None):
+        for _ in range(6):
+            time.sleep(0.3)
+            self.progress += 1
+        return super().execute(plan, between)
+
+
+def build(options, report):
+    report("loading nothing")
+    kinds = {"die": DyingExecutor, "slow": SlowExecutor, "hang": HangingExecutor, "long": LongExecutor}
+    executor = kinds.get(options.get("kind"), FakeExecutor)(tiers=FakeTiers(1, Disk()))
+    if "bad" in options:
+        executor.bad = options["bad"]
+    return make_core(executor=executor, clock=time.monotonic, num_slots=options.get("num_slots", 0)), INFO
+
+
+def refuse(options, report):
+    raise ConfigError(f"threads: got {options['threads']}, allowed is 1", hint="use one")
+
+
+def crash(options, report):
+    raise ZeroDivisionError("unexpected")
+
+
+def end(options, report):
+    os._exit(3)

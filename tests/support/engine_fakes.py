@@ -1,0 +1,226 @@
+"""A deterministic pseudo-model: the next token is a hash of all tokens before it, read back through block tables as a real one would.
+
+`FakeExecutor` keeps "KV" as (block, offset) -> token, so that a wrong table, a missed copy or a stale hit changes the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from octavo.config.engine_config import CacheOptions, SchedulerOptions
+from octavo.engine.core import EngineCore
+from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.requests.request import EngineOutput, EngineRequest
+from octavo.engine.scheduling.build import build_scheduler
+from octavo.ports import Between
+from octavo.sampling_params import SamplingParams
+from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from tests.support.fake_tiers import FakeTiers, tiers_of
+
+VOCAB = 1000
+BLOCK = 16
+
+
+def pseudo_token(history: list[int], sample_index: int = 0) -> int:
+    value = 17 + sample_index
+    for position, token in enumerate(history):
+        value = (value * 1_000_003 + (position + 1) * (token + 7)) % 2_147_483_647
+    return value % VOCAB
+
+
+NUM_LIKELY = 10
+"""Tokens that a beam search finds with a logprob."""
+
+
+def pseudo_logprobs(history: list[int]) -> TokenLogprobs:
+    """As a worker gives them: the best token, then all of the likely ones, best first."""
+    base = pseudo_token(history)
+    ranked = sorted((-0.05 - (base * (token + 3) % 89) / 40 - token / 1000, token) for token in range(NUM_LIKELY))[::-1]
+    ranked = [ranked[0], *ranked]
+    return TokenLogprobs([token for _, token in ranked], [logprob for logprob, _ in ranked], [1, *range(1, NUM_LIKELY + 1)])
+
+
+@dataclass
+class FakeRow:
+    tokens: list[int]
+    num_prompt_tokens: int
+    sample_index: int
+    end_token_ids: frozenset[int] = frozenset()
+    tables: list[list[int]] = field(default_factory=list)
+
+
+class FakeExecutor:
+    """`windows`: per group the keys that a query sees, None for all."""
+
+    def __init__(self, num_groups: int = 1, *, windows: Sequence[int | None] | None = None, tiers: FakeTiers | None = None) -> None:
+        self.windows = windows or [None] * num_groups
+        self.kv: list[dict[tuple[int, int], int]] = [{} for _ in self.windows]
+        self.host: list[dict[tuple[int, int], int]] = [{} for _ in self.windows]
+        self.tiers = tiers or FakeTiers(len(self.windows), None)
+        self.rows: dict[str, FakeRow] = {}
+        self.plans: list[StepPlan] = []
+        self.raise_on: set[str] = set()
+        self.fail_on: dict[str, str] = {}
+        self.step_s = 0.0
+        """What a step is said to take."""
+        self.progress = 0
+        self.closed = False
+
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+        self.plans.append(plan)
+        for request_id in plan.freed_rows:
+            self.rows.pop(request_id, None)
+        for new in plan.new_rows:
+            tables, ends = [[] for _ in self.kv], frozenset(new.end_token_ids)
+            self.rows[new.request_id] = FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index, ends, tables)
+        for move in plan.moves:
+            self._move(move)
+        if bad := self.raise_on & {row.request_id for row in plan.rows}:
+            raise RuntimeError(f"no luck with {sorted(bad)}")
+        self.tiers.begin(plan.connector)
+        steps = [[self._run(row) for row in plan.rows]]
+        while len(steps) < plan.num_steps and not any(map(self._ends, steps[-1])) and (between is None or between(steps[-1])):
+            further = [ScheduledRow(row.request_id, row.start + len(steps), 1, [], samples=True) for row in plan.rows]
+            steps.append([self._run(row) for row in further])
+        results = [_joined(rows) for rows in zip(*steps, strict=True)]
+        return StepResult(plan.step, results, connector=self.tiers.report(), busy_s=self.step_s * len(steps), num_steps=len(steps))
+
+    def _ends(self, result: RowResult) -> bool:
+        ends = self.rows[result.request_id].end_token_ids
+        return result.failure is not None or any(token in ends for token in result.token_ids)
+
+    def _move(self, move: BlockMove) -> None:
+        kv, host, slots = self.kv[move.group], self.host[move.group], self.tiers.slots[move.group]
+        if move.kind in ("save", "load"):
+            self.tiers.check(move)
+        places = {"copy": (kv, kv), "swap_out": (kv, host), "swap_in": (host, kv), "save": (kv, slots), "load": (slots, kv)}
+        source, target = places[move.kind]
+        for offset in range(BLOCK):
+            if (move.source, offset) in source:
+                target[move.target, offset] = source[move.source, offset]
+            else:
+                target.pop((move.target, offset), None)
+
+    def _run(self, row) -> RowResult:
+        state = self.rows[row.request_id]
+        for table, added in zip(state.tables, row.new_block_ids, strict=False):
+            table += added
+        for group, index, block_id in row.replaced_blocks:
+            state.tables[group][index] = block_id
+        if row.request_id in self.fail_on:
+            return RowResult(row.request_id, failure=self.fail_on[row.request_id])
+        for kv, table in zip(self.kv, state.tables, strict=True):
+            for position in range(row.start, row.start + row.num_tokens):
+                kv[table[position // BLOCK], position % BLOCK] = state.tokens[position]
+        prompt_logprobs = None
+        if row.num_prompt_logprobs is not None:
+            targets = state.tokens[row.start + 1 : min(row.start + row.num_tokens + 1, state.num_prompt_tokens)]
+            prompt_logprobs = [TokenLogprobs([token], [-float(token)], [1]) for token in targets]
+        if not row.samples:
+            return RowResult(row.request_id, prompt_logprobs=prompt_logprobs)
+        end = row.start + row.num_tokens
+        for kv, table, window in zip(self.kv, state.tables, self.windows, strict=True):
+            first = 0 if window is None else max(0, row.start - window + 1)
+            seen = [kv[table[position // BLOCK], position % BLOCK] for position in range(first, end)]
+            assert seen == state.tokens[first:end], "the KV blocks hold other tokens than the request"
+        if row.search_of:
+            logprobs = pseudo_logprobs(state.tokens[:end])
+            state.tokens.append(logprobs.token_ids[0])
+            return RowResult(row.request_id, logprobs.token_ids[:1], [logprobs], prompt_logprobs)
+        token = pseudo_token(state.tokens[:end], state.sample_index)
+        state.tokens.append(token)
+        return RowResult(row.request_id, [token], prompt_logprobs=prompt_logprobs)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _joined(steps: Sequence[RowResult]) -> RowResult:
+    last = steps[-1]
+    return RowResult(
+        last.request_id, [token for step in steps for token in step.token_ids], last.logprobs, last.prompt_logprobs, last.failure
+    )
+
+
+@dataclass(frozen=True)
+class Later:
+    """A step that is computed when its result is asked for. Implements `ports.Launched`."""
+
+    executor: FakeExecutor
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        return self.executor.execute(self.plan)
+
+
+class LaunchingExecutor(FakeExecutor):
+    """Takes the next step before it has computed the one before; only what is `from_device` may be unknown when a plan is made."""
+
+    def launch(self, plan: StepPlan) -> Later:
+        known = {name: len(row.tokens) for name, row in self.rows.items()} | {new.request_id: len(new.token_ids) for new in plan.new_rows}
+        for row in plan.rows:
+            if row.request_id in known:
+                assert row.from_device == (row.start + row.num_tokens > known[row.request_id])
+                assert not row.from_device or row.num_tokens == 1
+        return Later(self, plan)
+
+
+def make_core(
+    *,
+    num_blocks: int = 64,
+    num_groups: int = 1,
+    windows: Sequence[int | None] | None = None,
+    num_host_blocks: int = 0,
+    max_model_len: int = 512,
+    executor=None,
+    clock: Callable[[], float] = lambda: 0.0,
+    caching: bool = True,
+    kv_cache: bool = True,
+    kv_layout: str = "paged",
+    budget: int = 64,
+    max_num_seqs: int = 8,
+    num_slots: int = 0,
+    runs_ahead: bool = False,
+    **options,
+) -> EngineCore:
+    """`options` are the scheduler's; with `windows` each group has its own; with `num_slots` the executor's tiers are used."""
+    executor = executor or (LaunchingExecutor if runs_ahead else FakeExecutor)(num_groups, windows=windows)
+    groups = [BlockGroup(num_blocks, window, num_host_blocks) for window in windows or [None] * num_groups]
+    scheduler = build_scheduler(
+        SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **options),
+        CacheOptions(enable_prefix_caching=caching, kv_cache=kv_cache, kv_layout=kv_layout),
+        groups,
+        block_size=BLOCK,
+        max_model_len=max_model_len,
+        tiers=tiers_of(len(groups), executor.tiers, num_slots) if num_slots else None,
+    )
+    return EngineCore(scheduler, executor, clock=clock, runs_ahead=runs_ahead)
+
+
+def make_request(request_id: str, prompt: list[int], *, max_tokens: int | None = 8, eos: tuple[int, ...] = (), **fields) -> EngineRequest:
+    names = ("sample_index", "fork_of", "cache_salt", "priority", "tenant", "arrival_time", "output_token_ids")
+    own = {name: fields.pop(name) for name in names if name in fields}
+    return EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, **fields), seed=1, eos_token_ids=list(eos), **own)
+
+
+def expected_tokens(prompt: list[int], count: int, sample_index: int = 0) -> list[int]:
+    history = list(prompt)
+    for _ in range(count):
+        history.append(pseudo_token(history, sample_index))
+    return history[len(prompt) :]
+
+
+def run_all(core: EngineCore, *, max_steps: int = 3000) -> dict[str, list[EngineOutput]]:
+    """Steps until there is no work; every output by request."""
+    found: dict[str, list[EngineOutput]] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            return found
+        for output in core.step().outputs:
+            found.setdefault(output.request_id, []).append(output)
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]

@@ -1,0 +1,106 @@
+"""The real control plane over the simulated executor: requests arrive at their times, and what each met is noted."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from octavo.engine.core import EngineCore
+from octavo.engine.requests.request import EngineRequest
+from octavo.sampling_params import SamplingParams
+from octavo.worker.simulated import SimulatedClock, SimulatedExecutor, StepCosts
+from tests.support.engine_fakes import make_core
+
+
+@dataclass(slots=True)
+class Met:
+    """What a request met."""
+
+    tenant: str
+    arrival_time: float
+    first_token_time: float = math.inf
+    end_time: float = math.inf
+    num_tokens: int = 0
+
+    @property
+    def time_to_first_token(self) -> float:
+        return self.first_token_time - self.arrival_time
+
+
+@dataclass
+class Simulation:
+    """`windows_s`: tokens are counted by tenant in windows of so many seconds."""
+
+    core: EngineCore
+    clock: SimulatedClock
+    window_s: float = 10.0
+    met: dict[str, Met] = field(default_factory=dict)
+    tokens: dict[int, Counter[str]] = field(default_factory=dict)
+    """By window and tenant: prompt tokens with the first token, then each new one."""
+    longest_step_s: float = 0.0
+
+    def run(self, requests: Iterable[EngineRequest], *, until: float = math.inf) -> Simulation:
+        """To the end, or until a time is reached."""
+        coming = sorted(requests, key=lambda request: request.arrival_time)
+        index = 0
+        prompts = {request.request_id: len(request.prompt_token_ids) for request in coming}
+        while (index < len(coming) or self.core.has_work) and self.clock.now < until:
+            if not self.core.has_work:
+                self.clock.now = max(self.clock.now, coming[index].arrival_time)
+            while index < len(coming) and coming[index].arrival_time <= self.clock.now:
+                self.add(coming[index])
+                index += 1
+            pause_s = self.core.pause_s()
+            if pause_s:
+                following = coming[index].arrival_time if index < len(coming) else math.inf
+                self.clock.now = min(self.clock.now + pause_s, following)
+                continue
+            self.step(prompts)
+        return self
+
+    def add(self, request: EngineRequest) -> None:
+        self.met[request.request_id] = Met(request.tenant, request.arrival_time)
+        self.core.add(request)
+
+    def step(self, prompts: dict[str, int]) -> None:
+        began = self.clock.now
+        outputs = self.core.step().outputs
+        now = self.clock.now
+        self.longest_step_s = max(self.longest_step_s, now - began)
+        counts = self.tokens.setdefault(int(now // self.window_s), Counter())
+        for output in outputs:
+            met = self.met[output.request_id]
+            if met.num_tokens == 0:
+                met.first_token_time = now
+                counts[met.tenant] += prompts[output.request_id]
+            met.num_tokens += len(output.token_ids)
+            counts[met.tenant] += len(output.token_ids)
+            if output.finish_reason is not None:
+                assert output.error is None, output.error
+                met.end_time = now
+
+    def of(self, tenant: str) -> list[Met]:
+        return [met for met in self.met.values() if met.tenant == tenant]
+
+
+def simulation(*, costs: StepCosts | None = None, **options) -> Simulation:
+    """`options` are `make_core`'s."""
+    clock = SimulatedClock()
+    return Simulation(make_core(executor=SimulatedExecutor(clock, costs), clock=clock, **options), clock)
+
+
+def request_of(
+    request_id: str, arrival_time: float, num_prompt: int, num_output: int, *, tenant: str = "", priority: int = 0
+) -> EngineRequest:
+    """Its prompt is shared with nobody."""
+    number = hash(request_id) % 100_000
+    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+    prompt = [number + i for i in range(num_prompt)]
+    return EngineRequest(request_id, prompt, params, seed=0, tenant=tenant, priority=priority, arrival_time=arrival_time)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    ranked: Sequence[float] = sorted(values)
+    return ranked[math.ceil(len(ranked) * percent / 100) - 1]

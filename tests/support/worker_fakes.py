@@ -1,0 +1,99 @@
+"""A Runnable with the pseudo-model of `tests.support.engine_fakes`: it reads its tokens back through slots and block tables, as kernels do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from mmap import PAGESIZE
+
+import numpy as np
+
+from octavo.backends.base import BLOCK_SIZE, SampleResult, StepBatch, StepOutput
+from octavo.worker.block_places import RangeShape, VirtualPlaces
+from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.request_rows import RequestRows
+from octavo.worker.worker import Worker
+from tests.support.engine_fakes import VOCAB, pseudo_token
+
+
+class FakeKv:
+    """Memory that is not written, or was given back, holds -7."""
+
+    def __init__(self, num_groups: int, num_blocks: int) -> None:
+        self.tokens = np.full((num_groups, num_blocks * BLOCK_SIZE), -7, np.int64)
+
+    def give_back(self, group: int, first_block: int, num_blocks: int) -> None:
+        self.tokens[group, first_block * BLOCK_SIZE : (first_block + num_blocks) * BLOCK_SIZE] = -7
+
+    def spans(self, group: int) -> list[tuple[int, int]]:
+        raise NotImplementedError
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        blocks = self.tokens[group].reshape(-1, BLOCK_SIZE)
+        blocks[target] = blocks[source]
+
+    def read_block(self, group: int, block_id: int, into: np.ndarray) -> None:
+        into.view(np.int64)[:] = self.tokens[group].reshape(-1, BLOCK_SIZE)[block_id]
+
+    def write_block(self, group: int, block_id: int, data: np.ndarray) -> None:
+        self.tokens[group].reshape(-1, BLOCK_SIZE)[block_id] = data.view(np.int64)
+
+
+class FakeRunnable:
+    weight_bytes = 0
+    progress = 0
+
+    def __init__(self, windows: Sequence[int | None] | None = None) -> None:
+        """`windows`: per group the keys that a query reads, None for all; at least one group reads all."""
+        self.windows = windows
+        self.batches: list[StepBatch] = []
+        self.raise_on: int | None = None
+        """A token whose presence in a step raises."""
+        self.nan_on: int | None = None
+        """A token after which the logits are NaN."""
+        self.error: Exception = RuntimeError("kernel fault")
+
+    def run(self, batch: StepBatch, kv: FakeKv) -> StepOutput:
+        self.batches.append(batch)
+        if self.raise_on is not None and self.raise_on in batch.token_ids:
+            raise self.error
+        kv.tokens[np.arange(len(kv.tokens))[:, None], batch.slots] = batch.token_ids
+        sampling = batch.sampling
+        drawn = [self._draw(batch, kv, entry) for entry in range(len(batch.sample_rows))]
+        token_ids = np.array(drawn, np.int32).reshape(-1)
+        token_ids = np.where(sampling.target_ids >= 0, sampling.target_ids, token_ids).astype(np.int32)
+        failed = batch.token_ids[batch.sample_rows] == self.nan_on if self.nan_on is not None else np.zeros(len(token_ids), bool)
+        result = SampleResult(token_ids, failed)
+        most = max(sampling.num_logprobs, default=-1)
+        if most >= 0:
+            result.logprobs, result.ranks = -token_ids.astype(np.float32), token_ids + 1
+            result.top_ids = np.tile(np.arange(most, dtype=np.int32), (len(token_ids), 1))
+            result.top_logprobs = -result.top_ids.astype(np.float32)
+        return StepOutput(result)
+
+    def _draw(self, batch: StepBatch, kv: FakeKv, entry: int) -> int:
+        row = batch.sample_rows[entry]
+        request = int(np.searchsorted(batch.query_starts, row, side="right")) - 1
+        position = int(batch.positions[0, row])
+        histories = []
+        for group, tokens in enumerate(kv.tokens):
+            assert batch.context_lens[group, request] > position
+            table = batch.block_tables[group, request]
+            window = self.windows[group] if self.windows else None
+            seen = range(0 if window is None else max(0, position - window + 1), position + 1)
+            histories.append([int(tokens[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE]) for p in seen])
+        longest = max(histories, key=len)
+        assert all(history == longest[-len(history) :] for history in histories)
+        return pseudo_token(longest, int(batch.sampling.sample_indices[entry]))
+
+
+def make_worker(
+    runnable: FakeRunnable, *, num_groups: int = 1, num_blocks: int = 64, max_rows: int = 8, max_model_len: int = 512, virtual: bool = False
+) -> Worker:
+    rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len, num_groups=num_groups, vocab_size=VOCAB)
+    kv, places = FakeKv(num_groups, num_blocks), None
+    if virtual:
+        shape = RangeShape.of(num_blocks, -(-max_model_len // BLOCK_SIZE), (PAGESIZE,), 1)
+        kv = FakeKv(num_groups, max_rows * shape.num_blocks)
+        places = VirtualPlaces(kv, [shape] * num_groups, num_rows=max_rows)
+    cache_engine = CacheEngine(kv, [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups, places=places)
+    return Worker(runnable, cache_engine, rows, close=lambda: None)
