@@ -1,12 +1,14 @@
-"""Tokens/s and memory against the length of the context, and tokens/s against how many requests run at once, for types of KV cache.
+"""Tokens/s and memory against the length of the context, and tokens/s against how many requests run
+at once, for types of KV cache.
 
     python benchmarks/context_curve.py --model smollm2 --rounds 5
 
-Contexts: one request alone, a prompt of so many random tokens, then --output more; prefill and decode by the request's own timings, memory
-as the system counts it when it has ended. A context that is more than the model takes is left out. Concurrency: so many requests of
---prompt + --output tokens at once, prompt and new tokens/s. Each type of cache runs in a process of its own, in turns: round 1 of each,
-then round 2 of each. Lines of JSON go to benchmarks/results/ too: each measurement, then medians, least and greatest. Nothing else should
-run on the machine.
+Contexts: one request alone, a prompt of so many random tokens, then --output more; prefill and
+decode by the request's own timings, memory as the system counts it when it has ended. A context
+that is more than the model takes is left out. Concurrency: so many requests of --prompt + --output
+tokens at once, prompt and new tokens/s. Each type of cache runs in a process of its own, in turns:
+round 1 of each, then round 2 of each. Lines of JSON go to benchmarks/results/ too: each
+measurement, then medians, least and greatest. Nothing else should run on the machine.
 """
 
 import argparse
@@ -28,12 +30,20 @@ from octavo import LLM, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXTS, CONCURRENCY = (128, 1024, 8192, 32768), (1, 2, 4, 8, 16, 32, 64, 128, 256)
-FIGURES = ("prefill_tokens_per_second", "decode_tokens_per_second", "tokens_per_second", "resident_bytes")
+FIGURES = (
+    "prefill_tokens_per_second",
+    "decode_tokens_per_second",
+    "tokens_per_second",
+    "resident_bytes",
+)
 
 
 def draw(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
     source = random.Random(seed)
-    return [{"prompt_token_ids": [source.randint(10, 40000) for _ in range(length)]} for _ in range(count)]
+    return [
+        {"prompt_token_ids": [source.randint(10, 40000) for _ in range(length)]}
+        for _ in range(count)
+    ]
 
 
 def resident_bytes() -> int:
@@ -58,21 +68,36 @@ def over_contexts(llm: LLM, contexts: list[int], output: int) -> Iterator[dict[s
         }
 
 
-def over_concurrency(llm: LLM, counts: list[int], prompt: int, output: int) -> Iterator[dict[str, Any]]:
+def over_concurrency(
+    llm: LLM, counts: list[int], prompt: int, output: int
+) -> Iterator[dict[str, Any]]:
     for count in counts:
         began = time.perf_counter()
         llm.generate(draw(count, prompt, 2), params(output))
         took = time.perf_counter() - began
-        yield {"concurrency": count, "tokens_per_second": round(count * (prompt + output) / took, 1), "resident_bytes": resident_bytes()}
+        yield {
+            "concurrency": count,
+            "tokens_per_second": round(count * (prompt + output) / took, 1),
+            "resident_bytes": resident_bytes(),
+        }
 
 
 def measure(args: argparse.Namespace, kv: str) -> None:
     """One round of one type of cache: its lines on stdout."""
-    options: dict[str, Any] = {"quantization": args.quantization, "kv_cache_dtype": kv, "enable_prefix_caching": False}
+    options: dict[str, Any] = {
+        "quantization": args.quantization,
+        "kv_cache_dtype": kv,
+        "enable_prefix_caching": False,
+    }
     options |= {} if args.max_model_len is None else {"max_model_len": args.max_model_len}
-    with LLM(args.model, max_num_seqs=max([1, *args.concurrency]), report=lambda text: None, **options) as llm:
+    with LLM(
+        args.model, max_num_seqs=max([1, *args.concurrency]), report=lambda text: None, **options
+    ) as llm:
         llm.generate(draw(2, 64, 0), params(8))
-        curves = (over_contexts(llm, args.contexts, args.output), over_concurrency(llm, args.concurrency, args.prompt, args.output))
+        curves = (
+            over_contexts(llm, args.contexts, args.output),
+            over_concurrency(llm, args.concurrency, args.prompt, args.output),
+        )
         for row in itertools.chain(*curves):
             print(json.dumps({"kv": kv, **row}), flush=True)
 
@@ -92,7 +117,15 @@ def compare(args: argparse.Namespace, out: TextIO) -> None:
         for stream in (sys.stdout, out):
             print(json.dumps(row), file=stream, flush=True)
 
-    say({"machine": _machine(), "load": os.getloadavg(), "model": args.model, "prompt": args.prompt, "output": args.output})
+    say(
+        {
+            "machine": _machine(),
+            "load": os.getloadavg(),
+            "model": args.model,
+            "prompt": args.prompt,
+            "output": args.output,
+        }
+    )
     seen: dict[tuple[str, str, int, str], list[float]] = defaultdict(list)
     for number in range(args.rounds):
         for kv in args.kv_cache_dtype:
@@ -103,18 +136,31 @@ def compare(args: argparse.Namespace, out: TextIO) -> None:
                         seen[kv, axis, row[axis], figure].append(row[figure])
                 say({"round": number, **row, "at": time.strftime("%H:%M:%S")})
     for (kv, axis, at, figure), values in sorted(seen.items()):
-        say({"kv": kv, axis: at, "figure": figure, "median": statistics.median(values), "min": min(values), "max": max(values)})
+        say(
+            {
+                "kv": kv,
+                axis: at,
+                "figure": figure,
+                "median": statistics.median(values),
+                "min": min(values),
+                "max": max(values),
+            }
+        )
 
 
 def _machine() -> str:
     """Processor and cores, as the kernel names them."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")
+    ]
     return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--quantization")
     parser.add_argument("--max-model-len", type=int)

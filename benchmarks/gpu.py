@@ -1,12 +1,16 @@
-"""What the torch backend makes of a GPU, beside what the GPU can do: correctness first, then kernels, whole engines, another engine.
+"""What the torch backend makes of a GPU, beside what the GPU can do: correctness first, then
+kernels, whole engines, another engine.
 
-    python benchmarks/gpu.py [--sections NAMES] [--budget SECONDS] [--output FILE] [--options JSON] [--tiny] [--device cuda|cpu]
+    python benchmarks/gpu.py [--sections NAMES] [--budget SECONDS] [--output FILE] [--options JSON]
+    [--tiny] [--device cuda|cpu]
 
-One run on one GPU, in less than nine minutes: prints a table with bounds and goals beside the measurements, and writes JSON lines to
-results/DATE-DEVICE.jsonl. Bounds are made of ceilings that are measured in the same run. Nothing but this tree is needed, no model and no
-network; PyTorch, Triton and msgspec have to be there, and transformers and pytest with hypothesis for what they are compared and checked
-with. Each section is a process of its own (on_gpu/), for a fault of the device takes a whole process: one that fails or is not through in
-its time leaves that in the results, the others go on, and the exit status is 1. `--tiny --device cpu` is for tests.
+One run on one GPU, in less than nine minutes: prints a table with bounds and goals beside the
+measurements, and writes JSON lines to results/DATE-DEVICE.jsonl. Bounds are made of ceilings that
+are measured in the same run. Nothing but this tree is needed, no model and no network; PyTorch,
+Triton and msgspec have to be there, and transformers and pytest with hypothesis for what they are
+compared and checked with. Each section is a process of its own (on_gpu/), for a fault of the device
+takes a whole process: one that fails or is not through in its time leaves that in the results, the
+others go on, and the exit status is 1. `--tiny --device cpu` is for tests.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
-from benchmarks.on_gpu.report import Row, compared, is_good, table  # noqa: E402 - the tree may not be installed
+from benchmarks.on_gpu.report import Row, compared, is_good, table  # noqa: E402
 from benchmarks.on_gpu.run import PREFIX  # noqa: E402
 from benchmarks.on_gpu.settings import Ceilings, Settings  # noqa: E402
 
@@ -40,7 +44,9 @@ RESERVE_S = 5.0
 
 @dataclass(frozen=True)
 class Section:
-    """`most_s`: what it may take, at most all that is left. With `instead_of`, it runs only where that one has failed."""
+    """`most_s`: what it may take, at most all that is left. With `instead_of`, it runs only where
+    that one has failed.
+    """
 
     name: str
     most_s: float
@@ -52,7 +58,12 @@ class Section:
 
 STAGES: tuple[tuple[Section, ...], ...] = (
     (Section("ceilings", 60),),
-    (Section("ops", 120), Section("tokens", 120), Section("invariance", 120), Section("kernel tests", 120)),
+    (
+        Section("ops", 120),
+        Section("tokens", 120),
+        Section("invariance", 120),
+        Section("kernel tests", 120),
+    ),
     (Section("engine", 150),),
     (Section("engine, eager", 100, {"enforce_eager": True}, instead_of="engine", runs="engine"),),
     (Section("kernels", 70),),
@@ -88,7 +99,11 @@ class Results:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parsed(arguments)
     if importlib.util.find_spec("msgspec") is None:
-        print("msgspec is not installed: engines and checks need it (a wheel of it can be brought along)", file=sys.stderr)
+        print(
+            "msgspec is not installed: engines and checks need it (a wheel of it can be brought"
+            " along)",
+            file=sys.stderr,
+        )
     part = args.output.with_suffix(".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     part.unlink(missing_ok=True)
@@ -119,14 +134,35 @@ def run(section: Section, args: argparse.Namespace, results: Results, end: float
     if end - now < 1:
         results.add({"section": section.name, "failed": "not begun: the budget is spent"})
         return
-    settings = Settings(args.device, args.tiny, end, results.ceilings, {**args.options, **section.options})
-    command = [sys.executable, "-m", "benchmarks.on_gpu.run", section.runs or section.name, settings.to_json()]
+    settings = Settings(
+        args.device, args.tiny, end, results.ceilings, {**args.options, **section.options}
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.on_gpu.run",
+        section.runs or section.name,
+        settings.to_json(),
+    ]
     interpret = "1" if args.device == "cpu" else "0"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": interpret}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "TRITON_INTERPRET": interpret,
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     errors: list[str] = []
     readers = [
-        threading.Thread(target=_read, args=(process.stdout, lambda line: _take(line, section.name, results))),
+        threading.Thread(
+            target=_read, args=(process.stdout, lambda line: _take(line, section.name, results))
+        ),
         threading.Thread(target=_read, args=(process.stderr, errors.append)),
     ]
     for reader in readers:
@@ -135,12 +171,21 @@ def run(section: Section, args: argparse.Namespace, results: Results, end: float
         status = process.wait(max(1.0, end - time.time()))
     except subprocess.TimeoutExpired:
         process.kill()
-        results.add({"section": section.name, "failed": f"not through in {end - now:.0f} s\n{''.join(errors)[-500:]}not through in time"})
+        results.add(
+            {
+                "section": section.name,
+                "failed": (
+                    f"not through in {end - now:.0f} s\n{''.join(errors)[-500:]}not through in time"
+                ),
+            }
+        )
         status = 0
     for reader in readers:
         reader.join(5)
     if status and not results.failed(section.name):
-        results.add({"section": section.name, "failed": f"{''.join(errors)[-2000:]}\nended with {status}"})
+        results.add(
+            {"section": section.name, "failed": f"{''.join(errors)[-2000:]}\nended with {status}"}
+        )
 
 
 def _read(stream: Any, take: Callable[[str], object]) -> None:
@@ -163,7 +208,12 @@ def against_others(rows: Sequence[Row]) -> list[Row]:
     count, prompt, output = rates["octavo"]["requests"]
     mine, theirs = (rates[name]["tokens_per_s"] for name in ("octavo", "transformers"))
     shape = f"{count} of {prompt} + {output}"
-    return [{"section": "transformers", **compared("tokens/s against transformers", shape, mine, theirs)}]
+    return [
+        {
+            "section": "transformers",
+            **compared("tokens/s against transformers", shape, mine, theirs),
+        }
+    ]
 
 
 def file_name(rows: Sequence[Row]) -> str:
@@ -175,11 +225,28 @@ def file_name(rows: Sequence[Row]) -> str:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [section.name for stage in STAGES for section in stage if section.instead_of is None]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", type=lambda text: [name.strip() for name in text.split("/")], default=names, help="/".join(names))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sections",
+        type=lambda text: [name.strip() for name in text.split("/")],
+        default=names,
+        help="/".join(names),
+    )
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="a directory, or a file")
-    parser.add_argument("--options", type=json.loads, default={}, help='JSON of LLM keywords, e.g. {"attention_backend": "sdpa"}')
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "benchmarks" / "results",
+        help="a directory, or a file",
+    )
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        help='JSON of LLM keywords, e.g. {"attention_backend": "sdpa"}',
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU computes in seconds")
     args = parser.parse_args(arguments)

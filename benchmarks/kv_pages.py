@@ -1,8 +1,10 @@
-"""What a block of KV costs to write first, to write again and to give back, in each layout (SmolLM2's shapes: 90 pages of 4 KiB a block).
+"""What a block of KV costs to write first, to write again and to give back, in each layout
+(SmolLM2's shapes: 90 pages of 4 KiB a block).
 
     python benchmarks/kv_pages.py
 
-Memory comes in pages of 4 KiB, zeroed. Paged memory is kept; virtual memory comes each time that a request comes.
+Memory comes in pages of 4 KiB, zeroed. Paged memory is kept; virtual memory comes each time that a
+request comes.
 """
 
 import json
@@ -12,7 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from octavo.backends.base import BackendOptions, KvCache
+from octavo.backends.base import BackendOptions
+from octavo.backends.kv import KvCache
 from octavo.backends.native.backend import NativeBackend
 from octavo.program.program import CacheGroup
 
@@ -22,7 +25,9 @@ BLOCKS = 128
 REQUESTS = 8
 
 
-def measure(kv: KvCache, data: np.ndarray, give_back: Callable[[int, int, int], None] | None) -> dict[str, float]:
+def measure(
+    kv: KvCache, data: np.ndarray, give_back: Callable[[int, int, int], None] | None
+) -> dict[str, float]:
     """Microseconds, the median of the requests."""
     first, again, back = [], [], []
     for request in range(REQUESTS):
@@ -44,7 +49,9 @@ def main() -> None:
     backend = NativeBackend(BackendOptions(kv_cache_dtype="bf16", num_threads=1))
     data = np.ones(backend.kv_layout(GROUP).block_bytes, np.uint8)
     virtual = backend.allocate_on_demand((GROUP,), [BLOCKS * REQUESTS])
-    print(json.dumps({"paged": measure(backend.allocate((GROUP,), [BLOCKS * REQUESTS]), data, None)}))
+    print(
+        json.dumps({"paged": measure(backend.allocate((GROUP,), [BLOCKS * REQUESTS]), data, None)})
+    )
     print(json.dumps({"virtual": measure(virtual, data, virtual.give_back)}))
 
 

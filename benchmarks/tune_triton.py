@@ -1,13 +1,17 @@
-"""Measures how Triton's kernels are best cut into tiles on this machine's GPU, and writes the rows of the table.
+"""Measures how Triton's kernels are best cut into tiles on this machine's GPU, and writes the rows
+of the table.
 
-    python benchmarks/tune_triton.py [--kernels NAMES] [--widths 64,128] [--groups 1,4,8] [--kv bfloat16,int8] [--contexts 512,4096]
-                                     [--matrices 4096x4096,14336x4096] [--bits 4,8] [--vocabularies 128256] [--output FILE]
+    python benchmarks/tune_triton.py [--kernels NAMES] [--widths 64,128] [--groups 1,4,8] [--kv
+    bfloat16,int8] [--contexts 512,4096]
+                                     [--matrices 4096x4096,14336x4096] [--bits 4,8] [--vocabularies
+                                     128256] [--output FILE]
 
-Attention: for each kernel, head width, number of query heads a KV head and type of cache, over the contexts. Packed products: for each
-matrix (outputs x inputs) and number of bits, over 1, 4 and 16 rows. Draws: for each vocabulary, over 1 and 32 rows. Every candidate is run
-over the same random calls, and the one with the least summed time becomes a row for this device. BLOCK_M of the kernels of one-row
-requests is given, not searched: it says how many rows share a prefix, before the cache's type is known. With TRITON_INTERPRET=1 it runs on
-a CPU, to be tested.
+Attention: for each kernel, head width, number of query heads a KV head and type of cache, over the
+contexts. Packed products: for each matrix (outputs x inputs) and number of bits, over 1, 4 and 16
+rows. Draws: for each vocabulary, over 1 and 32 rows. Every candidate is run over the same random
+calls, and the one with the least summed time becomes a row for this device. BLOCK_M of the kernels
+of one-row requests is given, not searched: it says how many rows share a prefix, before the cache's
+type is known. With TRITON_INTERPRET=1 it runs on a CPU, to be tested.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from octavo.backends.base import BLOCK_SIZE, StepBatch
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention import AttentionCall
 from octavo.backends.torch.kv_cache import Stored
 from octavo.backends.torch.plain import Cuts
@@ -39,8 +44,18 @@ from octavo.backends.torch.weights import DeviceLevels, DeviceWeight, Product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
-    "decode_attention": {"BLOCK_M": (16,), "BLOCK_N": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)},
-    "prefill_attention": {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)},
+    "decode_attention": {
+        "BLOCK_M": (16,),
+        "BLOCK_N": (16, 32, 64, 128),
+        "num_warps": (2, 4, 8),
+        "num_stages": (1, 2, 3, 4),
+    },
+    "prefill_attention": {
+        "BLOCK_M": (32, 64, 128),
+        "BLOCK_N": (32, 64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (1, 2, 3, 4),
+    },
     "merge_attention": {"HEADS_A_TILE": (1, 2, 4), "num_warps": (1, 2, 4), "num_stages": (1, 2, 3)},
     "packed_linear": {
         "BLOCK_N": (32, 64, 128),
@@ -54,12 +69,16 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
 RUNS = 20
 
 
-def call_of(kernel: str, width: int, group: int, kv: torch.dtype, context: int, requests: int) -> AttentionCall:
+def call_of(
+    kernel: str, width: int, group: int, kv: torch.dtype, context: int, requests: int
+) -> AttentionCall:
     """Requests of one row, or for prefill one prompt as long as its context; 8 KV heads."""
     rows = [context] if kernel == "prefill_attention" else [1] * requests
     blocks = -(-context // BLOCK_SIZE)
     tables = np.arange(len(rows) * blocks, dtype=np.int32).reshape(1, len(rows), blocks)
-    positions = np.concatenate([np.arange(context - count, context) for count in rows]).astype(np.int32)
+    positions = np.concatenate([np.arange(context - count, context) for count in rows]).astype(
+        np.int32
+    )
     batch = StepBatch(
         token_ids=np.zeros(len(positions), np.int32),
         positions=positions[None],
@@ -69,7 +88,10 @@ def call_of(kernel: str, width: int, group: int, kv: torch.dtype, context: int, 
         block_tables=tables,
         sample_rows=np.zeros(0, np.int32),
     )
-    inputs = {name: torch.from_numpy(array).to(DEVICE) for name, array in step_arrays(batch, [tables.size]).items()}
+    inputs = {
+        name: torch.from_numpy(array).to(DEVICE)
+        for name, array in step_arrays(batch, [tables.size]).items()
+    }
     dtype = kv if kv.is_floating_point else torch.bfloat16
     return AttentionCall(
         op=None,  # type: ignore[arg-type]  # kernels read the call
@@ -103,10 +125,16 @@ def launches(kernel: str) -> Iterator[dict[str, int]]:
         yield dict(zip(names, values, strict=True))
 
 
-def seconds(run: Callable[[], None], reads: ModuleType, kernel: str, launch: dict[str, int]) -> float:
-    """Of one run, the median; infinite where the device has not the memory for such tiles. `reads`: the module that asks the table."""
+def seconds(
+    run: Callable[[], None], reads: ModuleType, kernel: str, launch: dict[str, int]
+) -> float:
+    """Of one run, the median; infinite where the device has not the memory for such tiles. `reads`:
+    the module that asks the table.
+    """
     original, found = reads.tuned, []
-    reads.tuned = lambda name, device, **shape: dict(launch) if name == kernel else original(name, device, **shape)
+    reads.tuned = lambda name, device, **shape: (
+        dict(launch) if name == kernel else original(name, device, **shape)
+    )
     try:
         for _ in range(RUNS + 1):
             synchronize()
@@ -144,7 +172,10 @@ def tasks(kernel: str, args: argparse.Namespace) -> Iterator[Task]:
         yield from map(pick_task, args.vocabularies)
     else:
         for width, group, kv in product(args.widths, args.groups, args.kv):
-            calls = [call_of(kernel, width, group, getattr(torch, kv), context, args.requests) for context in args.contexts]
+            calls = [
+                call_of(kernel, width, group, getattr(torch, kv), context, args.requests)
+                for context in args.contexts
+            ]
             run = partial(attend_all, TritonAttention(DEVICE), calls)
             yield Task({"width": width, "group": group, "kv": kv}, attention, run)
 
@@ -158,8 +189,12 @@ def packed_task(outputs: int, inputs: int, bits: int) -> Task:
     """Rows in bf16; a scale in fp16 for every 32 inputs, and with 4 bits a min."""
     row_bytes = inputs * bits // 8
     codes = torch.randint(0, 256, (outputs, row_bytes), dtype=torch.uint8, device=DEVICE)
-    numbers = DeviceLevels(torch.full((outputs, inputs // 32), 0.01, dtype=torch.float16, device=DEVICE), None)
-    weight = DeviceWeight(codes, inputs, bits, 32, numbers, numbers if bits == 4 else None, nibbles="halves")
+    numbers = DeviceLevels(
+        torch.full((outputs, inputs // 32), 0.01, dtype=torch.float16, device=DEVICE), None
+    )
+    weight = DeviceWeight(
+        codes, inputs, bits, 32, numbers, numbers if bits == 4 else None, nibbles="halves"
+    )
     batches = [torch.randn((count, inputs), device=DEVICE).bfloat16() for count in (1, 4, 16)]
 
     def run() -> None:
@@ -174,8 +209,18 @@ def pick_task(vocab_size: int) -> Task:
     batches = []
     for count in (1, 32):
         z = 3 * torch.randn((count, vocab_size), dtype=torch.float64, device=DEVICE)
-        cuts = Cuts(torch.full((count,), 50, dtype=torch.int32, device=DEVICE), torch.full((count,), 0.9, device=DEVICE))
-        batches.append((z, torch.exp(z - z.amax(dim=1, keepdim=True)), torch.rand(count, dtype=torch.float64, device=DEVICE), cuts))
+        cuts = Cuts(
+            torch.full((count,), 50, dtype=torch.int32, device=DEVICE),
+            torch.full((count,), 0.9, device=DEVICE),
+        )
+        batches.append(
+            (
+                z,
+                torch.exp(z - z.amax(dim=1, keepdim=True)),
+                torch.rand(count, dtype=torch.float64, device=DEVICE),
+                cuts,
+            )
+        )
 
     def run() -> None:
         for batch in batches:
@@ -187,16 +232,24 @@ def pick_task(vocab_size: int) -> Task:
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     for kernel in args.kernels:
         for task in tasks(kernel, args):
-            times = [(seconds(task.run, task.reads, kernel, launch), launch) for launch in launches(kernel)]
+            times = [
+                (seconds(task.run, task.reads, kernel, launch), launch)
+                for launch in launches(kernel)
+            ]
             best, launch = min(times, key=lambda entry: entry[0])
-            print(json.dumps({"kernel": kernel, **task.shape, "ms": round(1e3 * best, 3), **launch}), flush=True)
+            print(
+                json.dumps({"kernel": kernel, **task.shape, "ms": round(1e3 * best, 3), **launch}),
+                flush=True,
+            )
             yield Row(kernel, device_name(DEVICE), task.shape, launch)
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     words = lambda text: text.split(",")  # noqa: E731
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kernels", type=words, default=list(CANDIDATES))
     parser.add_argument("--widths", type=numbers, default=[64, 80, 96, 128, 256])
     parser.add_argument("--groups", type=numbers, default=[1, 4, 8])
@@ -204,7 +257,12 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=numbers, default=[512, 4096])
     parser.add_argument("--requests", type=int, default=16, help="of one row each")
     matrices = lambda text: [tuple(map(int, part.split("x"))) for part in text.split(",")]  # noqa: E731
-    parser.add_argument("--matrices", type=matrices, default=[(4096, 4096), (14336, 4096), (4096, 14336)], help="outputs x inputs")
+    parser.add_argument(
+        "--matrices",
+        type=matrices,
+        default=[(4096, 4096), (14336, 4096), (4096, 14336)],
+        help="outputs x inputs",
+    )
     parser.add_argument("--bits", type=numbers, default=[4, 8])
     parser.add_argument("--vocabularies", type=numbers, default=[32000, 151936])
     parser.add_argument("--output", type=Path, default=tuning.TABLE)

@@ -1,13 +1,16 @@
-"""Writes docs/reference/ from the code that it describes: options, commands, errors, HTTP routes, metrics.
+"""Writes docs/reference/ from the code that it describes: options, commands, errors, HTTP routes,
+metrics.
 
     python docs/generate.py
 
-Run it after a change of any of these; tests/arch/test_docs.py fails where a page is not what this writes.
+Run it after a change of any of these; tests/arch/test_docs.py fails where a page is not what this
+writes.
 """
 
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,44 +33,80 @@ from octavo.server.settings import ServerSettings
 FOLDER = Path(__file__).parent / "reference"
 NOTICE = "<!-- Written by docs/generate.py from the code. Do not edit. -->"
 
-SECTIONS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "backend": "Backend", "observe": "Observing"}
-BODIES = {"POST /v1/completions": CompletionBody, "POST /v1/chat/completions": ChatBody, "POST /generate": GenerateBody}
+SECTIONS = {
+    "model": "Model",
+    "cache": "KV cache",
+    "scheduler": "Scheduler",
+    "backend": "Backend",
+    "observe": "Observing",
+}
+BODIES = {
+    "POST /v1/completions": CompletionBody,
+    "POST /v1/chat/completions": ChatBody,
+    "POST /generate": GenerateBody,
+}
 OTHER_BODIES = {"POST /v1/cache/pin": PinBody, "POST /v1/cache/reset": ResetBody}
 
 
 def pages() -> dict[str, str]:
     """File name -> text."""
-    found = {"options.md": options(), "cli.md": cli(), "errors.md": errors_page(), "http.md": http(), "metrics.md": metrics()}
-    return {name: f"{NOTICE}\n\n{text}\n" for name, text in found.items()}
+    found = {
+        "options.md": options(),
+        "cli.md": cli(),
+        "errors.md": errors_page(),
+        "http.md": http(),
+        "metrics.md": metrics(),
+    }
+    return {name: f"{NOTICE}\n\n{_filled(text)}\n" for name, text in found.items()}
+
+
+def _filled(text: str) -> str:
+    """Wraps paragraphs at 100 columns; table rows, lists and code stay as they are."""
+    return "\n".join(
+        line if line.startswith(("|", " ", "-", "#", "```")) else textwrap.fill(line, 100)
+        for line in text.split("\n")
+    )
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *(list(row) for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
-# -- options ----------------------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def options() -> str:
     parts = [
         "# Options",
-        "As keywords of `LLM(...)` and `AsyncLLM.from_options(...)`, and as flags of every command that starts an engine. In Python "
-        "an option is written with underscores, in a shell with dashes. "
-        "Bytes may be written 2GiB or 500MB, counts 8k (8,000) or 8K (8,192).",
+        (
+            "As keywords of `LLM(...)` and `AsyncLLM.from_options(...)`, and as flags of every"
+            " command that starts an engine. In Python an option is written with underscores, in a"
+            " shell with dashes. Bytes may be written 2GiB or 500MB, counts 8k (8,000) or 8K"
+            " (8,192)."
+        ),
     ]
     for section, title in SECTIONS.items():
         specs = {name: spec for name, spec in option_fields().items() if spec.section == section}
         parts += [f"## {title}", option_table(specs)]
-    parts += ["## Server", "Flags of `octavo serve` only.", option_table(options_of(ServerSettings))]
+    parts += [
+        "## Server",
+        "Flags of `octavo serve` only.",
+        option_table(options_of(ServerSettings)),
+    ]
     return "\n\n".join(parts)
 
 
 def option_table(specs: dict[str, OptionField]) -> str:
     return table(
         ("option", "flag", "allowed", "default", "what it does"),
-        ((f"`{name}`", f"`{flag_of(name, spec)}`", allowed(spec), default_of(spec), spec.help) for name, spec in specs.items()),
+        (
+            (f"`{name}`", f"`{flag_of(name, spec)}`", allowed(spec), default_of(spec), spec.help)
+            for name, spec in specs.items()
+        ),
     )
 
 
@@ -98,16 +137,23 @@ def default_of(spec: OptionField) -> str:
     return ("on" if default else "off") if isinstance(default, bool) else f"`{default}`"
 
 
-# -- commands ---------------------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
 def cli() -> str:
     exits = (
-        f"Exit codes: 0 done; {CALLERS_FAULT} the caller's fault (an option, a file, a request); {ENGINES_FAULT} the engine's fault; "
-        "130 Ctrl-C. Errors are one message and a hint on stderr."
+        f"Exit codes: 0 done; {CALLERS_FAULT} the caller's fault (an option, a file, a request);"
+        f" {ENGINES_FAULT} the engine's fault; 130 Ctrl-C. Errors are one message and a hint on"
+        " stderr."
     )
     root = typer.main.get_command(build_app())
-    return "\n\n".join(["# Commands", exits, *(text for command in commands(root, "octavo") for text in describe(*command))])
+    return "\n\n".join(
+        [
+            "# Commands",
+            exits,
+            *(text for command in commands(root, "octavo") for text in describe(*command)),
+        ]
+    )
 
 
 def commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -119,55 +165,80 @@ def commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def describe(path: str, command: Any) -> Iterator[str]:
-    """A command's own arguments and flags; those of the engine and the server stand on their own page."""
+    """A command's own arguments and flags; those of the engine and the server stand on their own
+    page.
+    """
     shared = option_fields() | options_of(ServerSettings)
     own = [param for param in command.params if not is_made_of(shared.get(param.name), param.help)]
     yield f"## {path}"
     yield command.help
     if own:
-        yield table(("argument or flag", "what it does"), ((f"`{', '.join(param.opts)}`", param.help) for param in own))
+        yield table(
+            ("argument or flag", "what it does"),
+            ((f"`{', '.join(param.opts)}`", param.help) for param in own),
+        )
     if len(own) < len(command.params):
         serves = any(param.name == "port" for param in command.params)
         yield f"And the [options](options.md) of the engine{' and the server' if serves else ''}."
 
 
 def is_made_of(spec: OptionField | None, text: str) -> bool:
-    """A flag's help was made of this option (see octavo/cli/flags.py), and is not a command's own of the same name."""
+    """A flag's help was made of this option (see octavo/cli/flags.py), and is not a command's own
+    of the same name.
+    """
     return spec is not None and text.lower().startswith(spec.help.lower())
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def errors_page() -> str:
     intro = (
-        "Every error that a user can meet is one of these (`octavo/errors.py`). A message says what was wrong, what was got and what is "
-        'allowed; a `hint` says what to do. Over HTTP the body is `{"error": {"message", "type", "param", "code"}}`.'
+        "Every error that a user can meet is one of these (`octavo/errors.py`). A message says what"
+        " was wrong, what was got and what is allowed; a `hint` says what to do. Over HTTP the body"
+        ' is `{"error": {"message", "type", "param", "code"}}`.'
     )
     rows = [
-        (f"`{kind.__name__}`", f"`{kind.__bases__[0].__name__}`", *over_http(kind), exit_code(kind), first_line(kind))
+        (
+            f"`{kind.__name__}`",
+            f"`{kind.__bases__[0].__name__}`",
+            *over_http(kind),
+            exit_code(kind),
+            first_line(kind),
+        )
         for kind in vars(errors).values()
         if inspect.isclass(kind) and issubclass(kind, errors.OctavoError)
     ]
-    return "\n\n".join(["# Errors", intro, table(("error", "is a", "HTTP", "type over HTTP", "exit code", "when"), rows)])
+    return "\n\n".join(
+        [
+            "# Errors",
+            intro,
+            table(("error", "is a", "HTTP", "type over HTTP", "exit code", "when"), rows),
+        ]
+    )
 
 
 def over_http(kind: type[Exception]) -> tuple[str, str]:
-    found = next(((str(status), f"`{name}`") for known, status, name in TABLE if issubclass(kind, known)), None)
+    found = next(
+        ((str(status), f"`{name}`") for known, status, name in TABLE if issubclass(kind, known)),
+        None,
+    )
     return found or ("", "")
 
 
 def exit_code(kind: type[Exception]) -> str:
     if kind is errors.OctavoError:
         return ""
-    return str(CALLERS_FAULT if issubclass(kind, errors.ClientError | errors.SetupError) else ENGINES_FAULT)
+    return str(
+        CALLERS_FAULT if issubclass(kind, errors.ClientError | errors.SetupError) else ENGINES_FAULT
+    )
 
 
 def first_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").splitlines()[0]
 
 
-# -- HTTP -------------------------------------------------------------------------------------------------------------------------
+# -- HTTP ------------------------------------------------------------------------------------------
 
 
 def http() -> str:
@@ -175,8 +246,11 @@ def http() -> str:
     routes = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
     parts = [
         "# HTTP",
-        "A field that is null counts as not given. A field that is not listed is refused by name with 400, or, with `--lenient`, ignored "
-        "and named in the response header `X-Octavo-Ignored-Fields`.",
+        (
+            "A field that is null counts as not given. A field that is not listed is refused by"
+            " name with 400, or, with `--lenient`, ignored and named in the response header"
+            " `X-Octavo-Ignored-Fields`."
+        ),
         table(("route", "body"), ((f"`{route}`", body_link(route)) for route in routes)),
         "## Fields of every body that asks for text",
         field_table(SamplingBody, ()),
@@ -196,7 +270,10 @@ def field_table(body: Any, without: Iterable[str]) -> str:
     own = {name: field for name, field in body.model_fields.items() if name not in without}
     return table(
         ("field", "what it takes"),
-        ((f"`{name}`", field.description or type_name(field.annotation)) for name, field in own.items()),
+        (
+            (f"`{name}`", field.description or type_name(field.annotation))
+            for name, field in own.items()
+        ),
     )
 
 
@@ -207,17 +284,24 @@ def type_name(annotation: Any) -> str:
     return next((word for start, word in words.items() if text.startswith(start)), "an object")
 
 
-# -- metrics ----------------------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 
 
 def metrics() -> str:
     intro = (
-        "`GET /metrics` in Prometheus' text form. Each series has the prefix `octavo:` and, for dashboards that exist, once more `vllm:`. "
-        "Labels: `model_name`, `engine`; counters end in `_total`."
+        "`GET /metrics` in Prometheus' text form. Each series has the prefix `octavo:` and, for"
+        " dashboards that exist, once more `vllm:`. Labels: `model_name`, `engine`; counters end in"
+        " `_total`."
     )
     rows = [(f"`{name}`", "gauge", text) for name, (text, _) in GAUGES.items()]
     rows += [(f"`{name}_total`", "counter", text) for name, (text, _) in COUNTERS.items()]
-    rows += [("`request_success_total`", "counter", "Requests by how they ended (label `finished_reason`).")]
+    rows += [
+        (
+            "`request_success_total`",
+            "counter",
+            "Requests by how they ended (label `finished_reason`).",
+        )
+    ]
     rows += [(f"`{name}`", "histogram", text) for name, (text, _) in HISTOGRAMS.items()]
     return "\n\n".join(["# Metrics", intro, table(("series", "kind", "what it counts"), rows)])
 

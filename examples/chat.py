@@ -11,7 +11,9 @@ messages = [
 
 with LLM(model=sys.argv[1] if len(sys.argv) > 1 else "smollm2") as llm:
     shown = 0
-    for output in llm.stream(llm.chat_prompt(messages), SamplingParams(temperature=0, max_tokens=40)):
+    for output in llm.stream(
+        llm.chat_prompt(messages), SamplingParams(temperature=0, max_tokens=40)
+    ):
         text = output.outputs[0].text
         print(text[shown:], end="", flush=True)
         shown = len(text)

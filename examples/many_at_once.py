@@ -1,4 +1,6 @@
-"""Many requests in flight from one asyncio program; each is answered as soon as it is done, whatever the others do."""
+"""Many requests in flight from one asyncio program; each is answered as soon as it is done,
+whatever the others do.
+"""
 
 import asyncio
 import sys

@@ -4,7 +4,9 @@ import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none")
+client = OpenAI(
+    base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none"
+)
 model = client.models.list().data[0].id
 stream = client.chat.completions.create(
     model=model,
@@ -18,4 +20,7 @@ for chunk in stream:
     if chunk.choices:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
     elif chunk.usage:
-        print(f"\n({chunk.usage.prompt_tokens} prompt tokens, {chunk.usage.completion_tokens} new tokens)")
+        print(
+            f"\n({chunk.usage.prompt_tokens} prompt tokens, {chunk.usage.completion_tokens} new"
+            " tokens)"
+        )

@@ -1,4 +1,6 @@
-"""Octavo: LLM inference and serving on a plain CPU. The public names, imported when they are first used."""
+"""Octavo: LLM inference and serving on a plain CPU. The public names, imported when they are first
+used.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ _HOMES = {
     "Logprob": "octavo.outputs",
 }
 
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

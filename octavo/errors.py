@@ -49,7 +49,11 @@ def _rebuild(kind: type[OctavoError], message: str, state: dict[str, object]) ->
 def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None:
     """An error that another process has told of; None where its class is not of this tree."""
     found = globals().get(kind)
-    return found(message, hint=hint) if isinstance(found, type) and issubclass(found, OctavoError) else None
+    return (
+        found(message, hint=hint)
+        if isinstance(found, type) and issubclass(found, OctavoError)
+        else None
+    )
 
 
 class ClientError(OctavoError):
@@ -87,7 +91,9 @@ class Overloaded(ClientError):
 
     status = 429
 
-    def __init__(self, message: str, *, hint: str | None = None, retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, retry_after_s: float = 1.0
+    ) -> None:
         super().__init__(message, hint=hint)
         self.retry_after_s = retry_after_s
 
@@ -133,7 +139,8 @@ class UnsupportedModel(SetupError):
 
 
 class WeightMismatch(SetupError):
-    """A checkpoint that is corrupt, truncated, incomplete, or of other shapes than its config says."""
+    """A checkpoint that is corrupt, truncated, incomplete, or of other shapes than its config
+    says."""
 
 
 class DownloadFailed(SetupError):

@@ -1,7 +1,8 @@
 """LLM and AsyncLLM: the offline and the asynchronous front of an engine.
 
-LLM has the core in its own process and steps it while it waits; AsyncLLM reads the core's outputs in a thread and serves any
-number of streams. Both own nothing but their front (input and output processor) and a client of the core.
+LLM has the core in its own process and steps it while it waits; AsyncLLM reads the core's outputs
+in a thread and serves any number of streams. Both own nothing but their front (input and output
+processor) and a client of the core.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from typing import Any, Self
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.core import CoreOutputs
-from octavo.engine.front.input_processor import FrontRequest, Origin, Prompt, default_sampling_params, prompt_list
+from octavo.engine.front.input_processor import (
+    FrontRequest,
+    Origin,
+    Prompt,
+    default_sampling_params,
+    prompt_list,
+)
 from octavo.engine.front.queue_limit import QueueLimit, Size
 from octavo.engine.kv.pin import COMPUTE, check_pin, pin_of
 from octavo.engine.stats import EngineStats
@@ -34,17 +41,22 @@ Messages = Sequence[dict[str, Any]]
 class LLM:
     """An engine in this process, for batches of prompts.
 
-    `LLM(model="smollm2").generate("Hello")`. Options are the fields of `octavo.config`; an unknown one is refused by name.
+    `LLM(model="smollm2").generate("Hello")`. Options are the fields of `octavo.config`; an unknown
+    one is refused by name.
     """
 
-    def __init__(self, model: str | None = None, *, report: Report = to_stderr, **options: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, report: Report = to_stderr, **options: Any
+    ) -> None:
         """`report` is told what is being done while the model loads."""
         given = options if model is None else {"model": model, **options}
         self._front = build_in_process(EngineConfig.from_options(**given), report)
         self._request_ids = itertools.count()
         self._stats = EngineStats()
         self._changed: set[str] = set()
-        """Requests with something new that whoever waits for them has not seen: several streams may be read in turns."""
+        """Requests with something new that whoever waits for them has not seen: several streams may
+        be read in turns.
+        """
 
     @property
     def config(self) -> EngineConfig:
@@ -71,8 +83,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Final outputs, in the order of the prompts.
 
-        `sampling_params` and `priority`: one for all, or one for each; no params: the model's own defaults. All prompts are checked
-        before any is computed. A request that fails while it is computed has an output with `error` set; the others are not touched.
+        `sampling_params` and `priority`: one for all, or one for each; no params: the model's own
+        defaults. All prompts are checked before any is computed. A request that fails while it is
+        computed has an output with `error` set; the others are not touched.
         """
         requests = self._requests(prompt_list(prompts), sampling_params, priority)
         done: dict[str, RequestOutput] = {}
@@ -82,8 +95,12 @@ class LLM:
                 bar.advance()
         return [done[request.request_id] for request in requests]
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **options: Any) -> list[RequestOutput]:
-        """The sequences that a search finds for each prompt, best first, with their scores. `options` are those of `generate`."""
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **options: Any
+    ) -> list[RequestOutput]:
+        """The sequences that a search finds for each prompt, best first, with their scores.
+        `options` are those of `generate`.
+        """
         return self.generate(prompts, params.sampling_params(), **options)
 
     def chat(
@@ -97,18 +114,32 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to one conversation or several, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "chat_template_kwargs": chat_template_kwargs}
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(
-        self, messages: Messages, *, add_generation_prompt: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
-        return self._front.inputs.chat_prompt(messages, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs)
+        """A conversation as a prompt for `generate` or `stream`, through the model's chat
+        template."""
+        return self._front.inputs.chat_prompt(
+            messages, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs
+        )
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """One request's outputs as they grow, each with all of it so far; leaving the loop aborts it."""
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """One request's outputs as they grow, each with all of it so far; leaving the loop aborts
+        it.
+        """
         return self._run(self._requests([prompt], sampling_params), streaming=True)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -122,11 +153,14 @@ class LLM:
         return self._stats
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets what earlier prompts computed, with `reset_connector` in host memory and on disk too. False while requests run."""
+        """Forgets what earlier prompts computed, with `reset_connector` in host memory and on disk
+        too. False while requests run.
+        """
         return self._front.client.reset_prefix_cache(reset_connector=reset_connector)
 
     def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
-        """Computes the beginning of prompts to come, and keeps it in `prefix_cache_dir` for so long; None: for good, 0: no longer.
+        """Computes the beginning of prompts to come, and keeps it in `prefix_cache_dir` for so
+        long; None: for good, 0: no longer.
 
         Returns how many of its tokens are kept: those in whole blocks.
         """
@@ -135,11 +169,15 @@ class LLM:
         return self._front.client.pin_prefix(pin_of(output, prompt, ttl_s))
 
     def start_profile(self) -> None:
-        """Times each kind of op of what is generated from now on; BackendUnavailable where the backend cannot."""
+        """Times each kind of op of what is generated from now on; BackendUnavailable where the
+        backend cannot.
+        """
         self._profiler().start_profile()
 
     def stop_profile(self) -> Profile:
-        """Where the time went since start_profile, beside what this machine can do at most, which is measured now."""
+        """Where the time went since start_profile, beside what this machine can do at most, which
+        is measured now.
+        """
         return self._profiler().stop_profile()
 
     def _profiler(self) -> Profiler:
@@ -157,17 +195,27 @@ class LLM:
         self.close()
 
     def _requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, priority: int | Sequence[int] = 0
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] = 0,
     ) -> list[FrontRequest]:
-        each = params_for_each(self.get_default_sampling_params() if params is None else params, len(prompts))
+        each = params_for_each(
+            self.get_default_sampling_params() if params is None else params, len(prompts)
+        )
         priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(prompts):
-            raise InvalidRequest(f"priority: got {len(priorities)}, allowed is one, or one for each of the {len(prompts)} prompts")
+            raise InvalidRequest(
+                f"priority: got {len(priorities)}, allowed is one, or one for each of the"
+                f" {len(prompts)} prompts"
+            )
         asked = zip(prompts, each, map(Origin, priorities), strict=True)
         return [self._front.inputs.process(str(next(self._request_ids)), *one) for one in asked]
 
     def _run(self, requests: list[FrontRequest], *, streaming: bool) -> Iterator[RequestOutput]:
-        """Outputs as they change (`streaming`) or as they finish; whatever ends it early aborts what still runs."""
+        """Outputs as they change (`streaming`) or as they finish; whatever ends it early aborts
+        what still runs.
+        """
         front = self._front
         for request in requests:
             front.outputs.add(request)
@@ -192,7 +240,9 @@ class LLM:
                 self._changed.discard(request_id)
 
     def _step(self, *, at_once: bool) -> None:
-        """One step of the core, for all that run. `at_once`: a token of each, for whoever waits for it in this thread."""
+        """One step of the core, for all that run. `at_once`: a token of each, for whoever waits for
+        it in this thread.
+        """
         step = self._front.client.receive(take_early=None if at_once else self._take)
         if step is None:
             raise EngineDead("the engine was closed")
@@ -208,8 +258,8 @@ class LLM:
 
 
 class RequestStream:
-    """One request's outputs as they grow; each holds all of it so far, or with `deltas` what the one before did not: a slow reader skips
-    and loses nothing. Read by one task.
+    """One request's outputs as they grow; each holds all of it so far, or with `deltas` what the
+    one before did not: a slow reader skips and loses nothing. Read by one task.
     """
 
     def __init__(self, llm: AsyncLLM, request_id: str, *, deltas: bool) -> None:
@@ -277,8 +327,8 @@ class RequestStream:
 class AsyncLLM:
     """An engine for many concurrent requests, from one asyncio event loop.
 
-    `from_options` loads the model (call it in a thread where the loop must go on). The core is listened to from the first request on,
-    or from `start`.
+    `from_options` loads the model (call it in a thread where the loop must go on). The core is
+    listened to from the first request on, or from `start`.
     """
 
     def __init__(self, front: Front) -> None:
@@ -292,7 +342,9 @@ class AsyncLLM:
         self._reader: threading.Thread | None = None
 
     @staticmethod
-    def from_options(*, in_process: bool = False, report: Report = quiet, **options: Any) -> AsyncLLM:
+    def from_options(
+        *, in_process: bool = False, report: Report = quiet, **options: Any
+    ) -> AsyncLLM:
         """The core in a process of its own, or with `in_process` in a thread of this one."""
         build = build_in_process if in_process else build_with_process
         return AsyncLLM(build(EngineConfig.from_options(**options), report))
@@ -307,9 +359,16 @@ class AsyncLLM:
         return self._front.client.info
 
     def start(self) -> None:
-        """Listens to the core from now on, in this event loop, so that its death is known though nobody asks for anything."""
+        """Listens to the core from now on, in this event loop, so that its death is known though
+        nobody asks for anything.
+        """
         if self._reader is None:
-            self._reader = threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), name="octavo-reader", daemon=True)
+            self._reader = threading.Thread(
+                target=self._read,
+                args=(asyncio.get_running_loop(),),
+                name="octavo-reader",
+                daemon=True,
+            )
             self._reader.start()
 
     def submit(
@@ -322,7 +381,8 @@ class AsyncLLM:
         tenant: str = "",
         deltas: bool = False,
     ) -> RequestStream:
-        """Starts a request; a user's fault is raised here, before anything runs, and Overloaded where too many wait already.
+        """Starts a request; a user's fault is raised here, before anything runs, and Overloaded
+        where too many wait already.
 
         With `deltas` each output holds what is new since the one before, else all so far.
         """
@@ -358,10 +418,16 @@ class AsyncLLM:
             await stream.aclose()
 
     def chat_prompt(
-        self, messages: Messages, *, add_generation_prompt: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """A conversation as a prompt for `generate`, through the model's chat template."""
-        return self._front.inputs.chat_prompt(messages, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs)
+        return self._front.inputs.chat_prompt(
+            messages, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs
+        )
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gets a final output with finish_reason "abort"."""
@@ -390,7 +456,9 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         self.start()
-        return await asyncio.to_thread(self._front.client.reset_prefix_cache, reset_connector=reset_connector)
+        return await asyncio.to_thread(
+            self._front.client.reset_prefix_cache, reset_connector=reset_connector
+        )
 
     async def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
         """As LLM.pin_prefix has it."""
@@ -406,7 +474,7 @@ class AsyncLLM:
             self._reader.join()
         self._die(EngineDead("the engine was closed"))
 
-    # -- from the core --------------------------------------------------------------------------------------------------
+    # -- from the core -----------------------------------------------------------------------------
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread: hands each step's outputs to the event loop."""
@@ -421,7 +489,11 @@ class AsyncLLM:
                 if step is not None:
                     hand_over(step)
             except Exception as error:
-                dead = error if isinstance(error, EngineDead) else EngineDead(f"the engine has failed: {type(error).__name__}: {error}")
+                dead = (
+                    error
+                    if isinstance(error, EngineDead)
+                    else EngineDead(f"the engine has failed: {type(error).__name__}: {error}")
+                )
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(self._die, dead)
                 return
@@ -442,7 +514,7 @@ class AsyncLLM:
             stream.wake(error)
         self._streams.clear()
 
-    # -- from the streams -----------------------------------------------------------------------------------------------
+    # -- from the streams --------------------------------------------------------------------------
 
     def _output(self, request_id: str, *, only_new: bool) -> RequestOutput:
         output = self._front.outputs.output(request_id, only_new=only_new)

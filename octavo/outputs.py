@@ -14,7 +14,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class Logprob:
-    """Natural logarithm of a token's probability before penalties and temperature; rank 1 is the most likely."""
+    """Natural logarithm of a token's probability before penalties and temperature; rank 1 is the
+    most likely.
+    """
 
     logprob: float
     rank: int | None = None
@@ -33,7 +35,9 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
-    """Of a beam search, whose outputs are ranked by it: the cumulative logprob over the length to the power of length_penalty."""
+    """Of a beam search, whose outputs are ranked by it: the cumulative logprob over the length to
+    the power of length_penalty.
+    """
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -65,7 +69,9 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of a request that has ended went. Of several samples together: the longest times, the sums of counts."""
+    """Where the time of a request that has ended went. Of several samples together: the longest
+    times, the sums of counts.
+    """
 
     queued_s: float
     """From its arrival to its first step."""
@@ -91,9 +97,17 @@ class Timings:
     @property
     def reason(self) -> str:
         """For people: "waited 1.2 s: KV full"; "" where nothing held it up for a millisecond."""
-        texts = [f"waited {_seconds(seconds)}: {reason}" for reason, seconds in _longest_first(self.waits) if seconds >= SHORT_S]
+        texts = [
+            f"waited {_seconds(seconds)}: {reason}"
+            for reason, seconds in _longest_first(self.waits)
+            if seconds >= SHORT_S
+        ]
         if self.num_preemptions:
-            how = f"{self.num_swaps} of {self.num_preemptions} by swap" if self.num_swaps else "computed again"
+            how = (
+                f"{self.num_swaps} of {self.num_preemptions} by swap"
+                if self.num_swaps
+                else "computed again"
+            )
             texts.append(f"preempted for {_seconds(self.preempted_s)} ({how}): KV full")
         return "; ".join(texts)
 
@@ -103,7 +117,10 @@ class Timings:
         num_steps = sum(part.num_steps for part in parts)
         waits: dict[str, float] = {}
         for part in parts:
-            waits |= {reason: max(seconds, waits.get(reason, 0.0)) for reason, seconds in part.waits.items()}
+            waits |= {
+                reason: max(seconds, waits.get(reason, 0.0))
+                for reason, seconds in part.waits.items()
+            }
         return Timings(
             queued_s=max(part.queued_s for part in parts),
             prefill_s=max(part.prefill_s for part in parts),
@@ -113,7 +130,9 @@ class Timings:
             num_preemptions=sum(part.num_preemptions for part in parts),
             num_swaps=sum(part.num_swaps for part in parts),
             num_steps=num_steps,
-            mean_batch_size=sum(part.mean_batch_size * part.num_steps for part in parts) / num_steps if num_steps else 0.0,
+            mean_batch_size=sum(part.mean_batch_size * part.num_steps for part in parts) / num_steps
+            if num_steps
+            else 0.0,
             max_batch_size=max(part.max_batch_size for part in parts),
             waits=waits,
         )
@@ -130,7 +149,9 @@ def _seconds(seconds: float) -> str:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's outputs, in the order of their index. `error` is set where the engine failed it (finish_reason "error")."""
+    """A request's outputs, in the order of their index. `error` is set where the engine failed it
+    (finish_reason "error").
+    """
 
     request_id: str
     prompt: str | None
@@ -147,7 +168,9 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class OpProfile:
-    """All runs of one kind of op. `num_bytes`: of weights, or of K and V, that it had to read at least; 0 where none are counted."""
+    """All runs of one kind of op. `num_bytes`: of weights, or of K and V, that it had to read at
+    least; 0 where none are counted.
+    """
 
     name: str
     code: str
@@ -161,7 +184,9 @@ class OpProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Where the time of some steps went, and what the machine could have done. Source: the roofline of Williams et al. 2009."""
+    """Where the time of some steps went, and what the machine could have done. Source: the roofline
+    of Williams et al. 2009.
+    """
 
     ops: list[OpProfile]
     bandwidth: float
@@ -169,9 +194,13 @@ class Profile:
     rates: dict[str, float]
     """Operations per second of many rows by code of the weights, operands in the nearest cache."""
     hop_s: float = 0.0
-    """Seconds that a cache line takes from one compute thread's core to another's; 0 where there is no other."""
+    """Seconds that a cache line takes from one compute thread's core to another's; 0 where there is
+    no other.
+    """
 
     def bound_s(self, op: OpProfile) -> float:
-        """The least time that the op's bytes or operations take on this machine; 0 where neither is counted."""
+        """The least time that the op's bytes or operations take on this machine; 0 where neither is
+        counted.
+        """
         compute = op.operations / self.rates[op.code] if op.code in self.rates else 0.0
         return max(op.num_bytes / self.bandwidth, compute)

@@ -22,19 +22,25 @@ from octavo.step import (
 )
 
 Between = Callable[[Sequence[RowResult]], bool]
-"""Told what a decode step yielded after which its plan has another; False: it is not to be computed. Never raises."""
+"""Told what a decode step yielded after which its plan has another; False: it is not to be
+computed. Never raises.
+"""
 
 
 class Executor(Protocol):
     """Runs steps. `engine/core.py` knows only this; `worker/worker.py` is one."""
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
-        """Never raises for the fault of a single row: that row's result carries `failure`. The result holds all steps' tokens."""
+        """Never raises for the fault of a single row: that row's result carries `failure`. The
+        result holds all steps' tokens.
+        """
         ...
 
     @property
     def progress(self) -> int:
-        """Changes as a step gets ahead; read by another thread while it is computed. One that stands still for long hangs."""
+        """Changes as a step gets ahead; read by another thread while it is computed. One that
+        stands still for long hangs.
+        """
         ...
 
     def close(self) -> None: ...
@@ -50,19 +56,26 @@ class Launched(Protocol):
 
 @runtime_checkable
 class AsyncExecutor(Executor, Protocol):
-    """One that takes the next step before the one before has come back. They are computed in the order of their launches."""
+    """One that takes the next step before the one before has come back. They are computed in the
+    order of their launches.
+    """
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Returns as soon as it can; the rows that are `from_device` take what the step before draws."""
+        """Returns as soon as it can; the rows that are `from_device` take what the step before
+        draws.
+        """
         ...
 
 
 @runtime_checkable
 class Losable(Protocol):
-    """An executor that may become useless by itself, at any time. `worker/ranks/ranked_worker.py` is one."""
+    """An executor that may become useless by itself, at any time. `worker/ranks/ranked_worker.py`
+    is one.
+    """
 
     def when_lost(self, tell: Callable[[OctavoError], None]) -> None:
-        """`tell` is called once, from another thread, when that is so; at once where it has been."""
+        """`tell` is called once, from another thread, when that is so; at once where it has
+        been."""
         ...
 
 
@@ -77,10 +90,12 @@ class Profiler(Protocol):
 
 
 class Connector(Protocol):
-    """The scheduler half of a place outside the device where KV blocks live: host memory, disk, another worker. Knows names, no byte.
+    """The scheduler half of a place outside the device where KV blocks live: host memory, disk,
+    another worker. Knows names, no byte.
 
-    Every block passes through a slot of host memory. What the connector decides leaves as moves and as a ConnectorPlan; what became of
-    it comes back in a ConnectorReport. `engine/connector.py` is one.
+    Every block passes through a slot of host memory. What the connector decides leaves as moves and
+    as a ConnectorPlan; what became of it comes back in a ConnectorReport. `engine/connector.py` is
+    one.
     """
 
     @property
@@ -102,7 +117,9 @@ class Connector(Protocol):
         ...
 
     def fetch(self, request_id: str, wanted: Iterable[tuple[int, BlockKey]]) -> bool:
-        """Brings blocks near, in this order, and keeps them for the request; False where nothing has to be waited for."""
+        """Brings blocks near, in this order, and keeps them for the request; False where nothing
+        has to be waited for.
+        """
         ...
 
     def has_fetched(self, request_id: str) -> bool: ...
@@ -114,7 +131,9 @@ class Connector(Protocol):
         ...
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
-        """Whether this step may still load blocks at these places, (group, index), without keeping others waiting."""
+        """Whether this step may still load blocks at these places, (group, index), without keeping
+        others waiting.
+        """
         ...
 
     def load(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
@@ -126,7 +145,8 @@ class Connector(Protocol):
         ...
 
     def offer(self, group: int, key: BlockKey) -> None:
-        """The device has a full block of that name; whether it is saved is the connector's choice."""
+        """The device has a full block of that name; whether it is saved is the connector's
+        choice."""
         ...
 
     def forget(self, group: int, keys: Iterable[BlockKey]) -> None: ...
@@ -140,7 +160,9 @@ class Connector(Protocol):
         ...
 
     def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
-        """Keeps them until then, in seconds since 1970, or no longer; InvalidRequest where they are too many."""
+        """Keeps them until then, in seconds since 1970, or no longer; InvalidRequest where they are
+        too many.
+        """
         ...
 
     def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
@@ -159,7 +181,9 @@ class Connector(Protocol):
 
 
 class ConnectorWorker(Protocol):
-    """The worker half: the bytes in the slots, and what goes on behind them while steps compute. `worker/connectors/tiers.py` is one."""
+    """The worker half: the bytes in the slots, and what goes on behind them while steps compute.
+    `worker/connectors/tiers.py` is one.
+    """
 
     def slot(self, group: int, slot: int) -> Any:
         """The bytes of one slot, `[KvLayout.block_bytes] uint8`, to be read or written."""
@@ -186,8 +210,12 @@ class Tokenizer(Protocol):
     """What `skip_special_tokens` leaves out of texts."""
     vocab_size: int
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False) -> list[int]:
-        """Ids of a text. Where `allow_special_text` is False, text that spells a special token stays text."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False
+    ) -> list[int]:
+        """Ids of a text. Where `allow_special_text` is False, text that spells a special token
+        stays text.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -201,7 +229,11 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a conversation; special-token text inside a message stays text."""
         ...
@@ -211,8 +243,9 @@ class Tokenizer(Protocol):
 class Vocabulary:
     """A vocabulary as GGUF headers hold it; index = token id, texts in UTF-8 as the file has them.
 
-    `model`: "gpt2" (byte-level BPE with `merges`, texts cut first as `pre` names) or "llama" (SentencePiece's BPE by `scores`).
-    `types`: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+    `model`: "gpt2" (byte-level BPE with `merges`, texts cut first as `pre` names) or "llama"
+    (SentencePiece's BPE by `scores`). `types`: 1 normal, 2 unknown, 3 control, 4 user-defined, 5
+    unused, 6 byte.
     """
 
     model: str
@@ -226,7 +259,9 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """What a checkpoint says of its tokenizer, as plain data: the path of a tokenizer.json, or a vocabulary."""
+    """What a checkpoint says of its tokenizer, as plain data: the path of a tokenizer.json, or a
+    vocabulary.
+    """
 
     origin: Path
     """The file it stands in, for messages."""
@@ -255,10 +290,14 @@ class ModelHeader(Protocol):
 
 
 class Checkpoint(ModelHeader, Protocol):
-    """A model on disk, read lazily. Tensors go by the family's safetensors names and row orders, whatever the file is."""
+    """A model on disk, read lazily. Tensors go by the family's safetensors names and row orders,
+    whatever the file is.
+    """
 
     output_major: bool
-    """Every matrix is `[out, in]`, those too that the family's safetensors keep as `[in, out]` (Weight.transposed)."""
+    """Every matrix is `[out, in]`, those too that the family's safetensors keep as `[in, out]`
+    (Weight.transposed).
+    """
 
     weight_files: Sequence[Path]
     """Which together hold every tensor."""
@@ -274,5 +313,7 @@ class Checkpoint(ModelHeader, Protocol):
         ...
 
     def release(self) -> None:
-        """Memory that shows the files' bytes is given back until they are read again: it would count as this process's."""
+        """Memory that shows the files' bytes is given back until they are read again: it would
+        count as this process's.
+        """
         ...

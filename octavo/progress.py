@@ -1,4 +1,6 @@
-"""A progress bar on stderr, for those who wait at a terminal. Knows nothing of what is counted but its name and number."""
+"""A progress bar on stderr, for those who wait at a terminal. Knows nothing of what is counted but
+its name and number.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,13 @@ from typing import Any, Self
 
 
 class Bar:
-    """Nothing is shown, and nothing imported to show it with, before `patience_s` or where stderr is no terminal."""
+    """Nothing is shown, and nothing imported to show it with, before `patience_s` or where stderr
+    is no terminal.
+    """
 
-    def __init__(self, name: str, total: int, *, enabled: bool = True, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, name: str, total: int, *, enabled: bool = True, patience_s: float = 0.0
+    ) -> None:
         self._name = name
         self._total = total
         self._enabled = enabled and sys.stderr.isatty()

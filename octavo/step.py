@@ -1,6 +1,8 @@
-"""What crosses between the control plane and the execution plane: a StepPlan goes down, a StepResult comes back.
+"""What crosses between the control plane and the execution plane: a StepPlan goes down, a
+StepResult comes back.
 
-Plain ids and numbers only: no tensor, no request object, no text. Both are msgpack-friendly (msgspec structs of builtins).
+Plain ids and numbers only: no tensor, no request object, no text. Both are msgpack-friendly
+(msgspec structs of builtins).
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from octavo.sampling_params import SamplingParams
 
 
 class NewRow(msgspec.Struct):
-    """A request the worker does not know (new, or returning after a preemption, swapped or not): it gets a permanent row."""
+    """A request the worker does not know (new, or returning after a preemption, swapped or not): it
+    gets a permanent row.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -25,7 +29,9 @@ class NewRow(msgspec.Struct):
     sample_index: int = 0
     """Which of the n samples this row is; part of the Philox counter."""
     end_token_ids: list[int] = []
-    """Ids that end the request (end of sequence unless ignored, stop_token_ids): banned until `params.min_tokens` are generated."""
+    """Ids that end the request (end of sequence unless ignored, stop_token_ids): banned until
+    `params.min_tokens` are generated.
+    """
 
 
 class ScheduledRow(msgspec.Struct):
@@ -35,7 +41,9 @@ class ScheduledRow(msgspec.Struct):
     start: int
     num_tokens: int
     new_block_ids: list[list[int]]
-    """Per cache group: block ids appended to the row's table since the last step; [] where no group gained any."""
+    """Per cache group: block ids appended to the row's table since the last step; [] where no group
+    gained any.
+    """
     replaced_blocks: list[tuple[int, int, int]] = []
     """(group, index in the table, new block id): entries changed by copy-on-write."""
     samples: bool = False
@@ -43,9 +51,13 @@ class ScheduledRow(msgspec.Struct):
     num_prompt_logprobs: int | None = None
     """Set while a prompt's own logprobs are wanted: how many top alternatives per position."""
     search_of: str = ""
-    """The request whose beam search looks at the row's logprobs; "" for a row that is a request itself."""
+    """The request whose beam search looks at the row's logprobs; "" for a row that is a request
+    itself.
+    """
     from_device: bool = False
-    """Its one token is what the row draws in the step before, which has not come back: the device knows it, and nobody else yet."""
+    """Its one token is what the row draws in the step before, which has not come back: the device
+    knows it, and nobody else yet.
+    """
 
     @property
     def owner(self) -> str:
@@ -54,10 +66,11 @@ class ScheduledRow(msgspec.Struct):
 
 
 class BlockMove(msgspec.Struct):
-    """A whole block of one group, in every layer, copied before the step computes; a plan's moves are made in their order.
+    """A whole block of one group, in every layer, copied before the step computes; a plan's moves
+    are made in their order.
 
-    "copy": on the device. "swap_out": `target` is a host block. "swap_in": `source` is one. "save" and "load" likewise, between the
-    device and a connector's slot.
+    "copy": on the device. "swap_out": `target` is a host block. "swap_in": `source` is one. "save"
+    and "load" likewise, between the device and a connector's slot.
     """
 
     group: int
@@ -101,7 +114,8 @@ class SlotBlock(msgspec.Struct):
 
 
 class ConnectorPlan(msgspec.Struct):
-    """What a connector's worker half begins once the step's moves are made, and goes on with while steps compute.
+    """What a connector's worker half begins once the step's moves are made, and goes on with while
+    steps compute.
 
     What goes behind the slots is done in the order of the fields, and of the plans.
     """
@@ -141,7 +155,9 @@ class ConnectorReport(msgspec.Struct):
 
 
 class StoredBytes(msgspec.Struct, frozen=True):
-    """What lies behind a connector's slots, of this model and others, and what has ever gone wrong there."""
+    """What lies behind a connector's slots, of this model and others, and what has ever gone wrong
+    there.
+    """
 
     num_bytes: int = 0
     pinned_bytes: int = 0
@@ -153,7 +169,9 @@ class StoredBytes(msgspec.Struct, frozen=True):
 
 
 class ConnectorStats(msgspec.Struct):
-    """Of a connector's scheduler half: gauges of this moment, then counts of blocks since the start."""
+    """Of a connector's scheduler half: gauges of this moment, then counts of blocks since the
+    start.
+    """
 
     num_slots: int = 0
     """For each cache group."""
@@ -171,7 +189,9 @@ class ConnectorStats(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """All of one step. The worker moves blocks out, frees rows, adds rows, moves blocks in (from the first "swap_in" on), computes."""
+    """All of one step. The worker moves blocks out, frees rows, adds rows, moves blocks in (from
+    the first "swap_in" on), computes.
+    """
 
     step: int
     freed_rows: list[str]
@@ -180,7 +200,8 @@ class StepPlan(msgspec.Struct):
     rows: list[ScheduledRow]
     connector: ConnectorPlan | None = None
     num_steps: int = 1
-    """Decode steps, each row's drawn token being its next one. More than 1 only where every row computes one token and draws one.
+    """Decode steps, each row's drawn token being its next one. More than 1 only where every row
+    computes one token and draws one.
 
     They end early where a request ends or fails, and where whoever listens says so.
     """
@@ -191,7 +212,9 @@ class StepPlan(msgspec.Struct):
 
 
 class TokenLogprobs(msgspec.Struct):
-    """Logprobs of one position: the token's own first, then the best `k`, each with its rank (1 = most likely)."""
+    """Logprobs of one position: the token's own first, then the best `k`, each with its rank (1 =
+    most likely).
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -199,7 +222,8 @@ class TokenLogprobs(msgspec.Struct):
 
 
 class RowResult(msgspec.Struct):
-    """What one row of the plan yielded: a token for each decode step; none where it did not sample."""
+    """What one row of the plan yielded: a token for each decode step; none where it did not
+    sample."""
 
     request_id: str
     token_ids: list[int] = []

@@ -1,6 +1,8 @@
-"""The one place that builds an engine out of its parts: checkpoint, Programs, backend, worker, scheduler, clients, tokenizer.
+"""The one place that builds an engine out of its parts: checkpoint, Programs, backend, worker,
+scheduler, clients, tokenizer.
 
-Everything is chosen by the frozen config; nothing is registered or looked up elsewhere. Reports in words what it is doing.
+Everything is chosen by the frozen config; nothing is registered or looked up elsewhere. Reports in
+words what it is doing.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import __version__
 from octavo.backends.base import (
-    BLOCK_SIZE,
-    SPLIT_KEYS,
     AsyncBackend,
     Backend,
     BackendOptions,
@@ -23,6 +23,7 @@ from octavo.backends.base import (
     OnDemandBackend,
 )
 from octavo.backends.devices import choose_device, default_backend
+from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
@@ -93,7 +94,9 @@ class Front:
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest("this engine has no tokenizer", hint="start it without skip_tokenizer_init")
+            raise InvalidRequest(
+                "this engine has no tokenizer", hint="start it without skip_tokenizer_init"
+            )
         return self.tokenizer
 
 
@@ -128,7 +131,9 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     footprint = build_backend(config).footprint(program, _formats(config, header, whole))
     num_parameters = sum(math.prod(weight.shape) for weight in whole.weights)
     capacity = capacity_of(config, program, footprint, memory_bytes)
-    return ModelPlan(config, info, num_parameters, capacity, footprint, work_of(gather_early(program)))
+    return ModelPlan(
+        config, info, num_parameters, capacity, footprint, work_of(gather_early(program))
+    )
 
 
 def _formats(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
@@ -165,10 +170,18 @@ def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedCl
 
     def start(num_before: int) -> ProcessClient:
         """What an earlier core has recorded stays as it is."""
-        record = observe.record if observe.record is None or num_before == 0 else f"{observe.record}.{num_before}"
+        record = (
+            observe.record
+            if observe.record is None or num_before == 0
+            else f"{observe.record}.{num_before}"
+        )
         return ProcessClient("octavo.wiring:build_core_of_options", options | {"record": record})
 
-    return SupervisedClient(start, stall_timeout_s=observe.stall_timeout, report=report) if observe.stall_timeout else start(0)
+    return (
+        SupervisedClient(start, stall_timeout_s=observe.stall_timeout, report=report)
+        if observe.stall_timeout
+        else start(0)
+    )
 
 
 def _options_of(model: Model) -> dict[str, Any]:
@@ -201,11 +214,20 @@ def _info_of(header: ModelHeader) -> ModelInfo:
 
 def _derived(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     backend = config.backend.backend or default_backend()
-    return derive(config, model_context_tokens=info.max_context_tokens, num_threads=Machine().num_threads(), backend=backend)
+    return derive(
+        config,
+        model_context_tokens=info.max_context_tokens,
+        num_threads=Machine().num_threads(),
+        backend=backend,
+    )
 
 
-def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple[EngineCore, EngineInfo, Worker | RankedWorker]:
-    """Weights packed, KV cache allocated, scheduler in front; other ranks started, where there are any."""
+def build_core(
+    model: Model, report: Report, stop_texts: MakeStopTexts
+) -> tuple[EngineCore, EngineInfo, Worker | RankedWorker]:
+    """Weights packed, KV cache allocated, scheduler in front; other ranks started, where there are
+    any.
+    """
     if model.config.observe.record is not None:
         check_writable(Path(model.config.observe.record))
     if model.config.backend.tensor_parallel_size == 1:
@@ -218,7 +240,11 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> tuple
 
 
 def _build_core(
-    model: Model, report: Report, stop_texts: MakeStopTexts, ranks: TorchRanks | None = None, others: OtherRanks | None = None
+    model: Model,
+    report: Report,
+    stop_texts: MakeStopTexts,
+    ranks: TorchRanks | None = None,
+    others: OtherRanks | None = None,
 ) -> tuple[EngineCore, EngineInfo, Worker | RankedWorker]:
     config = model.config
     loaded = load_model(model, report, ranks)
@@ -228,12 +254,24 @@ def _build_core(
     report(budget.describe())
     groups = _block_groups(config, budget)
     tiers, tier_worker = _build_tiers(model, loaded, report)
-    num_blocks, num_host_blocks = [group.num_blocks for group in groups], [group.num_host_blocks for group in groups]
-    worker = common_worker(loaded, others, num_blocks, num_host_blocks, connector=tier_worker, report=report)
+    num_blocks, num_host_blocks = (
+        [group.num_blocks for group in groups],
+        [group.num_host_blocks for group in groups],
+    )
+    worker = common_worker(
+        loaded, others, num_blocks, num_host_blocks, connector=tier_worker, report=report
+    )
     max_model_len = budget.load.max_model_len
     sizes = {"block_size": BLOCK_SIZE, "max_model_len": max_model_len}
-    scheduler = build_scheduler(config.scheduler, config.cache, groups, **sizes, tiers=tiers, stop_texts=stop_texts)
-    info = EngineInfo(loaded.program.vocab_size, max_model_len, scheduler.blocks.capacity_tokens, budget.describe())
+    scheduler = build_scheduler(
+        config.scheduler, config.cache, groups, **sizes, tiers=tiers, stop_texts=stop_texts
+    )
+    info = EngineInfo(
+        loaded.program.vocab_size,
+        max_model_len,
+        scheduler.blocks.capacity_tokens,
+        budget.describe(),
+    )
     log = _log(config, budget, groups, tiers)
     meter = KvMeter([layout.block_bytes for layout in loaded.layouts], max_model_len=max_model_len)
     core = EngineCore(
@@ -252,7 +290,11 @@ def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
     wanted = config.scheduler.async_scheduling
     if wanted != "auto":
         return wanted == "on"
-    return isinstance(backend, AsyncBackend) and backend.computes_apart and not against_async_scheduling(config)
+    return (
+        isinstance(backend, AsyncBackend)
+        and backend.computes_apart
+        and not against_async_scheduling(config)
+    )
 
 
 def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) -> LoadedModel:
@@ -272,9 +314,15 @@ def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) ->
 
 
 def _part(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:
-    """What the rank computes of it; ConfigError where it cannot be split over as many ranks as the options say."""
+    """What the rank computes of it; ConfigError where it cannot be split over as many ranks as the
+    options say.
+    """
     num_ranks = config.backend.tensor_parallel_size
-    return whole if num_ranks == 1 else shard(whole, rank, num_ranks, input_units(_formats(config, header, whole)))
+    return (
+        whole
+        if num_ranks == 1
+        else shard(whole, rank, num_ranks, input_units(_formats(config, header, whole)))
+    )
 
 
 def _start_ranks(model: Model) -> tuple[TorchRanks, OtherRanks]:
@@ -282,7 +330,9 @@ def _start_ranks(model: Model) -> tuple[TorchRanks, OtherRanks]:
     config, num_ranks = model.config, model.config.backend.tensor_parallel_size
     _part(config, model.checkpoint, _decoder(config, model.info, model.checkpoint), 0)
     device = choose_device(config.backend.device, num_devices=num_ranks)
-    return start_ranks("octavo.wiring:load_rank", _options_of(model) | {"record": None}, num_ranks, device)
+    return start_ranks(
+        "octavo.wiring:load_rank", _options_of(model) | {"record": None}, num_ranks, device
+    )
 
 
 def load_rank(setup: Setup, started: Callable[[], None]) -> LoadedModel:
@@ -295,19 +345,39 @@ def load_rank(setup: Setup, started: Callable[[], None]) -> LoadedModel:
     return load_model(model, quiet, TorchRanks(setup.rank, setup.num_ranks, device, setup.port))
 
 
-def _log(config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None) -> Log:
+def _log(
+    config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None
+) -> Log:
     if config.observe.record is None:
         return NoLog()
     log = Recorder(Path(config.observe.record))
-    sizes = {"block_size": BLOCK_SIZE, "max_model_len": budget.load.max_model_len, "kv_bytes": budget.num_bytes}
-    log.write(Began(FORMAT, __version__, flat_options(config), config.scheduler, config.cache, groups, **sizes, tiers=tiers))
+    sizes = {
+        "block_size": BLOCK_SIZE,
+        "max_model_len": budget.load.max_model_len,
+        "kv_bytes": budget.num_bytes,
+    }
+    log.write(
+        Began(
+            FORMAT,
+            __version__,
+            flat_options(config),
+            config.scheduler,
+            config.cache,
+            groups,
+            **sizes,
+            tiers=tiers,
+        )
+    )
     return log
 
 
 def _check_cache(cache: CacheOptions, backend: Backend, footprint: Footprint) -> None:
     """ConfigError, before anything is loaded, where KV cannot be kept as the options have it."""
     if cache.kv_layout == "virtual" and not isinstance(backend, OnDemandBackend):
-        raise ConfigError(f"kv_layout: virtual is not for the backend {backend.name}", hint="leave kv_layout at paged")
+        raise ConfigError(
+            f"kv_layout: virtual is not for the backend {backend.name}",
+            hint="leave kv_layout at paged",
+        )
     block_bytes = [layout.block_bytes for layout in footprint.kv_layouts]
     _num_slots(cache, sum(block_bytes))
     if cache.prefix_cache_dir is not None:
@@ -315,7 +385,9 @@ def _check_cache(cache: CacheOptions, backend: Backend, footprint: Footprint) ->
         open_root(cache.prefix_cache_dir)
 
 
-def _check_fits(model: Model, backend: Backend, own: Program, footprint: Footprint, report: Report) -> None:
+def _check_fits(
+    model: Model, backend: Backend, own: Program, footprint: Footprint, report: Report
+) -> None:
     """ConfigError, before anything is loaded, where it cannot fit."""
     config, name = model.config, str(model.config.model.served_model_name)
     memory = device_memory(backend)
@@ -329,17 +401,29 @@ def _check_fits(model: Model, backend: Backend, own: Program, footprint: Footpri
 
 
 def stop_texts_of(began: Began, *, model: str | None) -> MakeStopTexts:
-    """As a recorded engine found stop strings; the model is looked at where a beam search has any."""
+    """As a recorded engine found stop strings; the model is looked at where a beam search has
+    any."""
     options = began.options | {"record": None} | ({"model": model} if model else {})
     return LazyStopTexts(lambda: build_tokenizer(open_model(EngineConfig.from_options(**options))))
 
 
 def build_executor(began: Began, *, model: str | None, report: Report) -> Executor:
-    """What carries out the plans of a recording: the recorded model, or another copy of it, in the recorded KV blocks."""
+    """What carries out the plans of a recording: the recorded model, or another copy of it, in the
+    recorded KV blocks.
+    """
     if began.tiers is not None:
-        what = "the recording is of an engine with a prefix cache off the device, whose blocks are not in it"
-        raise ConfigError(f"{what}: its plans cannot be carried out", hint="replay it without --execute")
-    options = began.options | {"record": None, "kv_cache_memory_bytes": began.kv_bytes} | ({"model": model} if model else {})
+        what = (
+            "the recording is of an engine with a prefix cache off the device, whose blocks are not"
+            " in it"
+        )
+        raise ConfigError(
+            f"{what}: its plans cannot be carried out", hint="replay it without --execute"
+        )
+    options = (
+        began.options
+        | {"record": None, "kv_cache_memory_bytes": began.kv_bytes}
+        | ({"model": model} if model else {})
+    )
     opened = open_model(EngineConfig.from_options(**options))
     _, _, worker = build_core(opened, report, stop_texts_of(began, model=model))
     return worker
@@ -355,7 +439,11 @@ def _weight_reader(model: Model, program: Program, report: Report) -> WeightRead
         from octavo.worker.calibration import input_powers
 
         report("running the model once to see which of its inputs matter")
-        importance = input_powers(program, WeightReader(model.checkpoint).load, context_tokens=model.info.max_context_tokens)
+        importance = input_powers(
+            program,
+            WeightReader(model.checkpoint).load,
+            context_tokens=model.info.max_context_tokens,
+        )
     return WeightReader(model.checkpoint, options.dtype, options.quantization, program, importance)
 
 
@@ -387,7 +475,9 @@ def build_backend(config: EngineConfig, ranks: TorchRanks | None = None) -> Back
     return NativeBackend(options, level=None if level == "auto" else level)
 
 
-def _torch_backend(options: BackendOptions, choice: BackendChoice, ranks: TorchRanks | None) -> Backend:
+def _torch_backend(
+    options: BackendOptions, choice: BackendChoice, ranks: TorchRanks | None
+) -> Backend:
     """PyTorch is imported here, and nowhere before."""
     device = choose_device(choice.device)
     from octavo.backends.torch.backend import TorchBackend
@@ -406,30 +496,45 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
 
 
 def _tokenizer_source(model: Model) -> TokenizerSource:
-    """The model's own, or what the option `tokenizer` names: a directory, or a model with a tokenizer in it."""
+    """The model's own, or what the option `tokenizer` names: a directory, or a model with a
+    tokenizer in it.
+    """
     checkpoint, name = model.checkpoint, model.config.model.tokenizer
     if name is None:
         source, where = checkpoint.tokenizer_source(), str(checkpoint.path)
     elif not is_there(path := user_path(name)):
         raise ConfigError(f"tokenizer: got {name!r}, no such file or directory")
     elif path.is_dir():
-        source, where = tokenizer_source(path, checkpoint.config, checkpoint.generation_config), name
+        source, where = (
+            tokenizer_source(path, checkpoint.config, checkpoint.generation_config),
+            name,
+        )
     else:
         source, where = open_checkpoint(path).tokenizer_source(), name
     if source is None:
-        raise ConfigError(f"{where}: holds no tokenizer", hint="name one by `tokenizer`, or pass token ids with skip_tokenizer_init")
+        raise ConfigError(
+            f"{where}: holds no tokenizer",
+            hint="name one by `tokenizer`, or pass token ids with skip_tokenizer_init",
+        )
     return source
 
 
 def flat_options(config: EngineConfig) -> dict[str, Any]:
     """What `EngineConfig.from_options` makes the same config of."""
     sections = [getattr(config, section.name) for section in fields(config)]
-    return {entry.name: getattr(section, entry.name) for section in sections for entry in fields(section)}
+    return {
+        entry.name: getattr(section, entry.name)
+        for section in sections
+        for entry in fields(section)
+    }
 
 
 def _decoder(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Program:
     if info.is_encoder_decoder:
-        raise UnsupportedModel(f"{config.model.model}: {info.model_type} is an encoder and decoder, only decoders generate here")
+        raise UnsupportedModel(
+            f"{config.model.model}: {info.model_type} is an encoder and decoder, only decoders"
+            " generate here"
+        )
     return build_programs(header.config)["decoder"]
 
 
@@ -437,12 +542,17 @@ def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
     """As the scheduler sees the KV cache; the host never holds more than the device."""
     num_host_blocks = config.cache.swap_space // budget.block_bytes
     return [
-        BlockGroup(count, group.window, min(count, num_host_blocks)) for count, group in zip(budget.num_blocks, budget.groups, strict=True)
+        BlockGroup(count, group.window, min(count, num_host_blocks))
+        for count, group in zip(budget.num_blocks, budget.groups, strict=True)
     ]
 
 
-def _build_tiers(model: Model, loaded: LoadedModel, report: Report) -> tuple[Tiers | None, TierWorker | None]:
-    """The prefix cache off the device: what its scheduler half is made of, and its worker half, where the options ask for them."""
+def _build_tiers(
+    model: Model, loaded: LoadedModel, report: Report
+) -> tuple[Tiers | None, TierWorker | None]:
+    """The prefix cache off the device: what its scheduler half is made of, and its worker half,
+    where the options ask for them.
+    """
     cache, layouts = model.config.cache, loaded.layouts
     block_bytes = [layout.block_bytes for layout in layouts]
     num_slots = _num_slots(cache, sum(block_bytes))
@@ -452,18 +562,30 @@ def _build_tiers(model: Model, loaded: LoadedModel, report: Report) -> tuple[Tie
     worker = TierWorker([HostShape(num_slots, size) for size in block_bytes], directory)
     first = worker.report(wait_s=0.0)
     if first is not None:
-        report(f"prefix cache in {cache.prefix_cache_dir}: {len(first.found):,} blocks of this model")
-    return Tiers(block_bytes, num_slots, directory is not None, cache.prefix_cache_size // 2, first), worker
+        report(
+            f"prefix cache in {cache.prefix_cache_dir}: {len(first.found):,} blocks of this model"
+        )
+    return (
+        Tiers(block_bytes, num_slots, directory is not None, cache.prefix_cache_size // 2, first),
+        worker,
+    )
 
 
 def _num_slots(cache: CacheOptions, block_bytes: int) -> int:
     wanted = cache.kv_offloading_size
     if wanted is None:
         available = Machine().available_bytes()
-        default = DEFAULT_OFFLOADING_BYTES if available is None else min(DEFAULT_OFFLOADING_BYTES, available // 8)
+        default = (
+            DEFAULT_OFFLOADING_BYTES
+            if available is None
+            else min(DEFAULT_OFFLOADING_BYTES, available // 8)
+        )
         wanted = 0 if cache.prefix_cache_dir is None else max(default, block_bytes)
     if wanted < block_bytes and (wanted or cache.prefix_cache_dir is not None):
-        raise ConfigError(f"kv_offloading_size: got {format_bytes(wanted)}, allowed is at least one block, {format_bytes(block_bytes)}")
+        raise ConfigError(
+            f"kv_offloading_size: got {format_bytes(wanted)}, allowed is at least one block,"
+            f" {format_bytes(block_bytes)}"
+        )
     return wanted // block_bytes
 
 
@@ -481,15 +603,28 @@ def _block_directory(model: Model, loaded: LoadedModel) -> BlockDirectory:
         "layouts": list(map(str, layouts)),
         "block and split": [BLOCK_SIZE, SPLIT_KEYS],
     }
-    return BlockDirectory(root, fingerprint(parts, checkpoint.weight_files, cache=root), max_bytes=cache.prefix_cache_size)
+    return BlockDirectory(
+        root,
+        fingerprint(parts, checkpoint.weight_files, cache=root),
+        max_bytes=cache.prefix_cache_size,
+    )
 
 
-def _front(model: Model, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None) -> Front:
+def _front(
+    model: Model, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None
+) -> Front:
     options = model.config.scheduler
-    sizes = {"max_model_len": info.max_model_len, "kv_capacity_tokens": info.kv_capacity_tokens, "block_size": BLOCK_SIZE}
+    sizes = {
+        "max_model_len": info.max_model_len,
+        "kv_capacity_tokens": info.kv_capacity_tokens,
+        "block_size": BLOCK_SIZE,
+    }
     prompts = prompt_limits(options, model.config.cache, **sizes)
     limits = ModelLimits(info.vocab_size, prompts, model.config.model.max_logprobs)
-    eos_token_ids = (*model.info.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ()))
+    eos_token_ids = (
+        *model.info.eos_token_ids,
+        *(tokenizer.eos_token_ids if tokenizer is not None else ()),
+    )
     inputs = InputProcessor(
         limits=limits,
         tokenizer=tokenizer,
@@ -497,4 +632,11 @@ def _front(model: Model, client: EngineClient, info: EngineInfo, tokenizer: Toke
         seed=model.config.model.seed,
         scheduling_policy=options.scheduling_policy,
     )
-    return Front(model.config, client, inputs, OutputProcessor(tokenizer), tokenizer, model.checkpoint.generation_config)
+    return Front(
+        model.config,
+        client,
+        inputs,
+        OutputProcessor(tokenizer),
+        tokenizer,
+        model.checkpoint.generation_config,
+    )

@@ -9,15 +9,30 @@ from octavo.backends.devices import has_nvidia_driver
 from tests.support.backend_choice import BACKENDS, VARIABLE
 
 if not has_nvidia_driver():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run in its interpreter
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # whose products of tiles are too small for threads
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # before anything imports Triton: its kernels run in its interpreter
+    os.environ.setdefault(
+        "OPENBLAS_NUM_THREADS", "1"
+    )  # whose products of tiles are too small for threads
 
-LONG_ON_TORCH = {"test_llm_faults.py", "test_prefix_store.py", "test_beam_search.py", "test_best_of.py"}
-"""Files whose tests on torch, which computes a batch-invariant step row by row, run in make test-all only."""
+LONG_ON_TORCH = {
+    "test_llm_faults.py",
+    "test_prefix_store.py",
+    "test_beam_search.py",
+    "test_best_of.py",
+}
+"""Files whose tests on torch, which computes a batch-invariant step row by row, run in make
+test-all only.
+"""
 
 
 def pytest_addoption(parser):
-    parser.addoption("--backend", choices=BACKENDS, help="only this one of the backends that tests have as a parameter")
+    parser.addoption(
+        "--backend",
+        choices=BACKENDS,
+        help="only this one of the backends that tests have as a parameter",
+    )
 
 
 def pytest_configure(config):
@@ -54,7 +69,11 @@ def small_disk(tmp_path):
     """A folder on a disk of 64 KiB; only root can have one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)],
+        capture_output=True,
+        check=False,
+    ).returncode:
         pytest.skip("no right to mount a small disk")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)

@@ -1,7 +1,9 @@
-"""ik_llama.cpp on the standard work, through the C functions that the package ik-llama-cpp-python names. MODEL is a GGUF file; options:
-JSON of fields of its llama_model_params and llama_context_params, e.g. {"flash_attn": true, "repack_tensors": true}.
+"""ik_llama.cpp on the standard work, through the C functions that the package ik-llama-cpp-python
+names. MODEL is a GGUF file; options: JSON of fields of its llama_model_params and
+llama_context_params, e.g. {"flash_attn": true, "repack_tensors": true}.
 
-The wheel is built for AVX2, without AVX-512; IK_LLAMA_CPP_LIB_PATH names the libllama.so of another build.
+The wheel is built for AVX2, without AVX-512; IK_LLAMA_CPP_LIB_PATH names the libllama.so of another
+build.
 """
 
 import json
@@ -15,10 +17,17 @@ BATCH_TOKENS = 2048
 
 
 class Engine:
-    def __init__(self, path: str, requests: int, context_tokens: int, options: dict[str, object]) -> None:
+    def __init__(
+        self, path: str, requests: int, context_tokens: int, options: dict[str, object]
+    ) -> None:
         api.llama_backend_init()
         model_params, params = api.llama_model_default_params(), api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = context_tokens, BATCH_TOKENS, 512, requests
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = (
+            context_tokens,
+            BATCH_TOKENS,
+            512,
+            requests,
+        )
         params.n_threads = params.n_threads_batch = os.cpu_count() or 1
         known = [{name for name, _ in part._fields_} for part in (model_params, params)]
         for name, value in options.items():
@@ -40,14 +49,22 @@ class Engine:
         at_once = BATCH_TOKENS // len(prompts[0])
         for first in range(0, len(prompts), at_once):
             part = prompts[first : first + at_once]
-            rows = [(token, place, first + i, place == len(ids) - 1) for i, ids in enumerate(part) for place, token in enumerate(ids)]
+            rows = [
+                (token, place, first + i, place == len(ids) - 1)
+                for i, ids in enumerate(part)
+                for place, token in enumerate(ids)
+            ]
             drawn += self._decode(rows)
         for step in range(num_output - 1):
-            drawn = self._decode([(token, len(prompts[i]) + step, i, True) for i, token in enumerate(drawn)])
+            drawn = self._decode(
+                [(token, len(prompts[i]) + step, i, True) for i, token in enumerate(drawn)]
+            )
         return len(drawn) * num_output
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """rows: (token, position, sequence, whether one is drawn after it) -> the tokens drawn, greedily."""
+        """rows: (token, position, sequence, whether one is drawn after it) -> the tokens drawn,
+        greedily.
+        """
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, draws) in enumerate(rows):
@@ -56,7 +73,14 @@ class Engine:
         if status := api.llama_decode(self.context, batch):
             raise SystemExit(f"llama_decode gave {status}")
         places = [i for i, row in enumerate(rows) if row[3]]
-        return [int(np.ctypeslib.as_array(api.llama_get_logits_ith(self.context, i), (self.num_tokens,)).argmax()) for i in places]
+        return [
+            int(
+                np.ctypeslib.as_array(
+                    api.llama_get_logits_ith(self.context, i), (self.num_tokens,)
+                ).argmax()
+            )
+            for i in places
+        ]
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""llama.cpp on the standard work, through its own llama-batched-bench, which counts its tokens itself. MODEL is a GGUF file;
-options: JSON of {"binary": PATH of llama-batched-bench, "arguments": [more of its flags]}. Any Python runs this file."""
+"""llama.cpp on the standard work, through its own llama-batched-bench, which counts its tokens
+itself. MODEL is a GGUF file; options: JSON of {"binary": PATH of llama-batched-bench, "arguments":
+[more of its flags]}. Any Python runs this file."""
 
 import json
 import os
@@ -8,14 +9,47 @@ import subprocess
 
 from work import arguments, report
 
-COLUMNS = ("prompt", "generated", "streams", "kv", "prompt_s", "prompt_rate", "generated_s", "generated_rate", "seconds", "rate")
+COLUMNS = (
+    "prompt",
+    "generated",
+    "streams",
+    "kv",
+    "prompt_s",
+    "prompt_rate",
+    "generated_s",
+    "generated_rate",
+    "seconds",
+    "rate",
+)
 
 model, requests, prompt, output, text = arguments()
 options = json.loads(text)
-command = [options["binary"], "-m", model, "-c", str(requests * (prompt + output)), "-b", "2048", "-ub", "512"]
-command += ["-npp", str(prompt), "-ntg", str(output), "-npl", f"1,{requests}", "-t", str(os.cpu_count()), *options.get("arguments", [])]
+command = [
+    options["binary"],
+    "-m",
+    model,
+    "-c",
+    str(requests * (prompt + output)),
+    "-b",
+    "2048",
+    "-ub",
+    "512",
+]
+command += [
+    "-npp",
+    str(prompt),
+    "-ntg",
+    str(output),
+    "-npl",
+    f"1,{requests}",
+    "-t",
+    str(os.cpu_count()),
+    *options.get("arguments", []),
+]
 done = subprocess.run(command, check=False, capture_output=True, text=True)
-rows = [re.findall(r"[\d.]+", line) for line in done.stdout.splitlines() if re.match(r"^\|\s+\d", line)]
+rows = [
+    re.findall(r"[\d.]+", line) for line in done.stdout.splitlines() if re.match(r"^\|\s+\d", line)
+]
 if done.returncode or len(rows) != 2:
     raise SystemExit(f"{options['binary']} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 one, many = (dict(zip(COLUMNS, map(float, row), strict=True)) for row in rows)

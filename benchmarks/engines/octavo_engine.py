@@ -1,4 +1,6 @@
-"""Octavo on the standard work. Options: JSON of LLM keywords, e.g. {"quantization": "int8"}. Prefix caching is off, as in the peers."""
+"""Octavo on the standard work. Options: JSON of LLM keywords, e.g. {"quantization": "int8"}. Prefix
+caching is off, as in the peers.
+"""
 
 import json
 

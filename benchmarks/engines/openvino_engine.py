@@ -1,5 +1,5 @@
-"""OpenVINO GenAI's continuous batching on the CPU on the standard work. MODEL is a directory of OpenVINO IR; options:
-JSON of plugin properties, e.g. {"INFERENCE_PRECISION_HINT": "bf16"}."""
+"""OpenVINO GenAI's continuous batching on the CPU on the standard work. MODEL is a directory of
+OpenVINO IR; options: JSON of plugin properties, e.g. {"INFERENCE_PRECISION_HINT": "bf16"}."""
 
 import json
 
@@ -20,7 +20,10 @@ pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", js
 def run(prompts: list[list[int]], num_output: int) -> int:
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens, config.ignore_eos, config.do_sample = num_output, True, False
-    handles = [pipeline.add_request(index, openvino.Tensor(np.array([ids], np.int64)), config) for index, ids in enumerate(prompts)]
+    handles = [
+        pipeline.add_request(index, openvino.Tensor(np.array([ids], np.int64)), config)
+        for index, ids in enumerate(prompts)
+    ]
     while pipeline.has_non_finished_requests():
         pipeline.step()
     return sum(len(answer.generated_ids) for handle in handles for answer in handle.read_all())

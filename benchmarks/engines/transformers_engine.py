@@ -1,4 +1,5 @@
-"""transformers' generate on the standard work, one static batch. Options: the dtype, e.g. bfloat16."""
+"""transformers' generate on the standard work, one static batch. Options: the dtype, e.g.
+bfloat16."""
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,7 +13,12 @@ def run(prompts: list[list[int]], num_output: int) -> int:
     ids = torch.tensor(prompts)
     with torch.inference_mode():
         made = network.generate(
-            ids, attention_mask=torch.ones_like(ids), min_new_tokens=num_output, max_new_tokens=num_output, do_sample=False, pad_token_id=2
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=num_output,
+            max_new_tokens=num_output,
+            do_sample=False,
+            pad_token_id=2,
         )
     return (made.shape[1] - ids.shape[1]) * len(prompts)
 

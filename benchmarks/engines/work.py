@@ -1,8 +1,10 @@
-"""The standard work that every engine is timed on: the same seeded token ids, greedy, end-of-sequence ignored.
+"""The standard work that every engine is timed on: the same seeded token ids, greedy,
+end-of-sequence ignored.
 
-single: one request; batch: all at once; prefill: all at once, one output token each. An engine's script gives `measure` a function
-that runs a batch of token-id prompts to exactly `num_output` tokens each and returns how many tokens came out. The standard
-library alone is needed, for each engine has a virtual environment of its own.
+single: one request; batch: all at once; prefill: all at once, one output token each. An engine's
+script gives `measure` a function that runs a batch of token-id prompts to exactly `num_output`
+tokens each and returns how many tokens came out. The standard library alone is needed, for each
+engine has a virtual environment of its own.
 """
 
 import json
@@ -15,13 +17,17 @@ Run = Callable[[list[list[int]], int], int]
 
 
 def arguments() -> tuple[str, int, int, int, str]:
-    """(model, requests, prompt tokens, output tokens, options as the engine's script reads them) from the command line."""
+    """(model, requests, prompt tokens, output tokens, options as the engine's script reads them)
+    from the command line.
+    """
     model, requests, prompt, output, options = sys.argv[1:6]
     return model, int(requests), int(prompt), int(output), options
 
 
 def measure(run: Run, requests: int, prompt: int, output: int) -> None:
-    """Prints one line `RESULT {"work": ..., "tokens_per_second": ...}` a work, after a warm-up on other ids."""
+    """Prints one line `RESULT {"work": ..., "tokens_per_second": ...}` a work, after a warm-up on
+    other ids.
+    """
     draw = random.Random(0)
     prompts = [[draw.randint(10, 40000) for _ in range(prompt)] for _ in range(requests)]
     warm = [[draw.randint(10, 40000) for _ in range(prompt)] for _ in range(2)]

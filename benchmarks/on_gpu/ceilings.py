@@ -1,4 +1,6 @@
-"""The device and its software; the most that it gives: bytes of a large copy, operations of a large product in bf16 and in fp8."""
+"""The device and its software; the most that it gives: bytes of a large copy, operations of a large
+product in bf16 and in fp8.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def section(settings: Settings, emit: Emit) -> None:
 
 
 def copy_s(num_bytes: int, device: torch.device) -> float:
-    source, target = (torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (
+        torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device) for _ in range(2)
+    )
     return seconds(lambda: target.copy_(source), device)
 
 
@@ -51,19 +55,36 @@ def _fp8_rate(side: int, device: torch.device) -> float | None:
         return None
     a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
-    return 2 * side**3 / seconds(lambda: torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), device)
+    return (
+        2
+        * side**3
+        / seconds(
+            lambda: torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
+            device,
+        )
+    )
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What a reader must know to compare."""
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M"), "device": platform.processor() or platform.machine()}
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "device": platform.processor() or platform.machine(),
+    }
     if device.type == "cuda":
         from octavo.backends.devices import driver_version
 
         properties = torch.cuda.get_device_properties(device)
-        found |= {"device": properties.name, "memory_bytes": properties.total_memory, "processors": properties.multi_processor_count}
+        found |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "processors": properties.multi_processor_count,
+        }
         found |= {"cuda": torch.version.cuda, "driver": driver_version()}
-    return found | {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    return found | {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+    }
 
 
 def _version(package: str) -> str | None:

@@ -1,7 +1,9 @@
-"""A whole engine over a dense model of random weights: one stream, many streams, prompts; in bf16 and in 4 bits.
+"""A whole engine over a dense model of random weights: one stream, many streams, prompts; in bf16
+and in 4 bits.
 
-Times are of the device's own marks between steps (`watch.py`). A decode step's bound is the bytes of all weights that it reads, and of
-K and V of all contexts, at the bandwidth of a large copy; a prompt's is its operations at the rate of a large product.
+Times are of the device's own marks between steps (`watch.py`). A decode step's bound is the bytes
+of all weights that it reads, and of K and V of all contexts, at the bandwidth of a large copy; a
+prompt's is its operations at the rate of a large product.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ Quantization = Literal["int4"] | None
 
 @dataclass(frozen=True)
 class Loads:
-    """`streams` whose contexts have `context` tokens halfway through `decoded` steps of all; a `prompt`; `offered` requests for the
-    comparison with other engines: (how many, prompt, output)."""
+    """`streams` whose contexts have `context` tokens halfway through `decoded` steps of all; a
+    `prompt`; `offered` requests for the comparison with other engines: (how many, prompt, output).
+    """
 
     streams: int
     context: int
@@ -39,7 +42,9 @@ class Loads:
 
 
 LOOKED_INTO = 18
-"""Steps behind those that are measured, some of which are profiled: what takes the time, for who makes it faster."""
+"""Steps behind those that are measured, some of which are profiled: what takes the time, for who
+makes it faster.
+"""
 
 FULL = Loads(256, 1024, 64, 8192, (128, 512, 64))
 TINY = Loads(4, 40, 16, 64, (4, 20, 6))
@@ -54,7 +59,8 @@ def plain(settings: Settings, emit: Emit) -> None:
 
 
 def four_bits(settings: Settings, emit: Emit) -> None:
-    """Values and half of the matrices behind a gate have 8 bits, as `--quantization int4` has them."""
+    """Values and half of the matrices behind a gate have 8 bits, as `--quantization int4` has
+    them."""
     _section(settings, emit, "int4", "4-bit")
 
 
@@ -72,7 +78,15 @@ def _section(settings: Settings, emit: Emit, quantization: Quantization, name: s
             }
         )
         with llm:
-            measured = Measured(llm, shape, loads, settings, emit, name, Watch(program_of(llm), torch.device(settings.device)))
+            measured = Measured(
+                llm,
+                shape,
+                loads,
+                settings,
+                emit,
+                name,
+                Watch(program_of(llm), torch.device(settings.device)),
+            )
             attempt(emit, f"decode, one stream, {name}", measured.one_stream)
             attempt(emit, f"decode, many streams, {name}", measured.many_streams)
             attempt(emit, f"prefill, {name}", measured.prompts)
@@ -113,17 +127,29 @@ class Measured:
     def one_stream(self) -> None:
         decoded = self.loads.decoded
         prompt, look = self._prompts(1, 16 if self.settings.tiny else 128), Look(1, decoded + 6)
-        steady = Steady.of(self.watch.taken(lambda: self._generate(prompt, decoded + LOOKED_INTO), look), 1, decoded)
+        steady = Steady.of(
+            self.watch.taken(lambda: self._generate(prompt, decoded + LOOKED_INTO), look),
+            1,
+            decoded,
+        )
         self._decoded("decode, one stream", f"context {steady.keys:,.0f}", steady, look)
 
     def many_streams(self) -> None:
-        """All requests' prompts take some steps, in which the first ones generate already; then all generate together."""
+        """All requests' prompts take some steps, in which the first ones generate already; then all
+        generate together.
+        """
         loads = self.loads
         prompt = loads.context - loads.decoded // 2
-        prompt_steps = -(-loads.streams * prompt // self.llm.config.scheduler.max_num_batched_tokens) + 8
+        prompt_steps = (
+            -(-loads.streams * prompt // self.llm.config.scheduler.max_num_batched_tokens) + 8
+        )
         output = prompt_steps + loads.decoded + LOOKED_INTO
         prompts, look = self._prompts(loads.streams, prompt), Look(loads.streams, loads.decoded + 8)
-        steady = Steady.of(self.watch.taken(lambda: self._generate(prompts, output), look), loads.streams, loads.decoded)
+        steady = Steady.of(
+            self.watch.taken(lambda: self._generate(prompts, output), look),
+            loads.streams,
+            loads.decoded,
+        )
         shape = f"{loads.streams} x {steady.keys / loads.streams:,.0f}"
         self._decoded("decode, many streams", shape, steady, look)
         self.emit(shared(f"GPU busy, many streams, {self.name}", shape, steady.busy))
@@ -134,9 +160,18 @@ class Measured:
             prompt = self._prompts(1, self.loads.prompt, seed)
             steps = self.watch.taken(lambda: self._generate(prompt, 1), look if seed == 3 else None)  # noqa: B023 - it runs at once
             found.append(steps[0].began.until(steps[-1].ended))
-        bound_s = bound_of(self.settings.need_ceilings(), operations=self.shape.prefill_operations(self.loads.prompt))
+        bound_s = bound_of(
+            self.settings.need_ceilings(),
+            operations=self.shape.prefill_operations(self.loads.prompt),
+        )
         self.emit(
-            timed(f"prefill, {self.name}", f"1 x {self.loads.prompt:,}", statistics.median(found[1:3]), bound_s=bound_s, steps=len(steps))
+            timed(
+                f"prefill, {self.name}",
+                f"1 x {self.loads.prompt:,}",
+                statistics.median(found[1:3]),
+                bound_s=bound_s,
+                steps=len(steps),
+            )
         )
         self.emit({"profile": f"prefill, {self.name}", **look.found()})
 
@@ -148,30 +183,51 @@ class Measured:
         began = time.perf_counter()
         self._generate(prompts, output)
         self.emit(
-            {"offered": "octavo", "requests": [count, prompt, output], "tokens_per_s": count * output / (time.perf_counter() - began)}
+            {
+                "offered": "octavo",
+                "requests": [count, prompt, output],
+                "tokens_per_s": count * output / (time.perf_counter() - began),
+            }
         )
 
     def _decoded(self, work: str, shape: str, steady: Steady, look: Look) -> None:
         read = weight_bytes_read(program_of(self.llm)) + self.shape.kv_bytes(round(steady.keys))
         bound_s = bound_of(self.settings.need_ceilings(), num_bytes=read)
-        more = {"bytes": read, "steps": len(steady.steps), "busy": round(steady.busy, 4), "host_ms": round(1e3 * steady.host_s, 3)}
+        more = {
+            "bytes": read,
+            "steps": len(steady.steps),
+            "busy": round(steady.busy, 4),
+            "host_ms": round(1e3 * steady.host_s, 3),
+        }
         self.emit(timed(f"{work}, {self.name}", shape, steady.step_s, bound_s=bound_s, **more))
         self.emit({"profile": f"{work}, {self.name}", **look.found()})
 
     def _prompts(self, count: int, length: int, seed: int = 0) -> list[dict[str, list[int]]]:
         draw = random.Random(seed)
-        return [{"prompt_token_ids": [draw.randrange(10, self.shape.vocab) for _ in range(length)]} for _ in range(count)]
+        return [
+            {"prompt_token_ids": [draw.randrange(10, self.shape.vocab) for _ in range(length)]}
+            for _ in range(count)
+        ]
 
     def _generate(self, prompts: list[dict[str, list[int]]], num_output: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         faults = [output.error for output in outputs if output.error is not None]
         if faults:
-            raise RuntimeError(f"{len(faults)} of {len(outputs)} requests failed, the first with: {faults[0]}")
+            raise RuntimeError(
+                f"{len(faults)} of {len(outputs)} requests failed, the first with: {faults[0]}"
+            )
 
 
 def weight_bytes_read(program: TorchProgram) -> int:
     """In a step: all but tables, of which rows are looked up."""
     tables = {op.table for op in program.program.ops if isinstance(op, Embedding)}
-    heads = {weight for op in program.program.ops if not isinstance(op, Embedding) for weight in op.weights}
-    return program.weight_bytes - sum(program._weights.matrix(table).num_bytes for table in tables - heads)
+    heads = {
+        weight
+        for op in program.program.ops
+        if not isinstance(op, Embedding)
+        for weight in op.weights
+    }
+    return program.weight_bytes - sum(
+        program._weights.matrix(table).num_bytes for table in tables - heads
+    )

@@ -1,6 +1,8 @@
-"""The suite's own tests of Triton's kernels and of what is CUDA's alone, on the device: a process for each file, some at a time.
+"""The suite's own tests of Triton's kernels and of what is CUDA's alone, on the device: a process
+for each file, some at a time.
 
-A fault of the device takes a process and no other file's tests. Without a GPU they run in Triton's interpreter, as in the suite.
+A fault of the device takes a process and no other file's tests. Without a GPU they run in Triton's
+interpreter, as in the suite.
 """
 
 from __future__ import annotations
@@ -38,12 +40,16 @@ MOST_NAMED = 5
 def section(settings: Settings, emit: Emit) -> None:
     files = TINY_FILES if settings.tiny else FILES
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(lambda file: attempt(emit, file, partial(_file, file, settings, emit)), files))
+        list(
+            pool.map(lambda file: attempt(emit, file, partial(_file, file, settings, emit)), files)
+        )
 
 
 @dataclass(frozen=True)
 class Report:
-    """What pytest says of a file: how many tests ran, and which were not as they should be, with what they said last."""
+    """What pytest says of a file: how many tests ran, and which were not as they should be, with
+    what they said last.
+    """
 
     num_tests: int
     num_skipped: int
@@ -54,29 +60,58 @@ class Report:
         cases = list(ElementTree.parse(path).iter("testcase"))
         wrong = []
         for case in cases:
-            fault = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
+            fault = next(
+                (case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None),
+                None,
+            )
             if fault is not None:
-                wrong.append(f"{case.get('name')}: {(fault.get('message') or '').splitlines()[0][:160] if fault.get('message') else '?'}")
-        return Report(len(cases), sum(case.find("skipped") is not None for case in cases), tuple(wrong))
+                message = fault.get("message") or "?"
+                wrong.append(f"{case.get('name')}: {message.splitlines()[0][:160]}")
+        return Report(
+            len(cases), sum(case.find("skipped") is not None for case in cases), tuple(wrong)
+        )
 
 
 def _file(file: str, settings: Settings, emit: Emit) -> None:
     """Which name is passed says whether Triton interprets, wherever the driver shows itself."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1" if settings.device == "cpu" else "0"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": "1" if settings.device == "cpu" else "0",
+    }
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", file]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            file,
+        ]
         try:
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(1.0, settings.left_s), check=False
+                command,
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=max(1.0, settings.left_s),
+                check=False,
             )
         except subprocess.TimeoutExpired:
             emit(checked(file, ok=False, detail="not through in time"))
             return
         if not report.exists():
-            raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+            raise RuntimeError(
+                f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
+            )
         found = Report.of(report)
-    detail = f"{found.num_tests - len(found.wrong) - found.num_skipped} tests hold, {found.num_skipped} skipped"
+    detail = (
+        f"{found.num_tests - len(found.wrong) - found.num_skipped} tests hold, {found.num_skipped}"
+        " skipped"
+    )
     if found.wrong:
         detail += f", {len(found.wrong)} do not: {'; '.join(found.wrong[:MOST_NAMED])}"
     emit(checked(file, ok=not found.wrong and found.num_tests > 0, detail=detail))

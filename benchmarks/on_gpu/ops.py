@@ -1,7 +1,9 @@
-"""Every op on the device against the reference backend in float64: random Programs, and tiny models of every family.
+"""Every op on the device against the reference backend in float64: random Programs, and tiny models
+of every family.
 
-Within a stated part of the largest number: 1e-3 for random Programs, whose numbers grow on the way; 3e-5 for families in fp32; in bf16,
-where every Value is rounded, 6% in the root of the mean square (a routed token that goes elsewhere is a logit far off).
+Within a stated part of the largest number: 1e-3 for random Programs, whose numbers grow on the way;
+3e-5 for families in fp32; in bf16, where every Value is rounded, 6% in the root of the mean square
+(a routed token that goes elsewhere is a logit far off).
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ def section(settings: Settings, emit: Emit) -> None:
 
 def backend_on(settings: Settings, **options: Any) -> TorchBackend:
     """Steps of which are computed op by op, for all sizes."""
-    return TorchBackend(BackendOptions(max_tokens=512, max_requests=8, max_context=512, enforce_eager=True, **options), settings.device)
+    return TorchBackend(
+        BackendOptions(
+            max_tokens=512, max_requests=8, max_context=512, enforce_eager=True, **options
+        ),
+        settings.device,
+    )
 
 
 def _random_programs(settings: Settings, emit: Emit) -> None:
@@ -48,7 +55,12 @@ def _random_programs(settings: Settings, emit: Emit) -> None:
 
     worst = 0.0
 
-    quiet = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+    quiet = {
+        "deadline": None,
+        "derandomize": True,
+        "database": None,
+        "suppress_health_check": list(HealthCheck),
+    }
 
     @examples(max_examples=3 if settings.tiny else 40, **quiet)
     @given(random_programs(), st.integers(1, NUM_ROWS), st.sampled_from([1, 5, 128, 129, 300]))
@@ -62,7 +74,13 @@ def _random_programs(settings: Settings, emit: Emit) -> None:
         assert error < 1e-3, error
 
     compare()
-    emit(checked("random Programs, fp32", ok=worst < 1e-3, detail=f"{worst:.1e} of the largest logit, allowed are 1e-3"))
+    emit(
+        checked(
+            "random Programs, fp32",
+            ok=worst < 1e-3,
+            detail=f"{worst:.1e} of the largest logit, allowed are 1e-3",
+        )
+    )
 
 
 def _family(family: str, settings: Settings, emit: Emit) -> None:
@@ -73,13 +91,26 @@ def _family(family: str, settings: Settings, emit: Emit) -> None:
     from tests.support.tiny_models import tiny_model
 
     tiny = tiny_model(family)
-    ids = np.random.default_rng(1).integers(0, tiny.config["vocab_size"], 30 if settings.tiny else 270)
-    for dtype, bound, error in (("float32", 3e-5, _largest), ("bfloat16", 0.06, _root_of_mean_square)):
+    ids = np.random.default_rng(1).integers(
+        0, tiny.config["vocab_size"], 30 if settings.tiny else 270
+    )
+    for dtype, bound, error in (
+        ("float32", 3e-5, _largest),
+        ("bfloat16", 0.06, _root_of_mean_square),
+    ):
         load = WeightReader(open_checkpoint(tiny.path), dtype).load
         wanted = PagedRunner(tiny.path, load=load).logits(ids)
-        found = PagedRunner(tiny.path, backend_on(settings, dtype=dtype), load=load, padding=2).logits(ids, 37)
+        found = PagedRunner(
+            tiny.path, backend_on(settings, dtype=dtype), load=load, padding=2
+        ).logits(ids, 37)
         share = error(found, wanted) / abs(wanted).max()
-        emit(checked(f"{family}, {dtype}", ok=share < bound, detail=f"{share:.1e} of the largest logit, allowed are {bound:g}"))
+        emit(
+            checked(
+                f"{family}, {dtype}",
+                ok=share < bound,
+                detail=f"{share:.1e} of the largest logit, allowed are {bound:g}",
+            )
+        )
 
 
 def _largest(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -1,4 +1,6 @@
-"""transformers' continuous batching over the same shape on the same device: the requests that the section `engine` was offered."""
+"""transformers' continuous batching over the same shape on the same device: the requests that the
+section `engine` was offered.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ def section(settings: Settings, emit: Emit) -> None:
     prompts = [[draw.randrange(10, shape.vocab) for _ in range(prompt)] for _ in range(count)]
     how = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
     rates = [_rate(model, prompts, how, count * output) for _ in range(2)]
-    emit({"offered": "transformers", "requests": [count, prompt, output], "tokens_per_s": round(max(rates), 1)})
+    emit(
+        {
+            "offered": "transformers",
+            "requests": [count, prompt, output],
+            "tokens_per_s": round(max(rates), 1),
+        }
+    )
 
 
 def _rate(model: Any, prompts: list[list[int]], how: Any, wanted: int) -> float:
@@ -47,7 +55,13 @@ def _model(shape: Shape, settings: Settings) -> Any:
     """Random weights made on the device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**{name: value for name, value in shape.config.items() if name not in ("architectures", "model_type", "dtype")})
+    config = LlamaConfig(
+        **{
+            name: value
+            for name, value in shape.config.items()
+            if name not in ("architectures", "model_type", "dtype")
+        }
+    )
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(settings.device):

@@ -1,7 +1,9 @@
-"""Rows of the results: a time beside its bound, a share, a comparison or a check; and the table that is made of them.
+"""Rows of the results: a time beside its bound, a share, a comparison or a check; and the table
+that is made of them.
 
 A row is a JSON object. `section` is in each of them; then
-- measured: `work`, `shape`, `unit` (ms, share or times), `measured`, `bound` (of a time), `share` of it, `goal`, whether it is `met`;
+- measured: `work`, `shape`, `unit` (ms, share or times), `measured`, `bound` (of a time), `share`
+  of it, `goal`, whether it is `met`;
 - checked: `check`, `ok`, `detail`;
 - failed: `failed`, the traceback or why there is none.
 Needs the standard library alone.
@@ -31,11 +33,21 @@ def goal_of(work: str) -> float | None:
     return next((goal for name, goal in GOALS.items() if work.startswith(name)), None)
 
 
-def timed(work: str, shape: str, seconds: float, *, bound_s: float | None = None, **more: Any) -> Row:
+def timed(
+    work: str, shape: str, seconds: float, *, bound_s: float | None = None, **more: Any
+) -> Row:
     """What was measured in seconds, beside the least that the ceilings allow."""
     share = None if bound_s is None or not seconds else bound_s / seconds
     bound = None if bound_s is None else _short(1e3 * bound_s)
-    return {"work": work, "shape": shape, "unit": "ms", "measured": _short(1e3 * seconds), "bound": bound, **_judged(work, share), **more}
+    return {
+        "work": work,
+        "shape": shape,
+        "unit": "ms",
+        "measured": _short(1e3 * seconds),
+        "bound": bound,
+        **_judged(work, share),
+        **more,
+    }
 
 
 def bound_of(ceilings: Any, *, num_bytes: float = 0.0, operations: float = 0.0) -> float:
@@ -45,13 +57,29 @@ def bound_of(ceilings: Any, *, num_bytes: float = 0.0, operations: float = 0.0) 
 
 def shared(work: str, shape: str, share: float, **more: Any) -> Row:
     """A share of something that needs no bound."""
-    return {"work": work, "shape": shape, "unit": "share", "measured": _short(share), "bound": None, **_judged(work, share), **more}
+    return {
+        "work": work,
+        "shape": shape,
+        "unit": "share",
+        "measured": _short(share),
+        "bound": None,
+        **_judged(work, share),
+        **more,
+    }
 
 
 def compared(work: str, shape: str, mine: float, theirs: float, **more: Any) -> Row:
     """How many times the other's rate."""
     times = mine / theirs if theirs else float("inf")
-    return {"work": work, "shape": shape, "unit": "times", "measured": _short(times), "bound": None, **_judged(work, times), **more}
+    return {
+        "work": work,
+        "shape": shape,
+        "unit": "times",
+        "measured": _short(times),
+        "bound": None,
+        **_judged(work, times),
+        **more,
+    }
 
 
 def checked(check: str, *, ok: bool, detail: str = "") -> Row:
@@ -74,13 +102,23 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     cells = [("work", "shape", "measured", "bound", "share", "goal", "")]
     cells += [_cells(row) for row in rows if "work" in row]
     widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
-    lines = ["  ".join(_aligned(text, width, at) for at, (text, width) in enumerate(zip(row, widths, strict=True))) for row in cells]
+    lines = [
+        "  ".join(
+            _aligned(text, width, at)
+            for at, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
     checks = [row for row in rows if "check" in row]
     if checks:
         wrong = [row for row in checks if not row["ok"]]
         lines += ["", f"checks: {len(checks) - len(wrong)} of {len(checks)} hold"]
         lines += [f"  WRONG {row['section']}: {row['check']}: {row['detail']}" for row in wrong]
-    lines += [f"FAILED {row['section']}: {row['failed'].strip().splitlines()[-1]}" for row in rows if "failed" in row]
+    lines += [
+        f"FAILED {row['section']}: {row['failed'].strip().splitlines()[-1]}"
+        for row in rows
+        if "failed" in row
+    ]
     return "\n".join(lines)
 
 
@@ -93,7 +131,13 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     unit = {"ms": " ms", "share": "", "times": " x"}[row["unit"]]
     bound = "" if row["bound"] is None else f"{row['bound']:.4g}{unit}"
     share = "" if row["share"] is None or row["unit"] == "times" else f"{row['share']:.1%}"
-    goal = "" if row["goal"] is None else f"{row['goal']:g} x" if row["unit"] == "times" else f"{row['goal']:.0%}"
+    goal = (
+        ""
+        if row["goal"] is None
+        else f"{row['goal']:g} x"
+        if row["unit"] == "times"
+        else f"{row['goal']:.0%}"
+    )
     met = {None: "", True: "met", False: "not met"}[row["met"]]
     return row["work"], row["shape"], f"{row['measured']:.4g}{unit}", bound, share, goal, met
 

@@ -1,4 +1,5 @@
-"""A section's own process: `python -m benchmarks.on_gpu.run NAME SETTINGS` prints a line `RESULT {...}` for each row.
+"""A section's own process: `python -m benchmarks.on_gpu.run NAME SETTINGS` prints a line `RESULT
+{...}` for each row.
 
 A fault of a device takes all that its process computes with it: so each section has one.
 """

@@ -26,7 +26,9 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Settings:
-    """`tiny`: shapes that a CPU computes in seconds. `end`: on time.time()'s clock, when the section is to be through."""
+    """`tiny`: shapes that a CPU computes in seconds. `end`: on time.time()'s clock, when the
+    section is to be through.
+    """
 
     device: str
     tiny: bool

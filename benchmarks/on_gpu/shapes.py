@@ -1,4 +1,6 @@
-"""The model's shape that is measured, and its arithmetic: what a step must read and compute at least."""
+"""The model's shape that is measured, and its arithmetic: what a step must read and compute at
+least.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,14 @@ class Shape:
     def prefill_operations(self, num_tokens: int) -> float:
         """Of one prompt from its beginning, whose last row goes through the head."""
         products = 2 * num_tokens * self.layers * self.layer_numbers + 2 * self.vocab * self.hidden
-        return products + self.layers * attention_operations(num_tokens, self.heads, self.head_width)
+        return products + self.layers * attention_operations(
+            num_tokens, self.heads, self.head_width
+        )
 
 
 def attention_operations(num_tokens: int, heads: int, head_width: int) -> float:
-    """Of a causal prompt in one layer: each row with the keys up to its own, and with their values."""
+    """Of a causal prompt in one layer: each row with the keys up to its own, and with their
+    values."""
     return 4 * heads * head_width * num_tokens * (num_tokens + 1) / 2
 
 

@@ -41,7 +41,8 @@ def seconds(run: Run, device: torch.device, *, rounds: int = 10) -> float:
 
 
 def seconds_each(runs: Sequence[Run], device: torch.device, *, rounds: int = 10) -> float:
-    """Of one of several runs that follow each other without a word from the host: one graph of them all.
+    """Of one of several runs that follow each other without a word from the host: one graph of them
+    all.
 
     Each should read data of its own, so that together they are more than a cache holds.
     """

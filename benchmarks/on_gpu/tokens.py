@@ -1,6 +1,8 @@
-"""Whole engines over tiny models: greedy tokens against transformers, captured decode steps against others, the same bits in any company.
+"""Whole engines over tiny models: greedy tokens against transformers, captured decode steps against
+others, the same bits in any company.
 
-Tokens of different arithmetic are compared up to the first place at which transformers' best two logits lie within 1e-3.
+Tokens of different arithmetic are compared up to the first place at which transformers' best two
+logits lie within 1e-3.
 """
 
 from __future__ import annotations
@@ -47,12 +49,23 @@ def _greedy(family: str, settings: Settings, emit: Emit) -> None:
 
     model = tiny_model(family).model
     prompts = _prompts(settings)
-    captured, eager = (_tokens(_engine(family, settings, enforce_eager=flag), prompts, settings) for flag in (False, True))
+    captured, eager = (
+        _tokens(_engine(family, settings, enforce_eager=flag), prompts, settings)
+        for flag in (False, True)
+    )
     wanted = [_transformers_tokens(model, prompt, _num_tokens(settings)) for prompt in prompts]
     for name, found in (("as usual", captured), ("with nothing captured", eager)):
-        wrong = [at for at, (mine, (ids, clear)) in enumerate(zip(found, wanted, strict=True)) if mine[:clear] != ids[:clear]]
+        wrong = [
+            at
+            for at, (mine, (ids, clear)) in enumerate(zip(found, wanted, strict=True))
+            if mine[:clear] != ids[:clear]
+        ]
         detail = f"{sum(clear for _, clear in wanted)} tokens, other in prompts {wrong}"
-        emit(checked(f"{family}: greedy tokens are transformers', {name}", ok=not wrong, detail=detail))
+        emit(
+            checked(
+                f"{family}: greedy tokens are transformers', {name}", ok=not wrong, detail=detail
+            )
+        )
 
 
 def _invariant(family: str, dtype: str, settings: Settings, emit: Emit) -> None:
@@ -66,7 +79,13 @@ def _invariant(family: str, dtype: str, settings: Settings, emit: Emit) -> None:
         chunked = [_bits(output) for output in _generated(llm, prompts, settings)]
     for name, found in (("together", together), ("in chunks", chunked)):
         wrong = [at for at, pair in enumerate(zip(found, alone, strict=True)) if pair[0] != pair[1]]
-        emit(checked(f"{family}, {dtype}: the same bits {name} as alone", ok=not wrong, detail=f"other in prompts {wrong}"))
+        emit(
+            checked(
+                f"{family}, {dtype}: the same bits {name} as alone",
+                ok=not wrong,
+                detail=f"other in prompts {wrong}",
+            )
+        )
 
 
 def _prompts(settings: Settings) -> list[list[int]]:
@@ -83,18 +102,30 @@ def _engine(family: str, settings: Settings, **options: Any) -> Any:
     from tests.support.llm_tools import make_llm
 
     cpu = {"async_scheduling": "on"} if settings.device == "cpu" else {"threads": None}
-    usual = {"backend": "torch", "device": settings.device, "batch_invariant": False, "max_num_seqs": 4, "enable_prefix_caching": False}
+    usual = {
+        "backend": "torch",
+        "device": settings.device,
+        "batch_invariant": False,
+        "max_num_seqs": 4,
+        "enable_prefix_caching": False,
+    }
     return make_llm(family, **(usual | cpu | options))
 
 
 def _generated(llm: Any, prompts: Sequence[list[int]], settings: Settings) -> list[Any]:
     from octavo import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=_num_tokens(settings), ignore_eos=True, logprobs=1)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=_num_tokens(settings), ignore_eos=True, logprobs=1
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
     faults = [output.error for output in outputs if output.error is not None]
     if faults:
-        raise RuntimeError(f"{len(faults)} of {len(outputs)} requests failed, the first with: {faults[0]}")
+        raise RuntimeError(
+            f"{len(faults)} of {len(outputs)} requests failed, the first with: {faults[0]}"
+        )
     return list(outputs)
 
 
@@ -110,7 +141,9 @@ def _bits(output: Any) -> Any:
 
 
 def _transformers_tokens(model: Any, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
-    """And how many of them come before the first whose best two logits are not clear. In fp32, on the CPU."""
+    """And how many of them come before the first whose best two logits are not clear. In fp32, on
+    the CPU.
+    """
     import torch
 
     ids, clear = list(prompt), None

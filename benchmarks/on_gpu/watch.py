@@ -1,7 +1,9 @@
-"""What the steps of an engine take: marks on the device around every launch of its Program, and how long the host waits for results.
+"""What the steps of an engine take: marks on the device around every launch of its Program, and how
+long the host waits for results.
 
-Between two steps the device idles from the mark behind the first one's work to the mark before the second one's: a launch that comes in
-time puts its mark where the work before has just ended. A `Look` looks into some steps with PyTorch's profiler.
+Between two steps the device idles from the mark behind the first one's work to the mark before the
+second one's: a launch that comes in time puts its mark where the work before has just ended. A
+`Look` looks into some steps with PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ import torch
 
 from benchmarks.on_gpu.timing import Mark
 from octavo import LLM
-from octavo.backends.base import Computing, KvCache, StepBatch, StepOutput
+from octavo.backends.base import Computing
+from octavo.backends.batch import StepBatch, StepOutput
+from octavo.backends.kv import KvCache
 from octavo.backends.torch.program import TorchProgram
 
 
 @dataclass
 class Step:
-    """`requests`, `tokens` and keys of all contexts, its own included. `waited_s`: by the host, for its results."""
+    """`requests`, `tokens` and keys of all contexts, its own included. `waited_s`: by the host, for
+    its results.
+    """
 
     requests: int
     tokens: int
@@ -90,13 +96,17 @@ def program_of(llm: LLM) -> TorchProgram:
 
 @dataclass(frozen=True)
 class Steady:
-    """Decode steps of so many requests that follow each other: what the first ones do to the rest is left out."""
+    """Decode steps of so many requests that follow each other: what the first ones do to the rest
+    is left out.
+    """
 
     steps: Sequence[Step]
 
     @staticmethod
     def of(steps: Sequence[Step], requests: int, most: int, *, skip: int = 4) -> Steady:
-        found = [step for step in steps if step.is_decode and step.requests == requests][skip : skip + most]
+        found = [step for step in steps if step.is_decode and step.requests == requests][
+            skip : skip + most
+        ]
         if len(found) < 2:
             raise RuntimeError(f"{len(found)} steady steps of {requests} requests, needed are 2")
         return Steady(found)
@@ -104,19 +114,26 @@ class Steady:
     @property
     def step_s(self) -> float:
         """Of the device's time, from one end to the next: the median."""
-        return statistics.median(before.ended.until(after.ended) for before, after in pairwise(self.steps))
+        return statistics.median(
+            before.ended.until(after.ended) for before, after in pairwise(self.steps)
+        )
 
     @property
     def busy(self) -> float:
         """The share of the time in which the device had a step to compute."""
         whole = self.steps[0].ended.until(self.steps[-1].ended)
-        idle = sum(max(0.0, before.ended.until(after.began)) for before, after in pairwise(self.steps))
+        idle = sum(
+            max(0.0, before.ended.until(after.began)) for before, after in pairwise(self.steps)
+        )
         return 1.0 - idle / whole
 
     @property
     def host_s(self) -> float:
         """Of a step, in which the host did not wait for the device: the median."""
-        found = [(after.launched_at - before.launched_at) - before.waited_s for before, after in pairwise(self.steps)]
+        found = [
+            (after.launched_at - before.launched_at) - before.waited_s
+            for before, after in pairwise(self.steps)
+        ]
         return statistics.median(found)
 
     @property
@@ -154,12 +171,19 @@ class Look:
                 spans.append((event.time_range.start, event.time_range.end))
                 seconds[event.name] += event.time_range.elapsed_us() / 1e6
                 calls[event.name] += 1
-        kernels = [{"name": name[:100], "ms": round(1e3 * s, 3), "calls": calls[name]} for name, s in seconds.most_common(most)]
+        kernels = [
+            {"name": name[:100], "ms": round(1e3 * s, 3), "calls": calls[name]}
+            for name, s in seconds.most_common(most)
+        ]
         return {"busy": round(busy_share(spans), 4), "kernels": kernels}
 
 
 def _activity() -> Any:
-    return torch.profiler.ProfilerActivity.CUDA if torch.cuda.is_available() else torch.profiler.ProfilerActivity.CPU
+    return (
+        torch.profiler.ProfilerActivity.CUDA
+        if torch.cuda.is_available()
+        else torch.profiler.ProfilerActivity.CPU
+    )
 
 
 def busy_share(spans: Sequence[tuple[float, float]]) -> float:

@@ -26,7 +26,8 @@ void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads, boo
 int AttentionPlan::choose_rows_a_run(const Batch& batch, const KvGroup& kv, int threads) const {
     const int rows_a_set = kMaxLanes / (num_heads / kv.num_heads), rows = rows_a_set * kMaxSets;
     int64_t pieces = 0;
-    for (int r = 0; r < batch.num_requests; r++) pieces += (batch.query_starts[r + 1] - batch.query_starts[r] + rows - 1) / rows;
+    for (int r = 0; r < batch.num_requests; r++)
+        pieces += (batch.query_starts[r + 1] - batch.query_starts[r] + rows - 1) / rows;
     return pieces * kv.num_heads < (int64_t)kPiecesAThread * threads ? rows_a_set : rows;
 }
 
@@ -40,12 +41,14 @@ void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
             const int last_key = window < 0 ? context : std::min(context, batch.positions[last_row] + 1);
             const int first_key = window > 0 ? std::max(0, batch.positions[row] - window + 1) : 0;
             const int first_split = first_key / kSplitKeys;
-            runs.push_back(QueryRun{r, row, last_row - row + 1, first_key, last_key, first_split, first_split, (last_key + kSplitKeys - 1) / kSplitKeys});
+            runs.push_back(QueryRun{r, row, last_row - row + 1, first_key, last_key, first_split, first_split,
+                                    (last_key + kSplitKeys - 1) / kSplitKeys});
         }
     }
 }
 
-// Requests of one run only: those with more rows fill their lanes by themselves. All rows of a sharer see every key of the splits that it may share.
+// Requests of one run only: those with more rows fill their lanes by themselves. All rows of a sharer see
+// every key of the splits that it may share.
 void AttentionPlan::share_prefixes(const Batch& batch, int rows_a_run) {
     std::vector<Sharer> found;
     for (int i = 0; i < (int)runs.size(); i++) {
@@ -58,7 +61,8 @@ void AttentionPlan::share_prefixes(const Batch& batch, int rows_a_run) {
         found.push_back(Sharer{i, visible / kSplitKeys, batch.block_tables + request * batch.table_width});
     }
     std::sort(found.begin(), found.end(), [](const Sharer& a, const Sharer& b) {
-        return std::lexicographical_compare(a.table, a.table + a.splits * kSplitBlocks, b.table, b.table + b.splits * kSplitBlocks);
+        return std::lexicographical_compare(a.table, a.table + a.splits * kSplitBlocks, b.table,
+                                            b.table + b.splits * kSplitBlocks);
     });
     std::vector<Division> divisions;
     divide(found, 0, found.size(), divisions);
@@ -71,9 +75,10 @@ int AttentionPlan::common(const Sharer& a, const Sharer& b) {
     return (int)(std::mismatch(a.table, end, b.table).first - a.table) / kSplitBlocks;
 }
 
-// Divides sorted sharers so that the fewest splits are read: all with what all have in common, or each part that has more in common by
-// itself. Returns how many reads of a split that spares.
-int64_t AttentionPlan::divide(const std::vector<Sharer>& sharers, size_t first, size_t last, std::vector<Division>& out) {
+// Divides sorted sharers so that the fewest splits are read: all with what all have in common, or each part
+// that has more in common by itself. Returns how many reads of a split that spares.
+int64_t AttentionPlan::divide(const std::vector<Sharer>& sharers, size_t first, size_t last,
+                              std::vector<Division>& out) {
     if (last - first < 2) return 0;
     const int splits = common(sharers[first], sharers[last - 1]);
     const int64_t together = (int64_t)(last - first - 1) * splits;
@@ -94,7 +99,8 @@ int64_t AttentionPlan::divide(const std::vector<Sharer>& sharers, size_t first, 
 void AttentionPlan::pack(const std::vector<Sharer>& all, const Division& division, int rows_a_run) {
     for (size_t i = division.first, j; i < division.last; i = j) {
         int rows = runs[all[i].run].num_rows;
-        for (j = i + 1; j < division.last && rows + runs[all[j].run].num_rows <= rows_a_run; j++) rows += runs[all[j].run].num_rows;
+        for (j = i + 1; j < division.last && rows + runs[all[j].run].num_rows <= rows_a_run; j++)
+            rows += runs[all[j].run].num_rows;
         if (j - i < 2) continue;
         shared.push_back(SharedRun{(int)sharers.size(), (int)(j - i), division.splits});
         saved_keys += (int64_t)(j - i - 1) * division.splits * kSplitKeys;
@@ -110,16 +116,20 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
     int64_t all = 0;
     for (const SharedRun& run : shared) all += run.num_splits;
     for (const QueryRun& run : runs) all += run.last_split - run.own_split;
-    const int64_t share = std::max<int64_t>(1, threads == 1 ? all : all * kv.num_heads / ((int64_t)kPiecesAThread * threads));
+    const int64_t share =
+        std::max<int64_t>(1, threads == 1 ? all : all * kv.num_heads / ((int64_t)kPiecesAThread * threads));
     works.clear();
     merged.clear();
     partial_floats = 0;
     const auto add = [&](bool is_shared, int run, int first, int last) {
         const int64_t parts = (last - first + share - 1) / share;
         for (int64_t i = 0; i < parts; i++) {
-            const int split0 = first + (int)(i * (last - first) / parts), split1 = first + (int)((i + 1) * (last - first) / parts);
+            const int split0 = first + (int)(i * (last - first) / parts),
+                      split1 = first + (int)((i + 1) * (last - first) / parts);
             int block0 = split0 * kSplitBlocks, block1 = block0 + kSplitBlocks;
-            if (!is_shared) block0 = std::max(block0, runs[run].first_key / kTile), block1 = std::min(block1, (runs[run].last_key + kTile - 1) / kTile);
+            if (!is_shared)
+                block0 = std::max(block0, runs[run].first_key / kTile),
+                block1 = std::min(block1, (runs[run].last_key + kTile - 1) / kTile);
             works.push_back(AttentionWork{is_shared, run, split0, split1, block0, block1});
         }
         return parts;
@@ -131,12 +141,13 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
         if (parts <= 1 && run.own_split == run.first_split) continue;
         run.partial = (int64_t)partial_floats;
         merged.push_back((int)i);
-        partial_floats += (size_t)(run.last_split - run.first_split) * run.num_rows * num_heads * (2 + kv.v_padded());
+        partial_floats +=
+            (size_t)(run.last_split - run.first_split) * run.num_rows * num_heads * (2 + kv.v_padded());
     }
 }
 
-// One request after another, so that a thread has rows that it computed before; of a request one kv head after another, so that what a head's works share stays
-// near.
+// One request after another, so that a thread has rows that it computed before; of a request one kv head
+// after another, so that what a head's works share stays near.
 void AttentionPlan::order_pieces(int num_kv_heads) {
     pieces.clear();
     const auto request = [&](const AttentionWork& w) { return w.shared ? -1 : runs[w.run].request; };

@@ -1,8 +1,9 @@
 // How a step's attention over one cache group (and window) is cut into pieces; the same for all its layers.
 //
-// Requests whose block tables begin with the same blocks read these together (ChunkAttention, Ye et al. 2024): whole splits of 256 keys that all
-// their rows see, up to kMaxSets sets of lanes at a time. Such a row's states of splits go to memory, the shared ones from one piece, its own from
-// another, and a second stage merges them left to right, which is what a piece by itself does. So it is the same, bit for bit.
+// Requests whose block tables begin with the same blocks read these together (ChunkAttention, Ye et al.
+// 2024): whole splits of 256 keys that all their rows see, up to kMaxSets sets of lanes at a time. Such a
+// row's states of splits go to memory, the shared ones from one piece, its own from another, and a second
+// stage merges them left to right, which is what a piece by itself does. So it is the same, bit for bit.
 #pragma once
 
 #include <vector>
@@ -11,10 +12,12 @@
 
 namespace octavo {
 
-// Neighbouring rows of one request that are attended together. Splits first_split .. own_split - 1 are shared with other requests.
+// Neighbouring rows of one request that are attended together. Splits first_split .. own_split - 1 are shared
+// with other requests.
 struct QueryRun {
     int request, row0, num_rows, first_key, last_key, first_split, own_split, last_split;
-    int64_t partial = -1;  // where its states lie among the partials, in floats: [kv heads][splits][lanes][2 + v_padded]; -1: it has none
+    int64_t partial = -1;  // where its states lie among the partials, in floats: [kv heads][splits][lanes][2
+                           // + v_padded]; -1: it has none
 };
 
 // Runs of several requests, sharers[first] and on, that begin with the same `num_splits` splits.
@@ -22,7 +25,8 @@ struct SharedRun {
     int first, num_runs, num_splits;
 };
 
-// What one thread does for one kv head: some splits of a run, or of a shared one. It reads blocks first_block .. last_block - 1 first.
+// What one thread does for one kv head: some splits of a run, or of a shared one. It reads blocks first_block
+// .. last_block - 1 first.
 struct AttentionWork {
     bool shared;
     int run, first_split, last_split, first_block, last_block;
@@ -61,7 +65,8 @@ struct AttentionPlan {
     void make_works(const KvGroup& kv, int threads);
     void order_pieces(int num_kv_heads);
     static int common(const Sharer& a, const Sharer& b);
-    static int64_t divide(const std::vector<Sharer>& sharers, size_t first, size_t last, std::vector<Division>& out);
+    static int64_t divide(const std::vector<Sharer>& sharers, size_t first, size_t last,
+                          std::vector<Division>& out);
 };
 
 }  // namespace octavo

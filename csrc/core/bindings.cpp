@@ -1,5 +1,6 @@
 // What Python sees of the native backend: pool, packed weights, an executor to build and run, KV memory.
-// Arrays cross as NumPy arrays that live at least as long as the call; the interpreter's lock is released while a step runs.
+// Arrays cross as NumPy arrays that live at least as long as the call; the interpreter's lock is released
+// while a step runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -31,7 +32,10 @@ using PlaceTuple = std::tuple<std::string, int64_t, int>;
 
 Place place_of(const PlaceTuple& t) {
     const auto& [axis, offset, width] = t;
-    return Place{axis == "samples" ? Axis::samples : axis == "block" ? Axis::block : Axis::tokens, offset, width};
+    return Place{axis == "samples" ? Axis::samples
+                 : axis == "block" ? Axis::block
+                                   : Axis::tokens,
+                 offset, width};
 }
 
 std::vector<float> floats_of(const Array<float>& a) { return {a.data(), a.data() + a.size()}; }
@@ -43,7 +47,8 @@ Matrix::Kind kind_of(const std::string& name) {
     throw std::invalid_argument("numbers of the type " + name);
 }
 
-// [rows][columns], or [rows][columns][bytes or numbers of a column]; `kind` names the numbers' type, for bfloat16 arrives as uint16.
+// [rows][columns], or [rows][columns][bytes or numbers of a column]; `kind` names the numbers' type, for
+// bfloat16 arrives as uint16.
 Matrix matrix_of(const AnyArray& a, const std::string& kind) {
     Matrix m;
     m.kind = kind_of(kind);
@@ -53,8 +58,10 @@ Matrix matrix_of(const AnyArray& a, const std::string& kind) {
     m.columns = a.shape(1);
     m.row_stride = a.stride(0) * item;
     m.column_stride = a.stride(1) * item;
-    if (a.ndim() == 3) m.per_column = m.kind == Matrix::Kind::scales6 || m.kind == Matrix::Kind::mins6 ? 8 : (int)a.shape(2);
-    if (a.stride(a.ndim() - 1) != 1) throw std::invalid_argument("numbers of a row that are not side by side");
+    if (a.ndim() == 3)
+        m.per_column = m.kind == Matrix::Kind::scales6 || m.kind == Matrix::Kind::mins6 ? 8 : (int)a.shape(2);
+    if (a.stride(a.ndim() - 1) != 1)
+        throw std::invalid_argument("numbers of a row that are not side by side");
     return m;
 }
 
@@ -69,29 +76,40 @@ struct Device {
     ThreadPool pool;
     const KernelTable& kernels;
     WeightMemory weights;
-    Device(int threads, const std::string& directory, const std::string& level) : pool(threads), kernels(load_level(directory, level)) {}
+    Device(int threads, const std::string& directory, const std::string& level)
+        : pool(threads), kernels(load_level(directory, level)) {}
 };
 
 struct Builder {
     std::shared_ptr<Device> device;
     Executor executor;
-    Builder(std::shared_ptr<Device> d, int max_tokens, int vocab) : device(std::move(d)), executor(device->pool, device->kernels, max_tokens, vocab) {}
+    Builder(std::shared_ptr<Device> d, int max_tokens, int vocab)
+        : device(std::move(d)), executor(device->pool, device->kernels, max_tokens, vocab) {}
 
-    const float* keep(const nb::object& array) { return array.is_none() ? nullptr : executor.keep(floats_of(nb::cast<Array<float>>(array))); }
-    Norm norm_of(const nb::object& spec) {  // None or (weight, bias or None, eps, weight_offset, is_layer_norm)
+    const float* keep(const nb::object& array) {
+        return array.is_none() ? nullptr : executor.keep(floats_of(nb::cast<Array<float>>(array)));
+    }
+    Norm norm_of(
+        const nb::object& spec) {  // None or (weight, bias or None, eps, weight_offset, is_layer_norm)
         if (spec.is_none()) return {};
         const auto t = nb::cast<nb::tuple>(spec);
-        return Norm{keep(t[0]), keep(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[3]), nb::cast<bool>(t[4])};
+        return Norm{keep(t[0]), keep(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[3]),
+                    nb::cast<bool>(t[4])};
     }
 
-    void embedding(const std::shared_ptr<PackedTiles>& table, const PlaceTuple& out, float scale, bool by_position, int offset) {
-        executor.add_row_op(false, make_embedding(table->tiles, table->memory, place_of(out), scale, by_position, offset));
+    void embedding(const std::shared_ptr<PackedTiles>& table, const PlaceTuple& out, float scale,
+                   bool by_position, int offset) {
+        executor.add_row_op(
+            false, make_embedding(table->tiles, table->memory, place_of(out), scale, by_position, offset));
     }
     void norm(const PlaceTuple& x, const PlaceTuple& out, const nb::object& spec, int group_width) {
-        executor.add_row_op(place_of(x).on_samples(), make_norm(place_of(x), place_of(out), norm_of(spec), group_width));
+        executor.add_row_op(place_of(x).on_samples(),
+                            make_norm(place_of(x), place_of(out), norm_of(spec), group_width));
     }
-    void rope(const PlaceTuple& x, const PlaceTuple& out, int heads, int head_width, int rotary, int start, bool interleaved, int angles) {
-        executor.add_row_op(false, make_rope(place_of(x), place_of(out), heads, head_width, rotary, start, interleaved, tables[angles]));
+    void rope(const PlaceTuple& x, const PlaceTuple& out, int heads, int head_width, int rotary, int start,
+              bool interleaved, int angles) {
+        executor.add_row_op(false, make_rope(place_of(x), place_of(out), heads, head_width, rotary, start,
+                                             interleaved, tables[angles]));
     }
     int angles(const std::vector<double>& inv_freq, double mscale) {
         tables.push_back(executor.add_angles(inv_freq, mscale));
@@ -100,19 +118,26 @@ struct Builder {
     void kv_write(const PlaceTuple& k, const PlaceTuple& v, int group, int layer) {
         executor.add_row_op(false, make_kv_write(place_of(k), place_of(v), group, layer));
     }
-    void elementwise(const std::string& kind, const PlaceTuple& a, const PlaceTuple& b, const PlaceTuple& out, float factor, int activation, float clamp, float alpha, float up_offset) {
+    void elementwise(const std::string& kind, const PlaceTuple& a, const PlaceTuple& b, const PlaceTuple& out,
+                     float factor, int activation, float clamp, float alpha, float up_offset) {
         const char* names[] = {"add", "mul", "scale", "activate", "softcap", "gate"};
         int index = 0;
         while (index < 6 && kind != names[index]) index++;
         if (index == 6) throw std::invalid_argument("unknown elementwise op " + kind);
         Epilogue gate{};
-        gate.activation = activation, gate.gated = true, gate.clamp = clamp, gate.alpha = alpha, gate.up_offset = up_offset;
-        executor.add_row_op(place_of(a).on_samples(), make_elementwise((Elementwise)index, place_of(a), place_of(b), place_of(out), factor, gate));
+        gate.activation = activation, gate.gated = true, gate.clamp = clamp, gate.alpha = alpha,
+        gate.up_offset = up_offset;
+        executor.add_row_op(
+            place_of(a).on_samples(),
+            make_elementwise((Elementwise)index, place_of(a), place_of(b), place_of(out), factor, gate));
     }
-    void gather(const PlaceTuple& x, const PlaceTuple& out) { executor.add_row_op(true, make_gather(place_of(x), place_of(out))); }
+    void gather(const PlaceTuple& x, const PlaceTuple& out) {
+        executor.add_row_op(true, make_gather(place_of(x), place_of(out)));
+    }
 
     // parts: (tiles, out, bias or None, residual or None) each
-    void linear(const PlaceTuple& x, const nb::object& norm, const nb::list& parts, bool converted, bool gated, int activation, float clamp, float alpha, float up_offset) {
+    void linear(const PlaceTuple& x, const nb::object& norm, const nb::list& parts, bool converted,
+                bool gated, int activation, float clamp, float alpha, float up_offset) {
         LinearSpec spec;
         spec.x = place_of(x);
         spec.norm = norm_of(norm);
@@ -125,30 +150,44 @@ struct Builder {
             spec.parts.push_back(std::move(part));
         }
         spec.converted = converted;
-        spec.gated = gated, spec.activation = activation, spec.clamp = clamp, spec.alpha = alpha, spec.up_offset = up_offset;
+        spec.gated = gated, spec.activation = activation, spec.clamp = clamp, spec.alpha = alpha,
+        spec.up_offset = up_offset;
         executor.add_linear(std::move(spec));
     }
-    void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int heads, int window, float scale, float softcap, const nb::object& sinks) {
-        executor.add_attention(AttentionSpec{place_of(q), place_of(out), group, layer, heads, window, scale, softcap, keep(sinks)});
+    void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int heads, int window,
+                   float scale, float softcap, const nb::object& sinks) {
+        executor.add_attention(AttentionSpec{place_of(q), place_of(out), group, layer, heads, window, scale,
+                                             softcap, keep(sinks)});
     }
 
-    void run(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
-             const Array<int32_t>& slots, const Array<int32_t>& block_tables, const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
+    void run(const Array<int32_t>& token_ids, const Array<int32_t>& positions,
+             const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
+             const Array<int32_t>& slots, const Array<int32_t>& block_tables,
+             const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
              const nb::object& logits, const std::shared_ptr<KvMemory>& kv) {
-        Batch b = batch_of(token_ids, positions, query_starts, context_lens, slots, block_tables, sample_rows, sampling, result);
+        Batch b = batch_of(token_ids, positions, query_starts, context_lens, slots, block_tables, sample_rows,
+                           sampling, result);
         if (!logits.is_none()) b.out_logits = nb::cast<Out<float>>(logits).data();
         nb::gil_scoped_release release;
         executor.run(b, *kv);
     }
 
-    // Returns how many steps were computed. What a step raises after others have been is left to whoever asks for it again.
-    int decode(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
-               const Array<int32_t>& slots, const Array<int32_t>& block_tables, const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
-               const std::shared_ptr<KvMemory>& kv, const Array<int32_t>& end_starts, const Array<int32_t>& end_ids, int num_steps, const nb::callable& goes_on) {
-        const Batch first = batch_of(token_ids, positions, query_starts, context_lens, slots, block_tables, sample_rows, sampling, result);
-        if (checked<Out<int32_t>>(result.attr("token_ids"), "token_ids").size() < sample_rows.size() * num_steps || end_starts.size() != query_starts.size())
+    // Returns how many steps were computed. What a step raises after others have been is left to whoever asks
+    // for it again.
+    int decode(const Array<int32_t>& token_ids, const Array<int32_t>& positions,
+               const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
+               const Array<int32_t>& slots, const Array<int32_t>& block_tables,
+               const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
+               const std::shared_ptr<KvMemory>& kv, const Array<int32_t>& end_starts,
+               const Array<int32_t>& end_ids, int num_steps, const nb::callable& goes_on) {
+        const Batch first = batch_of(token_ids, positions, query_starts, context_lens, slots, block_tables,
+                                     sample_rows, sampling, result);
+        if (checked<Out<int32_t>>(result.attr("token_ids"), "token_ids").size() <
+                sample_rows.size() * num_steps ||
+            end_starts.size() != query_starts.size())
             throw std::invalid_argument("decode steps: results or end tokens of another size");
-        DecodeBatch steps(first, kv->num_groups(), (int)positions.shape(0), num_steps, EndTokens{end_starts.data(), end_ids.data()});
+        DecodeBatch steps(first, kv->num_groups(), (int)positions.shape(0), num_steps,
+                          EndTokens{end_starts.data(), end_ids.data()});
         for (int done = 0;; done++) {
             try {
                 nb::gil_scoped_release release;
@@ -163,7 +202,9 @@ struct Builder {
 
     nb::list profiled() const {
         nb::list rows;
-        for (const auto& [name, time] : executor.profiled()) rows.append(nb::make_tuple(name, time.code, time.calls, time.seconds, time.cost.bytes, time.cost.operations));
+        for (const auto& [name, time] : executor.profiled())
+            rows.append(nb::make_tuple(name, time.code, time.calls, time.seconds, time.cost.bytes,
+                                       time.cost.operations));
         return rows;
     }
 
@@ -174,7 +215,10 @@ struct Builder {
     template <typename A>
     static A checked(const nb::object& value, const char* name) {
         A array;
-        if (!nb::try_cast<A>(value, array, false)) throw nb::type_error((std::string(name) + ": not a C-contiguous array of the type that SamplingBatch names").c_str());
+        if (!nb::try_cast<A>(value, array, false))
+            throw nb::type_error(
+                (std::string(name) + ": not a C-contiguous array of the type that SamplingBatch names")
+                    .c_str());
         return array;
     }
     template <typename T>
@@ -186,15 +230,19 @@ struct Builder {
         const nb::object value = o.attr(name);
         return value.is_none() ? nullptr : checked<Out<T>>(value, name).data();
     }
-    static Batch batch_of(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
-                          const Array<int32_t>& slots, const Array<int32_t>& block_tables, const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result) {
+    static Batch batch_of(const Array<int32_t>& token_ids, const Array<int32_t>& positions,
+                          const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
+                          const Array<int32_t>& slots, const Array<int32_t>& block_tables,
+                          const Array<int32_t>& sample_rows, const nb::object& sampling,
+                          const nb::object& result) {
         Batch b{};
         b.num_tokens = (int)token_ids.size();
         b.num_requests = (int)query_starts.size() - 1;
         b.num_samples = (int)sample_rows.size();
         b.table_width = (int)block_tables.shape(2);
         b.token_ids = token_ids.data(), b.positions = positions.data(), b.query_starts = query_starts.data();
-        b.context_lens = context_lens.data(), b.slots = slots.data(), b.block_tables = block_tables.data(), b.sample_rows = sample_rows.data();
+        b.context_lens = context_lens.data(), b.slots = slots.data(), b.block_tables = block_tables.data(),
+        b.sample_rows = sample_rows.data();
         b.draws = !sampling.is_none();
         if (b.draws) read_sampling(b.sampling, sampling, result);
         return b;
@@ -245,15 +293,37 @@ KvType kv_type_of(const std::string& name) {
 // Weights on their way into tiles, and the arrays that they are read from.
 class ArrayPacker {
   public:
-    explicit ArrayPacker(std::shared_ptr<Device> device) : device_(std::move(device)), packer_(device_->weights) {}
+    explicit ArrayPacker(std::shared_ptr<Device> device)
+        : device_(std::move(device)), packer_(device_->weights) {}
 
-    // codes [rows][bytes], block (inputs, bytes), planes (start, bits, run); scales, mins and super ones (array, type's name)
-    std::shared_ptr<PackedTiles> codes(const nb::object& codes, std::tuple<int, int> block, const std::vector<std::tuple<int, int, int>>& planes, bool is_signed, const nb::tuple& scales,
-                                       const nb::object& mins, const nb::object& super_scales, const nb::object& super_mins, int group, int zero_point, int num_inputs, bool wide, bool whole_rows) {
+    // codes [rows][bytes], block (inputs, bytes), planes (start, bits, run); scales, mins and super ones
+    // (array, type's name)
+    std::shared_ptr<PackedTiles> codes(const nb::object& codes, std::tuple<int, int> block,
+                                       const std::vector<std::tuple<int, int, int>>& planes, bool is_signed,
+                                       const nb::tuple& scales, const nb::object& mins,
+                                       const nb::object& super_scales, const nb::object& super_mins,
+                                       int group, int zero_point, int num_inputs, bool wide,
+                                       bool whole_rows) {
         const auto bytes = nb::cast<ByteRows>(codes);
-        CodeRows rows{bytes.data(), (int64_t)bytes.shape(0), bytes.stride(0), (int64_t)bytes.shape(1), std::get<0>(block), std::get<1>(block), {}, is_signed};
+        CodeRows rows{bytes.data(),
+                      (int64_t)bytes.shape(0),
+                      bytes.stride(0),
+                      (int64_t)bytes.shape(1),
+                      std::get<0>(block),
+                      std::get<1>(block),
+                      {},
+                      is_signed};
         for (const auto& [start, bits, run] : planes) rows.planes.push_back({start, bits, run});
-        const QuantisedSource source{std::move(rows), group, zero_point, num_inputs, matrix_or_none(scales), matrix_or_none(mins), matrix_or_none(super_scales), matrix_or_none(super_mins), wide, whole_rows};
+        const QuantisedSource source{std::move(rows),
+                                     group,
+                                     zero_point,
+                                     num_inputs,
+                                     matrix_or_none(scales),
+                                     matrix_or_none(mins),
+                                     matrix_or_none(super_scales),
+                                     matrix_or_none(super_mins),
+                                     wide,
+                                     whole_rows};
         sources_.push_back(nb::make_tuple(codes, scales, mins, super_scales, super_mins));
         return std::make_shared<PackedTiles>(packer_.add(source));
     }
@@ -279,19 +349,25 @@ class ArrayPacker {
 
 nb::bytes copy_tiles(const PackedTiles& packed) {
     std::string bytes;
-    for (int i = 0; i < packed.tiles.num_tiles(); i++) bytes.append((const char*)packed.tiles.tile(i), packed.tiles.tile_bytes);
+    for (int i = 0; i < packed.tiles.num_tiles(); i++)
+        bytes.append((const char*)packed.tiles.tile(i), packed.tiles.tile_bytes);
     return nb::bytes(bytes.data(), bytes.size());
 }
 
 void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
-    if (!kv.has_block(group, block)) throw std::invalid_argument("block " + std::to_string(block) + " of group " + std::to_string(group) + " is outside the KV memory");
+    if (!kv.has_block(group, block))
+        throw std::invalid_argument("block " + std::to_string(block) + " of group " + std::to_string(group) +
+                                    " is outside the KV memory");
     const size_t needed = kv.group(group).num_layers * kv.group(group).block_bytes();
-    if (num_bytes != needed) throw std::invalid_argument("a block has " + std::to_string(needed) + " bytes, got an array of " + std::to_string(num_bytes));
+    if (num_bytes != needed)
+        throw std::invalid_argument("a block has " + std::to_string(needed) + " bytes, got an array of " +
+                                    std::to_string(num_bytes));
 }
 
 void check_blocks(const KvMemory& kv, int group, int first, int count) {
     if (count > 0 && kv.has_block(group, first) && kv.has_block(group, first + count - 1)) return;
-    throw std::invalid_argument(std::to_string(count) + " blocks from " + std::to_string(first) + " on of group " + std::to_string(group) + " are not in the KV memory");
+    throw std::invalid_argument(std::to_string(count) + " blocks from " + std::to_string(first) +
+                                " on of group " + std::to_string(group) + " are not in the KV memory");
 }
 
 }  // namespace
@@ -303,52 +379,92 @@ NB_MODULE(_native, m) {
     nb::class_<Device>(m, "Device")
         .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)
         .def_prop_ro("level", [](const Device& d) { return std::string(d.kernels.name); })
-        .def("read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); }, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
-        .def("hop_seconds", [](Device& d) { return hop_seconds(d.pool); }, nb::call_guard<nb::gil_scoped_release>(), "Seconds that a cache line takes from one thread's core to another's; 0 with one thread.")
-        .def("row_type", [](const Device& d, const std::string& code) { return kRowTypeNames[(int)d.kernels.row_type(code_of(code))]; }, "code"_a,
-             "How products of weights in that code read their rows, at this level: int8, digits, whole, bf16 or fp32.")
-        .def("product_rate", [](Device& d, const std::string& code, int rows) { return product_rate(d.pool, d.kernels, code_of(code), rows); }, "code"_a, "rows"_a,
-             nb::call_guard<nb::gil_scoped_release>(), "Operations per second with operands in the nearest cache; rows: at most 32.");
+        .def(
+            "read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); },
+            "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
+        .def(
+            "hop_seconds", [](Device& d) { return hop_seconds(d.pool); },
+            nb::call_guard<nb::gil_scoped_release>(),
+            "Seconds that a cache line takes from one thread's core to another's; 0 with one thread.")
+        .def(
+            "row_type",
+            [](const Device& d, const std::string& code) {
+                return kRowTypeNames[(int)d.kernels.row_type(code_of(code))];
+            },
+            "code"_a,
+            "How products of weights in that code read their rows, at this level: int8, digits, whole, bf16 "
+            "or fp32.")
+        .def(
+            "product_rate",
+            [](Device& d, const std::string& code, int rows) {
+                return product_rate(d.pool, d.kernels, code_of(code), rows);
+            },
+            "code"_a, "rows"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Operations per second with operands in the nearest cache; rows: at most 32.");
 
     nb::class_<ArrayPacker>(m, "Packer")
         .def(nb::init<std::shared_ptr<Device>>(), "device"_a)
-        .def("codes", &ArrayPacker::codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a, "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "group"_a, "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a)
+        .def("codes", &ArrayPacker::codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a,
+             "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "group"_a, "zero_point"_a,
+             "num_inputs"_a, "wide"_a, "whole_rows"_a)
         .def("values", &ArrayPacker::values, "values"_a, "code"_a)
-        .def("interleave", &ArrayPacker::interleave, "first"_a, "second"_a, "Lets the last two weights lie tile by tile in turns; whether they fit.")
+        .def("interleave", &ArrayPacker::interleave, "first"_a, "second"_a,
+             "Lets the last two weights lie tile by tile in turns; whether they fit.")
         .def("run", &ArrayPacker::run, "Packs all that was given since the last time.")
         .def_prop_ro("num_waiting_bytes", &ArrayPacker::num_waiting_bytes);
 
     nb::class_<PackedTiles>(m, "PackedTiles")
         .def_prop_ro("num_bytes", &PackedTiles::num_bytes)
-        .def_prop_ro("is_interleaved", [](const PackedTiles& p) { return p.tiles.tile_stride != p.tiles.tile_bytes; })
+        .def_prop_ro("is_interleaved",
+                     [](const PackedTiles& p) { return p.tiles.tile_stride != p.tiles.tile_bytes; })
         .def("copy", &copy_tiles, "The tiles, one behind the other (csrc/kernels/table.h).")
-        .def_prop_ro("code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; }, "u4, u8, i8, bf16, fp16 or fp32");
+        .def_prop_ro(
+            "code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; },
+            "u4, u8, i8, bf16, fp16 or fp32");
 
     nb::class_<KvMemory>(m, "KvMemory")
-        .def("__init__",
-             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups) {
-                 std::vector<KvGroup> list;
-                 for (const auto& [layers, heads, k_width, v_width, type, num_blocks] : groups) list.push_back(KvGroup{layers, heads, k_width, v_width, kv_type_of(type), num_blocks});
-                 new (self) KvMemory(std::move(list));
-             }, "groups"_a)
+        .def(
+            "__init__",
+            [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups) {
+                std::vector<KvGroup> list;
+                for (const auto& [layers, heads, k_width, v_width, type, num_blocks] : groups)
+                    list.push_back(KvGroup{layers, heads, k_width, v_width, kv_type_of(type), num_blocks});
+                new (self) KvMemory(std::move(list));
+            },
+            "groups"_a)
         .def("copy_block", &KvMemory::copy_block, "group"_a, "source"_a, "target"_a)
-        .def("read_block", [](const KvMemory& kv, int group, int block, const Out<uint8_t>& bytes) {
-                 check_block(kv, group, block, bytes.size());
-                 kv.read_block(group, block, bytes.data());
-             }, "group"_a, "block_id"_a, "into"_a)
-        .def("write_block", [](KvMemory& kv, int group, int block, const Array<uint8_t>& bytes) {
-                 check_block(kv, group, block, bytes.size());
-                 kv.write_block(group, block, bytes.data());
-             }, "group"_a, "block_id"_a, "data"_a)
-        .def("give_back", [](KvMemory& kv, int group, int first, int count) {
-                 check_blocks(kv, group, first, count);
-                 kv.give_back(group, first, count);
-             }, "group"_a, "first_block"_a, "num_blocks"_a)
-        .def("spans", [](const KvMemory& kv, int group) {
-                 return std::vector{std::make_tuple((uintptr_t)kv.memory(group).data(), kv.memory(group).size())};
-             }, "group"_a);
+        .def(
+            "read_block",
+            [](const KvMemory& kv, int group, int block, const Out<uint8_t>& bytes) {
+                check_block(kv, group, block, bytes.size());
+                kv.read_block(group, block, bytes.data());
+            },
+            "group"_a, "block_id"_a, "into"_a)
+        .def(
+            "write_block",
+            [](KvMemory& kv, int group, int block, const Array<uint8_t>& bytes) {
+                check_block(kv, group, block, bytes.size());
+                kv.write_block(group, block, bytes.data());
+            },
+            "group"_a, "block_id"_a, "data"_a)
+        .def(
+            "give_back",
+            [](KvMemory& kv, int group, int first, int count) {
+                check_blocks(kv, group, first, count);
+                kv.give_back(group, first, count);
+            },
+            "group"_a, "first_block"_a, "num_blocks"_a)
+        .def(
+            "spans",
+            [](const KvMemory& kv, int group) {
+                return std::vector{
+                    std::make_tuple((uintptr_t)kv.memory(group).data(), kv.memory(group).size())};
+            },
+            "group"_a);
 
-    m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, const std::string& type) { return KvGroup{1, heads, k_width, v_width, kv_type_of(type), 0}.block_bytes(); });
+    m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, const std::string& type) {
+        return KvGroup{1, heads, k_width, v_width, kv_type_of(type), 0}.block_bytes();
+    });
 
     nb::class_<Builder>(m, "Executor")
         .def(nb::init<std::shared_ptr<Device>, int, int>(), "device"_a, "max_tokens"_a, "vocab"_a)
@@ -359,17 +475,31 @@ NB_MODULE(_native, m) {
         .def("kv_write", &Builder::kv_write)
         .def("elementwise", &Builder::elementwise)
         .def("gather", &Builder::gather)
-        .def("linear", &Builder::linear, "x"_a, "norm"_a.none(), "parts"_a, "converted"_a, "gated"_a, "activation"_a, "clamp"_a, "alpha"_a, "up_offset"_a)
-        .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "heads"_a, "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none())
-        .def("sampling", [](Builder& b, const PlaceTuple& logits) { b.executor.add_sampling(place_of(logits)); })
-        .def("finish", [](Builder& b, int64_t tokens, int64_t block, int64_t samples) { b.executor.finish(tokens, block, samples); })
-        .def("share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)
-        .def_prop_ro("stages_done", [](const Builder& b) { return b.executor.stages_done(); }, "Ever; may be read while a step runs.")
-        .def("profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)
-        .def("profiled", &Builder::profiled, "Per kind of stage: (name, code of its weights or \"\", calls, seconds, bytes, operations).")
-        .def("run", &Builder::run, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a.none(), "result"_a.none(), "logits"_a.none(), "kv"_a)
-        .def("decode", &Builder::decode, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a, "result"_a, "kv"_a,
-             "end_starts"_a, "end_ids"_a, "num_steps"_a, "goes_on"_a, "Steps of a decoding batch, each row's draw its next token, until num_steps, an end, or goes_on(step) is false.");
+        .def("linear", &Builder::linear, "x"_a, "norm"_a.none(), "parts"_a, "converted"_a, "gated"_a,
+             "activation"_a, "clamp"_a, "alpha"_a, "up_offset"_a)
+        .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "heads"_a, "window"_a,
+             "scale"_a, "softcap"_a, "sinks"_a.none())
+        .def("sampling",
+             [](Builder& b, const PlaceTuple& logits) { b.executor.add_sampling(place_of(logits)); })
+        .def("finish", [](Builder& b, int64_t tokens, int64_t block,
+                          int64_t samples) { b.executor.finish(tokens, block, samples); })
+        .def(
+            "share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)
+        .def_prop_ro(
+            "stages_done", [](const Builder& b) { return b.executor.stages_done(); },
+            "Ever; may be read while a step runs.")
+        .def(
+            "profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)
+        .def("profiled", &Builder::profiled,
+             "Per kind of stage: (name, code of its weights or \"\", calls, seconds, bytes, operations).")
+        .def("run", &Builder::run, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a,
+             "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a.none(), "result"_a.none(),
+             "logits"_a.none(), "kv"_a)
+        .def("decode", &Builder::decode, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a,
+             "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a, "result"_a, "kv"_a, "end_starts"_a,
+             "end_ids"_a, "num_steps"_a, "goes_on"_a,
+             "Steps of a decoding batch, each row's draw its next token, until num_steps, an end, or "
+             "goes_on(step) is false.");
 }
 
 }  // namespace octavo

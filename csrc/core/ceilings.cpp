@@ -14,7 +14,8 @@ namespace octavo {
 
 namespace {
 
-constexpr int kInputs = 1024;  // of a product: as many as in a model, so that what comes after the last one weighs no more than there; from the second-level cache
+constexpr int kInputs = 1024;  // of a product: as many as in a model, so that what comes after the last one
+                               // weighs no more than there; from the second-level cache
 constexpr int kRepeats = 5;
 
 template <typename Fn>
@@ -23,7 +24,8 @@ double best_seconds(const Fn& fn) {
     for (int i = 0; i < kRepeats; i++) {
         const auto start = std::chrono::steady_clock::now();
         fn();
-        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+        best =
+            std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     }
     return best;
 }
@@ -40,12 +42,15 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
         m.row_stride = kInputs * sizeof(float), m.column_stride = sizeof(float);
         return pack(pool, memory, m, code);
     }
-    const CodeRows codes = CodeRows::plain(m.data, m.rows, kInputs, code == Code::u4 ? 4 : 8, code != Code::u4);
+    const CodeRows codes =
+        CodeRows::plain(m.data, m.rows, kInputs, code == Code::u4 ? 4 : 8, code != Code::u4);
     Matrix levels{};
     levels.kind = Matrix::Kind::fp16;
     levels.data = m.data, levels.rows = 2 * kTile, levels.columns = kInputs / kGroup;
     levels.row_stride = levels.columns * 2, levels.column_stride = 2;
-    const QuantisedSource source{codes, kGroup, 0, kInputs, levels, code == Code::u4 ? levels : Matrix{}, Matrix{}, Matrix{}, false, code == Code::i8};
+    const QuantisedSource source{
+        codes,    kGroup,   0,     kInputs,         levels, code == Code::u4 ? levels : Matrix{},
+        Matrix{}, Matrix{}, false, code == Code::i8};
     return pack(pool, memory, source);
 }
 
@@ -57,13 +62,25 @@ struct Bench {
     std::vector<float> acc;
 
     Bench(const KernelTable& kernels, PackedTiles t)
-        : tiles(std::move(t)), values(2 * kTile * kInputs * sizeof(float)), scales(2 * kTile * (kInputs / kGroup) * 16), scratch(kernels.scratch_bytes(tiles.tiles)), acc((size_t)4 * kTile * kTile) {
+        : tiles(std::move(t)),
+          values(2 * kTile * kInputs * sizeof(float)),
+          scales(2 * kTile * (kInputs / kGroup) * 16),
+          scratch(kernels.scratch_bytes(tiles.tiles)),
+          acc((size_t)4 * kTile * kTile) {
         const size_t each = (size_t)2 * kTile * (kInputs / kGroup);
         float* at = (float*)scales.data();
-        rows = Rows{kernels.row_type(tiles.tiles.code), values.data(), row_elements(kernels.row_type(tiles.tiles.code), kInputs / kGroup), at, (int32_t*)(at + 2 * each), at + each, kInputs / kGroup, kInputs / kGroup};
+        rows = Rows{kernels.row_type(tiles.tiles.code),
+                    values.data(),
+                    row_elements(kernels.row_type(tiles.tiles.code), kInputs / kGroup),
+                    at,
+                    (int32_t*)(at + 2 * each),
+                    at + each,
+                    kInputs / kGroup,
+                    kInputs / kGroup};
     }
     void run(const KernelTable& kernels, int num_rows) {
-        const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()}, {&tiles.tiles, 1, acc.data() + 2 * kTile * kTile}};
+        const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()},
+                                 {&tiles.tiles, 1, acc.data() + 2 * kTile * kTile}};
         kernels.tile_products(refs, 2, rows, 0, num_rows, scratch.data());
     }
 };
@@ -99,7 +116,8 @@ double hop_seconds(ThreadPool& pool) {
         pool.parallel_for(2, [&](int piece, int) {
             for (int hop = piece; hop < kHops; hop += 2) {
                 for (int tries = 1; ball.load(std::memory_order_acquire) != hop; tries++)
-                    if (tries % 256 == 0) std::this_thread::yield();  // the other may want this very processor
+                    if (tries % 256 == 0)
+                        std::this_thread::yield();  // the other may want this very processor
                 ball.store(hop + 1, std::memory_order_release);
             }
         });
@@ -109,7 +127,8 @@ double hop_seconds(ThreadPool& pool) {
 
 double product_rate(ThreadPool& pool, const KernelTable& kernels, Code code, int rows) {
     std::vector<std::unique_ptr<Bench>> benches;
-    for (int t = 0; t < pool.num_threads(); t++) benches.push_back(std::make_unique<Bench>(kernels, zero_tiles(code, pool)));
+    for (int t = 0; t < pool.num_threads(); t++)
+        benches.push_back(std::make_unique<Bench>(kernels, zero_tiles(code, pool)));
     constexpr int kCalls = 500;
     const double seconds = best_seconds([&] {
         pool.parallel_for(pool.num_threads(), [&](int piece, int) {

@@ -14,16 +14,21 @@ std::vector<T> copy(const T* from, size_t count) {
 
 void check(const Batch& b, int num_groups, int num_steps) {
     const auto fail = [](const char* what) { throw std::invalid_argument(what); };
-    if (!b.draws || b.num_tokens != b.num_requests || b.num_samples != b.num_requests) fail("decode steps: a request has other than one row, or does not draw");
+    if (!b.draws || b.num_tokens != b.num_requests || b.num_samples != b.num_requests)
+        fail("decode steps: a request has other than one row, or does not draw");
     for (int r = 0; r < b.num_requests; r++)
-        if (b.query_starts[r] != r || b.sample_rows[r] != r) fail("decode steps: the rows do not stand in the order of the requests");
+        if (b.query_starts[r] != r || b.sample_rows[r] != r)
+            fail("decode steps: the rows do not stand in the order of the requests");
     for (int i = 0; i < num_groups * b.num_requests; i++)
-        if (b.context_lens[i] + num_steps - 1 > b.table_width * kTile) fail("decode steps: a block table ends before the last step");
+        if (b.context_lens[i] + num_steps - 1 > b.table_width * kTile)
+            fail("decode steps: a block table ends before the last step");
 }
 
 }  // namespace
 
-DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_axes, int num_steps, const EndTokens& ends) : batch_(first), num_groups_(num_groups), num_axes_(num_axes), ends_(ends) {
+DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_axes, int num_steps,
+                         const EndTokens& ends)
+    : batch_(first), num_groups_(num_groups), num_axes_(num_axes), ends_(ends) {
     check(first, num_groups, num_steps);
     const size_t num = first.num_requests, history = first.sampling.history_starts[num];
     token_ids_ = copy(first.token_ids, num);
@@ -34,8 +39,10 @@ DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_axes, int n
     history_starts_ = copy(first.sampling.history_starts, num + 1);
     history_ids_ = copy(first.sampling.history_ids, history);
     history_counts_ = copy(first.sampling.history_counts, history);
-    batch_.token_ids = token_ids_.data(), batch_.positions = positions_.data(), batch_.context_lens = context_lens_.data(), batch_.slots = slots_.data();
-    batch_.sampling.positions = draw_positions_.data(), batch_.sampling.history_starts = history_starts_.data();
+    batch_.token_ids = token_ids_.data(), batch_.positions = positions_.data(),
+    batch_.context_lens = context_lens_.data(), batch_.slots = slots_.data();
+    batch_.sampling.positions = draw_positions_.data(),
+    batch_.sampling.history_starts = history_starts_.data();
 }
 
 bool DecodeBatch::advance() {
@@ -47,7 +54,8 @@ bool DecodeBatch::advance() {
         place(r);
         count(r, token);
     }
-    batch_.sampling.history_ids = history_ids_.data(), batch_.sampling.history_counts = history_counts_.data();
+    batch_.sampling.history_ids = history_ids_.data(),
+    batch_.sampling.history_counts = history_counts_.data();
     next_results();
     return true;
 }
@@ -55,12 +63,14 @@ bool DecodeBatch::advance() {
 bool DecodeBatch::any_ended() const {
     for (int r = 0; r < batch_.num_requests; r++) {
         const int32_t *first = ends_.ids + ends_.starts[r], *last = ends_.ids + ends_.starts[r + 1];
-        if (batch_.sampling.out_failed[r] || std::find(first, last, batch_.sampling.out_ids[r]) != last) return true;
+        if (batch_.sampling.out_failed[r] || std::find(first, last, batch_.sampling.out_ids[r]) != last)
+            return true;
     }
     return false;
 }
 
-// One position further on every axis and in every group. The token's place among the keys is that of the first axis.
+// One position further on every axis and in every group. The token's place among the keys is that of the
+// first axis.
 void DecodeBatch::place(int request) {
     const int num = batch_.num_requests;
     for (int axis = 0; axis < num_axes_; axis++) positions_[axis * num + request]++;
@@ -68,7 +78,8 @@ void DecodeBatch::place(int request) {
     for (int group = 0; group < num_groups_; group++) {
         const int i = group * num + request;
         context_lens_[i]++;
-        slots_[i] = batch_.block_tables[(int64_t)i * batch_.table_width + position / kTile] * kTile + position % kTile;
+        slots_[i] = batch_.block_tables[(int64_t)i * batch_.table_width + position / kTile] * kTile +
+                    position % kTile;
     }
 }
 
@@ -76,7 +87,8 @@ void DecodeBatch::place(int request) {
 void DecodeBatch::count(int request, int32_t token) {
     const SampleArgs& s = batch_.sampling;
     if (s.repetition[request] == 1 && s.presence[request] == 0 && s.frequency[request] == 0) return;
-    const auto first = history_ids_.begin() + history_starts_[request], last = history_ids_.begin() + history_starts_[request + 1];
+    const auto first = history_ids_.begin() + history_starts_[request],
+               last = history_ids_.begin() + history_starts_[request + 1];
     const auto at = std::find(first, last, token) - history_ids_.begin();
     if (at < history_starts_[request + 1]) {
         history_counts_[at]++;
@@ -91,7 +103,9 @@ void DecodeBatch::next_results() {
     SampleArgs& s = batch_.sampling;
     const int num = batch_.num_requests;
     s.out_ids += num, s.out_failed += num;
-    if (s.out_logprobs) s.out_logprobs += num, s.out_ranks += num, s.out_top_ids += (int64_t)num * s.max_top, s.out_top_logprobs += (int64_t)num * s.max_top;
+    if (s.out_logprobs)
+        s.out_logprobs += num, s.out_ranks += num, s.out_top_ids += (int64_t)num * s.max_top,
+            s.out_top_logprobs += (int64_t)num * s.max_top;
 }
 
 }  // namespace octavo

@@ -1,7 +1,8 @@
-// A batch of requests that all decode, moved on from step to step without Python: what a row draws is its next token.
+// A batch of requests that all decode, moved on from step to step without Python: what a row draws is its
+// next token.
 //
-// What changes from one step to the next is a copy of its own (tokens, positions, slots, contexts, the history that penalties count);
-// the block tables reach beyond the last step, and all else stays as it is.
+// What changes from one step to the next is a copy of its own (tokens, positions, slots, contexts, the
+// history that penalties count); the block tables reach beyond the last step, and all else stays as it is.
 #pragma once
 
 #include <vector>
@@ -17,8 +18,9 @@ struct EndTokens {
 
 class DecodeBatch {
   public:
-    // first: one row for each request, in order, and each draws. Results of step i go to the places i * num_requests and on.
-    // invalid_argument where it is another kind of batch, or a table does not reach to the last of `num_steps`.
+    // first: one row for each request, in order, and each draws. Results of step i go to the places i *
+    // num_requests and on. invalid_argument where it is another kind of batch, or a table does not reach to
+    // the last of `num_steps`.
     DecodeBatch(const Batch& first, int num_groups, int num_axes, int num_steps, const EndTokens& ends);
     DecodeBatch(const DecodeBatch&) = delete;
     DecodeBatch& operator=(const DecodeBatch&) = delete;
@@ -36,7 +38,8 @@ class DecodeBatch {
     Batch batch_;
     const int num_groups_, num_axes_;
     const EndTokens ends_;
-    std::vector<int32_t> token_ids_, positions_, context_lens_, slots_, history_starts_, history_ids_, history_counts_;
+    std::vector<int32_t> token_ids_, positions_, context_lens_, slots_, history_starts_, history_ids_,
+        history_counts_;
     std::vector<uint32_t> draw_positions_;
 };
 

@@ -12,7 +12,8 @@
 namespace octavo {
 
 float* View::at(const Place& p, int64_t row) const {
-    return executor.arena(p.axis) + (p.axis == Axis::block ? row - shift : row) * executor.row_floats(p.axis) + p.offset;
+    return executor.arena(p.axis) +
+           (p.axis == Axis::block ? row - shift : row) * executor.row_floats(p.axis) + p.offset;
 }
 
 int64_t View::stride(const Place& p) const { return executor.row_floats(p.axis); }
@@ -29,7 +30,8 @@ void RopeAngles::ensure(int positions) {
         }
 }
 
-// The stages of a step: the body, alone or in ranges that blocks of rows go through, then the head once for each chunk of sampled rows.
+// The stages of a step: the body, alone or in ranges that blocks of rows go through, then the head once for
+// each chunk of sampled rows.
 struct Walk : ThreadPool::Work {
     Executor& executor;
     const Batch& batch;
@@ -40,16 +42,24 @@ struct Walk : ThreadPool::Work {
     const bool best_only;
 
     Walk(Executor& e, const Batch& b, const KvMemory& k)
-        : executor(e), batch(b), kv(k), block(row_block(b.num_tokens, e.pool().num_threads(), e.least_rows_, e.kernels().row_block)), body(block ? e.ranges_ : e.each_),
-          head((int)e.head_.size()), chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk), best_only(e.logits_from_product_ && b.draws_best()) {}
+        : executor(e),
+          batch(b),
+          kv(k),
+          block(row_block(b.num_tokens, e.pool().num_threads(), e.least_rows_, e.kernels().row_block)),
+          body(block ? e.ranges_ : e.each_),
+          head((int)e.head_.size()),
+          chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk),
+          best_only(e.logits_from_product_ && b.draws_best()) {}
 
-    // Threads that share a product's outputs each read a part of its weights, and all rows; threads that share the rows read all weights, which costs as
-    // much as some eight rows more. The latter pays where rows are many; the block is one with which they come out even.
+    // Threads that share a product's outputs each read a part of its weights, and all rows; threads that
+    // share the rows read all weights, which costs as much as some eight rows more. The latter pays where
+    // rows are many; the block is one with which they come out even.
     static int row_block(int rows, int threads, int least, int most) {
         if (rows < threads * least) return 0;
         int best = 0, lowest = 0;
         for (int block = most; block >= kTile; block -= kTile) {
-            const int blocks = (rows + block - 1) / block, cost = (blocks + threads - 1) / threads * (block + 8);
+            const int blocks = (rows + block - 1) / block,
+                      cost = (blocks + threads - 1) / threads * (block + 8);
             if (best == 0 || cost < lowest) best = block, lowest = cost;
         }
         return best;
@@ -61,14 +71,20 @@ struct Walk : ThreadPool::Work {
         const int stage = (index - (int)body.size()) % head;
         return {stage, stage + 1};
     }
-    bool by_rows(int index) const { return block && index < (int)body.size() && executor.body_[body[index].first]->row_local(); }
-    const Stage& stage(int index) const { return *(index < (int)body.size() ? executor.body_ : executor.head_)[range(index).first]; }
+    bool by_rows(int index) const {
+        return block && index < (int)body.size() && executor.body_[body[index].first]->row_local();
+    }
+    const Stage& stage(int index) const {
+        return *(index < (int)body.size() ? executor.body_ : executor.head_)[range(index).first];
+    }
     View view(int index) const {
         if (index < (int)body.size()) return View{executor, batch, kv};
         const int first = (index - (int)body.size()) / head * kSampleChunk;
         return View{executor, batch, kv, first, std::min(kSampleChunk, batch.num_samples - first), best_only};
     }
-    int pieces(int index) const override { return by_rows(index) ? (batch.num_tokens + block - 1) / block : stage(index).pieces(view(index)); }
+    int pieces(int index) const override {
+        return by_rows(index) ? (batch.num_tokens + block - 1) / block : stage(index).pieces(view(index));
+    }
     void run(int index, int piece, int thread) override {
         if (by_rows(index))
             run_block(body[index], piece * block, std::min(batch.num_tokens, (piece + 1) * block), thread);
@@ -95,13 +111,15 @@ struct Walk : ThreadPool::Work {
             if (executor.profiling_) thread.seconds[i - range.first] += seconds_since(start);
         }
     }
-    // Weights of the next product, which is at most three stages away, as far as they leave a second-level cache room for the rest.
+    // Weights of the next product, which is at most three stages away, as far as they leave a second-level
+    // cache room for the rest.
     Span upcoming(int index, int thread) const {
         constexpr ptrdiff_t kMost = 256 << 10;
         if (block) return {};
         for (int next = index + 1; next < std::min(num_stages(), index + 4); next++) {
             const Span span = stage(next).reads_first(view(next), thread);
-            if (span.first != span.last) return {span.first, span.first + std::min(span.last - span.first, kMost)};
+            if (span.first != span.last)
+                return {span.first, span.first + std::min(span.last - span.first, kMost)};
         }
         return {};
     }
@@ -109,7 +127,8 @@ struct Walk : ThreadPool::Work {
         executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
         if (!executor.profiling_) return;
         if (by_rows(index)) {
-            for (int i = body[index].first; i < body[index].last; i++) executor.record(*executor.body_[i], view(index), mean_seconds(i - body[index].first));
+            for (int i = body[index].first; i < body[index].last; i++)
+                executor.record(*executor.body_[i], view(index), mean_seconds(i - body[index].first));
         } else {
             executor.record(stage(index), view(index), seconds_since(since));
         }
@@ -118,7 +137,9 @@ struct Walk : ThreadPool::Work {
 
   private:
     using Clock = std::chrono::steady_clock;
-    static double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+    static double seconds_since(Clock::time_point start) {
+        return std::chrono::duration<double>(Clock::now() - start).count();
+    }
     // Of a stage of the range that is done, over the threads; starts anew.
     double mean_seconds(int i) {
         double sum = 0;
@@ -138,7 +159,11 @@ void Executor::record(const Stage& stage, const View& view, double seconds) {
 }
 
 Executor::Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens, int vocab)
-    : pool_(pool), kernels_(kernels), max_tokens_(std::max(max_tokens, 1)), vocab_(vocab), threads_(pool.num_threads()) {}
+    : pool_(pool),
+      kernels_(kernels),
+      max_tokens_(std::max(max_tokens, 1)),
+      vocab_(vocab),
+      threads_(pool.num_threads()) {}
 
 void Executor::add_row_op(bool samples, std::unique_ptr<RowOp> op) {
     auto& list = samples ? head_ : body_;
@@ -150,7 +175,8 @@ void Executor::add_row_op(bool samples, std::unique_ptr<RowOp> op) {
     stage->ops.push_back(std::move(op));
 }
 
-// Rows as the product of `w` reads them; their memory is sized by finish(), which fills the pointers and strides in.
+// Rows as the product of `w` reads them; their memory is sized by finish(), which fills the pointers and
+// strides in.
 PreparedRows* Executor::new_rows(const Tiles& w) {
     rows_.push_back(std::make_unique<PreparedRows>());
     const RowType type = kernels_.row_type(w.code);
@@ -164,13 +190,19 @@ void Executor::add_linear(LinearSpec spec) {
     auto& list = spec.x.on_samples() ? head_ : body_;
     PreparedRows* rows = new_rows(spec.parts.front().tiles);
     for (const auto& part : spec.parts)
-        if (kernels_.row_type(part.tiles.code) != rows->rows.type) throw std::invalid_argument("weights that read their rows in different types stand in one product");
-    for (const auto& part : spec.parts) product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
+        if (kernels_.row_type(part.tiles.code) != rows->rows.type)
+            throw std::invalid_argument(
+                "weights that read their rows in different types stand in one product");
+    for (const auto& part : spec.parts)
+        product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
     if (spec.converted)
         convert_in_last_stage(list, rows);
     else
         add_row_op(spec.x.on_samples(), std::make_unique<PrepareOp>(spec.x, spec.norm, rows));
-    if (!spec.x.on_samples()) least_rows_ = std::min(kernels_.row_block, std::max(least_rows_, kernels_.rows_per_byte * (int)element_bytes(rows->rows.type)));
+    if (!spec.x.on_samples())
+        least_rows_ =
+            std::min(kernels_.row_block,
+                     std::max(least_rows_, kernels_.rows_per_byte * (int)element_bytes(rows->rows.type)));
     list.push_back(std::make_unique<LinearStage>(std::move(spec), rows));
 }
 
@@ -182,13 +214,16 @@ void Executor::convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, 
         return;
     }
     rows->area = RowArea::attended;
-    for (size_t i = list.size() - 2; i < list.size(); i++) dynamic_cast<AttentionStage&>(*list[i]).spec.converts = rows;
+    for (size_t i = list.size() - 2; i < list.size(); i++)
+        dynamic_cast<AttentionStage&>(*list[i]).spec.converts = rows;
 }
 
 void Executor::add_attention(const AttentionSpec& spec) {
     int index = 0;
     for (; index < (int)plans_.size(); index++)
-        if (plans_[index].group == spec.group && plans_[index].window == spec.window && plans_[index].num_heads == spec.num_heads) break;
+        if (plans_[index].group == spec.group && plans_[index].window == spec.window &&
+            plans_[index].num_heads == spec.num_heads)
+            break;
     if (index == (int)plans_.size()) {
         AttentionPlan plan;
         plan.group = spec.group, plan.window = spec.window, plan.num_heads = spec.num_heads;
@@ -199,7 +234,8 @@ void Executor::add_attention(const AttentionSpec& spec) {
 }
 
 void Executor::add_sampling(const Place& logits) {
-    if (auto* linear = dynamic_cast<LinearStage*>(head_.back().get())) linear->spec.makes_logits = logits_from_product_ = linear->writes_only(logits);
+    if (auto* linear = dynamic_cast<LinearStage*>(head_.back().get()))
+        linear->spec.makes_logits = logits_from_product_ = linear->writes_only(logits);
     head_.push_back(std::make_unique<SampleStage>(logits, vocab_));
     add_row_op(true, make_logits_out(logits));
 }
@@ -220,7 +256,8 @@ const float* Executor::keep(std::vector<float> values) {
     return kept_.back()->data();
 }
 
-// A multiple of cache lines that is odd, so that one place of neighbouring rows lies in different sets of a cache.
+// A multiple of cache lines that is odd, so that one place of neighbouring rows lies in different sets of a
+// cache.
 static int64_t odd_lines(int64_t elements, int64_t element) {
     const int64_t lines = (elements * element + 63) / 64;
     return (lines | 1) * 64 / element;
@@ -236,9 +273,11 @@ void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample
         arenas_[axis] = std::make_unique<Memory>((size_t)row_floats_[axis] * rows[axis] * sizeof(float));
     }
     row_bytes_ = (size_t)odd_lines((int64_t)row_bytes_, 1);
-    const size_t prepared = whole_blocks(std::max(blocks, kSampleChunk)), attended = whole_blocks(max_tokens_);
+    const size_t prepared = whole_blocks(std::max(blocks, kSampleChunk)),
+                 attended = whole_blocks(max_tokens_);
     for (int area = 0; area < kNumRowAreas; area++)
-        areas_[area] = std::make_unique<Memory>((area == (int)RowArea::attended ? attended : prepared) * (row_bytes_ + groups_ * 16));
+        areas_[area] = std::make_unique<Memory>((area == (int)RowArea::attended ? attended : prepared) *
+                                                (row_bytes_ + groups_ * 16));
     for (auto& each : rows_) {
         const size_t count = each->area == RowArea::attended ? attended : prepared;
         uint8_t* memory = areas_[(int)each->area]->data();
@@ -255,7 +294,9 @@ void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample
 }
 
 void Executor::group_stages() {
-    const auto joins = [&](int stage) { return !ranges_.empty() && body_[stage]->row_local() && body_[ranges_.back().first]->row_local(); };
+    const auto joins = [&](int stage) {
+        return !ranges_.empty() && body_[stage]->row_local() && body_[ranges_.back().first]->row_local();
+    };
     for (int i = 0; i < (int)body_.size(); i++) {
         each_.push_back({i, i + 1});
         if (joins(i))
@@ -282,9 +323,11 @@ void Executor::make_plans(const Batch& batch, const KvMemory& kv) {
         const KvGroup& group = kv.group(plan.group);
         plan.make(batch, group, pool_.num_threads(), share_prefixes_);
         floats = std::max(floats, plan.partial_floats);
-        attention_scratch_ = std::max(attention_scratch_, attention_scratch_floats(group.k_width, group.v_padded()));
+        attention_scratch_ =
+            std::max(attention_scratch_, attention_scratch_floats(group.k_width, group.v_padded()));
     }
-    if (!partials_ || partials_->size() < floats * sizeof(float)) partials_ = std::make_unique<Memory>(floats * sizeof(float));
+    if (!partials_ || partials_->size() < floats * sizeof(float))
+        partials_ = std::make_unique<Memory>(floats * sizeof(float));
     for (auto& thread : threads_)
         if (thread.attention.size() < attention_scratch_) thread.attention.resize(attention_scratch_);
 }
@@ -292,23 +335,32 @@ void Executor::make_plans(const Batch& batch, const KvMemory& kv) {
 // A slot or a block outside the KV memory would corrupt another request's keys: better an exception here.
 void Executor::check(const Batch& batch, const KvMemory& kv) const {
     const auto fail = [](const std::string& what) { throw std::invalid_argument(what); };
-    if (batch.num_tokens > max_tokens_) fail("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " + std::to_string(max_tokens_));
+    if (batch.num_tokens > max_tokens_)
+        fail("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " +
+             std::to_string(max_tokens_));
     for (int i = 0; i < kv.num_groups() * batch.num_tokens; i++)
-        if (batch.slots[i] < -1 || batch.slots[i] >= kv.group(i / batch.num_tokens).num_blocks * kTile) fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
+        if (batch.slots[i] < -1 || batch.slots[i] >= kv.group(i / batch.num_tokens).num_blocks * kTile)
+            fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
     for (const auto& plan : plans_)
         for (int r = 0; r < batch.num_requests; r++) {
             const int row = batch.query_starts[r], i = plan.group * batch.num_requests + r;
             if (row == batch.query_starts[r + 1]) continue;
             const int needed = (batch.context_lens[i] + kTile - 1) / kTile;
-            if (needed > batch.table_width) fail("a context of " + std::to_string(batch.context_lens[i]) + " keys with " + std::to_string(batch.table_width) + " blocks");
+            if (needed > batch.table_width)
+                fail("a context of " + std::to_string(batch.context_lens[i]) + " keys with " +
+                     std::to_string(batch.table_width) + " blocks");
             // Blocks that a window has passed may be gone from the table.
-            for (int b = plan.window > 0 ? std::max(0, batch.positions[row] - plan.window + 1) / kTile : 0; b < needed; b++) {
+            for (int b = plan.window > 0 ? std::max(0, batch.positions[row] - plan.window + 1) / kTile : 0;
+                 b < needed; b++) {
                 const int block = batch.block_tables[(int64_t)i * batch.table_width + b];
-                if (!kv.has_block(plan.group, block)) fail("block " + std::to_string(block) + " is outside the KV memory");
+                if (!kv.has_block(plan.group, block))
+                    fail("block " + std::to_string(block) + " is outside the KV memory");
             }
         }
     for (int s = 0; s < batch.num_samples; s++)
-        if (batch.sample_rows[s] < 0 || batch.sample_rows[s] >= batch.num_tokens) fail("sampled row " + std::to_string(batch.sample_rows[s]) + " of " + std::to_string(batch.num_tokens));
+        if (batch.sample_rows[s] < 0 || batch.sample_rows[s] >= batch.num_tokens)
+            fail("sampled row " + std::to_string(batch.sample_rows[s]) + " of " +
+                 std::to_string(batch.num_tokens));
 }
 
 void Executor::profile(bool on) {

@@ -34,7 +34,10 @@ struct Cpu {
     bool has(uint32_t reg, int bit) const { return reg >> bit & 1; }
     bool saves(uint64_t mask) const { return (saved_state & mask) == mask; }
     bool avx2() const { return saves(0x6) && has(leaf7_b, 5) && has(leaf1_c, 12) && has(leaf1_c, 29); }
-    bool avx512() const { return avx2() && saves(0xe6) && has(leaf7_b, 16) && has(leaf7_b, 17) && has(leaf7_b, 30) && has(leaf7_b, 31); }
+    bool avx512() const {
+        return avx2() && saves(0xe6) && has(leaf7_b, 16) && has(leaf7_b, 17) && has(leaf7_b, 30) &&
+               has(leaf7_b, 31);
+    }
 };
 
 // Linux gives a process the tile registers only when it asks (ARCH_REQ_XCOMP_PERM, feature 18).
@@ -62,7 +65,8 @@ std::vector<std::string> supported_levels() {
     levels.push_back("avx512_vnni");
     if (!cpu.has(cpu.leaf71_a, 5)) return levels;
     levels.push_back("avx512_bf16");
-    const bool tiles = cpu.has(cpu.leaf7_d, 22) && cpu.has(cpu.leaf7_d, 24) && cpu.has(cpu.leaf7_d, 25) && cpu.saves(3u << 17);
+    const bool tiles = cpu.has(cpu.leaf7_d, 22) && cpu.has(cpu.leaf7_d, 24) && cpu.has(cpu.leaf7_d, 25) &&
+                       cpu.saves(3u << 17);
     if (tiles && request_tiles()) levels.push_back("amx");
 #endif
     return levels;
@@ -70,7 +74,8 @@ std::vector<std::string> supported_levels() {
 
 const KernelTable& load_level(const std::string& directory, const std::string& name) {
     const auto levels = supported_levels();
-    if (std::find(levels.begin(), levels.end(), name) == levels.end()) throw std::runtime_error("this machine cannot run the level " + name);
+    if (std::find(levels.begin(), levels.end(), name) == levels.end())
+        throw std::runtime_error("this machine cannot run the level " + name);
     const std::string path = directory + "/liboctavo_" + name + ".so";
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error(std::string("cannot load the kernels: ") + dlerror());

@@ -8,10 +8,12 @@
 
 namespace octavo {
 
-// Names of the levels this machine runs, best last: portable, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx.
+// Names of the levels this machine runs, best last: portable, avx2, avx2_vnni, avx512, avx512_vnni,
+// avx512_bf16, amx.
 std::vector<std::string> supported_levels();
 
-// Loads `directory`/liboctavo_<name>.so. Throws std::runtime_error where it is missing or this machine cannot run it.
+// Loads `directory`/liboctavo_<name>.so. Throws std::runtime_error where it is missing or this machine cannot
+// run it.
 const KernelTable& load_level(const std::string& directory, const std::string& name);
 
 }  // namespace octavo

@@ -12,11 +12,15 @@ namespace octavo {
 
 #ifdef __SANITIZE_ADDRESS__
 // The sanitizer sees who steps over the end of a heap block, not over that of mapped pages.
-Memory::Memory(size_t bytes, bool) : data_((uint8_t*)::operator new(bytes, std::align_val_t(64))), size_(bytes) { std::memset(data_, 0, size_); }
+Memory::Memory(size_t bytes, bool)
+    : data_((uint8_t*)::operator new(bytes, std::align_val_t(64))), size_(bytes) {
+    std::memset(data_, 0, size_);
+}
 Memory::~Memory() { ::operator delete(data_, std::align_val_t(64)); }
 #else
 Memory::Memory(size_t bytes, bool small_pages) : size_(bytes < 64 ? 64 : bytes) {
-    void* p = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* p =
+        mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     data_ = (uint8_t*)p;
 #ifdef MADV_HUGEPAGE
@@ -28,8 +32,10 @@ Memory::~Memory() { munmap(data_, size_); }
 
 void Memory::give_back(size_t offset, size_t bytes) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const uintptr_t first = ((uintptr_t)data_ + offset + page - 1) / page * page, end = ((uintptr_t)data_ + offset + bytes) / page * page;
-    if (first < end && madvise((void*)first, end - first, MADV_DONTNEED)) throw std::runtime_error("the system does not take memory back");
+    const uintptr_t first = ((uintptr_t)data_ + offset + page - 1) / page * page,
+                    end = ((uintptr_t)data_ + offset + bytes) / page * page;
+    if (first < end && madvise((void*)first, end - first, MADV_DONTNEED))
+        throw std::runtime_error("the system does not take memory back");
 }
 
 std::shared_ptr<uint8_t> WeightMemory::take(size_t bytes) {
@@ -39,7 +45,8 @@ std::shared_ptr<uint8_t> WeightMemory::take(size_t bytes) {
     constexpr size_t kPiece = 32u << 20;
 #endif
     bytes = (bytes + 63) / 64 * 64;
-    if (!piece_ || used_ + bytes > piece_->size()) piece_ = std::make_shared<Memory>(std::max(bytes, kPiece)), used_ = 0;
+    if (!piece_ || used_ + bytes > piece_->size())
+        piece_ = std::make_shared<Memory>(std::max(bytes, kPiece)), used_ = 0;
     used_ += bytes;
     return {piece_, piece_->data() + used_ - bytes};
 }

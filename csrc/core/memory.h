@@ -7,8 +7,8 @@
 
 namespace octavo {
 
-// 64-byte aligned memory that costs nothing until it is touched, in huge pages where the system gives them, or always in small ones, so
-// that no more is given than what is touched.
+// 64-byte aligned memory that costs nothing until it is touched, in huge pages where the system gives them,
+// or always in small ones, so that no more is given than what is touched.
 class Memory {
   public:
     explicit Memory(size_t bytes, bool small_pages = false);
@@ -25,8 +25,9 @@ class Memory {
     size_t size_;
 };
 
-// Where weights lie: side by side in large pieces of memory, in the order they are packed, which is that in which a step reads them. A
-// matrix of a small model alone would be too small for a large page, and then a core waits for the table of pages, not for memory.
+// Where weights lie: side by side in large pieces of memory, in the order they are packed, which is that in
+// which a step reads them. A matrix of a small model alone would be too small for a large page, and then a
+// core waits for the table of pages, not for memory.
 class WeightMemory {
   public:
     // `bytes` zeros at a multiple of 64; they stay as long as somebody holds them.

@@ -20,9 +20,10 @@ T load(const uint8_t* p) {
 
 float half_to_float(uint16_t h) {
     const uint32_t exponent = h >> 10 & 31, mantissa = h & 1023;
-    const float value = exponent == 0    ? (float)mantissa * 0x1p-24f
-                        : exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                         : std::bit_cast<float>(((uint32_t)(h & 0x7fff) << 13) + (112u << 23));
+    const float value = exponent == 0 ? (float)mantissa * 0x1p-24f
+                        : exponent == 31
+                            ? (mantissa ? NAN : INFINITY)
+                            : std::bit_cast<float>(((uint32_t)(h & 0x7fff) << 13) + (112u << 23));
     return h & 0x8000 ? -value : value;
 }
 
@@ -35,8 +36,8 @@ uint16_t float_to_bf16_bits(float f) {
 // Sixteen bytes, shifted as two words.
 typedef uint64_t Bytes __attribute__((vector_size(16)));
 
-// Source of the layout: ggml's get_scale_min_k4. Scales and mins 0 to 3 lie in the low six bits of bytes 0-3 and 4-7; of 4 to 7 bytes 8-11 hold four bits each, the
-// tops of bytes 0-3 and 4-7 the other two.
+// Source of the layout: ggml's get_scale_min_k4. Scales and mins 0 to 3 lie in the low six bits of bytes 0-3
+// and 4-7; of 4 to 7 bytes 8-11 hold four bits each, the tops of bytes 0-3 and 4-7 the other two.
 int six_bits(const uint8_t* p, int index, bool is_min) {
     const int own = is_min ? 4 : 0;
     if (index < 4) return p[own + index] & 63;
@@ -48,7 +49,8 @@ float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
         case Matrix::Kind::u8: return column[index];
         case Matrix::Kind::i8: return (int8_t)column[index];
         case Matrix::Kind::fp16: return half_to_float(load<uint16_t>(column + 2 * index));
-        case Matrix::Kind::bf16: return std::bit_cast<float>((uint32_t)load<uint16_t>(column + 2 * index) << 16);
+        case Matrix::Kind::bf16:
+            return std::bit_cast<float>((uint32_t)load<uint16_t>(column + 2 * index) << 16);
         case Matrix::Kind::fp32: return load<float>(column + 4 * index);
         case Matrix::Kind::scales6: return (float)six_bits(column, index, false);
         case Matrix::Kind::mins6: return -(float)six_bits(column, index, true);
@@ -59,7 +61,8 @@ float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
 // Codes of groups of 32 inputs out of rows of blocks.
 class CodeReader {
   public:
-    CodeReader(const CodeRows& rows, int num_inputs, int padding) : rows_(rows), num_inputs_(num_inputs), padding_(padding) {
+    CodeReader(const CodeRows& rows, int num_inputs, int padding)
+        : rows_(rows), num_inputs_(num_inputs), padding_(padding) {
         int low = 0;
         for (const Plane& plane : rows.planes) {
             const uint64_t mask = kOnes * ((1u << plane.bits) - 1);
@@ -79,7 +82,8 @@ class CodeReader {
     }
 
   private:
-    // A plane: its bits in a byte each, how many bits the planes before have, and its own where neighbouring inputs share a byte.
+    // A plane: its bits in a byte each, how many bits the planes before have, and its own where neighbouring
+    // inputs share a byte.
     struct Part {
         Bytes mask;
         int low, spread;
@@ -142,15 +146,18 @@ class CodeReader {
     std::vector<Place> places_;  // [groups][planes][2]
 };
 
-// Scales or mins as a tile holds them: one level of fp16 stays fp16, everything else becomes fp32 (exact for both).
+// Scales or mins as a tile holds them: one level of fp16 stays fp16, everything else becomes fp32 (exact for
+// both).
 class LevelReader {
   public:
     // For numbers of `unit` inputs each, in the tile; of `group` in the source.
-    LevelReader(const Matrix& values, const Matrix& supers, bool fp16, int unit, int group, int num_inputs) : values_(values), supers_(supers), fp16_(fp16) {
+    LevelReader(const Matrix& values, const Matrix& supers, bool fp16, int unit, int group, int num_inputs)
+        : values_(values), supers_(supers), fp16_(fp16) {
         for (int first = 0; values.data && first < num_inputs; first += unit) {
             const int number = first / group;
             const int64_t super = supers.data ? number * supers.numbers() / values.numbers() : 0;
-            places_.push_back({number / values.per_column * values.column_stride, super * supers.column_stride, number % values.per_column});
+            places_.push_back({number / values.per_column * values.column_stride,
+                               super * supers.column_stride, number % values.per_column});
         }
     }
 
@@ -164,7 +171,8 @@ class LevelReader {
             return;
         }
         float value = number_at(values_.kind, column, place.number);
-        if (supers_.data) value = number_at(supers_.kind, supers_.data + row * supers_.row_stride + place.super, 0) * value;
+        if (supers_.data)
+            value = number_at(supers_.kind, supers_.data + row * supers_.row_stride + place.super, 0) * value;
         std::memcpy(to, &value, 4);
     }
 
@@ -200,8 +208,9 @@ void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     }
 }
 
-// A tile that begins with groups: write(row, lane, group, its bytes) adds a row's part of a group to zeros. Some groups at a time are put
-// together in the nearest cache and then copied, for memory takes whole lines in their order several times as fast as words here and there.
+// A tile that begins with groups: write(row, lane, group, its bytes) adds a row's part of a group to zeros.
+// Some groups at a time are put together in the nearest cache and then copied, for memory takes whole lines
+// in their order several times as fast as words here and there.
 template <typename Write>
 void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, const Write& write) {
     constexpr size_t kNear = 8 << 10;
@@ -211,16 +220,21 @@ void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, cons
         const int count = std::min(run, t.num_groups - first);
         std::memset(groups, 0, count * group_bytes);
         for (int lane = 0; lane < lanes; lane++)
-            for (int i = 0; i < count; i++) write((int64_t)tile * kTile + lane, lane, first + i, groups + i * group_bytes);
+            for (int i = 0; i < count; i++)
+                write((int64_t)tile * kTile + lane, lane, first + i, groups + i * group_bytes);
         std::memcpy(to + first * group_bytes, groups, count * group_bytes);
     }
 }
 
 void check(const QuantisedSource& s) {
     const bool half_groups = s.group == 16;
-    if (!half_groups && s.group % kGroup != 0) throw std::invalid_argument("weights are packed in groups of 16 or a multiple of 32, got " + std::to_string(s.group));
-    if (half_groups && s.codes.bits() == 4) throw std::invalid_argument("4-bit weights are packed in groups of a multiple of 32, got 16");
-    if (half_groups && s.mins.data) throw std::invalid_argument("weights in groups of 16 are packed without mins");
+    if (!half_groups && s.group % kGroup != 0)
+        throw std::invalid_argument("weights are packed in groups of 16 or a multiple of 32, got " +
+                                    std::to_string(s.group));
+    if (half_groups && s.codes.bits() == 4)
+        throw std::invalid_argument("4-bit weights are packed in groups of a multiple of 32, got 16");
+    if (half_groups && s.mins.data)
+        throw std::invalid_argument("weights in groups of 16 are packed without mins");
 }
 
 // Numbers side by side as floats.
@@ -240,7 +254,8 @@ void read_floats(Matrix::Kind kind, const uint8_t* from, int count, const To& to
 void read_values(Matrix::Kind kind, Code code, const uint8_t* from, int count, uint32_t (&words)[kGroup]) {
     if (code == Code::fp32) {
         std::fill(words + count, words + kGroup, 0);
-        return read_floats(kind, from, count, [&](int i, float value) { words[i] = std::bit_cast<uint32_t>(value); });
+        return read_floats(kind, from, count,
+                           [&](int i, float value) { words[i] = std::bit_cast<uint32_t>(value); });
     }
     uint16_t halves[kGroup];
     std::fill(halves + count, halves + kGroup, 0);
@@ -260,10 +275,18 @@ int CodeRows::bits() const {
     return sum;
 }
 
-CodeRows CodeRows::plain(const uint8_t* data, int64_t rows, int num_inputs, int bits, bool is_signed, int half) {
+CodeRows CodeRows::plain(const uint8_t* data, int64_t rows, int num_inputs, int bits, bool is_signed,
+                         int half) {
     const int64_t row_bytes = (int64_t)num_inputs * bits / 8;
     const int inputs = bits == 4 ? std::max(2 * half, kGroup) : kGroup;
-    return {data, rows, row_bytes, row_bytes, inputs, inputs * bits / 8, {bits == 4 ? Plane{0, 4, half} : Plane{0, 8, kGroup}}, is_signed};
+    return {data,
+            rows,
+            row_bytes,
+            row_bytes,
+            inputs,
+            inputs * bits / 8,
+            {bits == 4 ? Plane{0, 4, half} : Plane{0, 8, kGroup}},
+            is_signed};
 }
 
 PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
@@ -278,13 +301,19 @@ PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
 }
 
 bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
-    const bool waiting = jobs_.size() >= 2 && jobs_[jobs_.size() - 2].packed.memory == first.memory && jobs_.back().packed.memory == second.memory;
+    const bool waiting = jobs_.size() >= 2 && jobs_[jobs_.size() - 2].packed.memory == first.memory &&
+                         jobs_.back().packed.memory == second.memory;
     const size_t bytes = first.tiles.tile_bytes;
-    if (!waiting || first.tiles.tile_stride != bytes || !first.tiles.is_laid_out_as(second.tiles) || first.tiles.num_rows != second.tiles.num_rows) return false;
-    // Where they lie side by side they stay; where a piece of memory ended between them, or a gap fills up a line, both lie anew.
-    const bool one_piece = !first.memory.owner_before(second.memory) && !second.memory.owner_before(first.memory);
+    if (!waiting || first.tiles.tile_stride != bytes || !first.tiles.is_laid_out_as(second.tiles) ||
+        first.tiles.num_rows != second.tiles.num_rows)
+        return false;
+    // Where they lie side by side they stay; where a piece of memory ended between them, or a gap fills up a
+    // line, both lie anew.
+    const bool one_piece =
+        !first.memory.owner_before(second.memory) && !second.memory.owner_before(first.memory);
     const bool side_by_side = one_piece && first.tiles.data + first.num_bytes() == second.tiles.data;
-    const std::shared_ptr<uint8_t> memory = side_by_side ? first.memory : memory_.take(first.num_bytes() + second.num_bytes());
+    const std::shared_ptr<uint8_t> memory =
+        side_by_side ? first.memory : memory_.take(first.num_bytes() + second.num_bytes());
     const auto move = [&](PackedTiles& packed, Job& job, size_t from) {
         packed.memory = {memory, memory.get() + from};
         packed.tiles.data = packed.memory.get();
@@ -298,7 +327,8 @@ bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
 
 void Packer::run(ThreadPool& pool) {
     pool.parallel_for(num_tiles_, [&](int index, int) {
-        const auto after = std::upper_bound(jobs_.begin(), jobs_.end(), index, [](int tile, const Job& job) { return tile < job.first; });
+        const auto after = std::upper_bound(jobs_.begin(), jobs_.end(), index,
+                                            [](int tile, const Job& job) { return tile < job.first; });
         const Job& job = *std::prev(after);
         const int tile = index - job.first;
         job.pack(tile, job.packed.memory.get() + tile * job.packed.tiles.tile_stride);
@@ -310,7 +340,8 @@ void Packer::run(ThreadPool& pool) {
 // Codes with one scale an output.
 PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
     if (s.codes.bits() != 8 || !s.codes.is_signed || s.zero_point || s.mins.data || s.super_scales.data)
-        throw std::invalid_argument("weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
+        throw std::invalid_argument(
+            "weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
     Tiles t{};
     t.code = Code::i8;
     t.scale_type = ScaleType::fp32;
@@ -319,21 +350,24 @@ PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
     t.num_groups = (s.num_inputs + 2 * kGroup - 1) / (2 * kGroup) * 2;
     const size_t codes_bytes = (size_t)t.num_groups * kGroup * kTile;
     t.tile_bytes = codes_bytes + kTile * sizeof(float);
-    return add(t, [t, codes_bytes, codes = CodeReader(s.codes, s.num_inputs, 0), scales = s.scales](int tile, uint8_t* data) {
+    return add(t, [t, codes_bytes, codes = CodeReader(s.codes, s.num_inputs, 0), scales = s.scales](
+                      int tile, uint8_t* data) {
         pack_groups(t, kGroup * kTile, tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
             Bytes found[2];
             codes.read(row, g, found);
             write_codes(t.code, found, to + 4 * lane);
         });
         for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++)
-            ((float*)(data + codes_bytes))[lane] = number_at(scales.kind, scales.data + ((int64_t)tile * kTile + lane) * scales.row_stride, 0);
+            ((float*)(data + codes_bytes))[lane] =
+                number_at(scales.kind, scales.data + ((int64_t)tile * kTile + lane) * scales.row_stride, 0);
     });
 }
 
 PackedTiles Packer::add(const QuantisedSource& s) {
     if (s.whole_rows) return add_whole_rows(s);
     check(s);
-    const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data && (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
+    const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data &&
+                      (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
     Tiles t{};
     t.code = s.codes.bits() == 4 && !s.wide ? Code::u4 : Code::u8;
     t.scale_type = fp16 ? ScaleType::fp16 : ScaleType::fp32;
@@ -343,18 +377,24 @@ PackedTiles Packer::add(const QuantisedSource& s) {
     t.num_rows = (int32_t)s.codes.rows;
     t.num_inputs = s.num_inputs;
     t.num_groups = (s.num_inputs + kGroup - 1) / kGroup;
-    const GroupLayout group{t.code == Code::u4 ? 256u : 512u, fp16 ? 32u : 64u, t.half_groups ? 2 : 1, t.has_min};
+    const GroupLayout group{t.code == Code::u4 ? 256u : 512u, fp16 ? 32u : 64u, t.half_groups ? 2 : 1,
+                            t.has_min};
     t.tile_bytes = group.bytes() * t.num_groups;
     const uint64_t flipped = s.codes.is_signed ? 0x8080808080808080 : 0;  // 128 more, as unsigned codes
-    const auto levels = [&](const Matrix& values, const Matrix& supers) { return LevelReader(values, supers, fp16, kGroup / group.parts, s.group, s.num_inputs); };
-    return add(t, [t, group, flipped, codes = CodeReader(s.codes, s.num_inputs, s.zero_point), scales = levels(s.scales, s.super_scales), mins = levels(s.mins, s.super_mins)](int tile, uint8_t* data) {
+    const auto levels = [&](const Matrix& values, const Matrix& supers) {
+        return LevelReader(values, supers, fp16, kGroup / group.parts, s.group, s.num_inputs);
+    };
+    return add(t, [t, group, flipped, codes = CodeReader(s.codes, s.num_inputs, s.zero_point),
+                   scales = levels(s.scales, s.super_scales),
+                   mins = levels(s.mins, s.super_mins)](int tile, uint8_t* data) {
         pack_groups(t, group.bytes(), tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
             Bytes found[2];
             codes.read(row, g, found);
             for (Bytes& half : found) half ^= flipped;
             write_codes(t.code, found, to + 4 * lane);
             for (int part = 0; part < group.parts; part++) {
-                uint8_t* level = to + group.codes_bytes + part * group.scale_bytes + lane * (group.scale_bytes / kTile);
+                uint8_t* level =
+                    to + group.codes_bytes + part * group.scale_bytes + lane * (group.scale_bytes / kTile);
                 scales.write(row, g * group.parts + part, level);
                 mins.write(row, g * group.parts + part, level + group.parts * group.scale_bytes);
             }
@@ -376,9 +416,11 @@ PackedTiles Packer::add(const Matrix& values, Code code) {
             uint32_t words[kGroup];
             read_values(values.kind, t.code, from, std::min(kGroup, t.num_inputs - g * kGroup), words);
             if (t.code == Code::fp16) {
-                for (int i = 0; i < kGroup; i++) std::memcpy(to + 2 * (i * kTile + lane), (const uint8_t*)words + 2 * i, 2);
+                for (int i = 0; i < kGroup; i++)
+                    std::memcpy(to + 2 * (i * kTile + lane), (const uint8_t*)words + 2 * i, 2);
             } else {
-                for (int i = 0; i < (int)(group_bytes / kTile / 4); i++) std::memcpy(to + 4 * (i * kTile + lane), words + i, 4);
+                for (int i = 0; i < (int)(group_bytes / kTile / 4); i++)
+                    std::memcpy(to + 4 * (i * kTile + lane), words + i, 4);
             }
         });
     });

@@ -1,4 +1,5 @@
-// Weights in the kernels' tiles: memory of our own, filled once from a PackedWeight's arrays (quant/packed.py) or a file's blocks (quant/blocks.py).
+// Weights in the kernels' tiles: memory of our own, filled once from a PackedWeight's arrays
+// (quant/packed.py) or a file's blocks (quant/blocks.py).
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,10 @@ struct PackedTiles {
     size_t num_bytes() const { return tiles.num_tiles() * tiles.tile_bytes; }
 };
 
-// Numbers [rows][columns][per_column] with strides in bytes, those of a column side by side; `kind` says what one is.
-//   scales6, mins6   columns of 12 bytes with 8 scales and 8 mins of six bits each, as ggml's Q4_K and Q5_K have them; of mins6 the negative is meant
+// Numbers [rows][columns][per_column] with strides in bytes, those of a column side by side; `kind` says what
+// one is.
+//   scales6, mins6   columns of 12 bytes with 8 scales and 8 mins of six bits each, as ggml's Q4_K and Q5_K
+//   have them; of mins6 the negative is meant
 struct Matrix {
     enum class Kind { u8, i8, fp16, bf16, fp32, scales6, mins6 } kind = Kind::u8;
     const uint8_t* data = nullptr;
@@ -29,14 +32,15 @@ struct Matrix {
     int64_t numbers() const { return columns * per_column; }
 };
 
-// Some bits of each code of a block, lower ones than those of the next plane. `run` bytes from `start` on hold run * 8 / bits neighbouring inputs:
-// input i of these `bits` bits of byte i % run, from bit i / run * bits up. The next inputs have the run behind it.
+// Some bits of each code of a block, lower ones than those of the next plane. `run` bytes from `start` on
+// hold run * 8 / bits neighbouring inputs: input i of these `bits` bits of byte i % run, from bit i / run *
+// bits up. The next inputs have the run behind it.
 struct Plane {
     int start, bits, run;
 };
 
-// Rows of blocks: `block_bytes` bytes hold the codes of `block_inputs` neighbouring inputs in planes, and perhaps other things. The last block
-// of a row may end before its codes do.
+// Rows of blocks: `block_bytes` bytes hold the codes of `block_inputs` neighbouring inputs in planes, and
+// perhaps other things. The last block of a row may end before its codes do.
 struct CodeRows {
     const uint8_t* data = nullptr;
     int64_t rows = 0, row_stride = 0, row_bytes = 0;
@@ -44,11 +48,14 @@ struct CodeRows {
     std::vector<Plane> planes;
     bool is_signed = false;  // of 8 bits
     int bits() const;
-    // Rows of nothing but codes: one a byte, or two, of which byte j of 2 * half inputs holds inputs j and j + half.
-    static CodeRows plain(const uint8_t* data, int64_t rows, int num_inputs, int bits, bool is_signed, int half = 1);
+    // Rows of nothing but codes: one a byte, or two, of which byte j of 2 * half inputs holds inputs j and j
+    // + half.
+    static CodeRows plain(const uint8_t* data, int64_t rows, int num_inputs, int bits, bool is_signed,
+                          int half = 1);
 };
 
-// Codes of up to 8 bits with the scales, and mins, of groups of `group` inputs: number i is super number i * supers / numbers times number i.
+// Codes of up to 8 bits with the scales, and mins, of groups of `group` inputs: number i is super number i *
+// supers / numbers times number i.
 struct QuantisedSource {
     CodeRows codes;
     int group, zero_point, num_inputs;
@@ -57,16 +64,19 @@ struct QuantisedSource {
     bool whole_rows = false;  // one scale an output, in scales [rows][1]; signed codes of 8 bits
 };
 
-// What is to be packed. Where each weight will lie is known at once; `run` writes their bytes. Sources must live until then.
+// What is to be packed. Where each weight will lie is known at once; `run` writes their bytes. Sources must
+// live until then.
 class Packer {
   public:
     explicit Packer(WeightMemory& memory) : memory_(memory) {}
     PackedTiles add(const QuantisedSource& source);
     PackedTiles add(const Matrix& values, Code code);
-    // Two weights that a product reads together, the last that were added, lie tile by tile in turns: one stream of memory is faster than two. Where
-    // their tiles are not alike they stay as they are, and the answer is false.
+    // Two weights that a product reads together, the last that were added, lie tile by tile in turns: one
+    // stream of memory is faster than two. Where their tiles are not alike they stay as they are, and the
+    // answer is false.
     bool interleave(PackedTiles& first, PackedTiles& second);
-    // All that was added since the last time, shared out evenly over the threads, each of which writes neighbouring tiles.
+    // All that was added since the last time, shared out evenly over the threads, each of which writes
+    // neighbouring tiles.
     void run(ThreadPool& pool);
     size_t num_waiting_bytes() const { return num_waiting_bytes_; }
 

@@ -28,7 +28,8 @@ struct NormOp : RowOp {
     int group_width;
     void run(const View& view, int64_t row) const override {
         for (int start = 0; start < x.width; start += group_width)
-            view.executor.kernels().norm_row(view.at(x, row) + start, group_width, norm, view.at(out, row) + start);
+            view.executor.kernels().norm_row(view.at(x, row) + start, group_width, norm,
+                                             view.at(out, row) + start);
     }
 };
 
@@ -43,7 +44,8 @@ struct RopeOp : RowOp {
         if (to != from) std::memcpy(to, from, sizeof(float) * heads * head_width);
         const int position = view.batch.positions[row] < 0 ? 0 : view.batch.positions[row];
         for (int h = 0; h < heads; h++)
-            view.executor.kernels().rope_head(to + h * head_width + start, angles->cos(position), angles->sin(position), rotary, interleaved);
+            view.executor.kernels().rope_head(to + h * head_width + start, angles->cos(position),
+                                              angles->sin(position), rotary, interleaved);
     }
 };
 
@@ -52,7 +54,9 @@ struct KvWriteOp : RowOp {
     int group, layer;
     void run(const View& view, int64_t row) const override {
         const int32_t slot = view.batch.slots[(int64_t)group * view.batch.num_tokens + row];
-        if (slot >= 0) view.executor.kernels().kv_store(view.kv.layer(group, layer), slot, view.at(k, row), view.at(v, row));
+        if (slot >= 0)
+            view.executor.kernels().kv_store(view.kv.layer(group, layer), slot, view.at(k, row),
+                                             view.at(v, row));
     }
 };
 
@@ -99,7 +103,8 @@ struct ElementwiseOp : RowOp {
 struct GatherOp : RowOp {
     Place x, out;
     void run(const View& view, int64_t row) const override {
-        std::memcpy(view.at(out, row), view.at(x, view.batch.sample_rows[view.first_sample + row]), sizeof(float) * x.width);
+        std::memcpy(view.at(out, row), view.at(x, view.batch.sample_rows[view.first_sample + row]),
+                    sizeof(float) * x.width);
     }
 };
 
@@ -107,15 +112,18 @@ struct LogitsOutOp : RowOp {
     Place logits;
     void run(const View& view, int64_t row) const override {
         if (view.batch.draws) return;
-        std::memcpy(view.batch.out_logits + (view.first_sample + row) * (int64_t)logits.width, view.at(logits, row), sizeof(float) * logits.width);
+        std::memcpy(view.batch.out_logits + (view.first_sample + row) * (int64_t)logits.width,
+                    view.at(logits, row), sizeof(float) * logits.width);
     }
 };
 
 }  // namespace
 
-std::unique_ptr<RowOp> make_embedding(const Tiles& table, std::shared_ptr<void> owner, Place out, float scale, bool by_position, int offset) {
+std::unique_ptr<RowOp> make_embedding(const Tiles& table, std::shared_ptr<void> owner, Place out, float scale,
+                                      bool by_position, int offset) {
     auto op = std::make_unique<EmbeddingOp>();
-    op->table = table, op->owner = std::move(owner), op->out = out, op->scale = scale, op->by_position = by_position, op->offset = offset;
+    op->table = table, op->owner = std::move(owner), op->out = out, op->scale = scale,
+    op->by_position = by_position, op->offset = offset;
     return op;
 }
 
@@ -125,9 +133,11 @@ std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width)
     return op;
 }
 
-std::unique_ptr<RowOp> make_rope(Place x, Place out, int heads, int head_width, int rotary, int start, bool interleaved, const RopeAngles* angles) {
+std::unique_ptr<RowOp> make_rope(Place x, Place out, int heads, int head_width, int rotary, int start,
+                                 bool interleaved, const RopeAngles* angles) {
     auto op = std::make_unique<RopeOp>();
-    op->x = x, op->out = out, op->heads = heads, op->head_width = head_width, op->rotary = rotary, op->start = start;
+    op->x = x, op->out = out, op->heads = heads, op->head_width = head_width, op->rotary = rotary,
+    op->start = start;
     op->interleaved = interleaved, op->angles = angles;
     return op;
 }
@@ -138,7 +148,8 @@ std::unique_ptr<RowOp> make_kv_write(Place k, Place v, int group, int layer) {
     return op;
 }
 
-std::unique_ptr<RowOp> make_elementwise(Elementwise kind, Place a, Place b, Place out, float factor, const Epilogue& gate) {
+std::unique_ptr<RowOp> make_elementwise(Elementwise kind, Place a, Place b, Place out, float factor,
+                                        const Epilogue& gate) {
     auto op = std::make_unique<ElementwiseOp>();
     op->kind = kind, op->a = a, op->b = b, op->out = out, op->factor = factor, op->gate = gate;
     return op;

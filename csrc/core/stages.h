@@ -11,7 +11,7 @@
 namespace octavo {
 namespace {
 
-// -- rows ----------------------------------------------------------------------------------------------------------------
+// -- rows --
 
 struct RowStage : Stage {
     static constexpr int kRowsAPiece = 4;
@@ -23,7 +23,8 @@ struct RowStage : Stage {
     bool on_samples() const override { return samples; }
     int pieces(const View& view) const override {
         const int rows = view.rows(samples);
-        const bool any = std::any_of(ops.begin(), ops.end(), [&](const auto& op) { return op->needed(rows); });
+        const bool any =
+            std::any_of(ops.begin(), ops.end(), [&](const auto& op) { return op->needed(rows); });
         return any ? (rows + kRowsAPiece - 1) / kRowsAPiece : 0;
     }
     void run(const View& view, int piece, ThreadState& thread, int) const override {
@@ -45,12 +46,14 @@ struct PrepareOp : RowOp {
     const PreparedRows* rows;
     PrepareOp(Place place, Norm n, const PreparedRows* r) : x(place), norm(n), rows(r) {}
     bool needed(int count) const override { return count > kFewRows; }
-    void run(const View& view, int64_t row) const override { view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, rows->rows, rows->at(view, row)); }
+    void run(const View& view, int64_t row) const override {
+        view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, rows->rows, rows->at(view, row));
+    }
 };
 
 size_t element_bytes(RowType type) { return type == RowType::fp32 ? 4 : type == RowType::bf16 ? 2 : 1; }
 
-// -- products ------------------------------------------------------------------------------------------------------------
+// -- products --
 
 struct LinearStage : Stage {
     LinearSpec spec;
@@ -67,7 +70,8 @@ struct LinearStage : Stage {
     }
     bool on_samples() const override { return spec.x.on_samples(); }
     std::string name() const override {
-        return "linear " + std::to_string(spec.x.width) + " to " + std::to_string(num_tiles * kTile * (spec.gated ? 2 : 1)) + " " + code();
+        return "linear " + std::to_string(spec.x.width) + " to " +
+               std::to_string(num_tiles * kTile * (spec.gated ? 2 : 1)) + " " + code();
     }
     const char* code() const override { return kCodeNames[(int)spec.parts.front().tiles.code]; }
     Cost cost(const View& view) const override {
@@ -82,10 +86,12 @@ struct LinearStage : Stage {
 
     bool writes_only(const Place& out) const {
         const Place& first = spec.parts.front().out;
-        return spec.parts.size() == 1 && first.axis == out.axis && first.offset == out.offset && first.width == out.width;
+        return spec.parts.size() == 1 && first.axis == out.axis && first.offset == out.offset &&
+               first.width == out.width;
     }
     int row_blocks(int rows) const { return (rows + kRowBlock - 1) / kRowBlock; }
-    // Four pieces a thread, so that all have as many where the tiles allow it; an even number of tiles, which are taken two at a time.
+    // Four pieces a thread, so that all have as many where the tiles allow it; an even number of tiles, which
+    // are taken two at a time.
     int tiles_a_piece(int threads) const {
         const int each = (num_tiles + threads - 1) / threads;
         return std::clamp(((each + 3) / 4 + 1) / 2 * 2, 2, 16);
@@ -97,7 +103,8 @@ struct LinearStage : Stage {
     Span reads_first(const View& view, int thread) const override {
         const ThreadPool& pool = view.executor.pool();
         const int threads = pool.num_threads(), chunk = tiles_a_piece(threads);
-        const int tile = std::min(num_tiles, pool.first_piece(pieces(view), thread) * chunk), end = std::min(num_tiles, tile + num_tiles / threads);
+        const int tile = std::min(num_tiles, pool.first_piece(pieces(view), thread) * chunk),
+                  end = std::min(num_tiles, tile + num_tiles / threads);
         size_t part = 0;
         while (part + 1 < first.size() && tile >= first[part + 1]) part++;
         const Tiles& w = spec.parts[part].tiles;
@@ -105,15 +112,21 @@ struct LinearStage : Stage {
     }
 
     void run(const View& view, int piece, ThreadState& thread, int stage) const override {
-        const int rows = view.rows(on_samples()), chunk = tiles_a_piece(view.executor.pool().num_threads()), chunks = (num_tiles + chunk - 1) / chunk;
+        const int rows = view.rows(on_samples()), chunk = tiles_a_piece(view.executor.pool().num_threads()),
+                  chunks = (num_tiles + chunk - 1) / chunk;
         const int row0 = piece / chunks * kRowBlock, rows_here = std::min(kRowBlock, rows - row0);
         const int tile0 = piece % chunks * chunk, tile1 = std::min(num_tiles, tile0 + chunk);
-        write_tiles(view, thread, rows <= kFewRows && !spec.converted ? own_rows(view, rows, thread, stage) : shared->rows, tile0, tile1, row0, rows_here);
+        write_tiles(view, thread,
+                    rows <= kFewRows && !spec.converted ? own_rows(view, rows, thread, stage) : shared->rows,
+                    tile0, tile1, row0, rows_here);
     }
     bool row_local() const override { return true; }
-    void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override { write_tiles(view, thread, shared->rows, 0, num_tiles, row0, row1 - row0); }
+    void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
+        write_tiles(view, thread, shared->rows, 0, num_tiles, row0, row1 - row0);
+    }
 
-    void write_tiles(const View& view, ThreadState& thread, const Rows& x, int tile0, int tile1, int row0, int rows) const {
+    void write_tiles(const View& view, ThreadState& thread, const Rows& x, int tile0, int tile1, int row0,
+                     int rows) const {
         size_t part = 0;
         for (int tile = tile0; tile < tile1;) {
             while (part + 1 < first.size() && tile >= first[part + 1]) part++;
@@ -134,14 +147,17 @@ struct LinearStage : Stage {
         own.sums = (int32_t*)(own.scales + (size_t)kTile * own.group_stride);
         own.scaled_sums = (float*)(own.sums + (size_t)kTile * own.group_stride * 2);
         if (thread.prepared_stage != stage) {
-            for (int row = 0; row < rows; row++) view.executor.kernels().prepare_row(view.at(spec.x, row), spec.x.width, spec.norm, own, row);
+            for (int row = 0; row < rows; row++)
+                view.executor.kernels().prepare_row(view.at(spec.x, row), spec.x.width, spec.norm, own, row);
             thread.prepared_stage = stage;
         }
         return own;
     }
 
-    // One tile of the part or two neighbours, to the out, to the next product's rows or to the best of each row.
-    void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part, int tile, int count, int row0, int rows) const {
+    // One tile of the part or two neighbours, to the out, to the next product's rows or to the best of each
+    // row.
+    void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part, int tile,
+               int count, int row0, int rows) const {
         const KernelTable& k = view.executor.kernels();
         const int column = tile * kTile, width = std::min(count * kTile, part.tiles.num_rows - column);
         const bool keeps_best = spec.makes_logits && view.best_only, passes_on = spec.converts || keeps_best;
@@ -151,11 +167,13 @@ struct LinearStage : Stage {
         const int64_t x0 = shared->at(view, row0);
         float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
         const auto finish = [&](int i, const float* sums) {
-            k.write_tile(e, sums, other, row0, rows, column + i * kTile, std::min(kTile, width - i * kTile), out + i * kTile, stride);
+            k.write_tile(e, sums, other, row0, rows, column + i * kTile, std::min(kTile, width - i * kTile),
+                         out + i * kTile, stride);
         };
         if (spec.gated) {
             for (int i = 0; i < count; i++) {
-                const TileRef refs[2] = {{&part.tiles, tile + i, acc}, {&spec.parts[1].tiles, tile + i, other}};
+                const TileRef refs[2] = {{&part.tiles, tile + i, acc},
+                                         {&spec.parts[1].tiles, tile + i, other}};
                 k.tile_products(refs, 2, x, x0, rows, thread.product->data());
                 finish(i, acc);
             }
@@ -164,7 +182,8 @@ struct LinearStage : Stage {
             k.tile_products(refs, count, x, x0, rows, thread.product->data());
             for (int i = 0; i < count; i++) finish(i, refs[i].acc);
         }
-        if (spec.converts) k.put_rows(out, spec.converts->rows, spec.converts->at(view, row0), rows, column / kGroup, width);
+        if (spec.converts)
+            k.put_rows(out, spec.converts->rows, spec.converts->at(view, row0), rows, column / kGroup, width);
         if (keeps_best) k.keep_best(out, rows, column, width, thread.best.data() + view.first_sample + row0);
     }
 
@@ -175,12 +194,13 @@ struct LinearStage : Stage {
         e.activation = spec.activation;
         e.gated = spec.gated;
         e.clamp = spec.clamp, e.alpha = spec.alpha, e.up_offset = spec.up_offset;
-        if (part.has_residual) e.residual = view.at(part.residual, 0), e.residual_stride = view.stride(part.residual);
+        if (part.has_residual)
+            e.residual = view.at(part.residual, 0), e.residual_stride = view.stride(part.residual);
         return e;
     }
 };
 
-// -- attention -----------------------------------------------------------------------------------------------------------
+// -- attention --
 
 struct AttentionStage : Stage {
     AttentionSpec spec;
@@ -211,14 +231,25 @@ struct AttentionStage : Stage {
     }
     int pieces(const View& view) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
-        return merges ? (int)plan.merged.size() * view.kv.group(spec.group).num_heads : (int)plan.pieces.size();
+        return merges ? (int)plan.merged.size() * view.kv.group(spec.group).num_heads
+                      : (int)plan.pieces.size();
     }
 
     void run(const View& view, int piece, ThreadState& thread, int) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
         const Rows* converted = spec.converts ? &spec.converts->rows : nullptr;
-        const AttentionArgs args{view.at(spec.q, 0), view.at(spec.out, 0), converted, view.stride(spec.q), view.stride(spec.out), kv, spec.num_heads, spec.scale, spec.softcap, spec.window, spec.sinks};
+        const AttentionArgs args{view.at(spec.q, 0),
+                                 view.at(spec.out, 0),
+                                 converted,
+                                 view.stride(spec.q),
+                                 view.stride(spec.out),
+                                 kv,
+                                 spec.num_heads,
+                                 spec.scale,
+                                 spec.softcap,
+                                 spec.window,
+                                 spec.sinks};
         AttentionPiece work;  // whose rows are many, and few of them used
         work.positions = view.batch.positions;
         work.num_rows = 0;
@@ -234,13 +265,16 @@ struct AttentionStage : Stage {
         work.first_split = todo.first_split, work.last_split = todo.last_split;
         if (todo.shared) {
             const SharedRun& shared = plan.shared[todo.run];
-            for (int i = 0; i < shared.num_runs; i++) add_run(view, work, plan.runs[plan.sharers[shared.first + i]], kv);
+            for (int i = 0; i < shared.num_runs; i++)
+                add_run(view, work, plan.runs[plan.sharers[shared.first + i]], kv);
             work.context_len = shared.num_splits * kSplitKeys;
         } else {
             add_run(view, work, plan.runs[todo.run], kv);
         }
         work.asked = thread.asked_stage == this && thread.asked_piece == piece;
-        work.ahead = view.executor.pool().goes_on((int)plan.pieces.size(), piece) ? read_first(view, piece + 1) : BlockRange{};
+        work.ahead = view.executor.pool().goes_on((int)plan.pieces.size(), piece)
+                         ? read_first(view, piece + 1)
+                         : BlockRange{};
         if (work.ahead.last) thread.asked_stage = this, thread.asked_piece = piece + 1;
         view.executor.kernels().attention(args, work, thread.attention.data());
     }
@@ -261,7 +295,8 @@ struct AttentionStage : Stage {
         return {block_table(view, run), kv_head, work.first_block, work.last_block};
     }
     const int32_t* block_table(const View& view, const QueryRun& run) const {
-        return view.batch.block_tables + ((int64_t)spec.group * view.batch.num_requests + run.request) * view.batch.table_width;
+        return view.batch.block_tables +
+               ((int64_t)spec.group * view.batch.num_requests + run.request) * view.batch.table_width;
     }
 
     // A run's rows, and where their states of the piece's splits go.
@@ -270,14 +305,19 @@ struct AttentionStage : Stage {
         const int64_t request = (int64_t)spec.group * b.num_requests + run.request;
         work.block_table = block_table(view, run);
         work.context_len = b.context_lens[request];
-        const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded), split_floats = run.num_rows * row_floats;
-        const int64_t at = run.partial + ((int64_t)work.kv_head * (run.last_split - run.first_split) + work.first_split - run.first_split) * split_floats;
+        const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded),
+                      split_floats = run.num_rows * row_floats;
+        const int64_t at = run.partial + ((int64_t)work.kv_head * (run.last_split - run.first_split) +
+                                          work.first_split - run.first_split) *
+                                             split_floats;
         for (int i = 0; i < run.num_rows; i++)
-            work.rows[work.num_rows++] = AttentionRow{run.row0 + i, run.partial < 0 ? nullptr : view.executor.partials() + at + i * row_floats, split_floats};
+            work.rows[work.num_rows++] = AttentionRow{
+                run.row0 + i, run.partial < 0 ? nullptr : view.executor.partials() + at + i * row_floats,
+                split_floats};
     }
 };
 
-// -- draws ---------------------------------------------------------------------------------------------------------------
+// -- draws --
 
 struct SampleStage : Stage {
     Place logits;

@@ -1,4 +1,5 @@
-// One step as the executor sees it: the batch's arrays, and the KV blocks. Shapes are those of backends/base.py StepBatch.
+// One step as the executor sees it: the batch's arrays, and the KV blocks. Shapes are those of
+// backends/batch.py StepBatch.
 #pragma once
 
 #include <memory>
@@ -19,13 +20,16 @@ struct KvGroup {
     size_t v_offset() const { return (size_t)((k_width + 1) / 2 * 2) * kTile * element(); }
     size_t scales_offset() const { return v_offset() + (size_t)v_padded() * kTile * element(); }
     // Of one layer and head, and of one layer.
-    size_t head_bytes() const { return scales_offset() + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0); }
+    size_t head_bytes() const {
+        return scales_offset() + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);
+    }
     size_t block_bytes() const { return num_heads * head_bytes(); }
 };
 
-// Each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that what one head reads of neighbouring blocks lies
-// together, and costs nothing until it is written. In small pages: the first blocks of each head of each layer would fill a large one each,
-// 180 MiB of zeros for SmolLM2 before its first token, and what is given back must be whole pages.
+// Each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that what one head reads of
+// neighbouring blocks lies together, and costs nothing until it is written. In small pages: the first blocks
+// of each head of each layer would fill a large one each, 180 MiB of zeros for SmolLM2 before its first
+// token, and what is given back must be whole pages.
 class KvMemory {
   public:
     explicit KvMemory(std::vector<KvGroup> groups);
@@ -41,7 +45,9 @@ class KvMemory {
     // The memory of whole pages within `count` neighbouring blocks; what they held is lost.
     void give_back(int group, int block, int count);
     const Memory& memory(int group) const { return *memory_[group]; }
-    bool has_block(int group, int block) const { return group >= 0 && group < num_groups() && block >= 0 && block < groups_[group].num_blocks; }
+    bool has_block(int group, int block) const {
+        return group >= 0 && group < num_groups() && block >= 0 && block < groups_[group].num_blocks;
+    }
 
   private:
     uint8_t* at(int group, int part, int block) const;
@@ -55,7 +61,7 @@ class KvMemory {
 struct Batch {
     int num_tokens, num_requests, num_samples, table_width;
     const int32_t *token_ids, *positions, *query_starts, *context_lens, *slots, *block_tables, *sample_rows;
-    bool draws;           // `sampling` is set; else logits go to out_logits [S][V]
+    bool draws;  // `sampling` is set; else logits go to out_logits [S][V]
     SampleArgs sampling;  // without logits, stride and first
     float* out_logits;
 

@@ -16,12 +16,13 @@ void relax() {
 #endif
 }
 
-// Spins at most this long before it sleeps: longer than any wait between the stages of a decode step on idle cores (about
-// 1 to 10 us), and the bound that the design gives for spinning after a step.
+// Spins at most this long before it sleeps: longer than any wait between the stages of a decode step on idle
+// cores (about 1 to 10 us), and the bound that the design gives for spinning after a step.
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr size_t kLine = 64;  // bytes that are fetched together
 
-// Returns when ready() holds; false where the time for spinning is over. Asks for the lines of `meanwhile`, one a turn.
+// Returns when ready() holds; false where the time for spinning is over. Asks for the lines of `meanwhile`,
+// one a turn.
 template <typename Ready>
 bool spin_until(const Ready& ready, Span meanwhile = {}) {
     const auto start = std::chrono::steady_clock::now();
@@ -61,7 +62,8 @@ void ThreadPool::stop() {
 void ThreadPool::serve(int thread) {
     int seen = 0;
     while (true) {
-        if (!spin_until([&] { return epoch_.value.load(std::memory_order_acquire) != seen; })) epoch_.value.wait(seen, std::memory_order_acquire);
+        if (!spin_until([&] { return epoch_.value.load(std::memory_order_acquire) != seen; }))
+            epoch_.value.wait(seen, std::memory_order_acquire);
         seen = epoch_.value.load(std::memory_order_acquire);
         if (stopping_) return;
         if (!enter()) continue;
@@ -82,7 +84,8 @@ void ThreadPool::walk(Work& work) {
     num_stages_ = work.num_stages();
     if (num_threads_ == 1) {
         for (int stage = 0; stage < num_stages_; stage++) {
-            for (int piece = 0, pieces = work.pieces(stage); piece < pieces; piece++) work.run(stage, piece, 0);
+            for (int piece = 0, pieces = work.pieces(stage); piece < pieces; piece++)
+                work.run(stage, piece, 0);
             work.finished(stage);
         }
         return;
@@ -117,7 +120,8 @@ void ThreadPool::walk_as(int thread) {
     }
 }
 
-// Runs pieces of the stage until none is left to take; returns how many. Thread t's own range is pieces t/n .. (t+1)/n.
+// Runs pieces of the stage until none is left to take; returns how many. Thread t's own range is pieces t/n
+// .. (t+1)/n.
 int ThreadPool::take_all(int stage, int pieces, int thread) {
     int taken = 0;
     for (int i = 0; i < num_threads_; i++) {
@@ -136,7 +140,8 @@ int ThreadPool::take_all(int stage, int pieces, int thread) {
 
 void ThreadPool::wait_for(std::atomic<int>& counter, int goal, Span meanwhile) {
     if (spin_until([&] { return counter.load(std::memory_order_acquire) == goal; }, meanwhile)) return;
-    for (int seen; (seen = counter.load(std::memory_order_acquire)) != goal;) counter.wait(seen, std::memory_order_acquire);
+    for (int seen; (seen = counter.load(std::memory_order_acquire)) != goal;)
+        counter.wait(seen, std::memory_order_acquire);
 }
 
 void ThreadPool::parallel_for(int pieces, const std::function<void(int, int)>& fn) {

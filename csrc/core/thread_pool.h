@@ -1,9 +1,10 @@
 // Compute threads that live as long as their engine, and the walk over stages that they do together.
 //
-// A stage is a number of independent pieces; the next stage starts when all are done. Each thread takes pieces from a range of
-// its own and then from the others', so a thread that the kernel has put aside holds back at most the piece it is in; one that
-// wakes only when all is done finds the walk closed, and nobody has waited for it. Waiting spins for a moment, then sleeps in
-// the kernel: beside a busy neighbour on the same core, a spinning thread would burn the very time its partner needs.
+// A stage is a number of independent pieces; the next stage starts when all are done. Each thread takes
+// pieces from a range of its own and then from the others', so a thread that the kernel has put aside holds
+// back at most the piece it is in; one that wakes only when all is done finds the walk closed, and nobody has
+// waited for it. Waiting spins for a moment, then sleeps in the kernel: beside a busy neighbour on the same
+// core, a spinning thread would burn the very time its partner needs.
 #pragma once
 
 #include <atomic>
@@ -22,13 +23,15 @@ struct Span {
 
 class ThreadPool {
   public:
-    // What is walked: stage s has pieces(s) pieces; run(s, piece, thread) computes one. Both are called from every thread.
+    // What is walked: stage s has pieces(s) pieces; run(s, piece, thread) computes one. Both are called from
+    // every thread.
     struct Work {
         virtual ~Work() = default;
         virtual int num_stages() const = 0;
         virtual int pieces(int stage) const = 0;
         virtual void run(int stage, int piece, int thread) = 0;
-        // Told by a thread that has nothing left to do in a stage, before it waits for the others. What it returns is fetched into its cache meanwhile.
+        // Told by a thread that has nothing left to do in a stage, before it waits for the others. What it
+        // returns is fetched into its cache meanwhile.
         virtual Span waits(int stage, int thread) {
             (void)stage, (void)thread;
             return {};
@@ -44,7 +47,8 @@ class ThreadPool {
 
     int num_threads() const { return num_threads_; }
 
-    // The first of a stage's pieces that a thread takes, and whether whoever took a piece goes on with the next one; both as long as none takes another's.
+    // The first of a stage's pieces that a thread takes, and whether whoever took a piece goes on with the
+    // next one; both as long as none takes another's.
     int first_piece(int pieces, int thread) const { return (int)((int64_t)pieces * thread / num_threads_); }
     bool goes_on(int pieces, int piece) const {
         const int thread = (int)(((int64_t)(piece + 1) * num_threads_ + pieces - 1) / pieces);
@@ -78,11 +82,11 @@ class ThreadPool {
     std::vector<std::thread> threads_;
     Work* work_ = nullptr;
     int num_stages_ = 0;
-    std::unique_ptr<Range[]> ranges_;     // [stages][threads]
-    std::unique_ptr<Counter[]> done_;     // [stages]: pieces finished
-    int capacity_ = 0;                    // stages that the two arrays hold
-    Counter epoch_;                       // counts walks; a change wakes the threads
-    Counter gate_;                        // threads inside the current walk, kClosed more once nobody may enter it
+    std::unique_ptr<Range[]> ranges_;  // [stages][threads]
+    std::unique_ptr<Counter[]> done_;  // [stages]: pieces finished
+    int capacity_ = 0;  // stages that the two arrays hold
+    Counter epoch_;  // counts walks; a change wakes the threads
+    Counter gate_;  // threads inside the current walk, kClosed more once nobody may enter it
     std::atomic<bool> stopping_{false};
 };
 

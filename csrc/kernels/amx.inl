@@ -1,4 +1,5 @@
-// The AMX tile unit's configurations. It multiplies up to 16 rows by 16 columns at a time, 64 bytes of each row deep.
+// The AMX tile unit's configurations. It multiplies up to 16 rows by 16 columns at a time, 64 bytes of each
+// row deep.
 #pragma once
 #include "simd.h"
 #include "table.h"
@@ -10,7 +11,9 @@ struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
-    void set(int tile, int num_rows, int bytes) { rows[tile] = (uint8_t)num_rows, row_bytes[tile] = (uint16_t)bytes; }
+    void set(int tile, int num_rows, int bytes) {
+        rows[tile] = (uint8_t)num_rows, row_bytes[tile] = (uint16_t)bytes;
+    }
 };
 
 // Loading a configuration costs tens of cycles, so it is kept between calls on a thread while it fits.
@@ -26,7 +29,8 @@ OCTAVO_INLINE void configure_as(int wanted, const Fill& fill) {
     configured = wanted;
 }
 
-// Products. Registers: 0..3 sums of `rows` rows, 4..5 rows (A), 6..7 weights (B). `depth` bytes of each row are one multiplication.
+// Products. Registers: 0..3 sums of `rows` rows, 4..5 rows (A), 6..7 weights (B). `depth` bytes of each row
+// are one multiplication.
 OCTAVO_INLINE void configure_product(int rows, int depth) {
     configure_as(rows * 1000 + depth, [&](TileConfig& config) {
         for (int t = 0; t < 4; t++) config.set(t, rows, 64);
@@ -35,7 +39,8 @@ OCTAVO_INLINE void configure_product(int rows, int depth) {
     });
 }
 
-// Attention. Registers: 0..3 sums of `lanes` rows, 4 queries, 5 weights of 16 tokens, 6 keys of 16 tokens, 7 their values.
+// Attention. Registers: 0..3 sums of `lanes` rows, 4 queries, 5 weights of 16 tokens, 6 keys of 16 tokens, 7
+// their values.
 OCTAVO_INLINE void configure_attention(int lanes) {
     configure_as(lanes * 1000 + 999, [&](TileConfig& config) {
         for (int t = 0; t < 5; t++) config.set(t, lanes, 64);

@@ -1,9 +1,10 @@
 // Attention over splits of 256 keys.
 //
-// A lane is one query row of one head; the lanes of a piece share a kv head, so that each key and value is loaded once for up
-// to 16 of them, and comes from far once for all. Per lane and split: scores of all its keys, m = max, p = exp(score - m), l = sum p,
-// acc = sum p V, in a fixed order or exactly; then (m, l, acc) of the splits are merged left to right. What a lane computes depends on its
-// own row alone: neither on the other lanes nor on how the splits were shared out.
+// A lane is one query row of one head; the lanes of a piece share a kv head, so that each key and value is
+// loaded once for up to 16 of them, and comes from far once for all. Per lane and split: scores of all its
+// keys, m = max, p = exp(score - m), l = sum p, acc = sum p V, in a fixed order or exactly; then (m, l, acc)
+// of the splits are merged left to right. What a lane computes depends on its own row alone: neither on the
+// other lanes nor on how the splits were shared out.
 #pragma once
 #include "attention_products.inl"
 #include "attention_softmax.inl"
@@ -14,7 +15,8 @@
 namespace octavo {
 namespace {
 
-// What the products have not asked for of the blocks ahead: those that are more than this split's, and the scales.
+// What the products have not asked for of the blocks ahead: those that are more than this split's, and the
+// scales.
 void ask_for_rest(const LaneSet& set, int num_blocks) {
     BlockRange rest = set.ahead;
     const KvLayer& kv = set.args->kv;
@@ -59,7 +61,7 @@ void attend_split(const LaneSet& set, int split) {
     }
 }
 
-// -- merging -------------------------------------------------------------------------------------------------------------
+// -- merging --
 
 struct Exps {
     float first, second;
@@ -70,7 +72,8 @@ Exps two_exps(float first, float second) {
     return {x[0], x[1]};
 }
 
-// into (m, l, acc) += part, both relative to their own maxima. A part that saw no key (m = -inf) changes nothing.
+// into (m, l, acc) += part, both relative to their own maxima. A part that saw no key (m = -inf) changes
+// nothing.
 void merge_state(float* into, const float* part, int v_padded) {
     if (part[0] == -INFINITY) return;
     if (into[0] == -INFINITY) {
@@ -81,7 +84,8 @@ void merge_state(float* into, const float* part, int v_padded) {
     const auto [keep, add] = two_exps(into[0] - m, part[0] - m);
     into[0] = m;
     into[1] = into[1] * keep + part[1] * add;
-    for (int d = 2; d < 2 + v_padded; d += kLanes) store(into + d, load(into + d) * keep + load(part + d) * add);
+    for (int d = 2; d < 2 + v_padded; d += kLanes)
+        store(into + d, load(into + d) * keep + load(part + d) * add);
 }
 
 void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
@@ -95,33 +99,40 @@ void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
     float* acc = state + 2;
     for (int d = 0; d < args.kv.v_padded; d += kLanes) store(acc + d, load(acc + d) / splat(state[1]));
     if (!args.rows) {
-        std::memcpy(args.out + lane.row * args.out_stride + (int64_t)lane.head * args.kv.v_width, acc, sizeof(float) * args.kv.v_width);
+        std::memcpy(args.out + lane.row * args.out_stride + (int64_t)lane.head * args.kv.v_width, acc,
+                    sizeof(float) * args.kv.v_width);
         return;
     }
     const int first_group = lane.head * args.kv.v_width / kGroup;
-    for (int g = 0; g < args.kv.v_width / kGroup; g++) put_rows(acc + g * kGroup, *args.rows, lane.row, 1, first_group + g, kGroup);
+    for (int g = 0; g < args.kv.v_width / kGroup; g++)
+        put_rows(acc + g * kGroup, *args.rows, lane.row, 1, first_group + g, kGroup);
 }
 
 void finish_set(const LaneSet& set, float* states) {
-    for (int lane = 0; lane < set.count; lane++) finish_lane(*set.args, set.lanes[lane], states + lane * set.state_size);
+    for (int lane = 0; lane < set.count; lane++)
+        finish_lane(*set.args, set.lanes[lane], states + lane * set.state_size);
 }
 
 // Where a set's states of a split go: into its own, or to memory.
 void keep_split(const LaneSet& set, int split, bool merges) {
     if (merges) {
-        for (int lane = 0; lane < set.count; lane++) merge_state(set.state + lane * set.state_size, set.split_state + lane * set.state_size, set.state_size - 2);
+        for (int lane = 0; lane < set.count; lane++)
+            merge_state(set.state + lane * set.state_size, set.split_state + lane * set.state_size,
+                        set.state_size - 2);
         return;
     }
     const size_t row_size = (size_t)set.count / set.num_rows * set.state_size;
     for (int i = 0; i < set.num_rows; i++) {
         const AttentionRow& row = set.piece->rows[set.row0 + i];
-        std::memcpy(row.partial + (split - set.piece->first_split) * row.split_stride, set.split_state + i * row_size, sizeof(float) * row_size);
+        std::memcpy(row.partial + (split - set.piece->first_split) * row.split_stride,
+                    set.split_state + i * row_size, sizeof(float) * row_size);
     }
 }
 
 // Blocks of a split that any of the sets reads.
 BlockRange split_blocks(const AttentionPiece& piece, const LaneSet* sets, int num_sets, int split) {
-    BlockRange blocks{piece.block_table, piece.kv_head, (split + 1) * kSplitKeys / kTile, split * kSplitKeys / kTile};
+    BlockRange blocks{piece.block_table, piece.kv_head, (split + 1) * kSplitKeys / kTile,
+                      split * kSplitKeys / kTile};
     const int first = blocks.last, last = blocks.first;
     for (int i = 0; i < num_sets; i++) {
         const int from = sets[i].first_key / kTile, to = (sets[i].last_key + kTile - 1) / kTile;
@@ -139,15 +150,19 @@ void attention(const AttentionArgs& args, const AttentionPiece& piece, float* me
     int num_sets = 0;
     for (int row = 0; row < piece.num_rows; row += rows_a_set) {
         LaneSet& set = sets[num_sets];
-        set.fill(args, piece, row, piece.num_rows - row < rows_a_set ? piece.num_rows - row : rows_a_set, scratch, num_sets++);
+        set.fill(args, piece, row, piece.num_rows - row < rows_a_set ? piece.num_rows - row : rows_a_set,
+                 scratch, num_sets++);
         for (int lane = 0; merges && !one_split && lane < set.count; lane++) {
             std::memset(set.state + lane * set.state_size, 0, sizeof(float) * set.state_size);
             set.state[lane * set.state_size] = -INFINITY;
         }
     }
-    if (!piece.asked) ask_for_blocks(args.kv, split_blocks(piece, sets, num_sets, piece.first_split), 0, args.kv.block_end());
+    if (!piece.asked)
+        ask_for_blocks(args.kv, split_blocks(piece, sets, num_sets, piece.first_split), 0,
+                       args.kv.block_end());
     for (int split = piece.first_split; split < piece.last_split; split++) {
-        sets[0].ahead = split + 1 < piece.last_split ? split_blocks(piece, sets, num_sets, split + 1) : piece.ahead;
+        sets[0].ahead =
+            split + 1 < piece.last_split ? split_blocks(piece, sets, num_sets, split + 1) : piece.ahead;
         for (int i = 0; i < num_sets; i++) {
             attend_split(sets[i], split);
             if (merges && one_split)
@@ -166,7 +181,8 @@ void attention_merge(const AttentionArgs& args, const AttentionPiece& piece) {
         for (int h = 0; h < group; h++) {
             const AttentionRow& row = piece.rows[i];
             float* state = row.partial + h * size;
-            for (int split = 1; split < piece.last_split - piece.first_split; split++) merge_state(state, state + split * row.split_stride, args.kv.v_padded);
+            for (int split = 1; split < piece.last_split - piece.first_split; split++)
+                merge_state(state, state + split * row.split_stride, args.kv.v_padded);
             finish_lane(args, Lane{row.row, piece.kv_head * group + h, 0, 0}, state);
         }
 }

@@ -1,8 +1,10 @@
-// Scores and weighted values on the AMX tile unit, for K and V in bf16 or int8 with a key width that is a multiple of 32.
+// Scores and weighted values on the AMX tile unit, for K and V in bf16 or int8 with a key width that is a
+// multiple of 32.
 //
-// A lane is a row of a tile, so up to 16 lanes cost what one does. A block's keys, [D/2][16 tokens][2], are B tiles as they lie; so
-// are its values, [8 pairs of tokens][Dv][2], 16 columns at a time. Every number of lanes takes the tile unit: its sums have an
-// order of their own. Blocks in int8 are written out as bf16 first, a few at a time.
+// A lane is a row of a tile, so up to 16 lanes cost what one does. A block's keys, [D/2][16 tokens][2], are B
+// tiles as they lie; so are its values, [8 pairs of tokens][Dv][2], 16 columns at a time. Every number of
+// lanes takes the tile unit: its sums have an order of their own. Blocks in int8 are written out as bf16
+// first, a few at a time.
 #pragma once
 #include "amx.inl"
 #include "attention_products.inl"
@@ -15,11 +17,12 @@ template <Way way>
 const uint8_t* tile_keys(const LaneSet& set, int b) {
     if (way == Way::bf16) return set.keys_of(b);
     uint8_t* to = set.keys + sizeof(uint16_t) * (b % 4) * kTile * set.width;
-    for (int p = 0; p < set.width / 2; p++) store_i(to + 64 * p, int8_to_bf16((const int8_t*)set.keys_of(b) + 32 * p));
+    for (int p = 0; p < set.width / 2; p++)
+        store_i(to + 64 * p, int8_to_bf16((const int8_t*)set.keys_of(b) + 32 * p));
     return to;
 }
-// The values of block b, as they lie. What lies beyond the last key may be anything, NaN too: bf16 is zeroed there. (int8 may be any integer: its
-// weights are 0.)
+// The values of block b, as they lie. What lies beyond the last key may be anything, NaN too: bf16 is zeroed
+// there. (int8 may be any integer: its weights are 0.)
 template <Way way>
 const uint8_t* values_until(const LaneSet& set, int b, int key1) {
     const int padded = set.args->kv.v_padded, tokens = key1 - b * kTile;
@@ -29,17 +32,20 @@ const uint8_t* values_until(const LaneSet& set, int b, int key1) {
     uint32_t* pairs = (uint32_t*)set.values;
     if (tokens % 2)
         for (int d = 0; d < padded; d++) pairs[tokens / 2 * padded + d] &= 0xffff;
-    std::memset(pairs + (tokens + 1) / 2 * padded, 0, sizeof(uint32_t) * (kTile / 2 - (tokens + 1) / 2) * padded);
+    std::memset(pairs + (tokens + 1) / 2 * padded, 0,
+                sizeof(uint32_t) * (kTile / 2 - (tokens + 1) / 2) * padded);
     return set.values;
 }
-// Its values of up to 64 columns from `column` on, in bf16, harmless beyond key1; good until the next are asked for.
+// Its values of up to 64 columns from `column` on, in bf16, harmless beyond key1; good until the next are
+// asked for.
 template <Way way>
 const uint8_t* tile_columns(const LaneSet& set, int b, int key1, int column) {
     const int padded = set.args->kv.v_padded, last = column + 64 < padded ? column + 64 : padded;
     const uint8_t* v = values_until<way>(set, b, key1);
     if (way == Way::bf16) return v + 4 * column;
     for (int j = 0; j < kTile / 2; j++)
-        for (int d = column; d < last; d += kLanes) store_i(set.values + 4 * (j * padded + d), int8_to_bf16((const int8_t*)v + 2 * (j * padded + d)));
+        for (int d = column; d < last; d += kLanes)
+            store_i(set.values + 4 * (j * padded + d), int8_to_bf16((const int8_t*)v + 2 * (j * padded + d)));
     return set.values + 4 * column;
 }
 
@@ -47,14 +53,16 @@ OCTAVO_INLINE void prefetch_tile(const uint8_t* p, int bytes) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 3);
 }
 
-// scores [lanes][256] of blocks block0 .. block1 - 1. Four blocks at a time, so that the unit has independent sums to work on.
+// scores [lanes][256] of blocks block0 .. block1 - 1. Four blocks at a time, so that the unit has independent
+// sums to work on.
 template <Way way>
 void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
     constexpr int share = way == Way::widened ? 512 : 1024;  // bytes of 32 dimensions of a block
     const auto keys = [&](int b) { return set.keys_of(b); };
     const auto values = [&](int b) { return set.values_of(b); };
     const auto block_keys = [&](int b) { return tile_keys<way>(set, b); };
-    // What is needed soon: the keys four blocks on, and the block's own values (as wide as its keys, or nearly).
+    // What is needed soon: the keys four blocks on, and the block's own values (as wide as its keys, or
+    // nearly).
     const auto prefetch = [&](int b, int d) {
         if (b + 4 < block1) prefetch_tile(keys(b + 4) + d / 32 * share, share);
         prefetch_tile(values(b) + d / 32 * share, share);
@@ -63,7 +71,8 @@ void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
     configure_attention(set.count);
     int b = block0;
     for (; b + 4 <= block1; b += 4) {
-        const uint8_t *k0 = block_keys(b), *k1 = block_keys(b + 1), *k2 = block_keys(b + 2), *k3 = block_keys(b + 3);
+        const uint8_t *k0 = block_keys(b), *k1 = block_keys(b + 1), *k2 = block_keys(b + 2),
+                      *k3 = block_keys(b + 3);
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -110,7 +119,8 @@ void scale_scores(const LaneSet& set, int block0, int block1, int split0) {
     for (int b = block0; b < block1; b++) {
         const vf scales = load_bf16(set.scales(b));
         float* scores = set.scores + b * kTile - split0;
-        for (int lane = 0; lane < set.count; lane++) store(scores + lane * kSplitKeys, load(scores + lane * kSplitKeys) * scales);
+        for (int lane = 0; lane < set.count; lane++)
+            store(scores + lane * kSplitKeys, load(scores + lane * kSplitKeys) * scales);
     }
 }
 

@@ -3,8 +3,8 @@
 // How K and V are multiplied follows from how they are stored (`Way`):
 //   fp32     as they are, queries and weights in fp32
 //   bf16     in pairs, queries and weights rounded to bf16
-//   int16    codes of int8 in pairs, queries and weights as integers of 15 bits: sums are exact, and the same at every level
-//   widened  codes of int8 as bf16 pairs, which they fit exactly; on the tile unit only
+//   int16    codes of int8 in pairs, queries and weights as integers of 15 bits: sums are exact, and the same
+//   at every level widened  codes of int8 as bf16 pairs, which they fit exactly; on the tile unit only
 #pragma once
 #include <type_traits>
 
@@ -40,13 +40,23 @@ struct AttentionScratch {
     float* at;
 
     AttentionScratch(const KvLayer& kv, float* scratch)
-        : width((kv.k_width + 1) / 2 * 2), state_size(2 + kv.v_padded), at((float*)(((uintptr_t)scratch + 63) / 64 * 64)) {}
-    float* scores() const { return at; }                                                  // [lanes][256]; 16-bit weights in the first half
-    float* split_state() const { return scores() + kMaxLanes * kSplitKeys; }              // [lanes][2 + v_padded]: m, l, acc
-    float* value_scales() const { return split_state() + kMaxLanes * state_size; }        // [256], see ValueScales
-    float* units() const { return value_scales() + kSplitKeys; }                          // [lanes]: what a lane's sums of values are multiples of
-    uint8_t* values() const { return (uint8_t*)(units() + kMaxLanes); }                   // a block's values of one head in bf16, where they do not lie so in the block
-    uint8_t* keys() const { return values() + sizeof(uint16_t) * kTile * (state_size - 2); }  // keys of four blocks likewise
+        : width((kv.k_width + 1) / 2 * 2),
+          state_size(2 + kv.v_padded),
+          at((float*)(((uintptr_t)scratch + 63) / 64 * 64)) {}
+    float* scores() const { return at; }  // [lanes][256]; 16-bit weights in the first half
+    float* split_state() const {
+        return scores() + kMaxLanes * kSplitKeys;
+    }  // [lanes][2 + v_padded]: m, l, acc
+    float* value_scales() const { return split_state() + kMaxLanes * state_size; }  // [256], see ValueScales
+    float* units() const {
+        return value_scales() + kSplitKeys;
+    }  // [lanes]: what a lane's sums of values are multiples of
+    uint8_t* values() const {
+        return (uint8_t*)(units() + kMaxLanes);
+    }  // a block's values of one head in bf16, where they do not lie so in the block
+    uint8_t* keys() const {
+        return values() + sizeof(uint16_t) * kTile * (state_size - 2);
+    }  // keys of four blocks likewise
     float* sets() const { return (float*)(keys() + sizeof(uint16_t) * 4 * kTile * width); }
     size_t set_size() const { return (size_t)kMaxLanes * (width + state_size); }
 };
@@ -60,16 +70,23 @@ struct LaneSet {
     int count = 0, width = 0, state_size = 0, row0 = 0, num_rows = 0, first_key = 0, last_key = 0;
     Lane lanes[kMaxLanes];
     float factors[kMaxLanes];  // what makes a lane's sums scores
-    float *q = nullptr, *state = nullptr;  // [lanes][width], in the first half where they have 16 bits; [lanes][2 + v_padded]
+    float *q = nullptr,
+          *state =
+              nullptr;  // [lanes][width], in the first half where they have 16 bits; [lanes][2 + v_padded]
     float *scores = nullptr, *split_state = nullptr, *value_scales = nullptr, *units = nullptr;
     uint8_t *values = nullptr, *keys = nullptr;
 
-    void fill(const AttentionArgs& a, const AttentionPiece& p, int first_row, int rows, const AttentionScratch& scratch, int index) {
+    void fill(const AttentionArgs& a, const AttentionPiece& p, int first_row, int rows,
+              const AttentionScratch& scratch, int index) {
         args = &a, piece = &p;
         const int group = a.num_heads / a.kv.num_heads;
         width = scratch.width, state_size = scratch.state_size, row0 = first_row, num_rows = rows;
-        way = a.kv.type == KvType::fp32 ? Way::fp32 : a.kv.type == KvType::bf16 ? Way::bf16 : on_tiles() ? Way::widened : Way::int16;
-        scores = scratch.scores(), split_state = scratch.split_state(), value_scales = scratch.value_scales(), units = scratch.units();
+        way = a.kv.type == KvType::fp32   ? Way::fp32
+              : a.kv.type == KvType::bf16 ? Way::bf16
+              : on_tiles()                ? Way::widened
+                                          : Way::int16;
+        scores = scratch.scores(), split_state = scratch.split_state(), value_scales = scratch.value_scales(),
+        units = scratch.units();
         values = scratch.values(), keys = scratch.keys();
         q = scratch.sets() + index * scratch.set_size();
         state = q + kMaxLanes * width;
@@ -90,7 +107,9 @@ struct LaneSet {
     }
     // The i-th block ahead; past the last, `instead`.
     const uint8_t* block_ahead(int i, const uint8_t* instead) const {
-        return ahead.first + i < ahead.last ? k_of(args->kv, ahead.block_table[ahead.first + i], ahead.kv_head) : instead;
+        return ahead.first + i < ahead.last
+                   ? k_of(args->kv, ahead.block_table[ahead.first + i], ahead.kv_head)
+                   : instead;
     }
 
   private:
@@ -98,13 +117,15 @@ struct LaneSet {
         const int position = piece->positions[row], window = args->window;
         const int last = window < 0 || position >= piece->context_len ? piece->context_len : position + 1;
         const int first = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
-        factors[count] = put_query(args->q + row * args->q_stride + (int64_t)head * args->kv.k_width, count * width);
+        factors[count] =
+            put_query(args->q + row * args->q_stride + (int64_t)head * args->kv.k_width, count * width);
         first_key = count && first_key < first ? first_key : first;
         last_key = count && last_key > last ? last_key : last;
         lanes[count++] = Lane{row, head, first, last};
     }
 
-    // Returns what the sums over it are to be multiplied by. A NaN or an infinity among int16 queries makes that NaN, so that it shows.
+    // Returns what the sums over it are to be multiplied by. A NaN or an infinity among int16 queries makes
+    // that NaN, so that it shows.
     float put_query(const float* from, int at) {
         float unit = 1, inverse = 1;
         if (way == Way::int16) {

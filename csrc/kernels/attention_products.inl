@@ -1,8 +1,10 @@
-// Attention's two products on vectors: scores of queries and keys, and values times their weights. Layouts: KvLayer in table.h.
+// Attention's two products on vectors: scores of queries and keys, and values times their weights. Layouts:
+// KvLayer in table.h.
 //
-// In all of them a register of K or V is what 16 lanes of sums take: with 16 bits or 8, pairs of dimensions of 16 keys, or pairs of
-// tokens of 16 dimensions; with fp32 single ones. It meets four bytes of a query or of weights in all lanes. Each lane and block has one
-// chain of sums, so its bits do not depend on how many are computed at once.
+// In all of them a register of K or V is what 16 lanes of sums take: with 16 bits or 8, pairs of dimensions
+// of 16 keys, or pairs of tokens of 16 dimensions; with fp32 single ones. It meets four bytes of a query or
+// of weights in all lanes. Each lane and block has one chain of sums, so its bits do not depend on how many
+// are computed at once.
 #pragma once
 #include "attention_lanes.inl"
 
@@ -74,8 +76,8 @@ OCTAVO_INLINE void ask_for(const uint8_t* p, int bytes) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
 }
 
-// scores [N][256] of B neighbouring blocks, `first_block` being the split's first. The first lanes of a set ask for the keys of as many blocks ahead, a line
-// for each that they read.
+// scores [N][256] of B neighbouring blocks, `first_block` being the split's first. The first lanes of a set
+// ask for the keys of as many blocks ahead, a line for each that they read.
 template <int N, int B, Way way>
 OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int first_block, int split0) {
     constexpr int step = kStep<way>;
@@ -117,39 +119,46 @@ void score_blocks(const LaneSet& set, int block0, int block1, int split0) {
         constexpr int B = N > kScoreSums / 2 ? 1 : N > kScoreSums / 4 ? 2 : 4;
         int b = block0;
         for (; b + B <= block1; b += B) block_scores<N, B, way>(set, lane0, b, block0, split0);
-        call_with<B - 1>(block1 - b, b, [&]<int Left>(int first) { block_scores<N, Left, way>(set, lane0, first, block0, split0); });
+        call_with<B - 1>(block1 - b, b, [&]<int Left>(int first) {
+            block_scores<N, Left, way>(set, lane0, first, block0, split0);
+        });
     });
 }
 
-// acc [N][16 C] = weights times V, of the columns from `column` on. The first lanes ask for the values of the blocks ahead, as they do for keys.
-// What lies beyond the last key may be anything, NaN too: bf16, which reads whole pairs, zeroes it. (int8 may be any integer there: its
-// weights are 0.)
+// acc [N][16 C] = weights times V, of the columns from `column` on. The first lanes ask for the values of the
+// blocks ahead, as they do for keys. What lies beyond the last key may be anything, NaN too: bf16, which
+// reads whole pairs, zeroes it. (int8 may be any integer there: its weights are 0.)
 template <int N, int C, Way way>
 OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int key0, int key1, int split0) {
     constexpr int step = kStep<way>, tokens_a_step = way == Way::fp32 ? 1 : 2;
     const KvLayer& kv = set.args->kv;
     const size_t row = (size_t)kv.v_padded / kLanes * step;
     Sums<way> sums[N][C] = {};
-    const auto add = [&](const uint8_t* v, const uint8_t* weights, const uint8_t* ahead, bool half) __attribute__((always_inline)) {
-        vi numbers[C];
-        for (int c = 0; c < C; c++) {
-            const vi whole = load_numbers<way>(v + c * step);
-            numbers[c] = held(half ? whole & 0xffff : whole);
-        }
-        if (ahead) ask_for(ahead, C * step);
-        for (int n = 0; n < N; n++) {
-            const vi weight = broadcast4(weights + n * (kSplitKeys * sizeof(float)));
-            for (int c = 0; c < C; c++) sums[n][c] = multiply_add<way>(sums[n][c], numbers[c], weight);
-        }
-    };
+    const auto add = [&](const uint8_t* v, const uint8_t* weights, const uint8_t* ahead, bool half)
+                         __attribute__((always_inline)) {
+                             vi numbers[C];
+                             for (int c = 0; c < C; c++) {
+                                 const vi whole = load_numbers<way>(v + c * step);
+                                 numbers[c] = held(half ? whole & 0xffff : whole);
+                             }
+                             if (ahead) ask_for(ahead, C * step);
+                             for (int n = 0; n < N; n++) {
+                                 const vi weight = broadcast4(weights + n * (kSplitKeys * sizeof(float)));
+                                 for (int c = 0; c < C; c++)
+                                     sums[n][c] = multiply_add<way>(sums[n][c], numbers[c], weight);
+                             }
+                         };
     for (int key = key0; key < key1; key += kTile) {
         const int tokens = key1 - key < kTile ? key1 - key : kTile;
         const size_t at = column / kLanes * step;
-        const uint8_t *v = set.values_of(key / kTile) + at, *ahead = lane0 == 0 ? set.block_ahead((key - key0) / kTile, nullptr) : nullptr;
+        const uint8_t *v = set.values_of(key / kTile) + at,
+                      *ahead = lane0 == 0 ? set.block_ahead((key - key0) / kTile, nullptr) : nullptr;
         if (ahead) ahead += kv.v_offset + at;
-        const uint8_t* weights = (const uint8_t*)(set.scores + lane0 * kSplitKeys) + (key - split0) * (4 / tokens_a_step);
+        const uint8_t* weights =
+            (const uint8_t*)(set.scores + lane0 * kSplitKeys) + (key - split0) * (4 / tokens_a_step);
         const int steps = way == Way::bf16 ? tokens / 2 : (tokens + tokens_a_step - 1) / tokens_a_step;
-        for (int i = 0; i < steps; i++) add(v + i * row, weights + 4 * i, ahead ? ahead + i * row : nullptr, false);
+        for (int i = 0; i < steps; i++)
+            add(v + i * row, weights + 4 * i, ahead ? ahead + i * row : nullptr, false);
         if (way == Way::bf16 && tokens % 2) add(v + steps * row, weights + 4 * steps, nullptr, true);
         if (ahead && column == 0) ask_for(ahead + steps * row, (kTile / tokens_a_step - steps) * row);
     }
@@ -168,8 +177,10 @@ void weigh_blocks(const LaneSet& set, int key0, int key1, int split0) {
     in_parts<kValueLanes>(set.count, [&]<int N>(int lane0) {
         const int padded = set.args->kv.v_padded;
         int column = 0;
-        for (; column + kLanes * kValueVectors <= padded; column += kLanes * kValueVectors) weigh_columns<N, kValueVectors, way>(set, lane0, column, key0, key1, split0);
-        for (; column < padded; column += kLanes) weigh_columns<N, 1, way>(set, lane0, column, key0, key1, split0);
+        for (; column + kLanes * kValueVectors <= padded; column += kLanes * kValueVectors)
+            weigh_columns<N, kValueVectors, way>(set, lane0, column, key0, key1, split0);
+        for (; column < padded; column += kLanes)
+            weigh_columns<N, 1, way>(set, lane0, column, key0, key1, split0);
     });
 }
 

@@ -5,8 +5,9 @@
 namespace octavo {
 namespace {
 
-// int16: what weights are multiplied by before they become integers: their value's scale over the largest that the lane sees in the split, times
-// kWeightCodes; 0 where it sees none. Lanes that see the same share them.
+// int16: what weights are multiplied by before they become integers: their value's scale over the largest
+// that the lane sees in the split, times kWeightCodes; 0 where it sees none. Lanes that see the same share
+// them.
 struct ValueScales {
     const LaneSet& set;
     const int from, to, split0;
@@ -14,7 +15,8 @@ struct ValueScales {
     int first = 0, last = 0;
     float unit = 0;  // of the weighed values' sums
 
-    ValueScales(const LaneSet& s, int a, int b, int split) : set(s), from(a), to(b), split0(split), scales(s.value_scales) {}
+    ValueScales(const LaneSet& s, int a, int b, int split)
+        : set(s), from(a), to(b), split0(split), scales(s.value_scales) {}
 
     void see(int seen_first, int seen_last) {
         if (seen_first == first && seen_last == last) return;
@@ -31,7 +33,8 @@ struct ValueScales {
         const float top = max_lanes(largest);
         unit = finite ? top / kWeightCodes : NAN;
         const vf inverse = splat(finite && top > kTiny ? kWeightCodes / top : 0);
-        for (int i = from - split0; i < to - split0; i += kTile) store(scales + i, finite ? load(scales + i) * inverse : vf{});
+        for (int i = from - split0; i < to - split0; i += kTile)
+            store(scales + i, finite ? load(scales + i) * inverse : vf{});
     }
     vf seen(vf s, int key) const {
         if (key >= first && key + kTile <= last) return s;
@@ -40,21 +43,27 @@ struct ValueScales {
     }
 };
 
-// Scores as they count: capped, and -inf where the lane does not see the key. Returns the largest; a NaN may be lost here, and shows in the sum.
-OCTAVO_INLINE float mask_scores(const LaneSet& set, float* scores, float factor, int from, int to, int first, int last) {
+// Scores as they count: capped, and -inf where the lane does not see the key. Returns the largest; a NaN may
+// be lost here, and shows in the sum.
+OCTAVO_INLINE float mask_scores(const LaneSet& set, float* scores, float factor, int from, int to, int first,
+                                int last) {
     const float softcap = set.args->softcap;
-    const auto cap = [&](vf s) { return softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f)); };
+    const auto cap = [&](vf s) {
+        return softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f));
+    };
     vf largest = splat(-INFINITY);
     const auto mask = [&](int key, int end) {
         for (; key < end; key += kTile) {
             const vf s = load(scores + key);
             const vi at = iota() + key;
-            const vf masked = select((vi)(at >= first) & (vi)(at < last), softcap > 0 ? cap(s) : s, splat(-INFINITY));
+            const vf masked =
+                select((vi)(at >= first) & (vi)(at < last), softcap > 0 ? cap(s) : s, splat(-INFINITY));
             store(scores + key, masked);
             largest = max(largest, masked);
         }
     };
-    const int inner = (first + kTile - 1) / kTile * kTile, outer = last / kTile * kTile > inner ? last / kTile * kTile : inner;
+    const int inner = (first + kTile - 1) / kTile * kTile,
+              outer = last / kTile * kTile > inner ? last / kTile * kTile : inner;
     mask(from, inner);
     for (int key = inner; key < outer; key += kTile) {  // whole blocks that it sees
         const vf s = load(scores + key);
@@ -78,10 +87,12 @@ OCTAVO_INLINE vi to_bf16(vf first, vf second) {
 #endif
 }
 
-// Weights are e^(s - m). fp32: in place, and l is their sum. bf16: rounded to bf16, and l is the sum of the rounded ones. int16: times their
-// value's scale, as integers; widened: the same, rounded to bf16; l is the sum of e^(s - m). m = -inf where the lane sees no key here.
+// Weights are e^(s - m). fp32: in place, and l is their sum. bf16: rounded to bf16, and l is the sum of the
+// rounded ones. int16: times their value's scale, as integers; widened: the same, rounded to bf16; l is the
+// sum of e^(s - m). m = -inf where the lane sees no key here.
 template <Way way>
-void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1, int split0, ValueScales& values) {
+void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1, int split0,
+                 ValueScales& values) {
     float* scores = set.scores + lane * kSplitKeys - split0;
     uint16_t* weights = set.weights_bf16() + lane * 2 * kSplitKeys - split0;
     float* state = set.split_state + lane * set.state_size;
@@ -93,7 +104,8 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
     }
     const float factor = set.args->softcap > 0 ? 1 : set.factors[lane];
     if constexpr (way == Way::int16) values.see(first, last);
-    const vf top = splat(largest), slope = splat(factor * 1.44269504f), ones = bits_to_float(splat_i(0x3f803f80));
+    const vf top = splat(largest), slope = splat(factor * 1.44269504f),
+             ones = bits_to_float(splat_i(0x3f803f80));
     const auto weigh = [&](int key) {
         const vf s = load(scores + key) - top;
         return way == Way::fp32 ? exp(s) : exp2_coarse(s * slope);
@@ -107,10 +119,13 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
     for (int key = values.from; way != Way::bf16 && key < values.to; key += kTile) {
         const vf p = weigh(key);
         if constexpr (way == Way::fp32) store(scores + key, p);
-        if constexpr (way == Way::int16) store_int16(weights + key, round_to_int(p * load(values.scales + key - split0)));
+        if constexpr (way == Way::int16)
+            store_int16(weights + key, round_to_int(p * load(values.scales + key - split0)));
         if constexpr (way == Way::widened) {
             const bool read = key >= key0 && key < key1;  // beyond, the block table may end
-            store_bf16(weights + key, read ? select((vi)(p == 0.0f), vf{}, p * load_bf16(set.scales(key / kTile) + kTile)) : vf{});  // unseen scales may be NaN
+            store_bf16(weights + key,
+                       read ? select((vi)(p == 0.0f), vf{}, p * load_bf16(set.scales(key / kTile) + kTile))
+                            : vf{});  // unseen scales may be NaN
         }
         total += p;
     }
@@ -121,13 +136,17 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
 template <Way way>
 void soften(const LaneSet& set, int key0, int key1, int split0) {
     // Whole vectors of 16-bit weights: what lies around the keys is not seen.
-    ValueScales values(set, key0 / (2 * kTile) * 2 * kTile, (key1 + 2 * kTile - 1) / (2 * kTile) * 2 * kTile, split0);
+    ValueScales values(set, key0 / (2 * kTile) * 2 * kTile, (key1 + 2 * kTile - 1) / (2 * kTile) * 2 * kTile,
+                       split0);
     float largest[kMaxLanes];
     for (int lane = 0; lane < set.count; lane++) {
         const auto [first, last] = set.seen(lane, key0, key1);
-        if (first < last) largest[lane] = mask_scores(set, set.scores + lane * kSplitKeys - split0, set.factors[lane], values.from, values.to, first, last);
+        if (first < last)
+            largest[lane] = mask_scores(set, set.scores + lane * kSplitKeys - split0, set.factors[lane],
+                                        values.from, values.to, first, last);
     }
-    for (int lane = 0; lane < set.count; lane++) soften_lane<way>(set, lane, largest[lane], key0, key1, split0, values);
+    for (int lane = 0; lane < set.count; lane++)
+        soften_lane<way>(set, lane, largest[lane], key0, key1, split0, values);
 }
 
 }  // namespace

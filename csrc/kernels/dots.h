@@ -1,4 +1,5 @@
-// Dot products of a few bytes in each of the sixteen lanes: of int8, int16 and bf16, exact in integers at every level; and what makes their operands.
+// Dot products of a few bytes in each of the sixteen lanes: of int8, int16 and bf16, exact in integers at
+// every level; and what makes their operands.
 #pragma once
 #include "simd.h"
 
@@ -7,13 +8,15 @@ namespace {
 
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
 OCTAVO_INLINE __m512i dot4_wide(__m512i u, __m512i s) {
-    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(u, _mm512_set1_epi16(0xff)), _mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8));
+    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(u, _mm512_set1_epi16(0xff)),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8));
     const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(s, 8));
     return _mm512_add_epi32(even, odd);
 }
 #elif defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
 OCTAVO_INLINE __m256i dot4_wide(__m256i u, __m256i s) {
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0xff)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
     return _mm256_add_epi32(even, odd);
 }
@@ -46,22 +49,26 @@ OCTAVO_INLINE vi dot4(vi acc, vi u, vi s) {
 #endif
 }
 
-// As dot4 with signed codes of -127 .. 127, in a form of which `for_dot4_signed` makes what can be shared by several rows. Where the instruction
-// wants unsigned ones, they come with 128 added, and kSignedOffset times the sum of s is too much; elsewhere the sign goes over
-// to s, so that the pair sums of 8-bit products fit 16 bits.
+// As dot4 with signed codes of -127 .. 127, in a form of which `for_dot4_signed` makes what can be shared by
+// several rows. Where the instruction wants unsigned ones, they come with 128 added, and kSignedOffset times
+// the sum of s is too much; elsewhere the sign goes over to s, so that the pair sums of 8-bit products fit 16
+// bits.
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
 constexpr int kSignedOffset = 0;
 OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes; }
 OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) {
-    const __m512i w = (__m512i)codes, turned = _mm512_mask_sub_epi8((__m512i)s, _mm512_movepi8_mask(w), __m512i{}, (__m512i)s);
-    return acc + (vi)_mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(w), turned), _mm512_set1_epi16(1));
+    const __m512i w = (__m512i)codes,
+                  turned = _mm512_mask_sub_epi8((__m512i)s, _mm512_movepi8_mask(w), __m512i{}, (__m512i)s);
+    return acc +
+           (vi)_mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(w), turned), _mm512_set1_epi16(1));
 }
 #elif defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
 constexpr int kSignedOffset = 0;
 OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes; }
 OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) {
     const auto half = [](RegisterI sum, RegisterI x, RegisterI y) {
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)x), _mm256_sign_epi8((__m256i)y, (__m256i)x));
+        const __m256i pairs =
+            _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)x), _mm256_sign_epi8((__m256i)y, (__m256i)x));
         return (RegisterI)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     };
     return each(half, acc, codes, s);
@@ -72,15 +79,17 @@ OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes ^ (int32_t)0x80808080;
 OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) { return dot4(acc, codes, s); }
 #endif
 
-// Two 4-bit codes a byte. The products of the low nibbles are summed as they are; those of the high ones as codes times 16,
-// which saves a shift a vector (`high_sum` undoes it; exact). Where 16-bit pair sums serve (AVX2 without VNNI) the codes are
-// shifted down instead, since 240 * 127 * 2 would not fit 16 bits.
+// Two 4-bit codes a byte. The products of the low nibbles are summed as they are; those of the high ones as
+// codes times 16, which saves a shift a vector (`high_sum` undoes it; exact). Where 16-bit pair sums serve
+// (AVX2 without VNNI) the codes are shifted down instead, since 240 * 127 * 2 would not fit 16 bits.
 #if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
 OCTAVO_INLINE vi high_nibbles(vi both) { return (both >> 4) & 0x0f0f0f0f; }
 OCTAVO_INLINE vi high_sum(vi sum) { return sum; }
 OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) {
     const auto half = [](RegisterI sum, RegisterI x, RegisterI y) {
-        return (RegisterI)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)x, (__m256i)y), _mm256_set1_epi16(1)));
+        return (RegisterI)_mm256_add_epi32(
+            (__m256i)sum,
+            _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)x, (__m256i)y), _mm256_set1_epi16(1)));
     };
     return each(half, acc, u, s);
 }
@@ -105,7 +114,9 @@ OCTAVO_INLINE vi load_int16(const void* p) {
 #if defined(__AVX512F__)
     return (vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
-    const auto half = [](const void* at) { return (RegisterI)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)at)); };
+    const auto half = [](const void* at) {
+        return (RegisterI)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)at));
+    };
     return {half(p), half((const char*)p + 16)};
 #else
     int16_t values[kLanes];
@@ -121,7 +132,9 @@ OCTAVO_INLINE vi int8_to_int16(const int8_t* p) {
 #if defined(__AVX512BW__)
     return (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
-    const auto half = [](const int8_t* at) { return (RegisterI)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at)); };
+    const auto half = [](const int8_t* at) {
+        return (RegisterI)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
+    };
     return {half(p), half(p + 16)};
 #elif defined(__SSE2__)
     const auto quarter = [](const int8_t* at) {
@@ -135,7 +148,8 @@ OCTAVO_INLINE vi int8_to_int16(const int8_t* p) {
 #endif
 }
 
-// acc[i] += a[2i] * b[2i] + a[2i+1] * b[2i+1] over pairs of int16 in each lane, exact while the sums fit 32 bits.
+// acc[i] += a[2i] * b[2i] + a[2i+1] * b[2i+1] over pairs of int16 in each lane, exact while the sums fit 32
+// bits.
 OCTAVO_INLINE vi dot2_int16(vi acc, vi a, vi b) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
@@ -151,7 +165,9 @@ OCTAVO_INLINE vi dot2_int16(vi acc, vi a, vi b) {
     };
     return each(half, acc, a, b);
 #elif defined(__SSE2__)
-    const auto quarter = [](RegisterI sum, RegisterI x, RegisterI y) { return (RegisterI)_mm_add_epi32((__m128i)sum, _mm_madd_epi16((__m128i)x, (__m128i)y)); };
+    const auto quarter = [](RegisterI sum, RegisterI x, RegisterI y) {
+        return (RegisterI)_mm_add_epi32((__m128i)sum, _mm_madd_epi16((__m128i)x, (__m128i)y));
+    };
     return each(quarter, acc, a, b);
 #else
     return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
@@ -164,10 +180,12 @@ OCTAVO_INLINE void store_int16(uint16_t* p, vi v) {
     const __m256i packed = _mm512_cvtepi32_epi16((__m512i)v);
     std::memcpy(p, &packed, 32);
 #elif defined(__AVX2__)
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xd8);
+    const __m256i packed =
+        _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xd8);
     std::memcpy(p, &packed, 32);
 #elif defined(__SSE2__)
-    const __m128i packed[2] = {_mm_packs_epi32((__m128i)v.low.low, (__m128i)v.low.high), _mm_packs_epi32((__m128i)v.high.low, (__m128i)v.high.high)};
+    const __m128i packed[2] = {_mm_packs_epi32((__m128i)v.low.low, (__m128i)v.low.high),
+                               _mm_packs_epi32((__m128i)v.high.low, (__m128i)v.high.high)};
     std::memcpy(p, packed, 32);
 #else
     int32_t lanes[kLanes];

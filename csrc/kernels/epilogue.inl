@@ -9,15 +9,17 @@ namespace {
 OCTAVO_INLINE vf activated(int kind, vf v) {
     switch (kind) {
         case 0: return v * sigmoid(v);  // silu
-        case 1: {                       // gelu
+        case 1: {  // gelu
             float x[kLanes];
             store(x, v);
             for (float& each : x) each = 0.5f * each * (1.0f + std::erf(each * 0.70710678f));
             return load(x);
         }
-        case 2: return v * sigmoid(splat(1.59576912f) * fma(splat(0.044715f) * v * v, v, v));  // gelu_tanh: 2 sqrt(2 / pi)
-        case 3: return max(v, vf{});                                                           // relu
-        case 4: return max(v, vf{}) * max(v, vf{});                                            // relu2
+        case 2:
+            return v * sigmoid(splat(1.59576912f) *
+                               fma(splat(0.044715f) * v * v, v, v));  // gelu_tanh: 2 sqrt(2 / pi)
+        case 3: return max(v, vf{});  // relu
+        case 4: return max(v, vf{}) * max(v, vf{});  // relu2
         case 5: return sigmoid(v);
         default: return splat(2.0f) * sigmoid(splat(2.0f) * v) - splat(1.0f);  // tanh
     }
@@ -39,7 +41,8 @@ OCTAVO_INLINE vf gate(const Epilogue& e, vf g, vf up) {
     return opened * (up + e.up_offset);
 }
 
-void write_tile(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width, float* out, int64_t out_stride) {
+void write_tile(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column,
+                int width, float* out, int64_t out_stride) {
     const vf bias = e.bias ? load_first(e.bias + column, width) : vf{};
     const vf up_bias = e.up_bias ? load_first(e.up_bias + column, width) : vf{};
     for (int m = 0; m < num_rows; m++, out += out_stride) {

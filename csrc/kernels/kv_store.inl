@@ -1,7 +1,8 @@
 // A token's K and V into its slot of a KV block, in the cache's type. Layouts: KvLayer in table.h.
 //
-// int8: per token and head, scale = absmax / 127 rounded to bf16, code = round(x / scale), in fp32 and with true divisions, so that every
-// level and the reference store the same bytes. A row of zeros has scale 0; a NaN or an infinity makes the scale NaN, so that it shows.
+// int8: per token and head, scale = absmax / 127 rounded to bf16, code = round(x / scale), in fp32 and with
+// true divisions, so that every level and the reference store the same bytes. A row of zeros has scale 0; a
+// NaN or an infinity makes the scale NaN, so that it shows.
 #pragma once
 #include "dots.h"
 #include "rows.inl"
@@ -9,21 +10,29 @@
 namespace octavo {
 namespace {
 
-OCTAVO_INLINE uint8_t* k_of(const KvLayer& kv, int block, int head) { return kv.base + head * kv.head_stride + block * kv.block_stride; }
-OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) { return k_of(kv, block, head) + kv.v_offset; }
-OCTAVO_INLINE uint16_t* scales_of(const KvLayer& kv, int block, int head) { return (uint16_t*)(k_of(kv, block, head) + kv.scales_offset); }
+OCTAVO_INLINE uint8_t* k_of(const KvLayer& kv, int block, int head) {
+    return kv.base + head * kv.head_stride + block * kv.block_stride;
+}
+OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) {
+    return k_of(kv, block, head) + kv.v_offset;
+}
+OCTAVO_INLINE uint16_t* scales_of(const KvLayer& kv, int block, int head) {
+    return (uint16_t*)(k_of(kv, block, head) + kv.scales_offset);
+}
 
 void store_fp32(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token, const float* k, const float* v) {
     for (int d = 0; d < kv.k_width; d++) ((float*)k_to)[d * kTile + token] = k[d];
     std::memcpy((float*)v_to + token * kv.v_padded, v, sizeof(float) * kv.v_width);
 }
 
-void store_bf16_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token, const float* k, const float* v) {
+void store_bf16_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token, const float* k,
+                      const float* v) {
     uint16_t values[kLanes];
     for (int d = 0; d < kv.k_width; d += kLanes) {
         const int n = kv.k_width - d < kLanes ? kv.k_width - d : kLanes;
         store_bf16(values, load_first(k + d, n));
-        for (int i = 0; i < n; i += 2) std::memcpy(k_to + 64 * (size_t)((d + i) / 2) + 4 * token, values + i, 4);
+        for (int i = 0; i < n; i += 2)
+            std::memcpy(k_to + 64 * (size_t)((d + i) / 2) + 4 * token, values + i, 4);
     }
     uint16_t* first = (uint16_t*)v_to + (size_t)(token / 2) * 2 * kv.v_padded + token % 2;
     for (int d = 0; d < kv.v_width; d += kLanes) {
@@ -55,20 +64,26 @@ uint16_t put_codes(const float* x, int n, const Put& put) {
     return scale;
 }
 
-void store_int8_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, uint16_t* scales, int token, const float* k, const float* v) {
-    scales[token] = put_codes(k, kv.k_width, [&](int d, int8_t code) { k_to[(d / 2 * kTile + token) * 2 + d % 2] = (uint8_t)code; });
+void store_int8_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, uint16_t* scales, int token,
+                      const float* k, const float* v) {
+    scales[token] = put_codes(k, kv.k_width, [&](int d, int8_t code) {
+        k_to[(d / 2 * kTile + token) * 2 + d % 2] = (uint8_t)code;
+    });
     uint8_t* first = v_to + (size_t)(token / 2) * 2 * kv.v_padded + token % 2;
-    scales[kTile + token] = put_codes(v, kv.v_width, [&](int d, int8_t code) { first[2 * d] = (uint8_t)code; });
+    scales[kTile + token] =
+        put_codes(v, kv.v_width, [&](int d, int8_t code) { first[2 * d] = (uint8_t)code; });
 }
 
-// A token touches every line of its block's K. In a decode step none of them is in a cache, for attention has read other requests' since;
-// asked for together, they arrive together.
+// A token touches every line of its block's K. In a decode step none of them is in a cache, for attention has
+// read other requests' since; asked for together, they arrive together.
 OCTAVO_INLINE void ask_for_keys(const KvLayer& kv, int block) {
     for (int head = 0; head < kv.num_heads; head++)
-        for (size_t line = 0; line < kv.v_offset; line += 64) __builtin_prefetch(k_of(kv, block, head) + line, 1, 3);
+        for (size_t line = 0; line < kv.v_offset; line += 64)
+            __builtin_prefetch(k_of(kv, block, head) + line, 1, 3);
 }
 
-// k [heads * k_width], v [heads * v_width] of one token into its slot. Other threads may be writing its neighbours in the block.
+// k [heads * k_width], v [heads * v_width] of one token into its slot. Other threads may be writing its
+// neighbours in the block.
 void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
     const int block = slot / kTile, token = slot % kTile;
     ask_for_keys(kv, block);
@@ -77,7 +92,9 @@ void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
         switch (kv.type) {
             case KvType::fp32: store_fp32(kv, k_to, v_to, token, k, v); break;
             case KvType::bf16: store_bf16_block(kv, k_to, v_to, token, k, v); break;
-            case KvType::int8: store_int8_block(kv, k_to, v_to, scales_of(kv, block, head), token, k, v); break;
+            case KvType::int8:
+                store_int8_block(kv, k_to, v_to, scales_of(kv, block, head), token, k, v);
+                break;
         }
     }
 }

@@ -1,5 +1,6 @@
-// One instruction set's kernels: compiled once a level, with that level's flags, into a shared object of its own whose
-// symbols are hidden but for octavo_kernel_table. No wide instruction can so leak into code that a smaller machine runs.
+// One instruction set's kernels: compiled once a level, with that level's flags, into a shared object of its
+// own whose symbols are hidden but for octavo_kernel_table. No wide instruction can so leak into code that a
+// smaller machine runs.
 #include "attention.inl"
 #include "epilogue.inl"
 #include "linear.inl"
@@ -23,7 +24,8 @@ constexpr auto kBeginStep = forget_configuration;
 #else
 constexpr int kRowsPerBlock = 64, kRowsPerByte = 16;
 size_t no_scratch(const Tiles&) { return 0; }
-constexpr auto kProducts = [](const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t*) { vector_products(tiles, count, x, row0, num_rows); };
+constexpr auto kProducts = [](const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows,
+                              uint8_t*) { vector_products(tiles, count, x, row0, num_rows); };
 constexpr auto kScratch = no_scratch;
 constexpr auto kBeginStep = [] {};
 #endif
@@ -54,4 +56,6 @@ const KernelTable kTable = {
 }  // namespace
 }  // namespace octavo
 
-extern "C" __attribute__((visibility("default"))) const octavo::KernelTable* octavo_kernel_table() { return &octavo::kTable; }
+extern "C" __attribute__((visibility("default"))) const octavo::KernelTable* octavo_kernel_table() {
+    return &octavo::kTable;
+}

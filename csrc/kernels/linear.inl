@@ -1,11 +1,13 @@
 // Products of rows with weight tiles, 16 outputs at a time. The layouts are drawn in table.h.
 //
-// One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g of 32 inputs,
-// in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where isum is the exact int32 sum of
-// (code - zero_point) * q and sum that of q. Rows beside codes with one scale an output have one d, so that exact sums run over all inputs
-// and are scaled once; their numbers have two digits where the level has the tile unit (`scale_whole`), elsewhere most have one (`product_outliers`). Rows beside 4-bit
-// codes have two digits with the tile unit. fp32 and fp16 run in four chains over k mod 4, added as (c0 + c1) + (c2 + c3); bf16 in one chain over pairs.
-// `M` rows share each weight that is loaded; they never straddle a block of 16 rows.
+// One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g
+// of 32 inputs, in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where
+// isum is the exact int32 sum of (code - zero_point) * q and sum that of q. Rows beside codes with one scale
+// an output have one d, so that exact sums run over all inputs and are scaled once; their numbers have two
+// digits where the level has the tile unit (`scale_whole`), elsewhere most have one (`product_outliers`).
+// Rows beside 4-bit codes have two digits with the tile unit. fp32 and fp16 run in four chains over k mod 4,
+// added as (c0 + c1) + (c2 + c3); bf16 in one chain over pairs. `M` rows share each weight that is loaded;
+// they never straddle a block of 16 rows.
 #pragma once
 #include <algorithm>
 
@@ -20,11 +22,14 @@ OCTAVO_INLINE vf load_scale(const uint8_t* p) {
     return S == ScaleType::fp16 ? load_fp16((const uint16_t*)p) : load((const float*)p);
 }
 template <ScaleType S>
-constexpr size_t scale_bytes() { return S == ScaleType::fp16 ? 32 : 64; }
+constexpr size_t scale_bytes() {
+    return S == ScaleType::fp16 ? 32 : 64;
+}
 
-// Weights stream through once a step; the hardware's prefetcher stops at each page, so a product asks ahead. Tiles follow one
-// another, so what lies past the end of this one is the next. Measured on a 2-core Xeon with AMX: 2 to 4 KiB ahead into the first-level
-// cache is best; on a 2-core EPYC it is 6 KiB ahead into the second, by less than its neighbours move the memory's rate.
+// Weights stream through once a step; the hardware's prefetcher stops at each page, so a product asks ahead.
+// Tiles follow one another, so what lies past the end of this one is the next. Measured on a 2-core Xeon with
+// AMX: 2 to 4 KiB ahead into the first-level cache is best; on a 2-core EPYC it is 6 KiB ahead into the
+// second, by less than its neighbours move the memory's rate.
 #if defined(__AMX_INT8__)
 constexpr size_t kAhead = 3072;
 constexpr int kIntoCache = 3;
@@ -37,18 +42,22 @@ OCTAVO_INLINE void prefetch_ahead(const uint8_t* p) {
     for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + kAhead + line, 0, kIntoCache);
 }
 
-// One of the turns in which rows, so many at a time, meet the `num_tiles` tiles of a call: the rows done before it, and which of the turns that ask for the next
-// tiles it is, of how many.
+// One of the turns in which rows, so many at a time, meet the `num_tiles` tiles of a call: the rows done
+// before it, and which of the turns that ask for the next tiles it is, of how many.
 struct Turn {
     int num_tiles, done, index, askers;
 };
 
-// The same where M rows at a time meet the weights, step by step. If they are more than a few, the others find them in a cache, and each turn asks for its share of the
-// tiles after these: a core has room for so many lines under way that the first turn alone would wait for it.
+// The same where M rows at a time meet the weights, step by step. If they are more than a few, the others
+// find them in a cache, and each turn asks for its share of the tiles after these: a core has room for so
+// many lines under way that the first turn alone would wait for it.
 template <int M>
 class ReadAhead {
   public:
-    ReadAhead(const Turn& turn, const Tiles& w) : distance_(turn.num_tiles * w.tile_bytes), askers_(turn.askers), wait_(turn.index < turn.askers ? turn.index : 1 << 30) {}
+    ReadAhead(const Turn& turn, const Tiles& w)
+        : distance_(turn.num_tiles * w.tile_bytes),
+          askers_(turn.askers),
+          wait_(turn.index < turn.askers ? turn.index : 1 << 30) {}
     OCTAVO_INLINE void step() {
         asks_ = wait_ == 0;
         wait_ = asks_ ? askers_ - 1 : wait_ - 1;
@@ -69,15 +78,15 @@ class ReadAhead {
     bool asks_ = false;
 };
 
-// Whether rows have two digits beside 4-bit codes and beside codes with one scale an output: where the tile unit makes the second
-// one for next to nothing. On the vector unit it would double the work (decision 0017).
+// Whether rows have two digits beside 4-bit codes and beside codes with one scale an output: where the tile
+// unit makes the second one for next to nothing. On the vector unit it would double the work (decision 0017).
 #if defined(__AMX_INT8__)
 constexpr bool kTwoDigits = true;
 #else
 constexpr bool kTwoDigits = false;
 #endif
 
-// -- 4-bit ---------------------------------------------------------------------------------------------------------------
+// -- 4-bit --
 
 template <int M, ScaleType S, bool kMin>
 void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
@@ -119,19 +128,22 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
             }
             add_digits();
             acc[m] = fma(to_float(a + high_sum(b)), scale * d[m], acc[m]);
-            if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()), splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
+            if (kMin)
+                acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()),
+                             splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
         }
     }
     for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
 }
 
-// -- 8-bit ---------------------------------------------------------------------------------------------------------------
+// -- 8-bit --
 
 // kHalves: scales change every 16 inputs (Q6_K); the two halves are two steps of the same rule, without mins.
 template <int M, ScaleType S, bool kMin, bool kHalves>
 void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts;
-    constexpr size_t kCodes = 512, kScales = scale_bytes<S>() * kParts, kStep = kCodes + kScales * (kMin ? 2 : 1);
+    constexpr size_t kCodes = 512, kScales = scale_bytes<S>() * kParts,
+                     kStep = kCodes + kScales * (kMin ? 2 : 1);
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
@@ -157,39 +169,47 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
                     b = dot4(b, codes[v + 1], broadcast4(at + 4 * v + 4));
                 }
                 acc[m] = fma(to_float(a + b), scale * d[m], acc[m]);
-                if (kMin) acc[m] = fma(load_scale<S>(tile + kCodes + kScales), splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
+                if (kMin)
+                    acc[m] = fma(load_scale<S>(tile + kCodes + kScales),
+                                 splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
             }
         }
     }
     for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
 }
 
-// -- 8-bit with one scale an output --------------------------------------------------------------------------------------
+// -- 8-bit with one scale an output --
 
-OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) { return load((const float*)(tile + w.tile_bytes) - kTile); }
+OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) {
+    return load((const float*)(tile + w.tile_bytes) - kTile);
+}
 
-// Adds the second digits of a row's outliers to `sum`, two quads at a time in a chain each: the list ends in zeros.
+// Adds the second digits of a row's outliers to `sum`, two quads at a time in a chain each: the list ends in
+// zeros.
 template <int T>
 OCTAVO_INLINE void add_outliers(const OutlierList& list, const uint8_t* const (&tile)[T], vi (&sum)[T]) {
     const int count = *list.count;
     vi other[T] = {};
-    const auto add = [&](vi (&to)[T], int i) {
+    const auto add = [&](vi(&to)[T], int i) {
         const vi digits = broadcast4(list.digits + 4 * i);
-        for (int t = 0; t < T; t++) to[t] = dot4_signed(to[t], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i])), digits);
+        for (int t = 0; t < T; t++)
+            to[t] = dot4_signed(to[t], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i])), digits);
     };
     for (int i = 0; i < count; i += 2) add(sum, i), add(other, i + 1);
     for (int t = 0; t < T; t++) sum[t] += other[t];
 }
 
-// One digit for most numbers of a row, and one d for all. The sums over all inputs of T tiles and M rows stay in registers; then come the
-// few quads with a second digit, row by row. All sums are exact, so that neither T nor M matters. What goes over the sums' rows is unrolled: by places that
-// are constants they stay in registers until the end.
+// One digit for most numbers of a row, and one d for all. The sums over all inputs of T tiles and M rows stay
+// in registers; then come the few quads with a second digit, row by row. All sums are exact, so that neither
+// T nor M matters. What goes over the sums' rows is unrolled: by places that are constants they stay in
+// registers until the end.
 template <int M, int T>
 void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kChains = M * T >= 8 ? 1 : 8 / (M * T);  // sums that need not wait for one another
     const int inputs = x.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
-    const int32_t *first = x.sums + x.half_at(row, 0, 0), *second = first + kTile;  // sums of digits, which undo the codes' offset
+    const int32_t *first = x.sums + x.half_at(row, 0, 0),
+                  *second = first + kTile;  // sums of digits, which undo the codes' offset
     const float* d = x.scales + x.at(row, 0);
     const uint8_t* tile[T];
     float* acc[T];
@@ -235,7 +255,8 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Tur
         for (int t = 0; t < T; t++) {
             vi whole = sum[t][m][0];
             for (int c = 1; c < kChains; c++) whole += sum[t][m][c];
-            store(acc[t] + 16 * m, fma(to_float(more[m][t]), splat(kOutlierDigit), to_float(whole)) * (scale[t] * by));
+            store(acc[t] + 16 * m,
+                  fma(to_float(more[m][t]), splat(kOutlierDigit), to_float(whole)) * (scale[t] * by));
         }
     }
 }
@@ -245,8 +266,9 @@ OCTAVO_INLINE vf scale_whole(const Rows& x, int64_t row, vf scale, vi first, vi 
     return fma(to_float(first), splat(kWholeDigit), to_float(second)) * (scale * x.scales[x.at(row, 0)]);
 }
 
-// Two digits and one scale for a whole row. Codes become unsigned for the instruction by adding 128, which 128 times the sum of the digits undoes. Few rows take several vectors of
-// weights at a time, so that sums need not wait for one another.
+// Two digits and one scale for a whole row. Codes become unsigned for the instruction by adding 128, which
+// 128 times the sum of the digits undoes. Few rows take several vectors of weights at a time, so that sums
+// need not wait for one another.
 template <int M>
 void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     const Tiles& w = *ref->weight;
@@ -274,13 +296,15 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
     for (int m = 0; m < M; m++) {
         for (int c = 1; c < kChains; c++) first[m][0] += first[m][c], second[m][0] += second[m][c];
         const int32_t* sums = x.sums + x.half_at(row + m, 0, 0);
-        store(ref->acc + 16 * (turn.done + m), scale_whole(x, row + m, scale, first[m][0] - 128 * sums[0], second[m][0] - 128 * sums[kTile]));
+        store(ref->acc + 16 * (turn.done + m),
+              scale_whole(x, row + m, scale, first[m][0] - 128 * sums[0], second[m][0] - 128 * sums[kTile]));
     }
 }
 
-// -- floats --------------------------------------------------------------------------------------------------------------
+// -- floats --
 
-// One chain of sums a row and output, over pairs of inputs: as many rows and tiles as registers hold hide that each sum waits for the one before.
+// One chain of sums a row and output, over pairs of inputs: as many rows and tiles as registers hold hide
+// that each sum waits for the one before.
 template <int M, int T>
 void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
     const auto* values = (const uint16_t*)x.values + row * x.stride;
@@ -319,13 +343,15 @@ void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
         for (int c = 0; c < 4; c++) {
             const size_t at = (size_t)(k + c) * kTile;
             const vf weights = kHalf ? load_fp16((const uint16_t*)tile + at) : load((const float*)tile + at);
-            for (int m = 0; m < M; m++) acc[m][c] = fma(weights, splat(values[m * x.stride + k + c]), acc[m][c]);
+            for (int m = 0; m < M; m++)
+                acc[m][c] = fma(weights, splat(values[m * x.stride + k + c]), acc[m][c]);
         }
     }
-    for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
+    for (int m = 0; m < M; m++)
+        store(ref->acc + 16 * (turn.done + m), (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
 }
 
-// -- choosing ------------------------------------------------------------------------------------------------------------
+// -- choosing --
 
 // M rows, from `row`, times T tiles: to places `turn.done` and on of their `acc`.
 using Product = void (*)(const TileRef* tiles, const Rows& x, int64_t row, const Turn& turn);
@@ -346,7 +372,9 @@ Product choose(const Tiles& w) {
         case Code::i8: return product_whole<M>;
         case Code::fp16: return product_float<M, true>;
         case Code::fp32: return product_float<M, false>;
-        default: return w.scale_type == ScaleType::fp16 ? choose_scaled<M, ScaleType::fp16>(w) : choose_scaled<M, ScaleType::fp32>(w);
+        default:
+            return w.scale_type == ScaleType::fp16 ? choose_scaled<M, ScaleType::fp16>(w)
+                                                   : choose_scaled<M, ScaleType::fp32>(w);
     }
 }
 
@@ -357,7 +385,8 @@ constexpr int kMostRows = 8, kMostFloatRows = 4, kMostSums = 16;
 constexpr int kMostRows = 4, kMostFloatRows = 2, kMostSums = 4;
 #endif
 
-// One tile or two. With a row or two memory is what takes time, and one tile after the other is one stream of it.
+// One tile or two. With a row or two memory is what takes time, and one tile after the other is one stream of
+// it.
 void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
     const Tiles& w = *tiles->weight;
     if (count == 2 && !w.is_laid_out_as(*tiles[1].weight)) {
@@ -393,7 +422,7 @@ RowType row_type(Code code) {
     }
 }
 
-// -- one row back --------------------------------------------------------------------------------------------------------
+// -- one row back --
 
 float scale_at(const Tiles& w, const uint8_t* p, int lane) {
     if (w.scale_type == ScaleType::fp16) {
@@ -430,8 +459,12 @@ void read_row(const Tiles& w, int row, float factor, float* out) {
     for (int k = 0; k < w.num_inputs; k++) {
         float value;
         switch (w.code) {
-            case Code::i8: value = (float)(int8_t)tile[(size_t)(k / 4) * 64 + 4 * lane + k % 4] * scale; break;
-            case Code::bf16: value = bf16_to_float(((const uint16_t*)tile)[(k / 2) * 32 + 2 * lane + k % 2]); break;
+            case Code::i8:
+                value = (float)(int8_t)tile[(size_t)(k / 4) * 64 + 4 * lane + k % 4] * scale;
+                break;
+            case Code::bf16:
+                value = bf16_to_float(((const uint16_t*)tile)[(k / 2) * 32 + 2 * lane + k % 2]);
+                break;
             case Code::fp16: value = fp16_to_float(((const uint16_t*)tile)[k * kTile + lane]); break;
             case Code::fp32: value = ((const float*)tile)[k * kTile + lane]; break;
             default: value = quantised_at(w, tile, lane, k);

@@ -1,9 +1,9 @@
 // Products on the AMX tile unit, for levels that have it: 16 rows by 16 outputs at a time.
 //
-// The integer path unpacks a weight tile's groups once to signed bytes (codes minus the zero point) in scratch,
-// multiplies 16 rows at a time, and scales each group's exact int32 sums by the same fma's, in the same order, as linear.inl:
-// bitwise the same numbers, so few rows may take either path. bf16 sums in another order than dpbf16, so at this level every
-// number of rows takes the tile unit.
+// The integer path unpacks a weight tile's groups once to signed bytes (codes minus the zero point) in
+// scratch, multiplies 16 rows at a time, and scales each group's exact int32 sums by the same fma's, in the
+// same order, as linear.inl: bitwise the same numbers, so few rows may take either path. bf16 sums in another
+// order than dpbf16, so at this level every number of rows takes the tile unit.
 #pragma once
 #include "amx.inl"
 #include "linear.inl"
@@ -11,18 +11,21 @@
 namespace octavo {
 namespace {
 
-constexpr int kAmxMinRows = 6;     // fewer rows are faster on dpbusd (measured: crossover at 5 to 7)
+constexpr int kAmxMinRows = 6;  // fewer rows are faster on dpbusd (measured: crossover at 5 to 7)
 
-// -- integers ------------------------------------------------------------------------------------------------------------
+// -- integers --
 
 OCTAVO_INLINE bool is_integer(Code code) { return code == Code::u4 || code == Code::u8; }
 
-// Bytes of a row that one multiplication takes: a group of 32 inputs, with both its digits where the weights have 4 bits.
+// Bytes of a row that one multiplication takes: a group of 32 inputs, with both its digits where the weights
+// have 4 bits.
 OCTAVO_INLINE constexpr int depth_of(Code code) { return code == Code::u4 ? 2 * kGroup : kGroup; }
 
-// Signed codes of one tile as B tiles, [groups][depth / 4][16 o][4]. 4 bits: the codes times 8 for the first digits, then the codes.
+// Signed codes of one tile as B tiles, [groups][depth / 4][16 o][4]. 4 bits: the codes times 8 for the first
+// digits, then the codes.
 void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) {
-    const __m512i zero = _mm512_set1_epi8((char)w.zero_point), nibble = _mm512_set1_epi8(15), eights = _mm512_set1_epi8((char)0xf8);
+    const __m512i zero = _mm512_set1_epi8((char)w.zero_point), nibble = _mm512_set1_epi8(15),
+                  eights = _mm512_set1_epi8((char)0xf8);
     for (int g = 0; g < w.num_groups; g++, tile += step, out += 16 * depth_of(w.code)) {
         prefetch_ahead<320>(tile);
         if (w.code == Code::u4) {
@@ -37,17 +40,20 @@ void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) 
                 put(2 * v + 1, _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble));
             }
         } else {
-            for (int v = 0; v < 8; v++) _mm512_store_si512(out + 64 * v, _mm512_sub_epi8(_mm512_loadu_si512(tile + 64 * v), zero));
+            for (int v = 0; v < 8; v++)
+                _mm512_store_si512(out + 64 * v, _mm512_sub_epi8(_mm512_loadu_si512(tile + 64 * v), zero));
         }
     }
 }
 
-// Unsigned codes of 8 bits with a zero point of 0 and more than 127 do not fit signed bytes; such weights stay on dpbusd.
+// Unsigned codes of 8 bits with a zero point of 0 and more than 127 do not fit signed bytes; such weights
+// stay on dpbusd.
 OCTAVO_INLINE bool fits_signed(const Tiles& w) { return w.code == Code::u4 || w.zero_point != 0; }
 
 // Adds the sums of one group, scaled, to the rows' accumulators. `sums [R][16 o]`; R rows, all in registers.
 template <int R, ScaleType S, bool kMin>
-OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row, int g, const int32_t* sums, vf (&acc)[R]) {
+OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row, int g, const int32_t* sums,
+                               vf (&acc)[R]) {
     const vf scale = load_scale<S>(scales);
     const vf least = kMin ? load_scale<S>(scales + scale_bytes<S>()) : vf{};
     const float* d = x.scales + x.at(row, g);
@@ -59,32 +65,35 @@ OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row
     }
 }
 
-// Exact sums of two groups (or the last one alone) into `sums [2][R][16 o]`. The intrinsics take register numbers as literals
-// only, hence a macro: `multiply_even` and `multiply_odd` take turns on registers of their own.
-#define OCTAVO_MULTIPLY_PAIR(NAME, FIRST, SECOND)                                                                      \
-    template <int R, int kDepth>                                                                                       \
-    OCTAVO_INLINE void NAME(const int8_t* q, int64_t stride, const int8_t* codes, bool both, int32_t* sums) {          \
-        _tile_zero(FIRST);                                                                                             \
-        _tile_loadd(4, q, stride);                                                                                     \
-        _tile_loadd(6, codes, 64);                                                                                     \
-        _tile_dpbssd(FIRST, 4, 6);                                                                                     \
-        if (both) {                                                                                                    \
-            _tile_zero(SECOND);                                                                                        \
-            _tile_loadd(5, q + kDepth, stride);                                                                        \
-            _tile_loadd(7, codes + 16 * kDepth, 64);                                                                    \
-            _tile_dpbssd(SECOND, 5, 7);                                                                                \
-            _tile_stored(SECOND, sums + R * 16, 64);                                                                   \
-        }                                                                                                              \
-        _tile_stored(FIRST, sums, 64);                                                                                 \
+// Exact sums of two groups (or the last one alone) into `sums [2][R][16 o]`. The intrinsics take register
+// numbers as literals only, hence a macro: `multiply_even` and `multiply_odd` take turns on registers of
+// their own.
+#define OCTAVO_MULTIPLY_PAIR(NAME, FIRST, SECOND)                                            \
+    template <int R, int kDepth>                                                             \
+    OCTAVO_INLINE void NAME(const int8_t* q, int64_t stride, const int8_t* codes, bool both, \
+                            int32_t* sums) {                                                 \
+        _tile_zero(FIRST);                                                                   \
+        _tile_loadd(4, q, stride);                                                           \
+        _tile_loadd(6, codes, 64);                                                           \
+        _tile_dpbssd(FIRST, 4, 6);                                                           \
+        if (both) {                                                                          \
+            _tile_zero(SECOND);                                                              \
+            _tile_loadd(5, q + kDepth, stride);                                              \
+            _tile_loadd(7, codes + 16 * kDepth, 64);                                         \
+            _tile_dpbssd(SECOND, 5, 7);                                                      \
+            _tile_stored(SECOND, sums + R * 16, 64);                                         \
+        }                                                                                    \
+        _tile_stored(FIRST, sums, 64);                                                       \
     }
 OCTAVO_MULTIPLY_PAIR(multiply_even, 0, 1)
 OCTAVO_MULTIPLY_PAIR(multiply_odd, 2, 3)
 #undef OCTAVO_MULTIPLY_PAIR
 
-// One tile's product with R rows, for R of 16, 8, 4, 2 or 1. While the tile unit multiplies a pair of groups, the vector unit
-// scales the pair before it.
+// One tile's product with R rows, for R of 16, 8, 4, 2 or 1. While the tile unit multiplies a pair of groups,
+// the vector unit scales the pair before it.
 template <int R, int kDepth, ScaleType S, bool kMin>
-void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* codes, const Rows& x, int64_t row, float* out) {
+void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* codes, const Rows& x,
+               int64_t row, float* out) {
     alignas(64) int32_t sums[2][2 * R * 16];
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
     const uint8_t* scales = tile + (w.code == Code::u4 ? 256 : 512);
@@ -93,24 +102,31 @@ void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* c
     vf acc[R] = {};
     const auto scale = [&](int g, const int32_t* from) {
         if (g < groups) scale_group<R, S, kMin>(scales + g * step, x, row, g, from, acc);
-        if (g + 1 < groups) scale_group<R, S, kMin>(scales + (g + 1) * step, x, row, g + 1, from + R * 16, acc);
+        if (g + 1 < groups)
+            scale_group<R, S, kMin>(scales + (g + 1) * step, x, row, g + 1, from + R * 16, acc);
     };
     multiply_even<R, kDepth>(q, x.stride, codes, groups > 1, sums[0]);
     for (int g = 0; g < groups; g += 4, q += 4 * kDepth, codes += 4 * 16 * kDepth) {
-        if (g + 2 < groups) multiply_odd<R, kDepth>(q + 2 * kDepth, x.stride, codes + 2 * 16 * kDepth, g + 3 < groups, sums[1]);
+        if (g + 2 < groups)
+            multiply_odd<R, kDepth>(q + 2 * kDepth, x.stride, codes + 2 * 16 * kDepth, g + 3 < groups,
+                                    sums[1]);
         scale(g, sums[0]);
-        if (g + 4 < groups) multiply_even<R, kDepth>(q + 4 * kDepth, x.stride, codes + 4 * 16 * kDepth, g + 5 < groups, sums[0]);
+        if (g + 4 < groups)
+            multiply_even<R, kDepth>(q + 4 * kDepth, x.stride, codes + 4 * 16 * kDepth, g + 5 < groups,
+                                     sums[0]);
         scale(g + 2, sums[1]);
     }
     for (int m = 0; m < R; m++) store(out + 16 * m, acc[m]);
 }
 
 template <int kDepth, ScaleType S, bool kMin>
-void int8_all_rows(const Tiles& w, const uint8_t* data, const int8_t* codes, const Rows& x, int64_t row0, int num_rows, float* acc) {
+void int8_all_rows(const Tiles& w, const uint8_t* data, const int8_t* codes, const Rows& x, int64_t row0,
+                   int num_rows, float* acc) {
     const size_t step = w.tile_bytes / w.num_groups;
     int done = 0;
     const auto run = [&](auto rows_of, int rows) {
-        for (; num_rows - done >= rows; done += rows) rows_of(w, data, step, codes, x, row0 + done, acc + 16 * done);
+        for (; num_rows - done >= rows; done += rows)
+            rows_of(w, data, step, codes, x, row0 + done, acc + 16 * done);
     };
     run(int8_rows<16, kDepth, S, kMin>, 16);
     run(int8_rows<8, kDepth, S, kMin>, 8);
@@ -121,11 +137,15 @@ void int8_all_rows(const Tiles& w, const uint8_t* data, const int8_t* codes, con
 
 template <int kDepth>
 auto choose_all_rows(const Tiles& w) {
-    if (w.scale_type == ScaleType::fp16) return w.has_min ? int8_all_rows<kDepth, ScaleType::fp16, true> : int8_all_rows<kDepth, ScaleType::fp16, false>;
-    return w.has_min ? int8_all_rows<kDepth, ScaleType::fp32, true> : int8_all_rows<kDepth, ScaleType::fp32, false>;
+    if (w.scale_type == ScaleType::fp16)
+        return w.has_min ? int8_all_rows<kDepth, ScaleType::fp16, true>
+                         : int8_all_rows<kDepth, ScaleType::fp16, false>;
+    return w.has_min ? int8_all_rows<kDepth, ScaleType::fp32, true>
+                     : int8_all_rows<kDepth, ScaleType::fp32, false>;
 }
 
-void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc, uint8_t* scratch) {
+void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc,
+                  uint8_t* scratch) {
     const uint8_t* data = w.tile(tile);
     int8_t* codes = (int8_t*)scratch;
     unpack_tile(w, data, w.tile_bytes / w.num_groups, codes);
@@ -139,13 +159,14 @@ OCTAVO_INLINE void prefetch_successor(const TileRef* refs, const uint8_t* p) {
     for (size_t line = 0; line < 1024; line += 64) __builtin_prefetch(p + ahead + line, 0, 2);
 }
 
-// -- integers with one scale an output ------------------------------------------------------------------------------------
+// -- integers with one scale an output --
 
-// Exact sums of two tiles (or one of them alone) with up to 16 rows in two digits, into `sums [2 tiles][2 digits][rows][16 o]`: four loads
-// for four multiplications. `kFirst`: the weights come from memory, for the first time in this step. The codes are multiplied as they
-// lie.
+// Exact sums of two tiles (or one of them alone) with up to 16 rows in two digits, into `sums [2 tiles][2
+// digits][rows][16 o]`: four loads for four multiplications. `kFirst`: the weights come from memory, for the
+// first time in this step. The codes are multiplied as they lie.
 template <bool kFirst, bool kBoth>
-OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t row, int32_t (*sums)[kTile * kTile]) {
+OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t row,
+                                  int32_t (*sums)[kTile * kTile]) {
     const int inputs = refs->weight->num_groups * kGroup;
     const uint8_t *left = refs[0].data(), *right = kBoth ? refs[1].data() : left;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
@@ -174,10 +195,13 @@ OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t ro
 }
 
 // Those sums, scaled, to rows done .. of the tiles' accumulators.
-OCTAVO_INLINE void scale_all(const TileRef* refs, int count, const Rows& x, int64_t row, int rows, int done, const int32_t (*sums)[kTile * kTile]) {
+OCTAVO_INLINE void scale_all(const TileRef* refs, int count, const Rows& x, int64_t row, int rows, int done,
+                             const int32_t (*sums)[kTile * kTile]) {
     for (int t = 0; t < count; t++) {
         const vf scale = scales_of(*refs[t].weight, refs[t].data());
-        for (int m = 0; m < rows; m++) store(refs[t].acc + 16 * (done + m), scale_whole(x, row + m, scale, load_i(sums[2 * t] + 16 * m), load_i(sums[2 * t + 1] + 16 * m)));
+        for (int m = 0; m < rows; m++)
+            store(refs[t].acc + 16 * (done + m), scale_whole(x, row + m, scale, load_i(sums[2 * t] + 16 * m),
+                                                             load_i(sums[2 * t + 1] + 16 * m)));
     }
 }
 
@@ -192,14 +216,16 @@ void whole_products(const TileRef* refs, int count, const Rows& x, int64_t row0,
             if (count == 1)
                 multiply_whole<false, false>(refs, x, row0 + done, to);
             else
-                done ? multiply_whole<false, true>(refs, x, row0 + done, to) : multiply_whole<true, true>(refs, x, row0 + done, to);
+                done ? multiply_whole<false, true>(refs, x, row0 + done, to)
+                     : multiply_whole<true, true>(refs, x, row0 + done, to);
         }
         const int before = done - kTile;
-        if (before >= 0) scale_all(refs, count, x, row0 + before, rows_at(before), before, sums[before / kTile % 2]);
+        if (before >= 0)
+            scale_all(refs, count, x, row0 + before, rows_at(before), before, sums[before / kTile % 2]);
     }
 }
 
-// -- bf16 ----------------------------------------------------------------------------------------------------------------
+// -- bf16 --
 
 // One tile with up to 16 rows.
 void bf16_one(const TileRef& ref, const uint16_t* values, int64_t stride, int done) {
@@ -232,8 +258,8 @@ void bf16_two(const TileRef* refs, const uint16_t* values, int64_t stride, int d
     _tile_stored(1, refs[1].acc + 16 * done, 64);
 }
 
-// Two tiles with 32 rows: four loads for four multiplications, which is what keeps the tile unit busy. `kFirst`: the weights come
-// from memory, for the first time in this step.
+// Two tiles with 32 rows: four loads for four multiplications, which is what keeps the tile unit busy.
+// `kFirst`: the weights come from memory, for the first time in this step.
 template <bool kFirst>
 void bf16_square(const TileRef* refs, const uint16_t* values, int64_t stride, int done) {
     const uint8_t *first = refs[0].data(), *second = refs[1].data();
@@ -266,7 +292,8 @@ void bf16_products(const TileRef* refs, int count, const Rows& x, int64_t row0, 
         const uint16_t* values = (const uint16_t*)x.values + (row0 + done) * x.stride;
         configure_product(rows, 64);
         if (count == 2 && left >= 32) {
-            done ? bf16_square<false>(refs, values, x.stride, done) : bf16_square<true>(refs, values, x.stride, done);
+            done ? bf16_square<false>(refs, values, x.stride, done)
+                 : bf16_square<true>(refs, values, x.stride, done);
             done += 32;
             continue;
         }
@@ -275,19 +302,25 @@ void bf16_products(const TileRef* refs, int count, const Rows& x, int64_t row0, 
     }
 }
 
-// -- choosing ------------------------------------------------------------------------------------------------------------
+// -- choosing --
 
-void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t* scratch) {
+void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows,
+                  uint8_t* scratch) {
     if (tiles->weight->code == Code::bf16) return bf16_products(tiles, count, x, row0, num_rows);
-    if (tiles->weight->code == Code::i8 && num_rows >= kAmxMinRows) return whole_products(tiles, count, x, row0, num_rows);
+    if (tiles->weight->code == Code::i8 && num_rows >= kAmxMinRows)
+        return whole_products(tiles, count, x, row0, num_rows);
     for (int i = 0; i < count; i++) {
         const Tiles& w = *tiles[i].weight;
-        const bool integers = is_integer(w.code) && !w.half_groups && fits_signed(w) && num_rows >= kAmxMinRows;
-        integers ? int8_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch) : vector_products(tiles + i, 1, x, row0, num_rows);
+        const bool integers =
+            is_integer(w.code) && !w.half_groups && fits_signed(w) && num_rows >= kAmxMinRows;
+        integers ? int8_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch)
+                 : vector_products(tiles + i, 1, x, row0, num_rows);
     }
 }
 
-size_t amx_scratch_bytes(const Tiles& w) { return is_integer(w.code) ? (size_t)w.num_groups * 16 * depth_of(w.code) : 0; }
+size_t amx_scratch_bytes(const Tiles& w) {
+    return is_integer(w.code) ? (size_t)w.num_groups * 16 * depth_of(w.code) : 0;
+}
 
 }  // namespace
 }  // namespace octavo

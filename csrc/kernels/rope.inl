@@ -17,7 +17,8 @@ void rope_head(float* x, const float* cos, const float* sin, int rotary, bool in
     }
     for (int i = 0; i < half; i += kLanes) {
         const int n = half - i < kLanes ? half - i : kLanes;
-        const vf a = load_first(x + i, n), b = load_first(x + half + i, n), c = load_first(cos + i, n), s = load_first(sin + i, n);
+        const vf a = load_first(x + i, n), b = load_first(x + half + i, n), c = load_first(cos + i, n),
+                 s = load_first(sin + i, n);
         store_first(x + i, a * c - b * s, n);
         store_first(x + half + i, b * c + a * s, n);
     }

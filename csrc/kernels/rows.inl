@@ -1,4 +1,5 @@
-// Rows before a product: RMS norm, layer norm, and conversion to integers (groups or whole rows, one digit, two, or a second for outliers), bf16 or fp32. One row never sees another.
+// Rows before a product: RMS norm, layer norm, and conversion to integers (groups or whole rows, one digit,
+// two, or a second for outliers), bf16 or fp32. One row never sees another.
 #pragma once
 #include "dots.h"
 #include "table.h"
@@ -6,7 +7,8 @@
 namespace octavo {
 namespace {
 
-// y = (x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * (w + offset), 16 lanes and a tail at a time.
+// y = (x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * (w + offset), 16 lanes and a tail
+// at a time.
 struct Normalizer {
     const Norm& norm;
     float mean = 0, inverse = 1;
@@ -41,7 +43,8 @@ struct Normalizer {
     OCTAVO_INLINE vf at(const float* x, int i, int n) const {
         const vf v = n == kLanes ? load(x + i) : load_first(x + i, n);
         if (!norm.weight) return v;
-        const vf w = (n == kLanes ? load(norm.weight + i) : load_first(norm.weight + i, n)) + norm.weight_offset;
+        const vf w =
+            (n == kLanes ? load(norm.weight + i) : load_first(norm.weight + i, n)) + norm.weight_offset;
         vf y = (v - mean) * inverse * w;
         if (norm.bias) y += n == kLanes ? load(norm.bias + i) : load_first(norm.bias + i, n);
         return n == kLanes ? y : select((vi)(iota() < n), y, vf{});
@@ -70,9 +73,12 @@ OCTAVO_INLINE void store_int8(int8_t* q, vi n) {
 // Sixty-four numbers of -128 .. 127 as bytes, v[0]'s sixteen first.
 OCTAVO_INLINE vi pack_int8(const vi (&v)[4]) {
 #if defined(__AVX512BW__)
-    const __m512i low = _mm512_packs_epi32((__m512i)v[0], (__m512i)v[1]), high = _mm512_packs_epi32((__m512i)v[2], (__m512i)v[3]);
+    const __m512i low = _mm512_packs_epi32((__m512i)v[0], (__m512i)v[1]),
+                  high = _mm512_packs_epi32((__m512i)v[2], (__m512i)v[3]);
     // Packing works within quarters of a register: quarter q now holds the q-th four numbers of each v.
-    return (vi)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), _mm512_packs_epi16(low, high));
+    return (vi)_mm512_permutexvar_epi32(
+        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+        _mm512_packs_epi16(low, high));
 #else
     alignas(64) int8_t bytes[4 * kLanes];
     for (int j = 0; j < 4; j++) store_int8(bytes + j * kLanes, v[j]);
@@ -85,8 +91,8 @@ OCTAVO_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 // One digit of a byte holds numbers of up to so many times their row's mean magnitude.
 constexpr float kOutlierMeans = 6;
 
-// Groups of 32 share d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d NaN, so that it shows downstream.
-// With kDigits d = absmax / 1016, and what is stored are two digits, 8 first + second.
+// Groups of 32 share d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d NaN, so that
+// it shows downstream. With kDigits d = absmax / 1016, and what is stored are two digits, 8 first + second.
 template <bool kDigits>
 OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
     constexpr float kLargest = kDigits ? 127.0f * kDigit : 127.0f;
@@ -158,11 +164,13 @@ OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int
         sums[0] += first;
         sums[1] += second;
     }
-    for (int digit = 0; digit < 2; digit++) rows.sums[rows.half_at(index, 0, digit)] = sum_lanes_i(sums[digit]);
+    for (int digit = 0; digit < 2; digit++)
+        rows.sums[rows.half_at(index, 0, digit)] = sum_lanes_i(sums[digit]);
     rows.scales[rows.at(index, 0)] = largest / kLargest + check;
 }
 
-// Appends the quads of sixteen with a second digit, of which the first is quad `first`. No branch: which quads these are cannot be foreseen.
+// Appends the quads of sixteen with a second digit, of which the first is quad `first`. No branch: which
+// quads these are cannot be foreseen.
 OCTAVO_INLINE int append_outliers(vi digits, int first, const OutlierList& list, int count) {
 #if defined(__AVX512F__)
     const __mmask16 some = _mm512_test_epi32_mask((__m512i)digits, (__m512i)digits);
@@ -181,8 +189,9 @@ OCTAVO_INLINE int append_outliers(vi digits, int first, const OutlierList& list,
 #endif
 }
 
-// A row that shares a d for which its numbers' mean magnitude is 127 / kOutlierMeans: what is larger than 127 d is an outlier. d is smaller where
-// there are none, and larger where one would need a third digit. Not-a-numbers show as in put_integers.
+// A row that shares a d for which its numbers' mean magnitude is 127 / kOutlierMeans: what is larger than 127
+// d is an outlier. d is smaller where there are none, and larger where one would need a third digit.
+// Not-a-numbers show as in put_integers.
 template <typename Lanes>
 OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& rows, int64_t index) {
     constexpr float kLargest = 127.0f * (kOutlierDigit + 1);
@@ -220,7 +229,8 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
     store_i(list.quads + count, vi{});
     store_i(list.digits + 4 * (int64_t)count, vi{});
     *list.count = count;
-    for (int digit = 0; digit < 2; digit++) rows.sums[rows.half_at(index, 0, digit)] = sum_lanes_i(sums[digit]);
+    for (int digit = 0; digit < 2; digit++)
+        rows.sums[rows.half_at(index, 0, digit)] = sum_lanes_i(sums[digit]);
     rows.scales[rows.at(index, 0)] = d;
 }
 
@@ -234,7 +244,8 @@ void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int6
         const Normalizer normal(x, k, buffers ? none : norm);
         const float* from = buffers ? buffer : x;
         const auto lanes_at = [&](int i) { return normal.at(from, i, k - i < kLanes ? k - i : kLanes); };
-        return rows.type == RowType::whole ? put_whole(lanes_at, k, rows, index) : put_with_outliers(lanes_at, k, rows, index);
+        return rows.type == RowType::whole ? put_whole(lanes_at, k, rows, index)
+                                           : put_with_outliers(lanes_at, k, rows, index);
     }
     const Normalizer normal(x, k, norm);
     for (int g = 0; g < rows.num_groups; g++) {

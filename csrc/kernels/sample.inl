@@ -1,8 +1,9 @@
-// Drawing one token from a row of logits. The rules, and their order, are those of backends/sampling.py, which tests hold this to.
+// Drawing one token from a row of logits. The rules, and their order, are those of backends/sampling.py,
+// which tests hold this to.
 //
-// bias, bans and penalties; temperature (0: the best, lowest id first); min_p; top_k; top_p; then the inverse of the
-// cumulative distribution over the kept tokens in id order, at a point that Philox4x32-10 gives (Salmon et al. 2011).
-// Logprobs are of the raw logits.
+// bias, bans and penalties; temperature (0: the best, lowest id first); min_p; top_k; top_p; then the inverse
+// of the cumulative distribution over the kept tokens in id order, at a point that Philox4x32-10 gives
+// (Salmon et al. 2011). Logprobs are of the raw logits.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -17,18 +18,23 @@ struct Candidate {
     float logit, p;
     int32_t id;
 };
-inline bool better(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+inline bool better(const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
 
 // Scratch: adjusted logits [V padded], probabilities [V padded], then candidates [V].
 inline size_t padded_vocab(int vocab) { return ((size_t)vocab + 15) / 16 * 16; }
-size_t sample_scratch_bytes(int vocab) { return padded_vocab(vocab) * (2 * sizeof(float) + sizeof(Candidate)); }
+size_t sample_scratch_bytes(int vocab) {
+    return padded_vocab(vocab) * (2 * sizeof(float) + sizeof(Candidate));
+}
 
 // Uniform in [0, 1), 53 bits.
 double philox_uniform(uint64_t seed, uint32_t position, uint32_t sample_index, uint32_t draw) {
     uint32_t c[4] = {position, sample_index, draw, 0}, key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
     for (int round = 0; round < 10; round++) {
         const uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
-        const uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ key[0], (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ key[1], (uint32_t)a};
+        const uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ key[0], (uint32_t)b,
+                                  (uint32_t)(a >> 32) ^ c[3] ^ key[1], (uint32_t)a};
         std::memcpy(c, next, sizeof c);
         key[0] += 0x9E3779B9u;
         key[1] += 0xBB67AE85u;
@@ -59,7 +65,7 @@ int best_id(const float* x, int n) {
     return id;
 }
 
-// -- logprobs of the raw logits ------------------------------------------------------------------------------------------
+// -- logprobs of the raw logits --
 
 double log_sum_exp(const float* x, int n, float largest) {
     double total = 0;
@@ -86,7 +92,7 @@ void write_logprobs(const SampleArgs& a, int at, const float* x, int token, int 
     }
 }
 
-// -- what changes the logits ---------------------------------------------------------------------------------------------
+// -- what changes the logits --
 
 void change_logits(const SampleArgs& a, int at, float* z) {
     for (int i = a.bias_starts[at]; i < a.bias_starts[at + 1]; i++) z[a.bias_ids[i]] += a.bias_values[i];
@@ -102,7 +108,7 @@ void change_logits(const SampleArgs& a, int at, float* z) {
     }
 }
 
-// -- the draw ------------------------------------------------------------------------------------------------------------
+// -- the draw --
 
 // The first token in id order whose cumulative probability exceeds `point` of the total.
 int draw_dense(const float* p, int vocab, double point) {
@@ -164,7 +170,8 @@ int keep_top_p(Candidate* kept, int count, float top_p) {
 
 int draw(const SampleArgs& a, int at, const float* z, float* p, Candidate* kept) {
     const float largest = z[best_id(z, a.vocab)], inverse = std::min(1.0f / a.temperatures[at], FLT_MAX);
-    for (size_t i = 0; i < padded_vocab(a.vocab); i += kLanes) store(p + i, exp((load(z + i) - largest) * inverse));
+    for (size_t i = 0; i < padded_vocab(a.vocab); i += kLanes)
+        store(p + i, exp((load(z + i) - largest) * inverse));
     const double point = philox_uniform(a.seeds[at], a.positions[at], a.sample_indices[at], 0);
     const int top_k = a.top_ks[at];
     if (top_k <= 0 && a.top_ps[at] >= 1 && a.min_ps[at] <= 0) return draw_dense(p, a.vocab, point);
@@ -179,7 +186,8 @@ int draw(const SampleArgs& a, int at, const float* z, float* p, Candidate* kept)
     return draw_among(kept, count, point);
 }
 
-// Most logits are below the best by far: one look at all of them, and at each only where that fails (behind `width` lies anything).
+// Most logits are below the best by far: one look at all of them, and at each only where that fails (behind
+// `width` lies anything).
 void keep_best(const float* logits, int num_rows, int column, int width, Best* best) {
     for (int row = 0; row < num_rows; row++, logits += kGroup) {
         const vf least = splat(best[row].value);

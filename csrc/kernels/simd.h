@@ -1,9 +1,10 @@
-// Sixteen lanes at every level: one vector type, so that weight tiles and KV blocks have one layout everywhere.
+// Sixteen lanes at every level: one vector type, so that weight tiles and KV blocks have one layout
+// everywhere.
 //
-// `vf` is 16 fp32 lanes, `vi` 16 int32 lanes (vectors.h). On AVX-512 each is one register, on AVX2 two, on SSE2 or NEON four; operators
-// are those of the compiler's vectors, and only what it cannot guess stands here. Kernels are
-// compiled with -ffp-contract=off: a product is fused into a sum where `fma` says so and nowhere else, so that the same
-// arithmetic comes out however many rows a template handles at once.
+// `vf` is 16 fp32 lanes, `vi` 16 int32 lanes (vectors.h). On AVX-512 each is one register, on AVX2 two, on
+// SSE2 or NEON four; operators are those of the compiler's vectors, and only what it cannot guess stands
+// here. Kernels are compiled with -ffp-contract=off: a product is fused into a sum where `fma` says so and
+// nowhere else, so that the same arithmetic comes out however many rows a template handles at once.
 #pragma once
 
 #include <cmath>
@@ -49,8 +50,12 @@ OCTAVO_INLINE vf bits_to_float(vi v) { return (vf)v; }
 
 // The first `n` lanes of memory (0 elsewhere), and back. Nothing behind the n-th is touched.
 #if defined(__AVX512F__)
-OCTAVO_INLINE vf load_first(const float* p, int n) { return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
-OCTAVO_INLINE void store_first(float* p, vf v, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v); }
+OCTAVO_INLINE vf load_first(const float* p, int n) {
+    return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+}
+OCTAVO_INLINE void store_first(float* p, vf v, int n) {
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+}
 #else
 OCTAVO_INLINE vf load_first(const float* p, int n) {
     if (n == kLanes) return load(p);
@@ -74,13 +79,17 @@ OCTAVO_INLINE vf to_float(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
 OCTAVO_INLINE vi round_to_int(vf v) { return (vi)_mm512_cvtps_epi32((__m512)v); }
 #elif defined(__AVX2__)
 OCTAVO_INLINE vf fma(vf a, vf b, vf c) {
-    return each([](RegisterF x, RegisterF y, RegisterF z) { return (RegisterF)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }, a, b, c);
+    return each([](RegisterF x, RegisterF y,
+                   RegisterF z) { return (RegisterF)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); },
+                a, b, c);
 }
 OCTAVO_INLINE vf max(vf a, vf b) {
-    return each([](RegisterF x, RegisterF y) { return (RegisterF)_mm256_max_ps((__m256)x, (__m256)y); }, a, b);
+    return each([](RegisterF x, RegisterF y) { return (RegisterF)_mm256_max_ps((__m256)x, (__m256)y); }, a,
+                b);
 }
 OCTAVO_INLINE vf min(vf a, vf b) {
-    return each([](RegisterF x, RegisterF y) { return (RegisterF)_mm256_min_ps((__m256)x, (__m256)y); }, a, b);
+    return each([](RegisterF x, RegisterF y) { return (RegisterF)_mm256_min_ps((__m256)x, (__m256)y); }, a,
+                b);
 }
 OCTAVO_INLINE vf to_float(vi v) {
     return each([](RegisterI x) { return (RegisterF)_mm256_cvtepi32_ps((__m256i)x); }, v);
@@ -164,7 +173,7 @@ OCTAVO_INLINE int32_t sum_bytes(const int8_t* p) {
 #endif
 }
 
-// -- half precisions -----------------------------------------------------------------------------------------------------
+// -- half precisions --
 
 OCTAVO_INLINE float bf16_to_float(uint16_t h) {
     const uint32_t bits = (uint32_t)h << 16;
@@ -184,7 +193,9 @@ OCTAVO_INLINE vf load_bf16(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
-    const auto half = [](const uint16_t* at) { return (RegisterF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16); };
+    const auto half = [](const uint16_t* at) {
+        return (RegisterF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16);
+    };
     return {half(p), half(p + 8)};
 #else
     uint32_t v[kLanes];
@@ -222,7 +233,9 @@ OCTAVO_INLINE vf load_fp16(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
-    const auto half = [](const uint16_t* at) { return (RegisterF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); };
+    const auto half = [](const uint16_t* at) {
+        return (RegisterF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
+    };
     return {half(p), half(p + 8)};
 #else
     float v[kLanes];
@@ -231,9 +244,10 @@ OCTAVO_INLINE vf load_fp16(const uint16_t* p) {
 #endif
 }
 
-// -- functions -----------------------------------------------------------------------------------------------------------
+// -- functions --
 
-// e^x to about 1 ulp for x in [-87, 88]; below, exactly 0; NaN stays NaN. Cody and Waite's reduction, Cephes' polynomial.
+// e^x to about 1 ulp for x in [-87, 88]; below, exactly 0; NaN stays NaN. Cody and Waite's reduction, Cephes'
+// polynomial.
 OCTAVO_INLINE vf exp(vf x) {
     const vf clipped = min(splat(88.0f), max(splat(-87.0f), x));  // in this order a NaN passes
     const vi n = round_to_int(clipped * splat(1.44269504f));
@@ -250,8 +264,9 @@ OCTAVO_INLINE vf exp(vf x) {
     return select((vi)(x < splat(-87.0f)), vf{}, p * (vf)((n + 127) << 23));
 }
 
-// 2^x to 2^-18 of itself, for what is rounded anyway: x <= 0; below -125 exactly 0; 1 at 0; NaN stays NaN. Adding 1.5 * 2^23 leaves x rounded in
-// the low bits; the polynomial interpolates 2^f at five Chebyshev points of [-1/2, 1/2].
+// 2^x to 2^-18 of itself, for what is rounded anyway: x <= 0; below -125 exactly 0; 1 at 0; NaN stays NaN.
+// Adding 1.5 * 2^23 leaves x rounded in the low bits; the polynomial interpolates 2^f at five Chebyshev
+// points of [-1/2, 1/2].
 OCTAVO_INLINE vf exp2_coarse(vf x) {
     const vf magic = splat(12582912.0f), shifted = x + magic;
     const vf f = x - (shifted - magic);
@@ -263,7 +278,8 @@ OCTAVO_INLINE vf exp2_coarse(vf x) {
     return select((vi)(x < splat(-125.0f)), vf{}, (vf)((vi)p + ((vi)shifted << 23)));
 }
 
-// 1 / x to about 1 ulp, for x of at least 1: an estimate and one step of Newton's take a fraction of a division's time.
+// 1 / x to about 1 ulp, for x of at least 1: an estimate and one step of Newton's take a fraction of a
+// division's time.
 OCTAVO_INLINE vf reciprocal(vf x) {
 #if defined(__AVX512F__)
     const vf estimate = (vf)_mm512_rcp14_ps((__m512)x);

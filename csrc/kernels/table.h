@@ -1,7 +1,8 @@
-// What the executor asks of the kernels: plain structs of pointers, and one table of functions an instruction set.
+// What the executor asks of the kernels: plain structs of pointers, and one table of functions an instruction
+// set.
 //
-// Each level (portable ... amx) compiles the same sources into a shared object of its own, which exports one symbol,
-// octavo_kernel_table. Shapes: T rows, N outputs, K inputs; a tile is 16 outputs.
+// Each level (portable ... amx) compiles the same sources into a shared object of its own, which exports one
+// symbol, octavo_kernel_table. Shapes: T rows, N outputs, K inputs; a tile is 16 outputs.
 #pragma once
 
 #include <cmath>
@@ -10,20 +11,23 @@
 
 namespace octavo {
 
-constexpr int kTile = 16;        // outputs in a weight tile, tokens in a KV block
-constexpr int kGroup = 32;       // inputs that share an activation scale
+constexpr int kTile = 16;  // outputs in a weight tile, tokens in a KV block
+constexpr int kGroup = 32;  // inputs that share an activation scale
 constexpr int kSplitKeys = 256;  // keys in a split of the attention's definition
 
-// -- weights -------------------------------------------------------------------------------------------------------------
+// -- weights
 
-// How a tile of 16 outputs lies in memory (k runs over inputs, o over the 16 outputs). Inputs are padded to a multiple of 32
-// with codes whose activations are zero, outputs to a multiple of 16 with zero scales.
-//   u4   per group of 32 inputs: 4 vectors of [16 o][4 bytes], byte b of vector v = code(k = 8v + b) | code(k = 8v + 4 + b) << 4;
+// How a tile of 16 outputs lies in memory (k runs over inputs, o over the 16 outputs). Inputs are padded to a
+// multiple of 32 with codes whose activations are zero, outputs to a multiple of 16 with zero scales.
+//   u4   per group of 32 inputs: 4 vectors of [16 o][4 bytes], byte b of vector v = code(k = 8v + b) | code(k
+//   = 8v + 4 + b) << 4;
 //        then scales [16 o], then mins [16 o] where there are any
-//   u8   per group of 32 inputs: 8 vectors of [16 o][4 bytes], byte b of vector v = code(k = 4v + b); then scales (one
-//        row [16 o] a group of 32, or two where they change every 16 inputs, which then has no mins), then mins
-//   i8   signed codes alone, ordered as u8's, of inputs padded to a multiple of 64; at the end of the tile scales [16 o], fp32, one an output
-//   bf16 [K/2][16 o][2]      fp16, fp32 [K][16 o]
+//   u8   per group of 32 inputs: 8 vectors of [16 o][4 bytes], byte b of vector v = code(k = 4v + b); then
+//   scales (one
+//        row [16 o] a group of 32, or two where they change every 16 inputs, which then has no mins), then
+//        mins
+//   i8   signed codes alone, ordered as u8's, of inputs padded to a multiple of 64; at the end of the tile
+//   scales [16 o], fp32, one an output bf16 [K/2][16 o][2]      fp16, fp32 [K][16 o]
 // value = (code - zero_point) * scale + min.
 enum class Code : int32_t { u4, u8, i8, bf16, fp16, fp32 };
 constexpr int kNumCodes = 6;
@@ -36,19 +40,23 @@ struct Tiles {
     bool has_min;
     bool half_groups;  // scales every 16 inputs instead of every 32
     int32_t zero_point;
-    int32_t num_rows;     // N, outputs
-    int32_t num_inputs;   // K as the model has it
-    int32_t num_groups;   // ceil(K / 32); even with i8
-    size_t tile_bytes, tile_stride;  // from one tile to the next: more than it has where another weight's tiles lie between (packing.h)
-    const uint8_t* data;             // [ceil(N / 16)] tiles
+    int32_t num_rows;  // N, outputs
+    int32_t num_inputs;  // K as the model has it
+    int32_t num_groups;  // ceil(K / 32); even with i8
+    size_t tile_bytes, tile_stride;  // from one tile to the next: more than it has where another weight's
+                                     // tiles lie between (packing.h)
+    const uint8_t* data;  // [ceil(N / 16)] tiles
 
-    bool is_laid_out_as(const Tiles& w) const { return code == w.code && scale_type == w.scale_type && has_min == w.has_min && half_groups == w.half_groups && num_groups == w.num_groups; }
+    bool is_laid_out_as(const Tiles& w) const {
+        return code == w.code && scale_type == w.scale_type && has_min == w.has_min &&
+               half_groups == w.half_groups && num_groups == w.num_groups;
+    }
     int num_tiles() const { return (num_rows + kTile - 1) / kTile; }
     const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }
 };
 
-// One tile of a weight, and where its product goes. Two that are laid out alike (neighbours, or a gate and its up projection) are multiplied
-// together where that loads the rows once instead of twice.
+// One tile of a weight, and where its product goes. Two that are laid out alike (neighbours, or a gate and
+// its up projection) are multiplied together where that loads the rows once instead of twice.
 struct TileRef {
     const Tiles* weight;
     int tile;
@@ -56,24 +64,30 @@ struct TileRef {
     const uint8_t* data() const { return weight->tile(tile); }
 };
 
-// -- rows on their way into a product ------------------------------------------------------------------------------------
+// -- rows on their way into a product
 
 enum class RowType : int32_t { int8, digits, whole, outliers, bf16, fp32 };
 constexpr int kNumRowTypes = 6;
 constexpr const char* kRowTypeNames[kNumRowTypes] = {"int8", "digits", "whole", "outliers", "bf16", "fp32"};
-constexpr int kDigit = 8;           // what the first of two digits counts
-constexpr int kWholeDigit = 128;    // and where a whole row shares its scale
+constexpr int kDigit = 8;  // what the first of two digits counts
+constexpr int kWholeDigit = 128;  // and where a whole row shares its scale
 constexpr int kOutlierDigit = 255;  // what the second digit counts of a number that one does not hold
 
-// Rows as a product reads them. int8, and digits (4-bit weights on the tile unit): per group of 32 inputs d (`scales`), the sums of
-// the group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`). These three lie in blocks of 16 rows, so that a
-// kernel finds the numbers of its rows side by side: [rows / 16][group stride][16] (sums: [rows / 16][group stride][2][16]).
+// Rows as a product reads them. int8, and digits (4-bit weights on the tile unit): per group of 32 inputs d
+// (`scales`), the sums of the group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`).
+// These three lie in blocks of 16 rows, so that a kernel finds the numbers of its rows side by side: [rows /
+// 16][group stride][16] (sums: [rows / 16][group stride][2][16]).
 //   int8    d = absmax / 127, q = x / d:           values [rows][groups][32]
-//   digits  d = absmax / 1016, q = 8 first + second: values [rows][groups][2 digits][32], first in -127 .. 127, second in -4 .. 3
-// whole (weights with one scale an output, on the tile unit): one d for the row, absmax / 16319, and q = 128 first + second:
-//   values [rows][2 digits][32 groups], first in -127 .. 127, second in -64 .. 63; `scales` and `sums` (of each digit) lie where group 0's do
-// outliers (the same weights, without the tile unit): one d for the row, which most numbers of it fit in one digit of, and
-//   q = first + 255 second, both in -127 .. 127: values [rows] of first [32 groups], then an OutlierList's arrays; `scales` and `sums` as with whole
+//   digits  d = absmax / 1016, q = 8 first + second: values [rows][groups][2 digits][32], first in -127 ..
+//   127, second in -4 .. 3
+// whole (weights with one scale an output, on the tile unit): one d for the row, absmax / 16319, and q = 128
+// first + second:
+//   values [rows][2 digits][32 groups], first in -127 .. 127, second in -64 .. 63; `scales` and `sums` (of
+//   each digit) lie where group 0's do
+// outliers (the same weights, without the tile unit): one d for the row, which most numbers of it fit in one
+// digit of, and
+//   q = first + 255 second, both in -127 .. 127: values [rows] of first [32 groups], then an OutlierList's
+//   arrays; `scales` and `sums` as with whole
 // bf16, fp32: values [rows][stride]. Strides count elements.
 struct Rows {
     RowType type;
@@ -84,12 +98,17 @@ struct Rows {
     float* scaled_sums;
     int32_t num_groups, group_stride;  // groups of a row, and from one block of 16 rows to the next
 
-    size_t at(int64_t row, int g) const { return ((size_t)(row / kTile) * group_stride + g) * kTile + row % kTile; }
-    size_t half_at(int64_t row, int g, int half) const { return (((size_t)(row / kTile) * group_stride + g) * 2 + half) * kTile + row % kTile; }
+    size_t at(int64_t row, int g) const {
+        return ((size_t)(row / kTile) * group_stride + g) * kTile + row % kTile;
+    }
+    size_t half_at(int64_t row, int g, int half) const {
+        return (((size_t)(row / kTile) * group_stride + g) * 2 + half) * kTile + row % kTile;
+    }
 };
 
-// Quads (four neighbouring inputs) of a row of which one number at least has a second digit, and their second digits, in memory behind the row's first
-// digits. Behind the last follow zeros, as many as kUnrolled at least.
+// Quads (four neighbouring inputs) of a row of which one number at least has a second digit, and their second
+// digits, in memory behind the row's first digits. Behind the last follow zeros, as many as kUnrolled at
+// least.
 struct OutlierList {
     static constexpr int kUnrolled = 16;
     int32_t* count;
@@ -98,7 +117,8 @@ struct OutlierList {
 
     static int64_t capacity(int64_t inputs) { return inputs / 4 + kUnrolled; }
     static int64_t num_bytes(int64_t inputs) { return 64 + 8 * capacity(inputs); }
-    OutlierList(int8_t* row, int64_t inputs) : count((int32_t*)(row + inputs)), quads(count + 16), digits((int8_t*)(quads + capacity(inputs))) {}
+    OutlierList(int8_t* row, int64_t inputs)
+        : count((int32_t*)(row + inputs)), quads(count + 16), digits((int8_t*)(quads + capacity(inputs))) {}
 };
 
 // Elements that one row takes.
@@ -121,23 +141,25 @@ struct Norm {
 };
 
 // What happens to a tile of sums on its way to memory, in this order: bias, activation (or gate), residual.
-// With `gated`: out = f(gate) * (up + up_offset), f the activation, or g * sigmoid(alpha * g) where alpha is not 1.
+// With `gated`: out = f(gate) * (up + up_offset), f the activation, or g * sigmoid(alpha * g) where alpha is
+// not 1.
 struct Epilogue {
-    const float* bias;     // [N] or null
+    const float* bias;  // [N] or null
     const float* up_bias;  // [N] or null, of the second product where gated
-    int32_t activation;    // -1: none; else as `activate`
+    int32_t activation;  // -1: none; else as `activate`
     bool gated;
     float clamp, alpha, up_offset;  // clamp 0: none
-    const float* residual;          // row t at residual + t * residual_stride, or null
+    const float* residual;  // row t at residual + t * residual_stride, or null
     int64_t residual_stride;
 };
 
-// -- attention -----------------------------------------------------------------------------------------------------------
+// -- attention
 
 // One layer of a cache group. A block of 16 tokens holds, per kv head, K then (all heads' K first) V:
 //   K fp32 [D][16 tokens]          bf16 [D/2][16 tokens][2]       (D padded to even)
 //   V fp32 [16 tokens][Dv]         bf16 [16 tokens / 2][Dv][2]    (Dv padded to 16)
-// int8 lies as bf16 does, with a byte for a number; behind V the scales, bf16: of K [16 tokens], of V [16 tokens].
+// int8 lies as bf16 does, with a byte for a number; behind V the scales, bf16: of K [16 tokens], of V [16
+// tokens].
 enum class KvType : int32_t { fp32, bf16, int8 };
 constexpr int kNumKvTypes = 3;
 constexpr const char* kKvTypeNames[kNumKvTypes] = {"fp32", "bf16", "int8"};
@@ -149,23 +171,25 @@ struct KvLayer {
     KvType type;
     int32_t num_heads, k_width, v_width, v_padded;
 
-    size_t block_end() const { return scales_offset + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0); }
+    size_t block_end() const {
+        return scales_offset + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);
+    }
 };
 
 struct AttentionArgs {
-    const float* q;    // row t, head h at q + t * q_stride + h * k_width
-    float* out;        // row t at out + t * out_stride
+    const float* q;  // row t, head h at q + t * q_stride + h * k_width
+    float* out;  // row t at out + t * out_stride
     const Rows* rows;  // or, where not null, the next product's rows (v_width a multiple of 32)
     int64_t q_stride, out_stride;
     KvLayer kv;
     int32_t num_heads;
     float scale, softcap;  // softcap 0: none
-    int32_t window;        // 0: causal without a window; -1: full (every key below context_len)
-    const float* sinks;    // [H] or null
+    int32_t window;  // 0: causal without a window; -1: full (every key below context_len)
+    const float* sinks;  // [H] or null
 };
 
-// A row of a piece, and where its lanes' states (m, l, acc) of the piece's first split go, those of the next `split_stride` floats behind. Null:
-// the piece merges its splits and writes out.
+// A row of a piece, and where its lanes' states (m, l, acc) of the piece's first split go, those of the next
+// `split_stride` floats behind. Null: the piece merges its splits and writes out.
 struct AttentionRow {
     int32_t row;
     float* partial;  // [query heads of the kv head][2 + v_padded]
@@ -173,7 +197,7 @@ struct AttentionRow {
 };
 
 constexpr int kMaxLanes = 16;  // rows times query heads of the kv head that are attended together, a set
-constexpr int kMaxSets = 4;    // of a piece: they read the same splits one after another
+constexpr int kMaxSets = 4;  // of a piece: they read the same splits one after another
 
 // K and V of one kv head, blocks first .. last - 1 of a table.
 struct BlockRange {
@@ -181,24 +205,28 @@ struct BlockRange {
     int32_t kv_head, first, last;
 };
 
-// Rows that see the same blocks (of one request, or of several in what they share), one kv head, splits first_split .. last_split - 1.
+// Rows that see the same blocks (of one request, or of several in what they share), one kv head, splits
+// first_split .. last_split - 1.
 struct AttentionPiece {
-    const int32_t* positions;    // [T]
+    const int32_t* positions;  // [T]
     const int32_t* block_table;  // of the request
     int32_t context_len, kv_head, first_split, last_split, num_rows;
-    bool asked;        // what its first split reads has been asked for
+    bool asked;  // what its first split reads has been asked for
     BlockRange ahead;  // what its thread reads next, perhaps nothing
     AttentionRow rows[kMaxSets * kMaxLanes];
 };
 
-// Asks for bytes `from` .. `to` - 1 of the range's blocks, to come into the second-level cache. A few blocks at a time: blocks lie scattered over pages,
-// where the hardware's prefetcher is of no help and each page has to be found first.
+// Asks for bytes `from` .. `to` - 1 of the range's blocks, to come into the second-level cache. A few blocks
+// at a time: blocks lie scattered over pages, where the hardware's prefetcher is of no help and each page has
+// to be found first.
 inline void ask_for_blocks(const KvLayer& kv, const BlockRange& range, size_t from, size_t to) {
     constexpr int kTogether = 4;
     for (int block = range.first; block < range.last; block += kTogether)
         for (size_t line = from; line < to; line += 64)
             for (int b = block; b < range.last && b < block + kTogether; b++)
-                __builtin_prefetch(kv.base + range.kv_head * kv.head_stride + range.block_table[b] * kv.block_stride + line, 0, 2);
+                __builtin_prefetch(
+                    kv.base + range.kv_head * kv.head_stride + range.block_table[b] * kv.block_stride + line,
+                    0, 2);
 }
 
 struct SampleArgs;
@@ -206,21 +234,28 @@ struct Best;
 
 struct KernelTable {
     const char* name;
-    // Rows that one thread takes through several stages, so that what they need stays in its second-level cache.
+    // Rows that one thread takes through several stages, so that what they need stays in its second-level
+    // cache.
     int row_block;
-    // So many rows take as long to multiply with a weight as a byte of it takes to be read: from there on a thread may read all weights.
+    // So many rows take as long to multiply with a weight as a byte of it takes to be read: from there on a
+    // thread may read all weights.
     int rows_per_byte;
-    // Called before a step by the thread that asks for it: other code may have used the tile unit on that thread since.
+    // Called before a step by the thread that asks for it: other code may have used the tile unit on that
+    // thread since.
     void (*begin_step)();
     // Makes `rows` ready in place `index` out of x [K]: norm where one is set, then conversion.
     void (*prepare_row)(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index);
-    // For each of the `count` (1 or 2) tiles: acc [num_rows][16] = rows row0.. of x times the tile. `scratch`: scratch_bytes(w).
-    void (*tile_products)(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t* scratch);
+    // For each of the `count` (1 or 2) tiles: acc [num_rows][16] = rows row0.. of x times the tile.
+    // `scratch`: scratch_bytes(w).
+    void (*tile_products)(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows,
+                          uint8_t* scratch);
     size_t (*scratch_bytes)(const Tiles& w);
-    // Rows row0 .. of `acc` (and `up` where gated), whose columns are column .. column + width - 1 of the whole (width <= 16),
-    // through the epilogue to out [num_rows][out_stride].
-    void (*write_tile)(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column, int width, float* out, int64_t out_stride);
-    // from [num_rows][32], of which `width` columns count, into group g of rows row0 and on: what prepare_row does without a norm.
+    // Rows row0 .. of `acc` (and `up` where gated), whose columns are column .. column + width - 1 of the
+    // whole (width <= 16), through the epilogue to out [num_rows][out_stride].
+    void (*write_tile)(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows,
+                       int column, int width, float* out, int64_t out_stride);
+    // from [num_rows][32], of which `width` columns count, into group g of rows row0 and on: what prepare_row
+    // does without a norm.
     void (*put_rows)(const float* from, const Rows& rows, int64_t row0, int num_rows, int g, int width);
     RowType (*row_type)(Code code);
     // out [K] = row `row` of w, times scale.
@@ -233,7 +268,8 @@ struct KernelTable {
     void (*kv_store)(const KvLayer& kv, int32_t slot, const float* k, const float* v);
     void (*attention)(const AttentionArgs& args, const AttentionPiece& piece, float* scratch);
     void (*attention_merge)(const AttentionArgs& args, const AttentionPiece& piece);
-    // Of logits [num_rows][32], of which `width` are the outputs column, column + 1, ..: each row's best so far.
+    // Of logits [num_rows][32], of which `width` are the outputs column, column + 1, ..: each row's best so
+    // far.
     void (*keep_best)(const float* logits, int num_rows, int column, int width, Best* best);
     // Draws one row; see sample.inl.
     void (*sample_row)(const SampleArgs& args, int row, void* scratch);
@@ -243,19 +279,21 @@ struct KernelTable {
 // Scratch of an attention piece, in floats; see AttentionScratch.
 inline size_t attention_scratch_floats(int k_width, int v_padded) {
     const size_t width = k_width + 1, state = v_padded + 2;
-    return kMaxLanes * (kSplitKeys + state + 1) + kSplitKeys + kTile / 2 * (state + 4 * width) + kMaxSets * kMaxLanes * (width + state) + 256;
+    return kMaxLanes * (kSplitKeys + state + 1) + kSplitKeys + kTile / 2 * (state + 4 * width) +
+           kMaxSets * kMaxLanes * (width + state) + 256;
 }
 
-// -- sampling ------------------------------------------------------------------------------------------------------------
+// -- sampling
 
-// As backends/base.py SamplingBatch and SampleResult, and backends/sampling.py, which says the rules.
+// As backends/batch.py SamplingBatch and SampleResult, and backends/sampling.py, which says the rules.
 struct SampleArgs {
     const float* logits;  // [rows of this chunk][V]
     int64_t stride;
     int32_t vocab;
     int32_t first;  // the chunk's first row within the arrays below
     const float *temperatures, *top_ps, *min_ps, *repetition, *presence, *frequency, *bias_values;
-    const int32_t *top_ks, *targets, *num_logprobs, *history_starts, *history_ids, *history_counts, *bias_starts, *bias_ids, *allowed;
+    const int32_t *top_ks, *targets, *num_logprobs, *history_starts, *history_ids, *history_counts,
+        *bias_starts, *bias_ids, *allowed;
     const uint64_t* seeds;
     const uint32_t *sample_indices, *positions;
     const uint8_t* allowed_masks;  // [A][V]
@@ -264,12 +302,18 @@ struct SampleArgs {
     float *out_logprobs, *out_top_logprobs;
     int32_t max_top;  // columns of out_top_*
 
-    bool changes_logits(int at) const { return bias_starts[at + 1] > bias_starts[at] || allowed[at] >= 0 || repetition[at] != 1 || presence[at] != 0 || frequency[at] != 0; }
+    bool changes_logits(int at) const {
+        return bias_starts[at + 1] > bias_starts[at] || allowed[at] >= 0 || repetition[at] != 1 ||
+               presence[at] != 0 || frequency[at] != 0;
+    }
     // Whether the row at `at` draws its best logit, whatever the others are.
-    bool takes_best(int at) const { return targets[at] < 0 && temperatures[at] == 0 && num_logprobs[at] < 0 && !changes_logits(at); }
+    bool takes_best(int at) const {
+        return targets[at] < 0 && temperatures[at] == 0 && num_logprobs[at] < 0 && !changes_logits(at);
+    }
 };
 
-// The best of a row's logits that have been seen, the lowest id of several, and whether one of them was no number.
+// The best of a row's logits that have been seen, the lowest id of several, and whether one of them was no
+// number.
 struct Best {
     float value = -INFINITY;
     int32_t id = 0;

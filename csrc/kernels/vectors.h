@@ -1,7 +1,8 @@
 // Sixteen lanes as a type: `vf` of fp32, `vi` of int32, with the operators that GCC's vectors have.
 //
-// With AVX-512 both are vectors of the compiler. Where registers are smaller it would keep a vector of 64 bytes in memory; the halves of a
-// struct it keeps in registers. So there they are two vectors of 32 bytes (AVX2), or twice two of 16.
+// With AVX-512 both are vectors of the compiler. Where registers are smaller it would keep a vector of 64
+// bytes in memory; the halves of a struct it keeps in registers. So there they are two vectors of 32 bytes
+// (AVX2), or twice two of 16.
 #pragma once
 
 #include <cstdint>
@@ -37,20 +38,20 @@ OCTAVO_INLINE auto each(const Fn& fn, Two<T>... v) {
     return two(each(fn, v.low...), each(fn, v.high...));
 }
 
-#define OCTAVO_OPERATOR(op)                                             \
-    template <typename T>                                               \
-    OCTAVO_INLINE auto operator op(Two<T> a, Two<T> b) {                \
-        return two(a.low op b.low, a.high op b.high);                   \
-    }                                                                   \
-    template <typename T, typename S>                                   \
-        requires std::is_arithmetic_v<S>                                \
-    OCTAVO_INLINE auto operator op(Two<T> a, S b) {                     \
-        return two(a.low op b, a.high op b);                            \
-    }                                                                   \
-    template <typename T, typename S>                                   \
-        requires std::is_arithmetic_v<S>                                \
-    OCTAVO_INLINE auto operator op(S a, Two<T> b) {                     \
-        return two(a op b.low, a op b.high);                            \
+#define OCTAVO_OPERATOR(op)                              \
+    template <typename T>                                \
+    OCTAVO_INLINE auto operator op(Two<T> a, Two<T> b) { \
+        return two(a.low op b.low, a.high op b.high);    \
+    }                                                    \
+    template <typename T, typename S>                    \
+        requires std::is_arithmetic_v<S>                 \
+    OCTAVO_INLINE auto operator op(Two<T> a, S b) {      \
+        return two(a.low op b, a.high op b);             \
+    }                                                    \
+    template <typename T, typename S>                    \
+        requires std::is_arithmetic_v<S>                 \
+    OCTAVO_INLINE auto operator op(S a, Two<T> b) {      \
+        return two(a op b.low, a op b.high);             \
     }
 OCTAVO_OPERATOR(+)
 OCTAVO_OPERATOR(-)
@@ -122,7 +123,9 @@ struct Memory16 {
 };
 template <typename T>
 struct Memory16<Two<T>> {
-    static OCTAVO_INLINE Two<T> load(const void* p) { return {Memory16<T>::load(p), Memory16<T>::load((const char*)p + sizeof(T))}; }
+    static OCTAVO_INLINE Two<T> load(const void* p) {
+        return {Memory16<T>::load(p), Memory16<T>::load((const char*)p + sizeof(T))};
+    }
     static OCTAVO_INLINE void store(void* p, Two<T> v) {
         Memory16<T>::store(p, v.low);
         Memory16<T>::store((char*)p + sizeof(T), v.high);

@@ -13,13 +13,13 @@
 
 namespace octavo::test {
 
-#define CHECK(condition, ...)                                                        \
-    do {                                                                             \
-        if (!(condition)) {                                                          \
+#define CHECK(condition, ...)                                                                  \
+    do {                                                                                       \
+        if (!(condition)) {                                                                    \
             std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
             __VA_OPT__(std::fprintf(stderr, "  " __VA_ARGS__); std::fputc('\n', stderr);)      \
-            std::exit(1);                                                            \
-        }                                                                            \
+            std::exit(1);                                                                      \
+        }                                                                                      \
     } while (false)
 
 using Floats = std::vector<float>;
@@ -32,7 +32,9 @@ inline Floats normal(size_t count, uint32_t seed, float scale = 1) {
     return values;
 }
 
-inline bool same_bits(const Floats& a, const Floats& b) { return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float)); }
+inline bool same_bits(const Floats& a, const Floats& b) {
+    return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));
+}
 
 void test_thread_pool();
 void test_packing(const KernelTable& kernels);

@@ -1,7 +1,7 @@
-// A small llama, built by hand, on the executor: its logits are those of plain loops in double, and bitwise the same alone or in a
-// batch, in chunks or whole, on any number of threads, in copied blocks.
-#include "../core/decode_batch.h"
+// A small llama, built by hand, on the executor: its logits are those of plain loops in double, and bitwise
+// the same alone or in a batch, in chunks or whole, on any number of threads, in copied blocks.
 #include "../core/executor.h"
+#include "../core/decode_batch.h"
 
 #include <algorithm>
 
@@ -11,7 +11,8 @@ namespace octavo::test {
 
 namespace {
 
-constexpr int kVocab = 50, kHidden = 48, kHeads = 4, kKvHeads = 2, kWidth = 32, kInner = 70, kLayers = 2, kBlocks = 64;
+constexpr int kVocab = 50, kHidden = 48, kHeads = 4, kKvHeads = 2, kWidth = 32, kInner = 70, kLayers = 2,
+              kBlocks = 64;
 constexpr int kQ = kHeads * kWidth, kKv = kKvHeads * kWidth;
 
 enum class Format { fp32, bf16, int8, int4 };
@@ -23,10 +24,13 @@ struct Matrix2 {
     Floats values;
     PackedTiles packed;
 
-    Matrix2(int n, int k, uint32_t seed, Format format, ThreadPool& pool) : rows(n), columns(k), values(normal((size_t)n * k, seed, 1 / std::sqrt((float)k))) {
+    Matrix2(int n, int k, uint32_t seed, Format format, ThreadPool& pool)
+        : rows(n), columns(k), values(normal((size_t)n * k, seed, 1 / std::sqrt((float)k))) {
         WeightMemory memory;
         if (format == Format::fp32 || format == Format::bf16) {
-            packed = pack(pool, memory, Matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4}, format == Format::fp32 ? Code::fp32 : Code::bf16);
+            packed =
+                pack(pool, memory, Matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4},
+                     format == Format::fp32 ? Code::fp32 : Code::bf16);
             return;
         }
         const int levels = format == Format::int8 ? 127 : 7, groups = (k + kGroup - 1) / kGroup;
@@ -36,7 +40,8 @@ struct Matrix2 {
             for (int i = 0; i < k; i++) {
                 float& scale = scales[(size_t)r * groups + i / kGroup];
                 if (i % kGroup == 0)
-                    for (int j = i; j < std::min(k, i + kGroup); j++) scale = std::max(scale, std::fabs(values[(size_t)r * k + j]) / (float)levels);
+                    for (int j = i; j < std::min(k, i + kGroup); j++)
+                        scale = std::max(scale, std::fabs(values[(size_t)r * k + j]) / (float)levels);
                 const int code = (int)std::lround(values[(size_t)r * k + i] / scale);
                 codes[(size_t)r * k + i] = (int8_t)code;
                 values[(size_t)r * k + i] = (float)code * scale;
@@ -48,7 +53,8 @@ struct Matrix2 {
         if (format == Format::int8) {
             source.codes = CodeRows::plain((const uint8_t*)codes.data(), n, k, 8, true);
         } else {
-            for (size_t i = 0; i < nibbles.size(); i++) nibbles[i] = (uint8_t)((codes[2 * i] + 8) | (codes[2 * i + 1] + 8) << 4);
+            for (size_t i = 0; i < nibbles.size(); i++)
+                nibbles[i] = (uint8_t)((codes[2 * i] + 8) | (codes[2 * i + 1] + 8) << 4);
             source.zero_point = 8;
             source.codes = CodeRows::plain(nibbles.data(), n, k, 4, false);
         }
@@ -73,12 +79,22 @@ struct Model {
     std::vector<double> inv_freq;
     std::vector<Layer> layers;
 
-    Model(Format f, ThreadPool& pool) : table(kVocab, kHidden, 1, Format::fp32, pool), head(kVocab, kHidden, 2, f, pool), final_norm(gains(3)) {
+    Model(Format f, ThreadPool& pool)
+        : table(kVocab, kHidden, 1, Format::fp32, pool),
+          head(kVocab, kHidden, 2, f, pool),
+          final_norm(gains(3)) {
         for (int i = 0; i < kWidth / 2; i++) inv_freq.push_back(std::pow(100.0, -2.0 * i / kWidth));
         for (uint32_t l = 0; l < kLayers; l++) {
             const uint32_t s = 100 * (l + 1);
-            layers.push_back(Layer{{kQ, kHidden, s, f, pool}, {kKv, kHidden, s + 1, f, pool}, {kKv, kHidden, s + 2, f, pool}, {kHidden, kQ, s + 3, f, pool},
-                                   {kInner, kHidden, s + 4, f, pool}, {kInner, kHidden, s + 5, f, pool}, {kHidden, kInner, s + 6, f, pool}, gains(s + 7), gains(s + 8)});
+            layers.push_back(Layer{{kQ, kHidden, s, f, pool},
+                                   {kKv, kHidden, s + 1, f, pool},
+                                   {kKv, kHidden, s + 2, f, pool},
+                                   {kHidden, kQ, s + 3, f, pool},
+                                   {kInner, kHidden, s + 4, f, pool},
+                                   {kInner, kHidden, s + 5, f, pool},
+                                   {kHidden, kInner, s + 6, f, pool},
+                                   gains(s + 7),
+                                   gains(s + 8)});
         }
     }
     static Floats gains(uint32_t seed) {
@@ -88,7 +104,7 @@ struct Model {
     }
 };
 
-// -- plain loops -----------------------------------------------------------------------------------------------------------
+// -- plain loops --
 
 using Row = std::vector<double>;
 
@@ -96,7 +112,8 @@ Row normed(const Row& x, const Floats& weight) {
     double squares = 0;
     for (const double value : x) squares += value * value;
     Row y(x.size());
-    for (size_t i = 0; i < x.size(); i++) y[i] = x[i] / std::sqrt(squares / (double)x.size() + 1e-5) * weight[i];
+    for (size_t i = 0; i < x.size(); i++)
+        y[i] = x[i] / std::sqrt(squares / (double)x.size() + 1e-5) * weight[i];
     return y;
 }
 
@@ -104,7 +121,8 @@ void rotate(Row& x, int heads, int position, const std::vector<double>& inv_freq
     for (int h = 0; h < heads; h++)
         for (int i = 0; i < kWidth / 2; i++) {
             double &a = x[h * kWidth + i], &b = x[h * kWidth + kWidth / 2 + i];
-            const double c = std::cos(position * inv_freq[i]), s = std::sin(position * inv_freq[i]), first = a;
+            const double c = std::cos(position * inv_freq[i]), s = std::sin(position * inv_freq[i]),
+                         first = a;
             a = a * c - b * s, b = b * c + first * s;
         }
 }
@@ -156,7 +174,7 @@ std::vector<Row> plain_logits(const Model& model, const std::vector<int>& tokens
     return logits;
 }
 
-// -- the executor ----------------------------------------------------------------------------------------------------------
+// -- the executor --
 
 struct Arena {
     Axis axis;
@@ -169,7 +187,9 @@ struct Arena {
     }
 };
 
-Place columns(const Place& whole, int first, int width) { return Place{whole.axis, whole.offset + first, width}; }
+Place columns(const Place& whole, int first, int width) {
+    return Place{whole.axis, whole.offset + first, width};
+}
 
 LinearPart part(const Matrix2& m, const Place& out, const Place* residual = nullptr) {
     LinearPart p{m.packed.tiles, m.packed.memory, out};
@@ -195,7 +215,8 @@ LinearSpec converted(const Place& x, LinearPart only) {
 
 void build(Executor& e, const Model& model) {
     Arena tokens{Axis::tokens}, block{Axis::block}, samples{Axis::samples};
-    const Place x = tokens.place(kHidden), qkv = tokens.place(kQ + 2 * kKv), attended = tokens.place(kQ), inner = block.place(kInner);
+    const Place x = tokens.place(kHidden), qkv = tokens.place(kQ + 2 * kKv), attended = tokens.place(kQ),
+                inner = block.place(kInner);
     const Place q = columns(qkv, 0, kQ), k = columns(qkv, kQ, kKv), v = columns(qkv, kQ + kKv, kKv);
     const Place sampled = samples.place(kHidden), logits = samples.place(kVocab);
     const RopeAngles* angles = e.add_angles(model.inv_freq, 1);
@@ -229,14 +250,17 @@ struct Span {
     int start, stop;
 };
 
-// A model on a pool of its own, with KV memory; `run` computes spans of requests and returns all their logits.
+// A model on a pool of its own, with KV memory; `run` computes spans of requests and returns all their
+// logits.
 struct Engine {
     ThreadPool pool;
     Executor executor;
     KvMemory kv;
 
     Engine(const KernelTable& kernels, const Model& model, int threads, KvType cache)
-        : pool(threads), executor(pool, kernels, 600, kVocab), kv({KvGroup{kLayers, kKvHeads, kWidth, kWidth, cache, kBlocks}}) {
+        : pool(threads),
+          executor(pool, kernels, 600, kVocab),
+          kv({KvGroup{kLayers, kKvHeads, kWidth, kWidth, cache, kBlocks}}) {
         build(executor, model);
     }
 
@@ -255,13 +279,17 @@ struct Engine {
             }
             starts.push_back((int)ids.size());
             contexts.push_back(s.stop);
-            std::copy(s.request->blocks.begin(), s.request->blocks.end(), tables.begin() + (int64_t)(r * width));
+            std::copy(s.request->blocks.begin(), s.request->blocks.end(),
+                      tables.begin() + (int64_t)(r * width));
         }
-        for (int i = 0; i < padding; i++) ids.push_back(1 << 30), positions.push_back(-7), slots.push_back(-1);
+        for (int i = 0; i < padding; i++)
+            ids.push_back(1 << 30), positions.push_back(-7), slots.push_back(-1);
         Floats logits(rows.size() * kVocab);
         Batch b{};
-        b.num_tokens = (int)ids.size(), b.num_requests = (int)spans.size(), b.num_samples = (int)rows.size(), b.table_width = (int)width;
-        b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(), b.context_lens = contexts.data();
+        b.num_tokens = (int)ids.size(), b.num_requests = (int)spans.size(), b.num_samples = (int)rows.size(),
+        b.table_width = (int)width;
+        b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(),
+        b.context_lens = contexts.data();
         b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
         b.out_logits = logits.data();
         executor.run(b, kv);
@@ -293,15 +321,19 @@ Floats alone(Engine& engine, const Request& r, int chunk) {
     return logits;
 }
 
-// -- tests -----------------------------------------------------------------------------------------------------------------
+// -- tests --
 
-void check_against_plain(const Floats& found, const Model& model, const Request& r, Format format, KvType cache) {
+void check_against_plain(const Floats& found, const Model& model, const Request& r, Format format,
+                         KvType cache) {
     const auto wanted = plain_logits(model, r.tokens);
     double error = 0, size = 0;
     for (size_t t = 0; t < wanted.size(); t++)
-        for (int i = 0; i < kVocab; i++) error += std::pow(found[t * kVocab + i] - wanted[t][i], 2), size += std::pow(wanted[t][i], 2);
-    const double bounds[] = {1e-5, 0.02, 0.03, 0.04}, bound = bounds[(int)format] + (cache == KvType::int8 ? 0.02 : 0);
-    CHECK(std::sqrt(error / size) < bound, "%s: off by %g of the logits' size", kFormatNames[(int)format], std::sqrt(error / size));
+        for (int i = 0; i < kVocab; i++)
+            error += std::pow(found[t * kVocab + i] - wanted[t][i], 2), size += std::pow(wanted[t][i], 2);
+    const double bounds[] = {1e-5, 0.02, 0.03, 0.04},
+                 bound = bounds[(int)format] + (cache == KvType::int8 ? 0.02 : 0);
+    CHECK(std::sqrt(error / size) < bound, "%s: off by %g of the logits' size", kFormatNames[(int)format],
+          std::sqrt(error / size));
 }
 
 void test_format(const KernelTable& kernels, Format format, KvType cache) {
@@ -318,11 +350,14 @@ void test_format(const KernelTable& kernels, Format format, KvType cache) {
         for (const Floats& logits : wanted) together.insert(together.end(), logits.begin(), logits.end());
         std::vector<Span> all;
         for (const Request& r : requests) all.push_back({&r, 0, (int)r.tokens.size()});
-        CHECK(same_bits(engine.run(all, threads % 3), together), "%s in a batch on %d threads", kFormatNames[(int)format], threads);
-        CHECK(same_bits(alone(engine, requests[3], threads), wanted[3]), "%s in chunks of %d", kFormatNames[(int)format], threads);
+        CHECK(same_bits(engine.run(all, threads % 3), together), "%s in a batch on %d threads",
+              kFormatNames[(int)format], threads);
+        CHECK(same_bits(alone(engine, requests[3], threads), wanted[3]), "%s in chunks of %d",
+              kFormatNames[(int)format], threads);
     }
     Engine engine(kernels, model, 3, cache);
-    CHECK(same_bits(alone(engine, requests[0], 1), wanted[0]), "%s token by token, split over the context", kFormatNames[(int)format]);
+    CHECK(same_bits(alone(engine, requests[0], 1), wanted[0]), "%s token by token, split over the context",
+          kFormatNames[(int)format]);
 }
 
 void test_copied_blocks(const KernelTable& kernels, KvType cache) {
@@ -347,7 +382,8 @@ void test_shared_prefix(const KernelTable& kernels, KvType cache) {
     std::vector<Request> requests(5);
     for (int r = 0; r < 5; r++) {
         const int tail = 3 + 5 * r;
-        for (int t = 0; t < 256 + tail; t++) requests[r].tokens.push_back((t < 256 ? t * 7 : t * 5 + r) % kVocab);
+        for (int t = 0; t < 256 + tail; t++)
+            requests[r].tokens.push_back((t < 256 ? t * 7 : t * 5 + r) % kVocab);
         for (int b = 0; b < 16; b++) requests[r].blocks.push_back(kBlocks - 1 - b);
         for (int b = 0; b < (tail + 15) / 16; b++) requests[r].blocks.push_back(2 * r + b);
     }
@@ -373,8 +409,25 @@ struct Draws {
     std::vector<uint32_t> indices;
     std::vector<uint8_t> failed;
 
-    explicit Draws(int n) : temperatures(n), top_ps(n, 1), min_ps(n), ones(n, 1), zeros(n), logprobs(n), top_logprobs(n * 3), top_ks(n), targets(n, -1), counts(n, 3),
-                            starts(n + 1), allowed(n, -1), ids(n), ranks(n), top_ids(n * 3), seeds(n), indices(n), failed(n) {
+    explicit Draws(int n)
+        : temperatures(n),
+          top_ps(n, 1),
+          min_ps(n),
+          ones(n, 1),
+          zeros(n),
+          logprobs(n),
+          top_logprobs(n * 3),
+          top_ks(n),
+          targets(n, -1),
+          counts(n, 3),
+          starts(n + 1),
+          allowed(n, -1),
+          ids(n),
+          ranks(n),
+          top_ids(n * 3),
+          seeds(n),
+          indices(n),
+          failed(n) {
         for (int i = 0; i < n; i++) {
             seeds[i] = 1000 + i;
             if (i % 2) temperatures[i] = 0.8f;
@@ -384,10 +437,14 @@ struct Draws {
     }
     SampleArgs args() {
         SampleArgs a{};
-        a.temperatures = temperatures.data(), a.top_ps = top_ps.data(), a.min_ps = min_ps.data(), a.repetition = ones.data(), a.presence = zeros.data();
-        a.frequency = zeros.data(), a.top_ks = top_ks.data(), a.targets = targets.data(), a.num_logprobs = counts.data(), a.history_starts = starts.data();
-        a.bias_starts = starts.data(), a.allowed = allowed.data(), a.seeds = seeds.data(), a.sample_indices = indices.data(), a.positions = indices.data();
-        a.out_ids = ids.data(), a.out_ranks = ranks.data(), a.out_top_ids = top_ids.data(), a.out_failed = failed.data(), a.out_logprobs = logprobs.data();
+        a.temperatures = temperatures.data(), a.top_ps = top_ps.data(), a.min_ps = min_ps.data(),
+        a.repetition = ones.data(), a.presence = zeros.data();
+        a.frequency = zeros.data(), a.top_ks = top_ks.data(), a.targets = targets.data(),
+        a.num_logprobs = counts.data(), a.history_starts = starts.data();
+        a.bias_starts = starts.data(), a.allowed = allowed.data(), a.seeds = seeds.data(),
+        a.sample_indices = indices.data(), a.positions = indices.data();
+        a.out_ids = ids.data(), a.out_ranks = ranks.data(), a.out_top_ids = top_ids.data(),
+        a.out_failed = failed.data(), a.out_logprobs = logprobs.data();
         a.out_top_logprobs = top_logprobs.data(), a.max_top = 3;
         return a;
     }
@@ -410,7 +467,8 @@ void test_draws(const KernelTable& kernels) {
     Draws draws(kRows);
     Batch b{};
     b.num_tokens = b.num_samples = kRows, b.num_requests = 1, b.table_width = 1;
-    b.token_ids = b.positions = b.sample_rows = ids.data(), b.query_starts = starts.data(), b.context_lens = context.data();
+    b.token_ids = b.positions = b.sample_rows = ids.data(), b.query_starts = starts.data(),
+    b.context_lens = context.data();
     b.slots = slots.data(), b.block_tables = block.data();
     b.draws = true;
     b.sampling = draws.args();
@@ -433,14 +491,19 @@ struct Drawn {
     void take(const Draws& draws, size_t from, size_t count) {
         ids.insert(ids.end(), draws.ids.begin() + from, draws.ids.begin() + from + count);
         logprobs.insert(logprobs.end(), draws.logprobs.begin() + from, draws.logprobs.begin() + from + count);
-        top_ids.insert(top_ids.end(), draws.top_ids.begin() + 3 * from, draws.top_ids.begin() + 3 * (from + count));
+        top_ids.insert(top_ids.end(), draws.top_ids.begin() + 3 * from,
+                       draws.top_ids.begin() + 3 * (from + count));
     }
-    bool operator==(const Drawn& other) const { return ids == other.ids && top_ids == other.top_ids && same_bits(logprobs, other.logprobs); }
+    bool operator==(const Drawn& other) const {
+        return ids == other.ids && top_ids == other.top_ids && same_bits(logprobs, other.logprobs);
+    }
 };
 
-// One decode step's arrays, as Python makes them: each request's last token. The second request has a penalty on what it has generated.
+// One decode step's arrays, as Python makes them: each request's last token. The second request has a penalty
+// on what it has generated.
 struct DecodeArrays {
-    std::vector<int32_t> ids, positions, starts = {0}, contexts, slots, rows, tables, history_starts = {0}, history_ids, history_counts;
+    std::vector<int32_t> ids, positions, starts = {0}, contexts, slots, rows, tables, history_starts = {0},
+                                         history_ids, history_counts;
     std::vector<uint32_t> draw_positions;
     size_t width = 0;
 
@@ -449,15 +512,18 @@ struct DecodeArrays {
         for (size_t i = 0; i < requests.size(); i++) {
             const Request& r = requests[i];
             const int last = (int)r.tokens.size() - 1;
-            ids.push_back(r.tokens[last]), positions.push_back(last), contexts.push_back(last + 1), rows.push_back((int)i), starts.push_back((int)i + 1);
+            ids.push_back(r.tokens[last]), positions.push_back(last), contexts.push_back(last + 1),
+                rows.push_back((int)i), starts.push_back((int)i + 1);
             slots.push_back(r.blocks[last / 16] * 16 + last % 16);
             draw_positions.push_back((uint32_t)last + 1);
             tables.insert(tables.end(), r.blocks.begin(), r.blocks.end());
             tables.resize((i + 1) * width, -1);
             for (size_t t = prompts[i]; i == 1 && t < r.tokens.size(); t++) {
                 const auto at = std::find(history_ids.begin(), history_ids.end(), r.tokens[t]);
-                if (at == history_ids.end()) history_ids.push_back(r.tokens[t]), history_counts.push_back(1);
-                else history_counts[at - history_ids.begin()]++;
+                if (at == history_ids.end())
+                    history_ids.push_back(r.tokens[t]), history_counts.push_back(1);
+                else
+                    history_counts[at - history_ids.begin()]++;
             }
             history_starts.push_back((int)history_ids.size());
         }
@@ -465,7 +531,8 @@ struct DecodeArrays {
     Batch batch(Draws& draws) const {
         Batch b{};
         b.num_tokens = b.num_requests = b.num_samples = (int)ids.size(), b.table_width = (int)width;
-        b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(), b.context_lens = contexts.data();
+        b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(),
+        b.context_lens = contexts.data();
         b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
         b.draws = true;
         b.sampling = draws.args();
@@ -481,7 +548,8 @@ Draws draws_of(size_t rows) {
     return draws;
 }
 
-// Steps of a batch that moves itself on are those of batches made anew, also with penalties, and end with a token that ends a request.
+// Steps of a batch that moves itself on are those of batches made anew, also with penalties, and end with a
+// token that ends a request.
 void test_decode_batch(const KernelTable& kernels, int threads) {
     constexpr int kSteps = 9;
     ThreadPool packers(1);
@@ -489,7 +557,8 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     std::vector<Request> requests = make_requests();
     std::vector<size_t> prompts;
     int next = 24;  // blocks that make_requests has given away
-    for (Request& r : requests) prompts.push_back(r.tokens.size() - 1), r.blocks.push_back(next++ * 37 % kBlocks);
+    for (Request& r : requests)
+        prompts.push_back(r.tokens.size() - 1), r.blocks.push_back(next++ * 37 % kBlocks);
     const size_t num = requests.size();
     Engine engine(kernels, model, threads, KvType::bf16);
     for (const Request& r : requests)
@@ -519,7 +588,8 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     CHECK(until_end({}, {0, 0, 0, 0, 0}) == wanted, "nine steps on %d threads", threads);
     int first = 0;
     while (wanted.ids[first * num + 2] != end) first++;
-    CHECK(until_end({end}, {0, 0, 0, 1, 1}).ids.size() == (first + 1) * num, "a token that ends the third request");
+    CHECK(until_end({end}, {0, 0, 0, 1, 1}).ids.size() == (first + 1) * num,
+          "a token that ends the third request");
     try {
         const DecodeArrays arrays(before, prompts);
         Draws draws = draws_of(num * 40);
@@ -530,7 +600,8 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     }
 }
 
-// Where each row draws its best and nothing else is asked, the output product keeps it: the same as of logits in memory.
+// Where each row draws its best and nothing else is asked, the output product keeps it: the same as of logits
+// in memory.
 void test_greedy(const KernelTable& kernels, int threads) {
     ThreadPool packers(1);
     const Model model(Format::int8, packers);
@@ -538,24 +609,31 @@ void test_greedy(const KernelTable& kernels, int threads) {
     Engine engine(kernels, model, threads, KvType::bf16);
     std::vector<size_t> prompts;
     std::vector<Floats> logits;
-    for (const Request& r : requests) prompts.push_back(r.tokens.size()), logits.push_back(alone(engine, r, 600));
+    for (const Request& r : requests)
+        prompts.push_back(r.tokens.size()), logits.push_back(alone(engine, r, 600));
     const DecodeArrays arrays(requests, prompts);
     Draws draws((int)requests.size());
-    std::fill(draws.temperatures.begin(), draws.temperatures.end(), 0.0f), std::fill(draws.counts.begin(), draws.counts.end(), -1);
+    std::fill(draws.temperatures.begin(), draws.temperatures.end(), 0.0f),
+        std::fill(draws.counts.begin(), draws.counts.end(), -1);
     const Batch batch = arrays.batch(draws);
     CHECK(batch.draws_best());
     engine.executor.run(batch, engine.kv);
     for (size_t r = 0; r < requests.size(); r++)
-        CHECK(!draws.failed[r] && draws.ids[r] == std::max_element(logits[r].end() - kVocab, logits[r].end()) - (logits[r].end() - kVocab), "request %zu on %d threads", r, threads);
+        CHECK(
+            !draws.failed[r] && draws.ids[r] == std::max_element(logits[r].end() - kVocab, logits[r].end()) -
+                                                    (logits[r].end() - kVocab),
+            "request %zu on %d threads", r, threads);
 }
 
 }  // namespace
 
 void test_executor(const KernelTable& kernels) {
     test_format(kernels, Format::fp32, KvType::fp32);
-    for (const Format format : {Format::bf16, Format::int8, Format::int4}) test_format(kernels, format, KvType::bf16);
+    for (const Format format : {Format::bf16, Format::int8, Format::int4})
+        test_format(kernels, format, KvType::bf16);
     for (const Format format : {Format::fp32, Format::int8}) test_format(kernels, format, KvType::int8);
-    for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8}) test_copied_blocks(kernels, cache), test_shared_prefix(kernels, cache);
+    for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8})
+        test_copied_blocks(kernels, cache), test_shared_prefix(kernels, cache);
     test_draws(kernels);
     for (const int threads : {1, 3}) test_decode_batch(kernels, threads), test_greedy(kernels, threads);
 }

@@ -1,4 +1,5 @@
-// Weights in tiles: a row read back is the format's own value, bit for bit, and products are those of the values.
+// Weights in tiles: a row read back is the format's own value, bit for bit, and products are those of the
+// values.
 #include "../core/packing.h"
 
 #include "check.h"
@@ -17,11 +18,19 @@ struct Example {
     bool halves, is_signed, mins, supers;
     std::vector<uint8_t> codes;
     std::vector<uint16_t> scales;  // fp16
-    std::vector<int8_t> small;     // of two levels: the scales of groups
+    std::vector<int8_t> small;  // of two levels: the scales of groups
     Floats least;
 
     Example(int n, int k, int b, int g, int zero, bool h, bool s, bool m, bool two)
-        : rows(n), inputs(k), bits(b), group(g), zero_point(zero), halves(h), is_signed(s), mins(m), supers(two) {
+        : rows(n),
+          inputs(k),
+          bits(b),
+          group(g),
+          zero_point(zero),
+          halves(h),
+          is_signed(s),
+          mins(m),
+          supers(two) {
         std::mt19937 generator((uint32_t)(n * 1000 + k + b));
         codes.resize((size_t)rows * inputs * bits / 8);
         for (auto& code : codes) code = (uint8_t)generator();
@@ -33,7 +42,8 @@ struct Example {
     }
     int groups() const { return (inputs + group - 1) / group; }
     int code(int row, int k) const {
-        if (bits == 8) return is_signed ? (int8_t)codes[(size_t)row * inputs + k] : codes[(size_t)row * inputs + k];
+        if (bits == 8)
+            return is_signed ? (int8_t)codes[(size_t)row * inputs + k] : codes[(size_t)row * inputs + k];
         const int in = k % group, half = group / 2;
         const int byte = halves ? k / group * half + in % half : k / 2;
         const bool high = halves ? in >= half : k % 2;
@@ -52,7 +62,8 @@ struct Example {
         QuantisedSource s{};
         s.group = group, s.zero_point = zero_point, s.num_inputs = inputs;
         s.codes = CodeRows::plain(codes.data(), rows, inputs, bits, is_signed, halves ? group / 2 : 1);
-        s.scales = supers ? matrix(Matrix::Kind::i8, small.data(), groups(), 1) : matrix(Matrix::Kind::fp16, scales.data(), groups(), 2);
+        s.scales = supers ? matrix(Matrix::Kind::i8, small.data(), groups(), 1)
+                          : matrix(Matrix::Kind::fp16, scales.data(), groups(), 2);
         if (supers) s.super_scales = matrix(Matrix::Kind::fp16, scales.data(), 1, 2);
         if (mins) s.mins = matrix(Matrix::Kind::fp32, least.data(), groups(), 4);
         s.whole_rows = group >= inputs && bits == 8;
@@ -64,11 +75,13 @@ void check_rows(const KernelTable& kernels, const PackedTiles& packed, const Exa
     Floats row(e.inputs);
     for (int r = 0; r < e.rows; r++) {
         kernels.read_row(packed.tiles, r, 1, row.data());
-        for (int k = 0; k < e.inputs; k++) CHECK(row[k] == e.value(r, k), "row %d input %d: %g, not %g", r, k, row[k], e.value(r, k));
+        for (int k = 0; k < e.inputs; k++)
+            CHECK(row[k] == e.value(r, k), "row %d input %d: %g, not %g", r, k, row[k], e.value(r, k));
     }
 }
 
-// Rows whose quantisation is exact (codes times a power of two), so that a product is known to fp32's rounding.
+// Rows whose quantisation is exact (codes times a power of two), so that a product is known to fp32's
+// rounding.
 void check_products(const KernelTable& kernels, const PackedTiles& packed, const Example& e) {
     constexpr int kRows = 37;
     const int blocks = (kRows + kTile - 1) / kTile * kTile;
@@ -79,9 +92,18 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
         for (int k = 0; k < e.inputs; k += kGroup) x[(size_t)r * e.inputs + k] = 127.0f / 64;
     const RowType type = kernels.row_type(packed.tiles.code);
     const int stride = (int)row_elements(type, packed.tiles.num_groups);
-    Memory values((size_t)blocks * stride), scales((size_t)blocks * packed.tiles.num_groups * 4), sums(scales.size() * 2), scaled(scales.size());
-    const Rows rows{type, values.data(), stride, (float*)scales.data(), (int32_t*)sums.data(), (float*)scaled.data(), packed.tiles.num_groups, packed.tiles.num_groups};
-    for (int r = 0; r < kRows; r++) kernels.prepare_row(x.data() + (size_t)r * e.inputs, e.inputs, Norm{}, rows, r);
+    Memory values((size_t)blocks * stride), scales((size_t)blocks * packed.tiles.num_groups * 4),
+        sums(scales.size() * 2), scaled(scales.size());
+    const Rows rows{type,
+                    values.data(),
+                    stride,
+                    (float*)scales.data(),
+                    (int32_t*)sums.data(),
+                    (float*)scaled.data(),
+                    packed.tiles.num_groups,
+                    packed.tiles.num_groups};
+    for (int r = 0; r < kRows; r++)
+        kernels.prepare_row(x.data() + (size_t)r * e.inputs, e.inputs, Norm{}, rows, r);
     Memory scratch(kernels.scratch_bytes(packed.tiles));
     Floats product((size_t)kRows * kTile);
     for (int tile = 0; tile < (e.rows + kTile - 1) / kTile; tile++) {
@@ -94,7 +116,8 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
                     const double term = (double)x[(size_t)r * e.inputs + k] * e.value(tile * kTile + o, k);
                     sum += term, size += std::fabs(term);
                 }
-                CHECK(std::fabs(product[(size_t)r * kTile + o] - sum) <= 2e-5 * size, "row %d output %d: %g, not %g", r, tile * kTile + o, product[r * kTile + o], sum);
+                CHECK(std::fabs(product[(size_t)r * kTile + o] - sum) <= 2e-5 * size,
+                      "row %d output %d: %g, not %g", r, tile * kTile + o, product[r * kTile + o], sum);
             }
     }
 }
@@ -109,7 +132,9 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
         const PackedTiles packed = pack(pool, memory, matrix, code);
         for (int r = 0; r < n; r++) {
             kernels.read_row(packed.tiles, r, 2, row.data());
-            for (int i = 0; i < k; i++) CHECK(std::fabs(row[i] - 2 * values[(size_t)r * k + i]) <= (code == Code::fp32 ? 0 : std::fabs(row[i]) / 256));
+            for (int i = 0; i < k; i++)
+                CHECK(std::fabs(row[i] - 2 * values[(size_t)r * k + i]) <=
+                      (code == Code::fp32 ? 0 : std::fabs(row[i]) / 256));
         }
     }
     const uint16_t halves[] = {0x3c00, 0xc000, 0x0001, 0x7bff};  // 1, -2, 2^-24, 65504
@@ -124,24 +149,28 @@ Example other_codes(Example e) {
     return e;
 }
 
-// Two weights whose tiles lie in turns give what they give apart; nothing happens where they are not alike, or not the last two.
+// Two weights whose tiles lie in turns give what they give apart; nothing happens where they are not alike,
+// or not the last two.
 void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
     const Example gate(40, 96, 4, 32, 8, true, false, true, false);
     const Example up = other_codes(gate);
-    const Example shorter(24, 96, 4, 32, 8, true, false, true, false), other(40, 96, 8, 32, 0, false, true, false, false);
+    const Example shorter(24, 96, 4, 32, 8, true, false, true, false),
+        other(40, 96, 8, 32, 0, false, true, false, false);
     WeightMemory memory;
     Packer packer(memory);
     PackedTiles a = packer.add(gate.source()), b = packer.add(up.source());
     CHECK(!packer.interleave(b, a));
     CHECK(packer.interleave(a, b));
-    CHECK(b.tiles.data == a.tiles.data + a.tiles.tile_bytes && a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
+    CHECK(b.tiles.data == a.tiles.data + a.tiles.tile_bytes &&
+          a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
     CHECK(!packer.interleave(a, b));
     PackedTiles c = packer.add(shorter.source()), d = packer.add(other.source());
     CHECK(!packer.interleave(a, b) && !packer.interleave(b, c) && !packer.interleave(c, d));
     PackedTiles e = packer.add(gate.source()), f = packer.add(up.source());
     packer.run(pool);
     CHECK(!packer.interleave(e, f));
-    const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate}, {b, up}, {c, shorter}, {d, other}, {e, gate}, {f, up}};
+    const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate},  {b, up},   {c, shorter},
+                                                                 {d, other}, {e, gate}, {f, up}};
     for (const auto& [packed, example] : all) {
         check_rows(kernels, packed, example);
         check_products(kernels, packed, example);
@@ -160,7 +189,8 @@ void test_interleaved_in_two_pieces(const KernelTable& kernels, ThreadPool& pool
     PackedTiles b = packer.add(up.source());
     const uint8_t* before = a.tiles.data;
     CHECK(packer.interleave(a, b));
-    CHECK(a.tiles.data != before && b.tiles.data == a.tiles.data + a.tiles.tile_bytes && a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
+    CHECK(a.tiles.data != before && b.tiles.data == a.tiles.data + a.tiles.tile_bytes &&
+          a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
     packer.run(pool);
     const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate}, {b, up}};
     for (const auto& [packed, example] : all) {
@@ -176,12 +206,16 @@ void test_packing(const KernelTable& kernels) {
     WeightMemory memory;
     const Example examples[] = {
         //      rows inputs bits group zero halves signed mins two levels
-        Example(5, 96, 4, 32, 8, true, false, false, false),   Example(40, 64, 4, 32, 0, true, false, true, false),
-        Example(17, 256, 4, 128, 8, false, false, false, false), Example(33, 100, 8, 32, 0, false, true, false, false),
-        Example(16, 160, 8, 32, 0, false, false, true, false), Example(20, 80, 8, 16, 0, false, true, false, true),
+        Example(5, 96, 4, 32, 8, true, false, false, false),
+        Example(40, 64, 4, 32, 0, true, false, true, false),
+        Example(17, 256, 4, 128, 8, false, false, false, false),
+        Example(33, 100, 8, 32, 0, false, true, false, false),
+        Example(16, 160, 8, 32, 0, false, false, true, false),
+        Example(20, 80, 8, 16, 0, false, true, false, true),
         Example(1, 64, 8, 32, 0, false, true, false, true),
         // one scale an output
-        Example(37, 100, 8, 100, 0, false, true, false, false), Example(16, 192, 8, 192, 0, false, true, false, false),
+        Example(37, 100, 8, 100, 0, false, true, false, false),
+        Example(16, 192, 8, 192, 0, false, true, false, false),
     };
     Packer packer(memory);
     std::vector<PackedTiles> packed;

@@ -13,11 +13,12 @@ namespace {
 
 using Micros = std::chrono::microseconds;
 
-// Stages of random sizes, none at all among them. `values` are plain memory: a race on them is the pool's, and the sanitizer's to see.
+// Stages of random sizes, none at all among them. `values` are plain memory: a race on them is the pool's,
+// and the sanitizer's to see.
 struct Recorder : ThreadPool::Work {
     std::vector<int> sizes;
     std::vector<std::vector<int>> values;  // [stages][pieces]
-    int slow_stage = -1;                   // its piece 0 lasts longer than anybody spins
+    int slow_stage = -1;  // its piece 0 lasts longer than anybody spins
     std::vector<std::atomic<int>> takers;  // pieces that each thread has done of the slow stage
 
     Recorder(int stages, int threads, uint32_t seed) : takers(threads) {
@@ -52,7 +53,8 @@ struct Recorder : ThreadPool::Work {
         int rank = 0;
         for (int s = 0; s < num_stages(); s++) {
             rank += sizes[s] > 0;
-            for (const int value : values[s]) CHECK(value == rank, "stage %d holds %d, not %d", s, value, rank);
+            for (const int value : values[s])
+                CHECK(value == rank, "stage %d holds %d, not %d", s, value, rank);
         }
     }
 };

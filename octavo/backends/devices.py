@@ -1,6 +1,8 @@
-"""Whether PyTorch is here, in which build, and which device it computes on; asked before anything of `backends/torch` is imported.
+"""Whether PyTorch is here, in which build, and which device it computes on; asked before anything
+of `backends/torch` is imported.
 
-PyTorch is imported inside the functions, and only where the answer needs it. Knows the packages' names and no op.
+PyTorch is imported inside the functions, and only where the answer needs it. Knows the packages'
+names and no op.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ Device = Literal["cpu", "cuda"]
 LEAST_TORCH = (2, 9)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Of the driver: the kernel module's own file, which some containers hide; its device; the one through which WSL reaches Windows's."""
+"""Of the driver: the kernel module's own file, which some containers hide; its device; the one
+through which WSL reaches Windows's.
+"""
 INSTALL = "pip install 'octavo[torch]'"
 INSTALL_FLASHINFER = "pip install flashinfer-python"
 REINSTALL = "pip install --force-reinstall torch"
@@ -47,9 +51,14 @@ def require_torch() -> Any:
     try:
         torch = _torch()
     except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
-        raise BackendUnavailable(f"the torch backend needs PyTorch 2.9 or newer: {error}", hint=install_hint()) from error
+        raise BackendUnavailable(
+            f"the torch backend needs PyTorch 2.9 or newer: {error}", hint=install_hint()
+        ) from error
     if version_of(torch.__version__) < LEAST_TORCH:
-        raise BackendUnavailable(f"the torch backend needs PyTorch 2.9 or newer, got {torch.__version__}", hint=install_hint())
+        raise BackendUnavailable(
+            f"the torch backend needs PyTorch 2.9 or newer, got {torch.__version__}",
+            hint=install_hint(),
+        )
     return torch
 
 
@@ -58,25 +67,43 @@ def require_flashinfer() -> Any:
     try:
         return import_module("flashinfer")
     except ImportError as error:
-        raise BackendUnavailable(f"attention_backend: flashinfer cannot be used: {error}", hint=INSTALL_FLASHINFER) from error
+        raise BackendUnavailable(
+            f"attention_backend: flashinfer cannot be used: {error}", hint=INSTALL_FLASHINFER
+        ) from error
 
 
 def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
-    """The wanted one, by default cuda where there is one, else cpu; BackendUnavailable says why there is none, or are too few."""
+    """The wanted one, by default cuda where there is one, else cpu; BackendUnavailable says why
+    there is none, or are too few.
+    """
     cuda = require_torch().cuda
     if wanted == "cuda" and not cuda.is_available():
-        build = "this PyTorch is built without CUDA" if cuda_build() is None else "no NVIDIA GPU that its driver shows"
-        raise BackendUnavailable(f"device: got 'cuda', but {build}", hint="`octavo doctor` says what is here; --device cpu runs anywhere")
+        build = (
+            "this PyTorch is built without CUDA"
+            if cuda_build() is None
+            else "no NVIDIA GPU that its driver shows"
+        )
+        raise BackendUnavailable(
+            f"device: got 'cuda', but {build}",
+            hint="`octavo doctor` says what is here; --device cpu runs anywhere",
+        )
     chosen = wanted or ("cuda" if cuda.is_available() else "cpu")
     if chosen == "cuda" and num_devices > 1 and cuda.device_count() < num_devices:
-        what = f"tensor_parallel_size: got {num_devices}, but there are {cuda.device_count()} CUDA devices"
+        what = (
+            f"tensor_parallel_size: got {num_devices}, but there are {cuda.device_count()} CUDA"
+            " devices"
+        )
         raise BackendUnavailable(what, hint="take fewer; --device cpu runs any number")
     return chosen
 
 
 def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
     """Of NVIDIA's kernel module, as it says itself; None where it does not."""
-    found = re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", driver.read_text()) if driver.exists() else None
+    found = (
+        re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", driver.read_text())
+        if driver.exists()
+        else None
+    )
     return found[1] if found else None
 
 
@@ -90,17 +117,25 @@ def install_hint() -> str:
     """The build that fits this machine."""
     if has_nvidia_driver():
         return f"{INSTALL} (the build with CUDA, which is PyPI's on Linux)"
-    return f"{INSTALL} --extra-index-url {CPU_INDEX} (the build for CPUs; this machine shows no NVIDIA driver)"
+    return (
+        f"{INSTALL} --extra-index-url {CPU_INDEX} (the build for CPUs; this machine shows no NVIDIA"
+        " driver)"
+    )
 
 
 def no_device_hint() -> str | None:
-    """For a PyTorch that shows no CUDA device though there is a driver: which build does. pip leaves one that is there alone."""
+    """For a PyTorch that shows no CUDA device though there is a driver: which build does. pip
+    leaves one that is there alone.
+    """
     if not has_nvidia_driver():
         return None
     build = cuda_build()
     if build is None:
         return f"{REINSTALL} (the build with CUDA, which is PyPI's on Linux)"
-    return f"the driver may be too old for CUDA {build}: a newer one, or {REINSTALL} --index-url {OLDER_CUDA_INDEX}"
+    return (
+        f"the driver may be too old for CUDA {build}: a newer one, or {REINSTALL} --index-url"
+        f" {OLDER_CUDA_INDEX}"
+    )
 
 
 def version_of(text: str) -> tuple[int, int]:

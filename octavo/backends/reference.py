@@ -1,8 +1,10 @@
 """The reference backend: NumPy in float64, slow and plain, the ground truth of every op's tests.
 
-Owns the loop over a Program's ops and the KV arrays; the ops' formulas stand in `reference_ops.py` and `reference_attention.py`.
-A row's results are bitwise the same alone or in a batch, chunked or whole: every matrix product is taken row by row. It computes in
-float64 whatever `BackendOptions.dtype` says, from the weights as packed; K and V are rounded to `kv_cache_dtype` (auto: float64).
+Owns the loop over a Program's ops and the KV arrays; the ops' formulas stand in `reference_ops.py`
+and `reference_attention.py`. A row's results are bitwise the same alone or in a batch, chunked or
+whole: every matrix product is taken row by row. It computes in float64 whatever
+`BackendOptions.dtype` says, from the weights as packed; K and V are rounded to `kv_cache_dtype`
+(auto: float64).
 """
 
 from __future__ import annotations
@@ -15,22 +17,20 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import (
-    BLOCK_SIZE,
-    BackendOptions,
-    Ceilings,
-    Footprint,
-    FormatOf,
-    KvCache,
-    KvLayout,
-    LoadWeight,
-    OnDemandKvCache,
-    StepBatch,
-    StepOutput,
-)
+from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
+from octavo.backends.batch import StepBatch, StepOutput
+from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout, OnDemandKvCache
 from octavo.backends.reference_attention import ATTENTION_FORMULAS
 from octavo.backends.reference_on_demand import OnDemandArrays
-from octavo.backends.reference_ops import ROW_FORMULAS, Exchange, Floats, GroupArrays, Step, alone, as_is
+from octavo.backends.reference_ops import (
+    ROW_FORMULAS,
+    Exchange,
+    Floats,
+    GroupArrays,
+    Step,
+    alone,
+    as_is,
+)
 from octavo.backends.sampling import sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
 from octavo.outputs import Profile
@@ -44,7 +44,9 @@ KV_TYPES: dict[str, np.dtype] = {
     "int8": np.dtype(np.float32),
     "fp8": np.dtype(np.float32),
 }
-"""Of the arrays by `kv_cache_dtype`. Codes times scales are exact in fp32, so an int8 or fp8 cache is kept multiplied out."""
+"""Of the arrays by `kv_cache_dtype`. Codes times scales are exact in fp32, so an int8 or fp8 cache
+is kept multiplied out.
+"""
 
 E4M3_TOP = np.float32(448)
 
@@ -53,10 +55,16 @@ MASKS = ("causal", "window", "full")
 
 
 def as_int8(numbers: Floats) -> Floats:
-    """Codes of a token and head times their scale: code = round(x / scale), scale = absmax / 127 in bf16, in fp32 as the kernels do it."""
+    """Codes of a token and head times their scale: code = round(x / scale), scale = absmax / 127 in
+    bf16, in fp32 as the kernels do it.
+    """
     x = numbers.astype(np.float32)
     absmax = abs(x).max(axis=-1, keepdims=True, initial=0)
-    scale = np.where(np.isfinite(absmax), absmax / np.float32(127), np.nan).astype(ml_dtypes.bfloat16).astype(np.float32)
+    scale = (
+        np.where(np.isfinite(absmax), absmax / np.float32(127), np.nan)
+        .astype(ml_dtypes.bfloat16)
+        .astype(np.float32)
+    )
     codes = np.where(scale > 0, np.clip(np.rint(x / scale), -127, 127), 0)
     stored: Floats = (codes * scale).astype(np.float64)
     return stored
@@ -66,8 +74,14 @@ def as_fp8(numbers: Floats) -> Floats:
     """The same in e4m3: code = x / scale rounded to even, scale = absmax / 448 in bf16."""
     x = numbers.astype(np.float32)
     absmax = abs(x).max(axis=-1, keepdims=True, initial=0)
-    scale = np.where(np.isfinite(absmax), absmax / E4M3_TOP, np.nan).astype(ml_dtypes.bfloat16).astype(np.float32)
-    codes = np.where(scale > 0, np.clip(x / scale, -E4M3_TOP, E4M3_TOP), 0).astype(ml_dtypes.float8_e4m3fn)
+    scale = (
+        np.where(np.isfinite(absmax), absmax / E4M3_TOP, np.nan)
+        .astype(ml_dtypes.bfloat16)
+        .astype(np.float32)
+    )
+    codes = np.where(scale > 0, np.clip(x / scale, -E4M3_TOP, E4M3_TOP), 0).astype(
+        ml_dtypes.float8_e4m3fn
+    )
     stored: Floats = (codes.astype(np.float32) * scale).astype(np.float64)
     return stored
 
@@ -78,10 +92,17 @@ AS_STORED = {"int8": as_int8, "fp8": as_fp8}
 class ReferenceKvCache:
     """KV bytes of all groups. Implements `base.OnDemandKvCache`."""
 
-    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], dtype: str) -> None:
-        self._memory = [OnDemandArrays(_shapes(group, count), KV_TYPES[dtype]) for group, count in zip(groups, num_blocks, strict=True)]
+    def __init__(
+        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], dtype: str
+    ) -> None:
+        self._memory = [
+            OnDemandArrays(_shapes(group, count), KV_TYPES[dtype])
+            for group, count in zip(groups, num_blocks, strict=True)
+        ]
         as_stored = AS_STORED.get(dtype, as_is)
-        self.groups = [GroupArrays(memory.arrays[0], memory.arrays[1], as_stored) for memory in self._memory]
+        self.groups = [
+            GroupArrays(memory.arrays[0], memory.arrays[1], as_stored) for memory in self._memory
+        ]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         for array in (self.groups[group].k, self.groups[group].v):
@@ -125,7 +146,9 @@ class ReferenceRunnable:
         return sum(weight.nbytes for weight in self.weights.values())
 
     def start_profile(self) -> None:
-        raise BackendUnavailable("the reference backend times no ops", hint="profile with --backend native")
+        raise BackendUnavailable(
+            "the reference backend times no ops", hint="profile with --backend native"
+        )
 
     def stop_profile(self) -> Profile:
         raise BackendUnavailable("no profile was started")
@@ -139,14 +162,18 @@ class ReferenceRunnable:
                 for value, array in zip(op.outputs, made, strict=True):
                     step.values[value.name] = np.ascontiguousarray(array)
                 self.progress += 1
-            outputs = {name: step.values[value.name] for name, value in self.program.outputs.items()}
+            outputs = {
+                name: step.values[value.name] for name, value in self.program.outputs.items()
+            }
             if batch.sampling is None:
                 return StepOutput(arrays=outputs)
             return StepOutput(samples=sample(outputs["logits"].astype(np.float32), batch.sampling))
 
 
 class ReferenceBackend:
-    """Implements `base.Backend`. `exchange`: with the other ranks, where there are any (`reference_ranks.py`)."""
+    """Implements `base.Backend`. `exchange`: with the other ranks, where there are any
+    (`reference_ranks.py`).
+    """
 
     name = "reference"
     numerics = f"NumPy {np.__version__}"
@@ -161,35 +188,50 @@ class ReferenceBackend:
         for group in program.groups:
             if group.kind == "state":
                 raise _refused(program, f"cache groups of kind {group.kind}")
-        return ReferenceRunnable(program, {weight: _load(weight, load) for weight in program.weights}, self._exchange)
+        return ReferenceRunnable(
+            program, {weight: _load(weight, load) for weight in program.weights}, self._exchange
+        )
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         """Everything is float64, and every Value of a step lives to its end."""
         sizes = {weight: 8 * math.prod(weight.shape) for weight in program.weights}
-        widths = sum(value.width for op in program.ops for value in op.outputs if value.axis == "tokens")
+        widths = sum(
+            value.width for op in program.ops for value in op.outputs if value.axis == "tokens"
+        )
         layouts = tuple(self.kv_layout(group) for group in program.groups)
         return Footprint(sizes, 8 * widths * self.options.max_tokens, layouts, "fp64")
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
-        raise BackendUnavailable("the reference backend is not made for speed", hint="give --bandwidth and --flops, or plan for native")
+        raise BackendUnavailable(
+            "the reference backend is not made for speed",
+            hint="give --bandwidth and --flops, or plan for native",
+        )
 
     def kv_layout(self, group: CacheGroup) -> KvLayout:
         dtype = self._kv_dtype
         numbers = BLOCK_SIZE * group.num_kv_heads * (group.k_width + group.v_width)
         asked = self.options.kv_cache_dtype
-        return KvLayout(numbers * dtype.itemsize, group.num_layers, asked if asked in AS_STORED else str(dtype))
+        return KvLayout(
+            numbers * dtype.itemsize, group.num_layers, asked if asked in AS_STORED else str(dtype)
+        )
 
-    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> ReferenceKvCache:
+    def allocate(
+        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]
+    ) -> ReferenceKvCache:
         try:
             return ReferenceKvCache(groups, num_blocks, self.options.kv_cache_dtype)
         except MemoryError:
-            raise ConfigError(f"no memory for {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes") from None
+            raise ConfigError(
+                f"no memory for {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes"
+            ) from None
 
     def kv_pieces(self, group: CacheGroup) -> tuple[int, ...]:
         number = BLOCK_SIZE * group.num_kv_heads * self._kv_dtype.itemsize
         return (number * group.k_width, number * group.v_width)
 
-    def allocate_on_demand(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> OnDemandKvCache:
+    def allocate_on_demand(
+        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]
+    ) -> OnDemandKvCache:
         return self.allocate(groups, num_blocks)
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
-"""The reference formulas of attention over the paged cache, in float64: masks, biases, sinks, latent attention.
+"""The reference formulas of attention over the paged cache, in float64: masks, biases, sinks,
+latent attention.
 
-Each query row goes by itself through its visible keys, in splits of 256 at absolute positions with their own (m, l, acc), merged
-left to right; so its bits depend on its position and its request's keys only. Sources: see `ops.Attention` and `ops.MlaAttention`.
+Each query row goes by itself through its visible keys, in splits of 256 at absolute positions with
+their own (m, l, acc), merged left to right; so its bits depend on its position and its request's
+keys only. Sources: see `ops.Attention` and `ops.MlaAttention`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS
+from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.backends.reference_ops import Floats, Made, Step, matvecs
 from octavo.program import ops
 from octavo.program.program import Op
@@ -34,7 +36,9 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One row of the step: its number, its position, and the keys it sees, `first <= position < last`."""
+    """One row of the step: its number, its position, and the keys it sees, `first <= position <
+    last`.
+    """
 
     row: int
     position: int
@@ -54,7 +58,9 @@ def attention(op: ops.Attention, step: Step) -> Made:
 
 
 def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
-    """Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own keys and values."""
+    """Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own
+    keys and values.
+    """
     q_nope = step.get(op.q_nope).reshape(-1, op.num_heads, op.nope_width)
     q_rope = step.get(op.q_rope).reshape(-1, op.num_heads, op.rope_width)
     heads = step.weights[op.kv_b].reshape(op.num_heads, op.nope_width + op.v_width, op.latent_width)
@@ -78,14 +84,20 @@ def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
     return (out,)
 
 
-def _expanded(op: ops.MlaAttention, start: int, latents: Floats, k_rope: Floats, step: Step) -> Keys:
-    full = matvecs(step.weights[op.kv_b], np.ascontiguousarray(latents[:, 0])).reshape(len(latents), op.num_heads, -1)
+def _expanded(
+    op: ops.MlaAttention, start: int, latents: Floats, k_rope: Floats, step: Step
+) -> Keys:
+    full = matvecs(step.weights[op.kv_b], np.ascontiguousarray(latents[:, 0])).reshape(
+        len(latents), op.num_heads, -1
+    )
     shared = np.broadcast_to(k_rope, (len(latents), op.num_heads, op.rope_width))
     k = np.concatenate([full[:, :, : op.nope_width], shared], axis=2)
     return Keys(start, k, np.ascontiguousarray(full[:, :, op.nope_width :]))
 
 
-def attend(q: Floats, keys: Keys, query: Query, adjust: Adjust | None, sinks: Floats | None) -> Floats:
+def attend(
+    q: Floats, keys: Keys, query: Query, adjust: Adjust | None, sinks: Floats | None
+) -> Floats:
     """`q [H, k_width]`, scaled already, over the keys that the query sees: `[H, v_width]`."""
     num_heads, num_kv_heads = len(q), keys.k.shape[1]
     m, l = np.full(num_heads, -np.inf), np.zeros(num_heads)  # noqa: E741 (the papers' name)
@@ -131,8 +143,9 @@ def _adjustment(op: ops.Attention, position: int, step: Step) -> Adjust | None:
 
 
 def t5_buckets(distance: NDArray[np.int64], bias: ops.T5Bias) -> NDArray[np.int64]:
-    """Bucket of each key position - query position: exact while near, then logarithmic up to max_distance; keys to the right
-    have the upper half of the buckets where the bias looks both ways, and bucket 0 where it does not."""
+    """Bucket of each key position - query position: exact while near, then logarithmic up to
+    max_distance; keys to the right have the upper half of the buckets where the bias looks both
+    ways, and bucket 0 where it does not."""
     num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
     right = np.where(distance > 0, num_buckets, 0) if bias.bidirectional else 0
     away = np.abs(distance) if bias.bidirectional else np.maximum(-distance, 0)
@@ -158,7 +171,9 @@ def _requests(
         ]
         queries = [query for query in queries if query.first < query.last]
         if queries:
-            span = range(min(query.first for query in queries), max(query.last for query in queries))
+            span = range(
+                min(query.first for query in queries), max(query.last for query in queries)
+            )
             yield queries, _read(op, step, group, request, span)
 
 
@@ -169,13 +184,19 @@ def _query(row: int, position: int, context: int, mask: ops.MaskKind, window: in
     return Query(row, position, first, min(position + 1, context))
 
 
-def _read(op: ops.Attention | ops.MlaAttention, step: Step, group: int, request: int, span: range) -> Keys:
+def _read(
+    op: ops.Attention | ops.MlaAttention, step: Step, group: int, request: int, span: range
+) -> Keys:
     """The keys at the positions of the span, gathered through the block table."""
     positions = np.arange(span.start, span.stop)
     blocks = step.batch.block_tables[group, request][positions // BLOCK_SIZE]
     at = (blocks, positions % BLOCK_SIZE)
     arrays = step.kv[group]
-    return Keys(span.start, arrays.k[op.layer][at].astype(np.float64), arrays.v[op.layer][at].astype(np.float64))
+    return Keys(
+        span.start,
+        arrays.k[op.layer][at].astype(np.float64),
+        arrays.v[op.layer][at].astype(np.float64),
+    )
 
 
 ATTENTION_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {

@@ -1,4 +1,6 @@
-"""NumPy arrays of KV blocks in pages of the system: addresses at once, memory where something is written, and back when it is told so."""
+"""NumPy arrays of KV blocks in pages of the system: addresses at once, memory where something is
+written, and back when it is told so.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, for which Python's mmap has no name before 3.13; the same on all processors that we build for."""
+"""MAP_NORESERVE, for which Python's mmap has no name before 3.13; the same on all processors that
+we build for.
+"""
 
 
 class OnDemandArrays:
@@ -22,7 +26,8 @@ class OnDemandArrays:
         """MemoryError where the system has no such addresses."""
         self._maps = [_map(math.prod(shape) * dtype.itemsize) for shape in shapes]
         self.arrays: list[NDArray[Any]] = [
-            np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape) for memory, shape in zip(self._maps, shapes, strict=True)
+            np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
+            for memory, shape in zip(self._maps, shapes, strict=True)
         ]
 
     def give_back(self, first_block: int, num_blocks: int) -> None:
@@ -37,7 +42,9 @@ class OnDemandArrays:
 
 def _map(num_bytes: int) -> mmap.mmap:
     try:
-        memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+        memory = mmap.mmap(
+            -1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        )
     except OSError as error:
         raise MemoryError(str(error)) from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

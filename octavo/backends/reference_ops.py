@@ -1,7 +1,9 @@
-"""The reference formulas of all ops but attention, one function a kind, in float64; `ROW_FORMULAS` is the dispatch table.
+"""The reference formulas of all ops but attention, one function a kind, in float64; `ROW_FORMULAS`
+is the dispatch table.
 
-Each takes the op and the step and returns what the op makes, in the order of its outputs. `ops.py` states the formulas and their
-sources. Matrix products go row by row through a matrix-vector product of fixed shape, so that no row's bits depend on another's.
+Each takes the op and the step and returns what the op makes, in the order of its outputs. `ops.py`
+states the formulas and their sources. Matrix products go row by row through a matrix-vector product
+of fixed shape, so that no row's bits depend on another's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import StepBatch
+from octavo.backends.batch import StepBatch
 from octavo.program import ops
 from octavo.program.program import Op, Program, Value, Weight
 
@@ -36,7 +38,9 @@ def alone(x: NDArray) -> Sequence[NDArray]:
 
 
 def matvecs(matrix: Floats, x: Floats) -> Floats:
-    """`matrix [out, in]` times each row of `x [T, in]`: `[T, out]`. Not one product of matrices: BLAS's bits depend on T."""
+    """`matrix [out, in]` times each row of `x [T, in]`: `[T, out]`. Not one product of matrices:
+    BLAS's bits depend on T.
+    """
     if not len(x):
         return np.empty((0, len(matrix)))
     return np.stack([matrix @ row for row in x])
@@ -70,9 +74,15 @@ class Step:
     def __post_init__(self) -> None:
         batch = self.batch
         has_groups = len(batch.slots) > 0
-        self.live = np.any(batch.slots >= 0, axis=0) if has_groups else np.ones(len(batch.token_ids), np.bool_)
+        self.live = (
+            np.any(batch.slots >= 0, axis=0)
+            if has_groups
+            else np.ones(len(batch.token_ids), np.bool_)
+        )
         for name, value in self.program.inputs.items():
-            self.values[value.name] = batch.token_ids if name == "token_ids" else np.asarray(batch.hidden, np.float64)
+            self.values[value.name] = (
+                batch.token_ids if name == "token_ids" else np.asarray(batch.hidden, np.float64)
+            )
 
     def get(self, value: Value) -> NDArray:
         return self.values[value.name]
@@ -83,7 +93,7 @@ class Step:
         return np.where(self.live, self.batch.positions[0], 0).astype(np.int64)
 
 
-# -- rows in, rows out ----------------------------------------------------------------------------------------------------
+# -- rows in, rows out -----------------------------------------------------------------------------
 
 
 def embedding(op: ops.Embedding, step: Step) -> Made:
@@ -92,7 +102,9 @@ def embedding(op: ops.Embedding, step: Step) -> Made:
         return (step.weights[op.table][ids] * op.scale,)
     rows = ids - op.first_row
     here = (rows >= 0) & (rows < op.table.shape[0])
-    return (np.where(here[:, None], step.weights[op.table][np.where(here, rows, 0)] * op.scale, 0.0),)
+    return (
+        np.where(here[:, None], step.weights[op.table][np.where(here, rows, 0)] * op.scale, 0.0),
+    )
 
 
 def rms_norm(op: ops.RmsNorm, step: Step) -> Made:
@@ -168,7 +180,11 @@ def gated(gate: Floats, up: Floats, how: ops.ActMul | ops.Gate) -> Floats:
     """f(gate) * (up + up_offset)."""
     if how.clamp is not None:
         gate, up = np.minimum(gate, how.clamp), np.clip(up, -how.clamp, how.clamp)
-    f = gate * sigmoid(how.alpha * gate) if how.activation == "silu" else ACTIVATIONS[how.activation](gate)
+    f = (
+        gate * sigmoid(how.alpha * gate)
+        if how.activation == "silu"
+        else ACTIVATIONS[how.activation](gate)
+    )
     return f * (up + how.up_offset)
 
 
@@ -183,7 +199,9 @@ def gelu(x: Floats) -> Floats:
 
 
 def gelu_tanh(x: Floats) -> Floats:
-    result: Floats = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    result: Floats = (
+        0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    )
     return result
 
 
@@ -202,7 +220,7 @@ ACTIVATIONS: dict[ops.Activation, Callable[[Floats], Floats]] = {
 }
 
 
-# -- positions and the cache ----------------------------------------------------------------------------------------------
+# -- positions and the cache -----------------------------------------------------------------------
 
 
 def rope(op: ops.Rope, step: Step) -> Made:
@@ -211,7 +229,11 @@ def rope(op: ops.Rope, step: Step) -> Made:
     cos, sin = (f(angles)[:, None, :] * op.table.mscale for f in (np.cos, np.sin))
     turning = x[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
     half = op.rotary_dim // 2
-    first, second = (slice(0, half), slice(half, None)) if op.style == "half" else (slice(0, None, 2), slice(1, None, 2))
+    first, second = (
+        (slice(0, half), slice(half, None))
+        if op.style == "half"
+        else (slice(0, None, 2), slice(1, None, 2))
+    )
     out = x.copy()
     turned = out[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
     turned[:, :, first] = turning[:, :, first] * cos - turning[:, :, second] * sin
@@ -224,21 +246,32 @@ def kv_write(op: ops.KvWrite, step: Step) -> Made:
     arrays, slots = step.kv[group], step.batch.slots[group]
     stored = slots >= 0
     num_heads = step.program.groups[group].num_kv_heads
-    parts = [step.get(part).reshape(len(slots), num_heads, part.width // num_heads) for part in op.k_parts]
+    parts = [
+        step.get(part).reshape(len(slots), num_heads, part.width // num_heads)
+        for part in op.k_parts
+    ]
     k = arrays.k[op.layer].reshape(-1, num_heads, arrays.k.shape[-1])
     k[slots[stored]] = arrays.as_stored(np.concatenate(parts, axis=-1)[stored])
     if op.v is not None:
         v = arrays.v[op.layer].reshape(-1, num_heads, arrays.v.shape[-1])
-        v[slots[stored]] = arrays.as_stored(step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored])
+        v[slots[stored]] = arrays.as_stored(
+            step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored]
+        )
     return ()
 
 
-# -- experts --------------------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 def route(op: ops.Route, step: Step) -> Made:
     logits = step.get(op.logits)
-    scores = sigmoid(logits) if op.score == "sigmoid" else softmax(logits) if op.score == "softmax" else logits
+    scores = (
+        sigmoid(logits)
+        if op.score == "sigmoid"
+        else softmax(logits)
+        if op.score == "softmax"
+        else logits
+    )
     choice = scores if op.bias is None else scores + step.weights[op.bias]
     if op.num_groups > 1:
         choice = _best_groups(choice, op.num_groups, op.top_groups)
@@ -275,7 +308,9 @@ def softmax(x: Floats) -> Floats:
 def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
     x, experts = step.get(op.x), step.get(op.ids).reshape(-1)
     matrices = step.weights[op.weight]
-    y = np.array([matrices[e] @ row for e, row in zip(experts, x, strict=True)]).reshape(len(x), op.out.width)
+    y = np.array([matrices[e] @ row for e, row in zip(experts, x, strict=True)]).reshape(
+        len(x), op.out.width
+    )
     return (y if op.bias is None else y + step.weights[op.bias][experts],)
 
 
@@ -288,7 +323,7 @@ def combine(op: ops.Combine, step: Step) -> Made:
     return (total,)
 
 
-# -- rows chosen ----------------------------------------------------------------------------------------------------------
+# -- rows chosen -----------------------------------------------------------------------------------
 
 
 def gather_rows(op: ops.GatherRows, step: Step) -> Made:
@@ -304,7 +339,7 @@ def pool_rows(op: ops.PoolRows, step: Step) -> Made:
     return (pooled,)
 
 
-# -- ranks ----------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def all_reduce(op: ops.AllReduce, step: Step) -> Made:

@@ -1,4 +1,5 @@
-"""Ranks of the reference backend in threads of one process: what one gives at a collective op, all get.
+"""Ranks of the reference backend in threads of one process: what one gives at a collective op, all
+get.
 
 For tests of sharded Programs. Every rank must come to the same collectives in the same order.
 """

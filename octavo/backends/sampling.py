@@ -1,22 +1,28 @@
-"""The reference sampler: draws tokens from logits in NumPy, row by row. Native code follows the same text.
+"""The reference sampler: draws tokens from logits in NumPy, row by row. Native code follows the
+same text.
 
 For a row with float32 logits z[0..V) all arithmetic is in float64:
 
-1. A NaN among the logits: the row has failed. Logprobs, where asked for, are of these raw logits: z - (max + ln sum exp(z - max));
-   a token's rank is 1 + the number of strictly greater logits; the top list is by (logit down, id up).
+1. A NaN among the logits: the row has failed. Logprobs, where asked for, are of these raw logits: z
+   - (max + ln sum exp(z - max)); a token's rank is 1 + the number of strictly greater logits; the
+   top list is by (logit down, id up).
 2. With target_ids >= 0 nothing is drawn: the target is the row's token.
-3. z += bias for each bias entry (-inf bans); z = -inf outside the allowed mask. Then for each history entry, with count c of the
-   generated tokens: z = z / r where z > 0, else z * r, with the repetition penalty r; z -= frequency * c; z -= presence where c > 0.
-   No finite maximum left (everything banned, or an infinity): the row has failed.
+3. z += bias for each bias entry (-inf bans); z = -inf outside the allowed mask. Then for each
+   history entry, with count c of the generated tokens: z = z / r where z > 0, else z * r, with the
+   repetition penalty r; z -= frequency * c; z -= presence where c > 0. No finite maximum left
+   (everything banned, or an infinity): the row has failed.
 4. Temperature 0: the token with the largest z, the lowest id among equals.
-5. z /= temperature; e = exp(z - max z). Kept are the tokens with e > 0 and e >= min_p (min_p is relative to the most likely); of
-   these the first top_k in the order (z down, id up), where top_k > 0; of these the shortest beginning in that order whose running
-   sum of e reaches top_p times the whole sum, where top_p < 1. Running sums go one by one, left to right.
-6. u = ((uint64(x0) << 21) | (x1 >> 11)) * 2^-53, where x0, x1 are the first outputs of Philox4x32-10 with the key (low, high 32 bits of
-   the seed) and the counter (position, sample_index, 0, 0). Walking the kept tokens by rising id, the first whose running sum of e
+5. z /= temperature; e = exp(z - max z). Kept are the tokens with e > 0 and e >= min_p (min_p is
+   relative to the most likely); of these the first top_k in the order (z down, id up), where top_k
+   > 0; of these the shortest beginning in that order whose running sum of e reaches top_p times the
+   whole sum, where top_p < 1. Running sums go one by one, left to right.
+6. u = ((uint64(x0) << 21) | (x1 >> 11)) * 2^-53, where x0, x1 are the first outputs of
+   Philox4x32-10 with the key (low, high 32 bits of the seed) and the counter (position,
+   sample_index, 0, 0). Walking the kept tokens by rising id, the first whose running sum of e
    exceeds u times the whole sum is the token; the last kept one where rounding leaves none.
 
-A failed row's token is 0. Philox: Salmon et al. 2011; min_p: Nguyen et al. 2024; top_p: Holtzman et al. 2020.
+A failed row's token is 0. Philox: Salmon et al. 2011; min_p: Nguyen et al. 2024; top_p: Holtzman et
+al. 2020.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import SampleResult, SamplingBatch
+from octavo.backends.batch import SampleResult, SamplingBatch
 
 Floats = NDArray[np.float64]
 
@@ -95,7 +101,11 @@ def _adjusted(raw: Floats, s: int, batch: SamplingBatch) -> Floats:
     repetition = float(batch.repetition_penalties[s])
     seen = z[ids]
     seen = np.where(seen > 0, seen / repetition, seen * repetition)
-    z[ids] = seen - float(batch.frequency_penalties[s]) * counts - float(batch.presence_penalties[s]) * (counts > 0)
+    z[ids] = (
+        seen
+        - float(batch.frequency_penalties[s]) * counts
+        - float(batch.presence_penalties[s]) * (counts > 0)
+    )
     return z
 
 
@@ -119,7 +129,10 @@ def _add_logprobs(result: SampleResult, logits: NDArray[np.float32], batch: Samp
     num_rows, count = len(logits), max(int(batch.num_logprobs.max()), 0)
     count = min(count, logits.shape[1])
     result.logprobs, result.ranks = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32)
-    result.top_ids, result.top_logprobs = np.zeros((num_rows, count), np.int32), np.zeros((num_rows, count), np.float32)
+    result.top_ids, result.top_logprobs = (
+        np.zeros((num_rows, count), np.int32),
+        np.zeros((num_rows, count), np.float32),
+    )
     for s in np.flatnonzero(~result.failed):
         raw, token = logits[s].astype(np.float64), result.token_ids[s]
         top = raw.max()

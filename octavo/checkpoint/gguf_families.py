@@ -1,7 +1,9 @@
-"""What GGUF headers say of each model family, in Hugging Face's words: config keys, tensor names, row orders.
+"""What GGUF headers say of each model family, in Hugging Face's words: config keys, tensor names,
+row orders.
 
-One `Family` a GGUF architecture. Knows nothing of bytes (`gguf.py`) and reads no tensor.
-Source: llama.cpp's `gguf-py/gguf/constants.py` and `tensor_mapping.py` (keys, names) and its converter (row orders, norms plus one).
+One `Family` a GGUF architecture. Knows nothing of bytes (`gguf.py`) and reads no tensor. Source:
+llama.cpp's `gguf-py/gguf/constants.py` and `tensor_mapping.py` (keys, names) and its converter (row
+orders, norms plus one).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 GEMMA3_LOCAL_ROPE_THETA = 10000.0
 GEMMA3_PATTERN = 6
 GEMMA3_27B_LAYERS = 62
-"""The one size of Gemma 3 whose queries are scaled by hidden_size / heads and not by head_dim; headers do not say so."""
+"""The one size of Gemma 3 whose queries are scaled by hidden_size / heads and not by head_dim;
+headers do not say so.
+"""
 
 
 class Header:
@@ -41,7 +45,9 @@ class Header:
         if isinstance(value, np.ndarray):
             different = np.unique(value)
             if len(different) != 1:
-                raise UnsupportedModel(f"{self.file.path}: {name} differs from layer to layer, which is not supported")
+                raise UnsupportedModel(
+                    f"{self.file.path}: {name} differs from layer to layer, which is not supported"
+                )
             value = different[0].item()
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise WeightMismatch(f"{self.file.path}: {name} is {value!r}, allowed is a number")
@@ -51,7 +57,10 @@ class Header:
         """A whole number of at least 1."""
         value = self.number(key, default)
         if not isinstance(value, int) or value < 1:
-            raise WeightMismatch(f"{self.file.path}: {self.architecture}.{key} is {value!r}, allowed is a whole number of at least 1")
+            raise WeightMismatch(
+                f"{self.file.path}: {self.architecture}.{key} is {value!r}, allowed is a whole"
+                " number of at least 1"
+            )
         return value
 
     def num_blocks(self) -> int:
@@ -59,7 +68,10 @@ class Header:
         stated = self.count("block_count")
         found = len({name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")})
         if stated != found:
-            raise WeightMismatch(f"{self.file.path}: {self.architecture}.block_count is {stated}, the file has tensors of {found} blocks")
+            raise WeightMismatch(
+                f"{self.file.path}: {self.architecture}.block_count is {stated}, the file has"
+                f" tensors of {found} blocks"
+            )
         return stated
 
 
@@ -67,9 +79,10 @@ class Header:
 class Family:
     """How one GGUF architecture becomes a Hugging Face checkpoint.
 
-    `tensors` and `layer_tensors` map the stems of GGUF names ("output_norm", "attn_q" of "blk.N.attn_q") to theirs.
-    `interleaved`: layer stems whose rows stand in rotary pairs (2i, 2i+1) where safetensors have halves (i, i + D/2).
-    `norm_offset`: what the converter added to every norm's weight.
+    `tensors` and `layer_tensors` map the stems of GGUF names ("output_norm", "attn_q" of
+    "blk.N.attn_q") to theirs. `interleaved`: layer stems whose rows stand in rotary pairs (2i,
+    2i+1) where safetensors have halves (i, i + D/2). `norm_offset`: what the converter added to
+    every norm's weight.
     """
 
     model_type: str
@@ -113,25 +126,40 @@ def _common_config(header: Header) -> dict[str, Any]:
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if header.number("expert_count", 0):
-        raise UnsupportedModel(f"{header.file.path}: {header.architecture} with experts is not supported from GGUF")
+        raise UnsupportedModel(
+            f"{header.file.path}: {header.architecture} with experts is not supported from GGUF"
+        )
     return config
 
 
 def _rope_scaling(header: Header) -> dict[str, Any] | None:
-    """`rope_scaling`, with Llama 3's frequency factors (a tensor in GGUF) as a longrope of one length, which is the same formula."""
+    """`rope_scaling`, with Llama 3's frequency factors (a tensor in GGUF) as a longrope of one
+    length, which is the same formula.
+    """
     if "rope_freqs.weight" in header.file.tensors:
         factors = header.file.tensor("rope_freqs.weight").dequantize().tolist()
         length = header.count("context_length")
         both = {"short_factor": factors, "long_factor": factors}
-        return {"rope_type": "longrope", **both, "attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": length}
+        return {
+            "rope_type": "longrope",
+            **both,
+            "attention_factor": 1.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": length,
+        }
     kind = header.get("rope.scaling.type", "none")
     if isinstance(kind, str) and kind == "none":
         return None
     if not isinstance(kind, str) or kind not in ("linear", "yarn"):
-        raise UnsupportedModel(f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear and yarn")
+        raise UnsupportedModel(
+            f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear and"
+            " yarn"
+        )
     scaling = {"rope_type": kind, "factor": float(header.number("rope.scaling.factor"))}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = header.count("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = header.count(
+            "rope.scaling.original_context_length"
+        )
     return scaling
 
 
@@ -148,7 +176,10 @@ def _qwen2_config(header: Header) -> dict[str, Any]:
 
 
 def _qwen3_config(header: Header) -> dict[str, Any]:
-    return _common_config(header) | {"use_sliding_window": False, "attention_bias": "blk.0.attn_q.bias" in header.file.tensors}
+    return _common_config(header) | {
+        "use_sliding_window": False,
+        "attention_bias": "blk.0.attn_q.bias" in header.file.tensors,
+    }
 
 
 def _gemma3_config(header: Header) -> dict[str, Any]:
@@ -160,7 +191,11 @@ def _gemma3_config(header: Header) -> dict[str, Any]:
     else:
         pattern = header.count("attention.sliding_window_pattern", GEMMA3_PATTERN)
         windowed = [bool((layer + 1) % pattern) for layer in range(layers)]
-    scale_width = config["hidden_size"] // config["num_attention_heads"] if layers == GEMMA3_27B_LAYERS else config["head_dim"]
+    scale_width = (
+        config["hidden_size"] // config["num_attention_heads"]
+        if layers == GEMMA3_27B_LAYERS
+        else config["head_dim"]
+    )
     return config | {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": header.count("attention.sliding_window"),
@@ -201,7 +236,9 @@ _BLOCK = {
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", _llama_config, _TOP, _BLOCK, interleaved=frozenset({"attn_q", "attn_k"})),
+    "llama": Family(
+        "llama", _llama_config, _TOP, _BLOCK, interleaved=frozenset({"attn_q", "attn_k"})
+    ),
     "qwen2": Family("qwen2", _qwen2_config, _TOP, _BLOCK),
     "qwen3": Family("qwen3", _qwen3_config, _TOP, _BLOCK | _HEAD_NORMS),
     "gemma3": Family(
@@ -220,7 +257,12 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         "gpt2",
         _gpt2_config,
-        {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head"},
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
         {
             "attn_norm": "ln_1",
             "attn_qkv": "attn.c_attn",

@@ -1,4 +1,5 @@
-"""What a Hugging Face directory says of its tokenizer: tokenizer.json's path, special tokens, end ids, chat template.
+"""What a Hugging Face directory says of its tokenizer: tokenizer.json's path, special tokens, end
+ids, chat template.
 
 Reads the small JSON files beside tokenizer.json; building the tokenizer is `text/tokenizer.py`'s.
 """
@@ -12,40 +13,68 @@ from octavo.checkpoint.json_file import read_json_if_there
 from octavo.errors import WeightMismatch
 from octavo.ports import TokenizerSource
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
 
 
-def tokenizer_source(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> TokenizerSource | None:
+def tokenizer_source(
+    path: Path, config: dict[str, Any], generation_config: dict[str, Any]
+) -> TokenizerSource | None:
     """None where the directory has no tokenizer.json."""
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    settings = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(path / "tokenizer_config.json")
-    special = {name: _text(settings[name], name, path) for name in SPECIAL_NAMES if settings.get(name) is not None}
+    settings = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(
+        path / "tokenizer_config.json"
+    )
+    special = {
+        name: _text(settings[name], name, path)
+        for name in SPECIAL_NAMES
+        if settings.get(name) is not None
+    }
     return TokenizerSource(
         origin=path,
         json=file,
         special_tokens=special,
-        eos_token_ids=_ids(generation_config.get("eos_token_id")) or _ids(config.get("eos_token_id")),
+        eos_token_ids=_ids(generation_config.get("eos_token_id"))
+        or _ids(config.get("eos_token_id")),
         add_bos_token=settings.get("add_bos_token"),
         chat_template=_chat_template(path, settings),
     )
 
 
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
-    """chat_template.jinja first, then chat_template.json, then tokenizer_config.json (whose list of named ones has a default)."""
+    """chat_template.jinja first, then chat_template.json, then tokenizer_config.json (whose list of
+    named ones has a default).
+    """
     file = path / "chat_template.jinja"
     if file.exists():
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise WeightMismatch(f"{file}: cannot be read: {error}") from error
-    template = read_json_if_there(path / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    template = read_json_if_there(path / "chat_template.json").get(
+        "chat_template", settings.get("chat_template")
+    )
     if isinstance(template, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {
+            str(entry.get("name")): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         template = named.get("default", next(iter(named.values()), None))
     if template is not None and not isinstance(template, str):
-        raise WeightMismatch(f"{path}: chat_template is a {type(template).__name__}, allowed is a text or a list of named ones")
+        raise WeightMismatch(
+            f"{path}: chat_template is a {type(template).__name__}, allowed is a text or a list of"
+            " named ones"
+        )
     return template
 
 
@@ -53,7 +82,9 @@ def _text(token: Any, name: str, path: Path) -> str:
     """A token is a text, or an object whose `content` is the text."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise WeightMismatch(f"{path}: {name} is {token!r}, allowed is a text or an object with one as its content")
+        raise WeightMismatch(
+            f"{path}: {name} is {token!r}, allowed is a text or an object with one as its content"
+        )
     return text
 
 

@@ -16,7 +16,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise WeightMismatch(f"{path}: the file is missing") from error
     except (ValueError, RecursionError) as error:
-        raise WeightMismatch(f"{path}: not valid JSON: {error}", hint="download the file again") from error
+        raise WeightMismatch(
+            f"{path}: not valid JSON: {error}", hint="download the file again"
+        ) from error
     if not isinstance(content, dict):
         raise WeightMismatch(f"{path}: should hold a JSON object, holds a {type(content).__name__}")
     return content

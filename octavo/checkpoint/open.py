@@ -12,10 +12,15 @@ from octavo.ports import Checkpoint, ModelHeader
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads headers and small files only; SetupError where the path holds no model, several, or a damaged one."""
+    """Reads headers and small files only; SetupError where the path holds no model, several, or a
+    damaged one.
+    """
     if path.is_file():
         if path.suffix != ".gguf":
-            raise UnsupportedModel(f"{path}: allowed are a .gguf file or a directory with config.json and *.safetensors")
+            raise UnsupportedModel(
+                f"{path}: allowed are a .gguf file or a directory with config.json and"
+                " *.safetensors"
+            )
         return GgufCheckpoint(path)
     if not path.is_dir():
         raise WeightMismatch(f"{path}: no such file or directory")
@@ -25,12 +30,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if len(files) == 1:
         return GgufCheckpoint(files[0])
     if files:
-        raise WeightMismatch(f"{path}: holds {len(files)} .gguf files", hint=f"name one of them, e.g. {files[0]}")
+        raise WeightMismatch(
+            f"{path}: holds {len(files)} .gguf files", hint=f"name one of them, e.g. {files[0]}"
+        )
     raise WeightMismatch(f"{path}: holds neither config.json with *.safetensors nor a .gguf file")
 
 
 def open_header(path: Path) -> ModelHeader:
-    """What a model says of itself; a config.json, or a directory that has nothing else, is enough."""
+    """What a model says of itself; a config.json, or a directory that has nothing else, is
+    enough."""
     if path.suffix == ".json" and path.is_file():
         return ConfigFile(path)
     if (path / "config.json").exists() and not list(path.glob("*.safetensors")):

@@ -1,8 +1,8 @@
-"""Hugging Face directories: config, tokenizer files, and safetensors (one file or shards) as mapped, zero-copy tensors, fp8 ones with their
-scales.
+"""Hugging Face directories: config, tokenizer files, and safetensors (one file or shards) as
+mapped, zero-copy tensors, fp8 ones with their scales.
 
-Reads the header itself, because NumPy's side of the safetensors package has no bfloat16. Knows nothing of model families.
-Source of the format: the README of huggingface/safetensors.
+Reads the header itself, because NumPy's side of the safetensors package has no bfloat16. Knows
+nothing of model families. Source of the format: the README of huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -88,9 +88,15 @@ class SafetensorsCheckpoint:
             buffer.madvise(mmap.MADV_DONTNEED)
 
     def _fp8_weight(self, codes: NDArray, name: str) -> PackedWeight:
-        scales = next((name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self._entries), None)
+        scales = next(
+            (name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self._entries), None
+        )
         if self._fp8 is None or scales is None:
-            missing = "config.json has no quantization_config" if self._fp8 is None else "no scales stand beside it"
+            missing = (
+                "config.json has no quantization_config"
+                if self._fp8 is None
+                else "no scales stand beside it"
+            )
             raise WeightMismatch(f"{self.path}: {name} is stored as {FP8}, but {missing}")
         return fp8_weight(codes, _array(self._entries[scales], scales), self._fp8, name)
 
@@ -98,12 +104,23 @@ class SafetensorsCheckpoint:
         return tokenizer_source(self.path, self.config, self.generation_config)
 
     def _find(self, name: str) -> tuple[str, _Entry]:
-        """By its name, or by the name it has in a base model or inside a wrapper: that name, and where it stands."""
-        bare = next((name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)), name)
-        candidates = [name, bare, *(prefix + part for prefix in WRAPPER_PREFIXES for part in (name, bare))]
+        """By its name, or by the name it has in a base model or inside a wrapper: that name, and
+        where it stands.
+        """
+        bare = next(
+            (name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)), name
+        )
+        candidates = [
+            name,
+            bare,
+            *(prefix + part for prefix in WRAPPER_PREFIXES for part in (name, bare)),
+        ]
         found = next((candidate for candidate in candidates if candidate in self._entries), None)
         if found is None:
-            raise WeightMismatch(f"{self.path}: the tensor {name} is missing", hint=f"the files hold {len(self._entries)} tensors")
+            raise WeightMismatch(
+                f"{self.path}: the tensor {name} is missing",
+                hint=f"the files hold {len(self._entries)} tensors",
+            )
         return found, self._entries[found]
 
     def _check_index(self) -> None:
@@ -113,13 +130,17 @@ class SafetensorsCheckpoint:
             return
         missing = [name for name in read_json(index)["weight_map"] if name not in self._entries]
         if missing:
-            raise WeightMismatch(f"{index}: {len(missing)} tensors are in no shard, the first is {missing[0]}")
+            raise WeightMismatch(
+                f"{index}: {len(missing)} tensors are in no shard, the first is {missing[0]}"
+            )
 
 
 def _array(entry: _Entry, name: str) -> NDArray:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
-        raise UnsupportedModel(f"{entry.file}: {name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}")
+        raise UnsupportedModel(
+            f"{entry.file}: {name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}"
+        )
     found: NDArray = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
     return found.reshape(entry.shape)
 
@@ -129,17 +150,26 @@ def _weight_files(path: Path) -> list[Path]:
     index = path / INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(name, str) for name in weight_map.values())
+        ):
             raise WeightMismatch(f"{index}: has no weight_map from tensors to files")
         files = [path / name for name in sorted(set(weight_map.values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise WeightMismatch(f"{path}: missing shards: {', '.join(missing)} ({len(missing)} of {len(files)})")
+            raise WeightMismatch(
+                f"{path}: missing shards: {', '.join(missing)} ({len(missing)} of {len(files)})"
+            )
         return files
     single = path / "model.safetensors"
     files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise WeightMismatch(f"{path}: no *.safetensors file", hint="pickled checkpoints (*.bin) must be saved anew as safetensors")
+        raise WeightMismatch(
+            f"{path}: no *.safetensors file",
+            hint="pickled checkpoints (*.bin) must be saved anew as safetensors",
+        )
     return files
 
 
@@ -156,7 +186,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     try:
         header = json.loads(buffer[8 : 8 + length])
         header.pop("__metadata__", None)
-        entries = {name: _entry(path, buffer, 8 + length, fields) for name, fields in header.items()}
+        entries = {
+            name: _entry(path, buffer, 8 + length, fields) for name, fields in header.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(path, "its header is damaged") from error
     for name, entry in entries.items():
@@ -166,7 +198,14 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 def _entry(path: Path, buffer: mmap.mmap, data_start: int, fields: dict[str, Any]) -> _Entry:
     begin, end = _whole_numbers(fields["data_offsets"])
-    return _Entry(path, buffer, str(fields["dtype"]), _whole_numbers(fields["shape"]), data_start + begin, end - begin)
+    return _Entry(
+        path,
+        buffer,
+        str(fields["dtype"]),
+        _whole_numbers(fields["shape"]),
+        data_start + begin,
+        end - begin,
+    )
 
 
 def _whole_numbers(values: Any) -> tuple[int, ...]:
@@ -180,11 +219,21 @@ def _check_place(entry: _Entry, name: str, size: int) -> None:
     """The tensor lies inside the file and has the bytes that its shape needs."""
     num_bytes = entry.num_bytes
     if num_bytes < 0 or entry.start + num_bytes > size:
-        raise _corrupt(entry.file, f"{name} should end at byte {entry.start + num_bytes:,}, the file has {size:,}")
+        raise _corrupt(
+            entry.file,
+            f"{name} should end at byte {entry.start + num_bytes:,}, the file has {size:,}",
+        )
     dtype = DTYPES.get(entry.dtype)
     if dtype is not None and num_bytes != math.prod(entry.shape) * dtype.itemsize:
-        raise _corrupt(entry.file, f"{name} has {num_bytes:,} bytes, {entry.dtype} of shape {entry.shape} needs another number")
+        raise _corrupt(
+            entry.file,
+            f"{name} has {num_bytes:,} bytes, {entry.dtype} of shape {entry.shape} needs another"
+            " number",
+        )
 
 
 def _corrupt(path: Path, what: str) -> WeightMismatch:
-    return WeightMismatch(f"{path}: not a sound safetensors file: {what}", hint="download the file again; it may be truncated")
+    return WeightMismatch(
+        f"{path}: not a sound safetensors file: {what}",
+        hint="download the file again; it may be truncated",
+    )

@@ -1,4 +1,5 @@
-"""From a checkpoint's tensors to the weights a Program asks for: stacked, transposed, cut, in the wanted precision.
+"""From a checkpoint's tensors to the weights a Program asks for: stacked, transposed, cut, in the
+wanted precision.
 
 Sees a checkpoint only through its protocol, so a file format or family changes nothing here.
 """
@@ -34,19 +35,25 @@ WIDE_TYPES: dict[str, np.dtype] = {
 
 
 def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Quantization]:
-    """Which weights are packed at load, and how: matrices of linears, experts and token embeddings. UnsupportedModel where one cannot be.
+    """Which weights are packed at load, and how: matrices of linears, experts and token embeddings.
+    UnsupportedModel where one cannot be.
 
-    With int4, some keep 8 bits: embeddings (and output layers tied to them), which at 4 raise SmolLM2's perplexity by 6% by themselves,
-    and `_sensitive` ones. With fp8, embeddings and output layers stay as they are, as fp8 checkpoints have them: in e4m3 they add 3% to
-    what the rest costs. Routers stay floats: a token that goes to other experts is no rounding error. So do norms, biases and tables of
-    positions.
+    With int4, some keep 8 bits: embeddings (and output layers tied to them), which at 4 raise
+    SmolLM2's perplexity by 6% by themselves, and `_sensitive` ones. With fp8, embeddings and output
+    layers stay as they are, as fp8 checkpoints have them: in e4m3 they add 3% to what the rest
+    costs. Routers stay floats: a token that goes to other experts is no rounding error. So do
+    norms, biases and tables of positions.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
     sensitive = _sensitive(program) if quantization == "int4" else set()
     plan: dict[Weight, Quantization] = {}
     for op in program.ops:
         if isinstance(op, Linear) and not any(out.name in routed for out in op.outs):
-            plan |= {weight: "int8" if weight in sensitive else quantization for weight in op.weights_ if weight not in plan}
+            plan |= {
+                weight: "int8" if weight in sensitive else quantization
+                for weight in op.weights_
+                if weight not in plan
+            }
         elif isinstance(op, GroupedLinear):
             plan[op.weight] = quantization
         elif isinstance(op, Embedding) and not op.by_position:
@@ -62,18 +69,26 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Q
 def _ends(program: Program) -> set[Weight]:
     """Embeddings and output layers."""
     tables = {op.table for op in program.ops if isinstance(op, Embedding)}
-    heads = (op for op in program.ops if isinstance(op, Linear) and any(out.axis == "samples" for out in op.outs))
+    heads = (
+        op
+        for op in program.ops
+        if isinstance(op, Linear) and any(out.axis == "samples" for out in op.outs)
+    )
     return tables | {weight for op in heads for weight in op.weights_}
 
 
 def _sensitive(program: Program) -> set[Weight]:
-    """What makes values, small with grouped heads, and half of what stands behind a gate or an activation (a block's `down`).
+    """What makes values, small with grouped heads, and half of what stands behind a gate or an
+    activation (a block's `down`).
 
-    Of the latter those of the first and last eighth of the blocks, and every third between, as llama.cpp chooses them for its k-quants.
-    With none, these and all of them at 8 bits SmolLM2's perplexity rises by 6.1%, 4.3% and 3.8% (channels shuffled, all of Opticks).
+    Of the latter those of the first and last eighth of the blocks, and every third between, as
+    llama.cpp chooses them for its k-quants. With none, these and all of them at 8 bits SmolLM2's
+    perplexity rises by 6.1%, 4.3% and 3.8% (channels shuffled, all of Opticks).
     """
     values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}
-    activated = {out.name for op in program.ops if isinstance(op, Act | ActMul) for out in op.outputs}
+    activated = {
+        out.name for op in program.ops if isinstance(op, Act | ActMul) for out in op.outputs
+    }
     linears = [op for op in program.ops if isinstance(op, Linear)]
     downs = [op for op in linears if op.x.name in activated]
     eighth, inner = len(downs) // 8, range(len(downs) // 8, 7 * len(downs) // 8)
@@ -85,21 +100,31 @@ def _sensitive(program: Program) -> set[Weight]:
 PACKED_FORMATS: dict[Quantization, str] = {"int8": "I8", "int4": "Q4_1", "fp8": FP8}
 
 
-def loaded_formats(header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program) -> Callable[[Weight], str]:
-    """How `WeightReader.load` will have each weight, from headers alone: by GGUF's names, and I8 and F8_E4M3 with one scale an output."""
+def loaded_formats(
+    header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program
+) -> Callable[[Weight], str]:
+    """How `WeightReader.load` will have each weight, from headers alone: by GGUF's names, and I8
+    and F8_E4M3 with one scale an output.
+    """
     packed = {} if quantization is None else packing_plan(program, quantization)
     wide = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype)
 
     def format_of(weight: Weight) -> str:
         if weight.whole in packed:
             return PACKED_FORMATS[packed[weight.whole]]
-        return header.format_of(weight.tensor_names[0]) if wide is None or len(weight.shape) < 2 else wide
+        return (
+            header.format_of(weight.tensor_names[0])
+            if wide is None or len(weight.shape) < 2
+            else wide
+        )
 
     return format_of
 
 
 def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
-    """Of how many neighbouring inputs a weight can only be cut as a whole: 1 where it is floats, or has one scale an output."""
+    """Of how many neighbouring inputs a weight can only be cut as a whole: 1 where it is floats, or
+    has one scale an output.
+    """
     sizes = {kind.name: kind.block_size for kind in BLOCK_TYPES.values()}
 
     def unit(weight: Weight) -> int:
@@ -112,10 +137,11 @@ def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
 class WeightReader:
     """Loads each weight of a Program; `load` is what `Backend.prepare` calls.
 
-    `dtype`: "auto" keeps the file's precision; "float32" and the like turn every matrix into that (quantised ones are dequantised),
-    vectors keep what the file has, for they cost nothing. `quantization` packs what `packing_plan(program)` names and needs the Program.
-    `importance`: of each input of a matrix, by the weight's name, for packing to 4 bits. A rank's part of a weight is the same bits as in
-    the whole; of plain floats nothing else is read.
+    `dtype`: "auto" keeps the file's precision; "float32" and the like turn every matrix into that
+    (quantised ones are dequantised), vectors keep what the file has, for they cost nothing.
+    `quantization` packs what `packing_plan(program)` names and needs the Program. `importance`: of
+    each input of a matrix, by the weight's name, for packing to 4 bits. A rank's part of a weight
+    is the same bits as in the whole; of plain floats nothing else is read.
     """
 
     def __init__(
@@ -126,15 +152,21 @@ class WeightReader:
         program: Program | None = None,
         importance: Mapping[str, NDArray[np.float32]] | None = None,
     ) -> None:
-        assert quantization is None or program is not None, "quantization needs the Program, to know which weights are matrices"
+        assert quantization is None or program is not None, (
+            "quantization needs the Program, to know which weights are matrices"
+        )
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._importance = importance or {}
-        self._plan = {} if quantization is None or program is None else packing_plan(program, quantization)
+        self._plan = (
+            {} if quantization is None or program is None else packing_plan(program, quantization)
+        )
 
     def load(self, weight: Weight) -> StoredWeight:
         """The weight in its own shape; WeightMismatch says what the checkpoint has instead."""
-        with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's NaN fails the requests that meet it
+        with np.errstate(
+            invalid="ignore", over="ignore"
+        ):  # a damaged file's NaN fails the requests that meet it
             return self._load(weight)
 
     def _load(self, weight: Weight) -> StoredWeight:
@@ -143,15 +175,22 @@ class WeightReader:
         packed = stack([part.packed() for part in parts], weight.name) if stacked else parts[0]
         if packed.shape[:-1] != weight.shape[:-1] or packed.shape[-1] != self._num_read(weight):
             raise WeightMismatch(
-                f"{self._checkpoint.path}: {weight.name} has shape {packed.shape}, expected {weight.shape}",
-                hint="config.json and the weights belong to different models, or the file is damaged",
+                f"{self._checkpoint.path}: {weight.name} has shape {packed.shape}, expected"
+                f" {weight.shape}",
+                hint=(
+                    "config.json and the weights belong to different models, or the file is damaged"
+                ),
             )
         packed = self._in_precision(packed, weight)
         return packed if packed.shape == weight.shape else _inputs(packed, weight)
 
     def _num_read(self, weight: Weight) -> int:
         """Of the last axis: all inputs of what is packed here, for its scales are made of all."""
-        return weight.whole.shape[-1] if _cuts_inputs(weight) and weight.whole in self._plan else weight.shape[-1]
+        return (
+            weight.whole.shape[-1]
+            if _cuts_inputs(weight) and weight.whole in self._plan
+            else weight.shape[-1]
+        )
 
     def _part(self, name: str, weight: Weight) -> StoredWeight:
         """One source tensor, turned and cut as the weight says."""
@@ -174,7 +213,11 @@ class WeightReader:
         if quantization == "int4":
             return pack_int4(packed.dequantize(), self._importance.get(weight.name))
         wide = WIDE_TYPES.get(self._dtype)
-        if wide is None or len(packed.shape) < 2 or (packed.is_float and packed.packed().codes.dtype == wide):
+        if (
+            wide is None
+            or len(packed.shape) < 2
+            or (packed.is_float and packed.packed().codes.dtype == wide)
+        ):
             return packed
         return PackedWeight.plain(packed.dequantize().astype(wide, copy=False))
 
@@ -184,7 +227,9 @@ def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
     first = parts[0]
     if any(_format(part) != _format(first) for part in parts):
         shapes = sorted({str(part.shape) for part in parts})
-        raise WeightMismatch(f"{name}: its {len(parts)} tensors differ in shape or format: {', '.join(shapes)}")
+        raise WeightMismatch(
+            f"{name}: its {len(parts)} tensors differ in shape or format: {', '.join(shapes)}"
+        )
     return replace(
         first,
         shape=(len(parts), *first.shape),
@@ -195,7 +240,9 @@ def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
 
 
 def _format(part: PackedWeight) -> tuple[object, ...]:
-    """What must be equal for weights to share one PackedWeight (lookups and permutations: the very same array)."""
+    """What must be equal for weights to share one PackedWeight (lookups and permutations: the very
+    same array).
+    """
     return (
         part.shape,
         part.bits,
@@ -216,7 +263,9 @@ def _stack_levels(levels: list[Levels | None]) -> Levels | None:
     if not present:
         return None
     supers = [level.super_scale for level in present if level.super_scale is not None]
-    return Levels(np.stack([level.values for level in present]), np.stack(supers) if supers else None)
+    return Levels(
+        np.stack([level.values for level in present]), np.stack(supers) if supers else None
+    )
 
 
 def _transposed(packed: StoredWeight, name: str) -> PackedWeight:
@@ -230,8 +279,14 @@ def _cut(packed: StoredWeight, weight: Weight, rows: tuple[int, ...]) -> StoredW
     """The weight's own rows of the output axis: a view where they are neighbours."""
     axis = weight.row_axis if len(packed.shape) > 1 else -1
     num_stacked = len(weight.shape) - len(packed.shape)
-    if num_stacked not in (0, 1 if weight.sources else 0) or packed.shape[axis] != weight.tensor_rows:
-        raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {weight.tensor_rows} rows of {weight.shape}")
+    if (
+        num_stacked not in (0, 1 if weight.sources else 0)
+        or packed.shape[axis] != weight.tensor_rows
+    ):
+        raise WeightMismatch(
+            f"{weight.name} has shape {packed.shape}, expected {weight.tensor_rows} rows of"
+            f" {weight.shape}"
+        )
     neighbours = rows[-1] - rows[0] == len(rows) - 1 and weight.row_run == weight.row_step
     index = slice(rows[0], rows[-1] + 1) if neighbours else np.array(rows)
     if axis == -2:
@@ -255,4 +310,7 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
     try:
         return packed.inputs(*weight.cut.inputs)
     except ValueError as error:
-        raise UnsupportedModel(f"{weight.name}: {error}", hint="use fewer ranks, or --dtype bfloat16, which unpacks the weights") from None
+        raise UnsupportedModel(
+            f"{weight.name}: {error}",
+            hint="use fewer ranks, or --dtype bfloat16, which unpacks the weights",
+        ) from None

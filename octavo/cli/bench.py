@@ -1,9 +1,9 @@
-"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids drawn after the start. `serve` and `startup`
-have files of their own.
+"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids drawn
+after the start. `serve` and `startup` have files of their own.
 
-Ends of sequence are ignored and the tokens counted, so that every run does the work that was asked for. Figures are this machine's, for
-these options; each round draws new prompts, so that nothing is found in the prefix cache. One short request before the first round
-warms up.
+Ends of sequence are ignored and the tokens counted, so that every run does the work that was asked
+for. Figures are this machine's, for these options; each round draws new prompts, so that nothing is
+found in the prefix cache. One short request before the first round warms up.
 """
 
 from __future__ import annotations
@@ -36,23 +36,39 @@ if TYPE_CHECKING:
 NumPrompts = Annotated[int, typer.Option(help="Requests in a round.", min=1)]
 InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)]
 OutputLen = Annotated[int, typer.Option(help="Tokens of each answer.", min=1)]
-SharedPrefixLen = Annotated[int, typer.Option(help="Tokens with which every prompt of a round begins, before its own.", min=0)]
+SharedPrefixLen = Annotated[
+    int,
+    typer.Option(help="Tokens with which every prompt of a round begins, before its own.", min=0),
+]
 RangeRatio = Annotated[
-    float, typer.Option(help="Draws each length between (1 - RATIO) and (1 + RATIO) times what is given.", min=0.0, max=0.99)
+    float,
+    typer.Option(
+        help="Draws each length between (1 - RATIO) and (1 + RATIO) times what is given.",
+        min=0.0,
+        max=0.99,
+    ),
 ]
 Rounds = Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)]
 Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
 Profiled = Annotated[
-    bool, typer.Option("--profile", help="Time each kind of op in one more round: a table, and a picture beside the rooflines.")
+    bool,
+    typer.Option(
+        "--profile",
+        help="Time each kind of op in one more round: a table, and a picture beside the rooflines.",
+    ),
 ]
-Picture = Annotated[Path, typer.Option(help="Where --profile writes its picture, an SVG.", dir_okay=False)]
+Picture = Annotated[
+    Path, typer.Option(help="Where --profile writes its picture, an SVG.", dir_okay=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 Prompts = list[list[int]]
 
 
 def build_app() -> typer.Typer:
-    app = typer.Typer(cls=Group, help="Measure how fast a model generates here.", rich_markup_mode=None)
+    app = typer.Typer(
+        cls=Group, help="Measure how fast a model generates here.", rich_markup_mode=None
+    )
     app.command("throughput", cls=Command)(throughput)
     app.command("latency", cls=Command)(latency)
     app.command("serve", cls=Command)(bench_serve.serve)
@@ -76,7 +92,16 @@ def throughput(
     options: dict[str, Any],
 ) -> None:
     """All requests at once."""
-    work = Workload("throughput", num_prompts, input_len, output_len, range_ratio, rounds, seed, shared_prefix_len)
+    work = Workload(
+        "throughput",
+        num_prompts,
+        input_len,
+        output_len,
+        range_ratio,
+        rounds,
+        seed,
+        shared_prefix_len,
+    )
     _bench(work, options, picture=picture if profile else None, json=json)
 
 
@@ -111,7 +136,9 @@ class Workload:
     shared_prefix_len: int = 0
 
     def draw_len(self, draw: random.Random, mean: int) -> int:
-        return draw.randint(max(1, round(mean * (1 - self.range_ratio))), round(mean * (1 + self.range_ratio)))
+        return draw.randint(
+            max(1, round(mean * (1 - self.range_ratio))), round(mean * (1 + self.range_ratio))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +169,25 @@ def _bench(work: Workload, options: dict[str, Any], *, picture: Path | None, jso
         before = llm.get_metrics()
         rounds = [_round(llm, work, draw, number) for number in range(1, work.rounds + 1)]
         kv = KvUse.between(llm.config.cache.kv_layout, before, llm.get_metrics())
-        settings = {"model": llm.config.model.served_model_name, "load_s": load_s, **asdict(work), "engine": asdict(llm.config)}
+        settings = {
+            "model": llm.config.model.served_model_name,
+            "load_s": load_s,
+            **asdict(work),
+            "engine": asdict(llm.config),
+        }
         profile = None if picture is None else _profile(llm, work, draw)
-        several_steps = work.bench == "latency" and (llm.config.scheduler.num_scheduler_steps or 1) > 1
+        several_steps = (
+            work.bench == "latency" and (llm.config.scheduler.num_scheduler_steps or 1) > 1
+        )
     single_steps = _single_steps(work, options) if several_steps else None
     _print(settings, rounds, kv, profile, single_steps, json=json)
     if profile is not None and picture is not None:
         picture.write_text(
-            roofline.picture(profile, f"{settings['model']}: {work.bench}, {work.input_len} + {work.output_len} tokens"), encoding="utf-8"
+            roofline.picture(
+                profile,
+                f"{settings['model']}: {work.bench}, {work.input_len} + {work.output_len} tokens",
+            ),
+            encoding="utf-8",
         )
         print(f"picture: {picture}", file=sys.stderr)
 
@@ -177,16 +215,26 @@ def _profile(llm: LLM, work: Workload, draw: random.Random) -> Profile:
 
 
 def _check_fits(work: Workload, llm: LLM) -> None:
-    longest = round(work.input_len * (1 + work.range_ratio)), round(work.output_len * (1 + work.range_ratio))
+    longest = (
+        round(work.input_len * (1 + work.range_ratio)),
+        round(work.output_len * (1 + work.range_ratio)),
+    )
     needed, allowed = work.shared_prefix_len + sum(longest), llm.info.max_model_len
     if needed > allowed:
-        what = "shared_prefix_len + input_len + output_len" if work.shared_prefix_len else "input_len + output_len"
+        what = (
+            "shared_prefix_len + input_len + output_len"
+            if work.shared_prefix_len
+            else "input_len + output_len"
+        )
         raise ConfigError(f"{what}: got {needed}, allowed is at most the context, {allowed}")
 
 
 def _round(llm: LLM, work: Workload, draw: random.Random, number: int) -> Round:
     shared = _prompt(draw, llm, work.shared_prefix_len)
-    prompts = [shared + _prompt(draw, llm, work.draw_len(draw, work.input_len)) for _ in range(work.num_prompts)]
+    prompts = [
+        shared + _prompt(draw, llm, work.draw_len(draw, work.input_len))
+        for _ in range(work.num_prompts)
+    ]
     output_lens = [work.draw_len(draw, work.output_len) for _ in prompts]
     name = "profile" if number > work.rounds else f"round {number} of {work.rounds}"
     print(f"{name}: {work.num_prompts} prompts", file=sys.stderr)
@@ -199,19 +247,29 @@ def _prompt(draw: random.Random, llm: LLM, num_tokens: int) -> list[int]:
     return [draw.randrange(llm.info.vocab_size) for _ in range(num_tokens)]
 
 
-def _run(llm: LLM, work: Workload, prompts: Prompts, output_lens: Sequence[int]) -> list[RequestOutput]:
+def _run(
+    llm: LLM, work: Workload, prompts: Prompts, output_lens: Sequence[int]
+) -> list[RequestOutput]:
     """The outputs, each of exactly so many tokens."""
     from octavo.sampling_params import SamplingParams
 
-    params = [SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True) for num_tokens in output_lens]
+    params = [
+        SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        for num_tokens in output_lens
+    ]
     if work.bench == "throughput":
         outputs = llm.generate(prompts, params, use_tqdm=False)
     else:
-        outputs = [llm.generate(prompt, given, use_tqdm=False)[0] for prompt, given in zip(prompts, params, strict=True)]
+        outputs = [
+            llm.generate(prompt, given, use_tqdm=False)[0]
+            for prompt, given in zip(prompts, params, strict=True)
+        ]
     for output, num_tokens in zip(outputs, output_lens, strict=True):
         got = len(output.outputs[0].token_ids)
         if output.error is not None or got != num_tokens:
-            raise WorkerFailed(output.error or f"a request ended after {got} tokens, expected were {num_tokens}")
+            raise WorkerFailed(
+                output.error or f"a request ended after {got} tokens, expected were {num_tokens}"
+            )
     return outputs
 
 
@@ -228,8 +286,14 @@ def _measure(outputs: Sequence[RequestOutput], elapsed_s: float, num_steps: int)
         output_tokens_per_s=output_tokens / elapsed_s,
         total_tokens_per_s=(prompt_tokens + output_tokens) / elapsed_s,
         request_latency_ms=percentiles(one.token_times[-1] - one.arrival_time for one in moments),
-        time_to_first_token_ms=percentiles(one.token_times[0] - one.arrival_time for one in moments),
-        inter_token_ms=percentiles(later - earlier for one in moments for earlier, later in itertools.pairwise(one.token_times)),
+        time_to_first_token_ms=percentiles(
+            one.token_times[0] - one.arrival_time for one in moments
+        ),
+        inter_token_ms=percentiles(
+            later - earlier
+            for one in moments
+            for earlier, later in itertools.pairwise(one.token_times)
+        ),
     )
 
 
@@ -253,27 +317,47 @@ def _print(
         print(json_format.dumps({**result, "each_round": [asdict(one) for one in rounds]}))
         return
     drawn = f" (within {result['range_ratio']:.0%})" if result["range_ratio"] else ""
-    shared = f"{result['shared_prefix_len']} tokens in common and " if result["shared_prefix_len"] else ""
-    lengths = f"{shared}{result['input_len']} tokens and {result['output_len']} new ones each{drawn}"
+    shared = (
+        f"{result['shared_prefix_len']} tokens in common and "
+        if result["shared_prefix_len"]
+        else ""
+    )
+    lengths = (
+        f"{shared}{result['input_len']} tokens and {result['output_len']} new ones each{drawn}"
+    )
     print(f"{result['model']}: {result['num_prompts']} prompts of {lengths}")
     for name in ("prompt", "output", "total"):
         print(f"{name + ' tokens/s':24}{result[name + '_tokens_per_s']:10.1f}")
     print(f"{'steps':24}{result['num_steps']:10.0f}")
     for name in ("time_to_first_token_ms", "inter_token_ms", "request_latency_ms"):
-        print(f"{name.replace('_', ' '):24}" + "  ".join(f"{key} {value:8.2f}" for key, value in result[name].items()))
+        print(
+            f"{name.replace('_', ' '):24}"
+            + "  ".join(f"{key} {value:8.2f}" for key, value in result[name].items())
+        )
     if single_steps is not None:
         single = result["single_steps"]
-        moments = "  ".join(f"{key} {value:8.2f}" for key, value in single["inter_token_ms"].items())
-        print(f"{'one step a call':24}{single['output_tokens_per_s']:10.1f} output tokens/s  inter token ms {moments}")
+        moments = "  ".join(
+            f"{key} {value:8.2f}" for key, value in single["inter_token_ms"].items()
+        )
+        print(
+            f"{'one step a call':24}{single['output_tokens_per_s']:10.1f} output tokens/s  inter"
+            f" token ms {moments}"
+        )
     for name, (share, text) in zip(("KV utilisation", ""), kv.lines(), strict=True):
         print(f"{name:24}{share:10.1%}  {text}")
     if profile is not None:
         print(roofline.table(profile))
 
 
-def _median(rounds: Sequence[dict[str, Any]], pick: Callable[[list[float]], float] = statistics.median) -> dict[str, Any]:
+def _median(
+    rounds: Sequence[dict[str, Any]], pick: Callable[[list[float]], float] = statistics.median
+) -> dict[str, Any]:
     """Field by field, also within the percentiles."""
     return {
-        name: _median([one[name] for one in rounds]) if isinstance(value, dict) else pick([one[name] for one in rounds])
+        name: (
+            _median([one[name] for one in rounds])
+            if isinstance(value, dict)
+            else pick([one[name] for one in rounds])
+        )
         for name, value in rounds[0].items()
     }

@@ -1,8 +1,10 @@
-"""`octavo bench startup`: how long `octavo run` and `octavo serve` take from their start to the first token, and what memory they take.
+"""`octavo bench startup`: how long `octavo run` and `octavo serve` take from their start to the
+first token, and what memory they take.
 
-Each is started as a user starts it, in processes of its own. One run that is not counted brings files into the page cache. Memory is the
-proportional share (Pss) of the whole tree of processes when the first token is there; beyond packed weights stand Python, buffers, and the
-KV blocks that this one prompt fills. Timings of a machine that does other work too are that work's.
+Each is started as a user starts it, in processes of its own. One run that is not counted brings
+files into the page cache. Memory is the proportional share (Pss) of the whole tree of processes
+when the first token is there; beyond packed weights stand Python, buffers, and the KV blocks that
+this one prompt fills. Timings of a machine that does other work too are that work's.
 """
 
 from __future__ import annotations
@@ -51,15 +53,27 @@ class Startup:
 
     @staticmethod
     def of(command: str, starts: Sequence[Start], weight_bytes: int) -> Startup:
-        times, memory = [one.first_token_s for one in starts], int(statistics.median(one.memory_bytes for one in starts))
-        return Startup(command, statistics.median(times), min(times), max(times), memory, memory - weight_bytes)
+        times, memory = (
+            [one.first_token_s for one in starts],
+            int(statistics.median(one.memory_bytes for one in starts)),
+        )
+        return Startup(
+            command, statistics.median(times), min(times), max(times), memory, memory - weight_bytes
+        )
 
 
 @with_engine_flags(without=("seed",))
-def startup(*, prompt: Prompt = PROMPT, rounds: Rounds = 5, json: Json = False, options: dict[str, Any]) -> None:
-    """Time from the start of `octavo run` and `octavo serve` to the first token, and memory beyond the weights."""
+def startup(
+    *, prompt: Prompt = PROMPT, rounds: Rounds = 5, json: Json = False, options: dict[str, Any]
+) -> None:
+    """Time from the start of `octavo run` and `octavo serve` to the first token, and memory beyond
+    the weights.
+    """
     if not Path("/proc/self/smaps_rollup").exists():
-        raise BackendUnavailable("bench startup: this system has no /proc/PID/smaps_rollup", hint="memory is measured on Linux")
+        raise BackendUnavailable(
+            "bench startup: this system has no /proc/PID/smaps_rollup",
+            hint="memory is measured on Linux",
+        )
     options = fetched(options)
     weight_bytes = _weight_bytes(options)
     _run(options, prompt)
@@ -69,14 +83,26 @@ def startup(*, prompt: Prompt = PROMPT, rounds: Rounds = 5, json: Json = False, 
     if json:
         import json as json_format
 
-        result = {"model": options["served_model_name"], "rounds": rounds, "weight_bytes": weight_bytes}
+        result = {
+            "model": options["served_model_name"],
+            "rounds": rounds,
+            "weight_bytes": weight_bytes,
+        }
         print(json_format.dumps(result | {one.command: asdict(one) for one in found}))
         return
     mebibyte = 1 << 20
-    print(f"{options['served_model_name']}: packed weights {weight_bytes / mebibyte:.0f} MiB, {rounds} starts of each command")
+    print(
+        f"{options['served_model_name']}: packed weights {weight_bytes / mebibyte:.0f} MiB,"
+        f" {rounds} starts of each command"
+    )
     for one in found:
-        times = f"first token after {one.first_token_s:.2f} s ({one.fastest_s:.2f} to {one.slowest_s:.2f})"
-        print(f"octavo {one.command:6} {times}, memory {one.memory_bytes / mebibyte:.0f} MiB", end="")
+        times = (
+            f"first token after {one.first_token_s:.2f} s ({one.fastest_s:.2f} to"
+            f" {one.slowest_s:.2f})"
+        )
+        print(
+            f"octavo {one.command:6} {times}, memory {one.memory_bytes / mebibyte:.0f} MiB", end=""
+        )
         print(f", {one.beyond_weights_bytes / mebibyte:.0f} beyond the weights")
 
 
@@ -86,12 +112,16 @@ def _weight_bytes(options: dict[str, Any]) -> int:
     from octavo.wiring import plan_model
     from octavo.worker.machine import Machine
 
-    found = plan_model(EngineConfig.from_options(**options), memory_bytes=Machine().available_bytes() or 0)
+    found = plan_model(
+        EngineConfig.from_options(**options), memory_bytes=Machine().available_bytes() or 0
+    )
     return found.capacity.weight_bytes
 
 
 def _run(options: dict[str, Any], prompt: str) -> Start:
-    """The process is stopped where its first text comes, so that its memory is that of this moment, and goes no further."""
+    """The process is stopped where its first text comes, so that its memory is that of this moment,
+    and goes no further.
+    """
     from octavo.cli.own_server import environment, octavo_command, shell_flags
 
     flags = [flag for name, value in options.items() for flag in shell_flags(name, value)]
@@ -124,11 +154,22 @@ def _serve(options: dict[str, Any], prompt: str) -> Start:
     from octavo.cli.own_server import own_server
     from octavo.cli.stream_client import StreamClient
 
-    body = {"model": options["served_model_name"], "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "model": options["served_model_name"],
+        "prompt": prompt,
+        "max_tokens": 1,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     started = time.perf_counter()
     with own_server(options) as url:
-        streamed = asyncio.run(StreamClient(url, None).complete(msgspec.json.encode(body | {"return_token_ids": True})))
-        return Start(streamed.token_times[0] - started, sum(map(tree_bytes, _children(os.getpid()))))
+        streamed = asyncio.run(
+            StreamClient(url, None).complete(msgspec.json.encode(body | {"return_token_ids": True}))
+        )
+        return Start(
+            streamed.token_times[0] - started, sum(map(tree_bytes, _children(os.getpid())))
+        )
 
 
 def tree_bytes(pid: int) -> int:

@@ -1,4 +1,6 @@
-"""`octavo chat`: a conversation in the terminal. Ctrl-C stops an answer, /reset begins anew, /exit or Ctrl-D ends it."""
+"""`octavo chat`: a conversation in the terminal. Ctrl-C stops an answer, /reset begins anew, /exit
+or Ctrl-D ends it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,13 @@ HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens of this much probability together.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw among the likeliest tokens of this much probability together."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
     options: dict[str, Any],
@@ -34,7 +41,12 @@ def chat(
     """Talk with a model."""
     from octavo.llm import LLM
 
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
     check_sampling(sampling)
     with LLM(**fetched(options)) as llm:
         print(HELP, file=sys.stderr)
@@ -70,7 +82,9 @@ class Conversation:
                 self._answer(line)
 
     def _answer(self, question: str) -> None:
-        """A question that cannot be answered is taken back; an answer that was stopped stays as far as it came."""
+        """A question that cannot be answered is taken back; an answer that was stopped stays as far
+        as it came.
+        """
         from octavo.errors import ClientError
 
         self._messages.append({"role": "user", "content": question})

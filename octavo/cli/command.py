@@ -1,7 +1,8 @@
 """The classes of Octavo's commands: Typer's, without a validator for each option that nobody gave.
 
-Typer has pydantic build one for every option of a command, which takes longer than to parse all of them (`run` has 60). Text and what
-was not given need none; for the rest it stays Typer's business. Knows the one attribute in which Typer keeps the validator.
+Typer has pydantic build one for every option of a command, which takes longer than to parse all of
+them (`run` has 60). Text and what was not given need none; for the rest it stays Typer's business.
+Knows the one attribute in which Typer keeps the validator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`octavo doctor`: what this machine has to compute with, and what is missing, each with the command that brings it."""
+"""`octavo doctor`: what this machine has to compute with, and what is missing, each with the
+command that brings it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ WIDTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`ok` is False where something is missing; `hint` says what to do where somebody may want to."""
+    """`ok` is False where something is missing; `hint` says what to do where somebody may want
+    to."""
 
     name: str
     text: str
@@ -32,8 +35,12 @@ class Finding:
             yield f"{'':<{WIDTH}}hint: {self.hint}"
 
 
-def doctor(*, json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Report PyTorch, CUDA, Triton, FlashInfer, the driver, free memory, and the CPU's level. Exit code 1 where no fast backend can run."""
+def doctor(
+    *, json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+) -> None:
+    """Report PyTorch, CUDA, Triton, FlashInfer, the driver, free memory, and the CPU's level. Exit
+    code 1 where no fast backend can run.
+    """
     found = list(findings())
     if json:
         import json as json_format
@@ -48,7 +55,11 @@ def doctor(*, json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 def findings() -> Iterator[Finding]:
     from octavo.backends.devices import default_backend
 
-    yield Finding("octavo", f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    yield Finding(
+        "octavo",
+        f"{__version__}, Python {platform.python_version()}, {platform.system()}"
+        f" {platform.machine()}",
+    )
     yield from _machine()
     yield _native()
     yield from _torch()
@@ -60,8 +71,12 @@ def _machine() -> Iterator[Finding]:
 
     machine = Machine()
     threads, free = machine.num_threads(), machine.available_bytes()
-    yield Finding("CPU", f"{machine.cpu_name()}, {threads} compute thread{'' if threads == 1 else 's'}")
-    yield Finding("memory", "the system does not say" if free is None else f"{format_bytes(free)} free")
+    yield Finding(
+        "CPU", f"{machine.cpu_name()}, {threads} compute thread{'' if threads == 1 else 's'}"
+    )
+    yield Finding(
+        "memory", "the system does not say" if free is None else f"{format_bytes(free)} free"
+    )
 
 
 def _native() -> Finding:
@@ -84,14 +99,26 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", error.message, ok=False, hint=error.hint)
     else:
         build = devices.cuda_build()
-        yield Finding("torch", f"{torch.__version__}, built {'for CPUs' if build is None else f'with CUDA {build}'}")
+        yield Finding(
+            "torch",
+            f"{torch.__version__}, built {'for CPUs' if build is None else f'with CUDA {build}'}",
+        )
         yield from _cuda(torch)
-    yield Finding("Triton", _version("triton") or "not installed; PyTorch's builds with CUDA bring it")
+    yield Finding(
+        "Triton", _version("triton") or "not installed; PyTorch's builds with CUDA bring it"
+    )
     flashinfer = _version("flashinfer-python")
-    missing = f"not installed; {devices.INSTALL_FLASHINFER} brings it (--attention-backend flashinfer, on CUDA)"
+    missing = (
+        f"not installed; {devices.INSTALL_FLASHINFER} brings it (--attention-backend flashinfer, on"
+        " CUDA)"
+    )
     yield Finding("FlashInfer", flashinfer or missing)
     driver = devices.driver_version()
-    unknown = "NVIDIA, the system does not say which version" if devices.has_nvidia_driver() else "no NVIDIA driver"
+    unknown = (
+        "NVIDIA, the system does not say which version"
+        if devices.has_nvidia_driver()
+        else "no NVIDIA driver"
+    )
     yield Finding("driver", unknown if driver is None else f"NVIDIA {driver}")
 
 
@@ -106,7 +133,10 @@ def _cuda(torch: Any) -> Iterator[Finding]:
         free, total = cuda.mem_get_info(index)
         major, minor = cuda.get_device_capability(index)
         memory = f"{format_bytes(free)} free of {format_bytes(total)}"
-        yield Finding(f"CUDA {index}", f"{cuda.get_device_name(index)}, compute capability {major}.{minor}, {memory}")
+        yield Finding(
+            f"CUDA {index}",
+            f"{cuda.get_device_name(index)}, compute capability {major}.{minor}, {memory}",
+        )
 
 
 def _version(package: str) -> str | None:

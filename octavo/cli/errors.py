@@ -1,6 +1,7 @@
 """The one place where a command's error becomes a message on stderr and an exit code.
 
-2: the caller's fault (an option, a file, a request). 1: the engine's, or nobody reads the output any more. 130: Ctrl-C.
+2: the caller's fault (an option, a file, a request). 1: the engine's, or nobody reads the output
+any more. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         _say(error.message, error.hint)
         return CALLERS_FAULT if isinstance(error, ClientError | SetupError) else ENGINES_FAULT
     except MemoryError:
-        _say("not enough memory", "free memory, or take a smaller model, --max-model-len or --max-num-seqs")
+        _say(
+            "not enough memory",
+            "free memory, or take a smaller model, --max-model-len or --max-num-seqs",
+        )
         return CALLERS_FAULT
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -41,7 +45,10 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
     context = getattr(error, "ctx", None)
     given = _given(getattr(error, "param", None))
     message = error.format_message() + (f", got {given!r}" if given is not None else "")
-    return message, f"{context.command_path} --help says what there is" if context is not None else None
+    return (
+        message,
+        f"{context.command_path} --help says what there is" if context is not None else None,
+    )
 
 
 def _given(param: Any) -> str | None:

@@ -1,6 +1,7 @@
 """Flags made of config fields: a field's name with dashes is its flag, its text the help.
 
-A command decorated with `with_flags` gets those that were given, and no others, as a dict of checked values.
+A command decorated with `with_flags` gets those that were given, and no others, as a dict of
+checked values.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Command = Callable[..., None]
 def with_engine_flags(*, without: Iterable[str] = ()) -> Callable[[Command], Command]:
     """Adds a flag for every engine option; the command's parameter `options` gets those given."""
     left_out = set(without)
-    return with_flags("options", {name: spec for name, spec in option_fields().items() if name not in left_out})
+    return with_flags(
+        "options", {name: spec for name, spec in option_fields().items() if name not in left_out}
+    )
 
 
 def with_flags(parameter: str, specs: Mapping[str, OptionField]) -> Callable[[Command], Command]:
@@ -29,12 +32,25 @@ def with_flags(parameter: str, specs: Mapping[str, OptionField]) -> Callable[[Co
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def wrapped(**given: Any) -> None:
-            options = {name: value for name in specs if (value := given.pop(name)) not in (None, [])}
-            command(**given, **{parameter: {name: convert(specs[name], value) for name, value in options.items()}})
+            options = {
+                name: value for name in specs if (value := given.pop(name)) not in (None, [])
+            }
+            command(
+                **given,
+                **{
+                    parameter: {
+                        name: convert(specs[name], value) for name, value in options.items()
+                    }
+                },
+            )
 
         own = inspect.signature(command).parameters
         hints = get_type_hints(command, include_extras=True)
-        kept = [entry.replace(annotation=hints[name], kind=entry.KEYWORD_ONLY) for name, entry in own.items() if name != parameter]
+        kept = [
+            entry.replace(annotation=hints[name], kind=entry.KEYWORD_ONLY)
+            for name, entry in own.items()
+            if name != parameter
+        ]
         flags = [_parameter(name, spec) for name, spec in specs.items()]
         wrapped.__signature__ = inspect.Signature([*kept, *flags])  # type: ignore[attr-defined]
         wrapped.__annotations__ = {entry.name: entry.annotation for entry in [*kept, *flags]}
@@ -45,16 +61,25 @@ def with_flags(parameter: str, specs: Mapping[str, OptionField]) -> Callable[[Co
 
 
 def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
-    """Its value is text to the parser: the config reads it, so that a bad one gets the same message from the shell as from Python."""
+    """Its value is text to the parser: the config reads it, so that a bad one gets the same message
+    from the shell as from Python.
+    """
     flag, default = "--" + name.replace("_", "-"), spec.entry.default
     known = default not in (None, (), False) and str(default) not in spec.help
     text = f"{spec.help}; default {default}." if known else f"{spec.help}."
     text = text[0].upper() + text[1:]
     annotation: Any
     if spec.type is bool:
-        annotation = Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}" if default else flag, help=text)]
+        annotation = Annotated[
+            bool | None, typer.Option(f"{flag}/--no-{flag[2:]}" if default else flag, help=text)
+        ]
     else:
         metavar = "|".join(spec.choices) or ("N" if spec.number else "TEXT")
         names = (flag, short) if (short := spec.entry.metadata["short"]) else (flag,)
-        annotation = Annotated[list[str] | None if spec.is_list else str | None, typer.Option(*names, help=text, metavar=metavar)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        annotation = Annotated[
+            list[str] | None if spec.is_list else str | None,
+            typer.Option(*names, help=text, metavar=metavar),
+        ]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )

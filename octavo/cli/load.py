@@ -1,4 +1,6 @@
-"""Sends requests to a server, each at its moment, and waits for all answers. Decides neither what is asked nor what is made of it."""
+"""Sends requests to a server, each at its moment, and waits for all answers. Decides neither what
+is asked nor what is made of it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Load:
 
 
 def run_load(load: Load) -> tuple[str, list[Outcome], float]:
-    """The model's name, an outcome for each request in their order, and seconds from the first one sent to the last one answered."""
+    """The model's name, an outcome for each request in their order, and seconds from the first one
+    sent to the last one answered.
+    """
     _allow_many_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(load))
@@ -66,7 +70,9 @@ class Sender:
         self._model = model
         self._seed = load.seed
         self._places: AbstractAsyncContextManager[Any] = (
-            nullcontext() if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
+            nullcontext()
+            if load.max_concurrency is None
+            else asyncio.Semaphore(load.max_concurrency)
         )
         self._bar = bar
 
@@ -85,24 +91,37 @@ class Sender:
 
 
 def _body(model: str, ask: Ask, seed: int) -> bytes:
-    body = {"model": model, "prompt": prompt_of(ask, seed), "max_tokens": ask.output_len, "temperature": 0, "ignore_eos": True}
-    return msgspec.json.encode(body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True})
+    body = {
+        "model": model,
+        "prompt": prompt_of(ask, seed),
+        "max_tokens": ask.output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    return msgspec.json.encode(
+        body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    )
 
 
 def _card(cards: Sequence[dict[str, Any]], load: Load) -> dict[str, Any]:
     names = [str(card["id"]) for card in cards]
     if not names or (load.model is not None and load.model not in names):
-        raise ConfigError(f"model: got {load.model!r}, {load.url} serves {', '.join(names) or 'none'}")
+        raise ConfigError(
+            f"model: got {load.model!r}, {load.url} serves {', '.join(names) or 'none'}"
+        )
     return cards[0 if load.model is None else names.index(load.model)]
 
 
 def _check_fits(asks: Sequence[Ask], context: int | None) -> None:
-    """The first that does not fit, before anything is sent; a server that does not say its context refuses it itself."""
+    """The first that does not fit, before anything is sent; a server that does not say its context
+    refuses it itself.
+    """
     for ask in asks:
         if context is not None and ask.input_len + ask.output_len > context:
             wanted = f"{ask.input_len} + {ask.output_len} tokens"
             raise ConfigError(
-                f"{ask.name}: {wanted} exceed the server's context of {context}", hint="give a smaller --scale, or shorter lengths"
+                f"{ask.name}: {wanted} exceed the server's context of {context}",
+                hint="give a smaller --scale, or shorter lengths",
             )
 
 

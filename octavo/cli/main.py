@@ -1,4 +1,6 @@
-"""The `octavo` command. Each subcommand has a file, imported when it is wanted; they import the engine only when they run."""
+"""The `octavo` command. Each subcommand has a file, imported when it is wanted; they import the
+engine only when they run.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from octavo.cli.command import Command, Group
 from octavo.cli.errors import exit_code_of
 
 COMMANDS = ("run", "chat", "serve", "pull", "plan", "replay", "doctor", "bench")
-"""Each in the file of its name, as a function of its name, or in a Typer of its own that the file builds."""
+"""Each in the file of its name, as a function of its name, or in a Typer of its own that the file
+builds.
+"""
 
 COLLECT_AFTER = 200_000
-"""Objects made before Python looks for garbage among them, not 700: hardly any of modules and a model's parts is any, and looking takes a
-sixteenth of the time to the first token."""
+"""Objects made before Python looks for garbage among them, not 700: hardly any of modules and a
+model's parts is any, and looking takes a sixteenth of the time to the first token."""
 
 
 def build_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
@@ -46,10 +50,16 @@ def main() -> None:
     gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what a terminal cannot show, or what is no text, is no reason to end
+            stream.reconfigure(
+                errors="replace"
+            )  # what a terminal cannot show, or what is no text, is no reason to end
     wanted = [name for name in COMMANDS if name in sys.argv[1:2]]
     command = typer.main.get_command(build_app(wanted or COMMANDS))
-    sys.exit(exit_code_of(lambda: command(sys.argv[1:] or ["--help"], prog_name="octavo", standalone_mode=False)))
+    sys.exit(
+        exit_code_of(
+            lambda: command(sys.argv[1:] or ["--help"], prog_name="octavo", standalone_mode=False)
+        )
+    )
 
 
 def _print_version(shown: bool) -> None:
@@ -58,7 +68,10 @@ def _print_version(shown: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+]
 
 
 def _root(version: Version = False) -> None:

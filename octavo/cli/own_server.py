@@ -1,4 +1,6 @@
-"""A server for as long as a benchmark lasts: `octavo serve` in a process of its own, on a free port; how a command is started so."""
+"""A server for as long as a benchmark lasts: `octavo serve` in a process of its own, on a free
+port; how a command is started so.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ def own_server(options: Mapping[str, Any]) -> Iterator[str]:
 
     `options` are the engine's, by their flat names.
     """
-    flags = [flag for name, value in options.items() if name != "model" for flag in shell_flags(name, value)]
+    flags = [
+        flag
+        for name, value in options.items()
+        if name != "model"
+        for flag in shell_flags(name, value)
+    ]
     model = [options["model"]] if "model" in options else []
     command = octavo_command("serve", "--port=0", *flags, *model)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
@@ -64,8 +71,14 @@ def octavo_command(*arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Modules from where they come here, compiled once and kept, as those of an installation are; no API key."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("OCTAVO_API_KEY", "PYTHONDONTWRITEBYTECODE")}
+    """Modules from where they come here, compiled once and kept, as those of an installation are;
+    no API key.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("OCTAVO_API_KEY", "PYTHONDONTWRITEBYTECODE")
+    }
     return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 

@@ -1,6 +1,8 @@
-"""`octavo plan MODEL`: what a model would take of a machine, how many requests then fit, and how fast it could be.
+"""`octavo plan MODEL`: what a model would take of a machine, how many requests then fit, and how
+fast it could be.
 
-From config.json or a GGUF header alone: no weight is read. Speeds are rooflines, which nothing exceeds and real engines stay below.
+From config.json or a GGUF header alone: no weight is read. Speeds are rooflines, which nothing
+exceeds and real engines stay below.
 """
 
 from __future__ import annotations
@@ -39,14 +41,31 @@ SMALL_STEPS = (512, 128)
 @with_engine_flags(without=("model", "served_model_name", "record"))
 def plan(
     *,
-    model: Annotated[str, typer.Argument(help="Short name, local path (config.json suffices) or Hugging Face repository.")],
-    memory: Annotated[str | None, typer.Option(help="Memory for all of it, or of each rank, e.g. 80GiB; default what is free.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Bytes per second from memory, e.g. 50G; default measured.")] = None,
-    flops: Annotated[str | None, typer.Option(help="Operations per second of products, e.g. 1.5T; default measured.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Short name, local path (config.json suffices) or Hugging Face repository."
+        ),
+    ],
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for all of it, or of each rank, e.g. 80GiB; default what is free."
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Bytes per second from memory, e.g. 50G; default measured.")
+    ] = None,
+    flops: Annotated[
+        str | None,
+        typer.Option(help="Operations per second of products, e.g. 1.5T; default measured."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     options: dict[str, Any],
 ) -> None:
-    """Say what a model needs and whether it fits, before anything is loaded. Exit code 1 where it does not."""
+    """Say what a model needs and whether it fits, before anything is loaded. Exit code 1 where it
+    does not.
+    """
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring import plan_model
 
@@ -61,13 +80,18 @@ def plan(
     else:
         print("\n".join(report.lines()))
     if report.shortfall_bytes:
-        print(f"octavo: {model} does not fit: {format_bytes(report.shortfall_bytes)} are missing", file=sys.stderr)
+        print(
+            f"octavo: {model} does not fit: {format_bytes(report.shortfall_bytes)} are missing",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Requests of one context: how many fit at once, and tokens per second of one prompt, of one request, of all that fit."""
+    """Requests of one context: how many fit at once, and tokens per second of one prompt, of one
+    request, of all that fit.
+    """
 
     context: int
     requests: int
@@ -129,28 +153,50 @@ class Report:
         )
 
     def lines(self) -> Iterator[str]:
-        yield f"{self.model}: {self.model_type}, {self.num_parameters / 1e6:,.0f} million parameters, context {self.max_model_len:,}"
+        yield (
+            f"{self.model}: {self.model_type}, {self.num_parameters / 1e6:,.0f} million parameters,"
+            f" context {self.max_model_len:,}"
+        )
         bits = 8 * self.weight_bytes / self.num_parameters
-        yield _line("weights", self.weight_bytes, f"{bits:.1f} bits a parameter, mostly {self.code}")
+        yield _line(
+            "weights", self.weight_bytes, f"{bits:.1f} bits a parameter, mostly {self.code}"
+        )
         yield _line("activations", self.step_bytes, f"a step of {self.step_tokens:,} tokens")
         yield _line("processes", self.process_bytes, "and the vocabulary")
         yield _line("KV, a token", self.kv_token_bytes, self.kv_dtype)
-        yield _line("KV, at least", self.least_kv_bytes, f"one request of {self.max_model_len:,} tokens, or what was asked for")
+        yield _line(
+            "KV, at least",
+            self.least_kv_bytes,
+            f"one request of {self.max_model_len:,} tokens, or what was asked for",
+        )
         yield _line("memory", self.memory_bytes, "")
         if self.shortfall_bytes:
             yield _line("MISSING", self.shortfall_bytes, "it does not fit")
         else:
-            yield _line("left for KV", self.kv_bytes, f"{self.kv_bytes / self.kv_token_bytes:,.0f} tokens")
+            yield _line(
+                "left for KV", self.kv_bytes, f"{self.kv_bytes / self.kv_token_bytes:,.0f} tokens"
+            )
         yield ""
         yield f"at most, with {self.bandwidth / 1e9:,.1f} GB/s and {self.flops / 1e9:,.0f} GFLOP/s:"
-        yield f"{'context':>9}{'requests':>10}{'KV of one':>12}{'prefill tok/s':>15}{'decode tok/s':>14}{'requests x decode tok/s':>26}"
+        yield (
+            f"{'context':>9}{'requests':>10}{'KV of one':>12}{'prefill tok/s':>15}"
+            f"{'decode tok/s':>14}{'requests x decode tok/s':>26}"
+        )
         for row in self.rows:
-            together = f"{row.batch:,} x {row.batch_tokens_per_s / row.batch:,.1f}" if row.batch else "-"
+            together = (
+                f"{row.batch:,} x {row.batch_tokens_per_s / row.batch:,.1f}" if row.batch else "-"
+            )
             kv = format_bytes(row.request_kv_bytes)
-            speeds = f"{row.prefill_tokens_per_s:>15,.0f}{row.decode_tokens_per_s:>14,.1f}{together:>26}"
+            speeds = (
+                f"{row.prefill_tokens_per_s:>15,.0f}{row.decode_tokens_per_s:>14,.1f}{together:>26}"
+            )
             yield f"{row.context:>9,}{row.requests:>10,}{kv:>12}{speeds}"
         yield ""
-        yield f"try: octavo serve {' '.join([self.model, *self.flags])}" if self.flags or not self.shortfall_bytes else NOTHING_HELPS
+        yield (
+            f"try: octavo serve {' '.join([self.model, *self.flags])}"
+            if self.flags or not self.shortfall_bytes
+            else NOTHING_HELPS
+        )
 
 
 NOTHING_HELPS = "no options make it fit: it needs a smaller model, or more memory"
@@ -168,7 +214,10 @@ def _memory(text: str | None, num_ranks: int) -> int:
         return parse_bytes(text, name="--memory")
     found = Machine().available_bytes()
     if found is None:
-        raise ConfigError("--memory: this system does not say how much is free", hint="give it, e.g. --memory 8GiB")
+        raise ConfigError(
+            "--memory: this system does not say how much is free",
+            hint="give it, e.g. --memory 8GiB",
+        )
     return found // num_ranks
 
 
@@ -186,7 +235,10 @@ def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Cei
         return Ceilings(**given)
     backend = build_backend(found.config)
     try:
-        return replace(backend.measure(min(found.capacity.weight_bytes, MEASURED_BYTES), found.footprint.code), **given)
+        return replace(
+            backend.measure(min(found.capacity.weight_bytes, MEASURED_BYTES), found.footprint.code),
+            **given,
+        )
     finally:
         backend.close()
 
@@ -212,11 +264,16 @@ def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[Row]:
 
 
 def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
-    """The flags with which it fits, those first that cost least: a shorter context, smaller steps, weights packed at load."""
+    """The flags with which it fits, those first that cost least: a shorter context, smaller steps,
+    weights packed at load.
+    """
     tries = list(_tries(found, memory_bytes))
     wanted = min(TYPICAL_CONTEXT, found.capacity.load.max_model_len)
     contexts = [_context_of(tried.capacity) for tried in tries]
-    best = next((index for index, context in enumerate(contexts) if context >= wanted), contexts.index(max(contexts)))
+    best = next(
+        (index for index, context in enumerate(contexts) if context >= wanted),
+        contexts.index(max(contexts)),
+    )
     if contexts[best] < LEAST_CONTEXT:
         return []
     scheduler, quantization = tries[best].config.scheduler, tries[best].config.model.quantization
@@ -228,11 +285,17 @@ def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
 
 def _context_of(capacity: Capacity) -> int:
     """The longest that fits; 0 where the KV cache that was asked for does not."""
-    return 0 if capacity.wanted_kv_bytes is not None and capacity.shortfall_bytes else capacity.max_context()
+    return (
+        0
+        if capacity.wanted_kv_bytes is not None and capacity.shortfall_bytes
+        else capacity.max_context()
+    )
 
 
 def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
-    """As it was asked for, with smaller steps, and so once more with packed weights, where these are floats."""
+    """As it was asked for, with smaller steps, and so once more with packed weights, where these
+    are floats.
+    """
     from octavo.errors import UnsupportedModel
     from octavo.wiring import plan_model
 
@@ -240,7 +303,10 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
     quantizations: list[Any] = [model.quantization]
     if quantizations == [None] and found.footprint.code not in ("u4", "u8"):
         quantizations += ["int8", "int4"]
-    steps = [scheduler.max_num_batched_tokens, *(size for size in SMALL_STEPS if size < scheduler.max_num_batched_tokens)]
+    steps = [
+        scheduler.max_num_batched_tokens,
+        *(size for size in SMALL_STEPS if size < scheduler.max_num_batched_tokens),
+    ]
     for quantization in quantizations:
         for size in steps if scheduler.enable_chunked_prefill else steps[:1]:
             config = replace(
@@ -256,7 +322,11 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
 
 def _flags(found: ModelPlan, context: int) -> list[str]:
     capacity = found.capacity
-    flags = [] if context == found.info.max_context_tokens else [f"--max-model-len={context // 16 * 16}"]
+    flags = (
+        []
+        if context == found.info.max_context_tokens
+        else [f"--max-model-len={context // 16 * 16}"]
+    )
     if capacity.wanted_kv_bytes is None:
         flags.append(f"--kv-cache-memory-bytes={capacity.kv_bytes >> 20}MiB")
     requests = capacity.max_requests(min(TYPICAL_CONTEXT, context))

@@ -10,7 +10,9 @@ from octavo.config.engine_config import DEFAULT_MODEL
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="Short name, Hugging Face repository or local path.")] = DEFAULT_MODEL,
+    name: Annotated[
+        str, typer.Argument(help="Short name, Hugging Face repository or local path.")
+    ] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache, check it, and print its path."""
     from octavo.checkpoint.catalogue import resolve

@@ -1,7 +1,9 @@
-"""What `octavo bench --profile` shows: a table of ops, and a picture of how far each is from its roofline.
+"""What `octavo bench --profile` shows: a table of ops, and a picture of how far each is from its
+roofline.
 
-Knows only the numbers of a Profile. The picture is an SVG: operations per second over operations per byte, both in powers of ten; a roof
-for the machine's bandwidth and one for each code of weights; a dot an op, as large as its share of the time.
+Knows only the numbers of a Profile. The picture is an SVG: operations per second over operations
+per byte, both in powers of ten; a roof for the machine's bandwidth and one for each code of
+weights; a dot an op, as large as its share of the time.
 """
 
 from __future__ import annotations
@@ -17,15 +19,26 @@ COLOURS = ("#1f6feb", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#5
 
 
 def table(profile: Profile) -> str:
-    """Ops by time, each with what it reached of the machine's bandwidth and of its products' rate, and of the larger bound; then all."""
+    """Ops by time, each with what it reached of the machine's bandwidth and of its products' rate,
+    and of the larger bound; then all.
+    """
     total = sum(op.seconds for op in profile.ops)
     lines = [
-        f"{'op':34}{'calls':>8}{'ms':>10}{'time':>7}{'GB/s':>9}{'of max':>8}{'GFLOP/s':>10}{'of max':>8}{'of bound':>10}",
+        (
+            f"{'op':34}{'calls':>8}{'ms':>10}{'time':>7}{'GB/s':>9}{'of max':>8}"
+            f"{'GFLOP/s':>10}{'of max':>8}{'of bound':>10}"
+        ),
         *(_line(profile, op, total) for op in _by_time(profile)),
         *([_sum(profile, total)] if profile.ops else []),
         f"most this machine gave: {profile.bandwidth / 1e9:.1f} GB/s from the weights' size; "
-        + ", ".join(f"{code} {rate / 1e9:,.0f} GFLOP/s" for code, rate in sorted(profile.rates.items()))
-        + (f"; {profile.hop_s * 1e9:.0f} ns for a cache line from core to core" if profile.hop_s else ""),
+        + ", ".join(
+            f"{code} {rate / 1e9:,.0f} GFLOP/s" for code, rate in sorted(profile.rates.items())
+        )
+        + (
+            f"; {profile.hop_s * 1e9:.0f} ns for a cache line from core to core"
+            if profile.hop_s
+            else ""
+        ),
     ]
     return "\n".join(lines)
 
@@ -35,27 +48,44 @@ def _by_time(profile: Profile) -> list[OpProfile]:
 
 
 def _line(profile: Profile, op: OpProfile, total: float) -> str:
-    of_rate = f"{op.operations / op.seconds / profile.rates[op.code]:8.0%}" if op.code in profile.rates else ""
+    of_rate = (
+        f"{op.operations / op.seconds / profile.rates[op.code]:8.0%}"
+        if op.code in profile.rates
+        else ""
+    )
     reached = _reached(profile, op, of_rate, profile.bound_s(op)) if op.num_bytes else ""
     return f"{op.name:34}{op.calls:8}{1000 * op.seconds:10.2f}{op.seconds / total:7.1%}{reached}"
 
 
 def _sum(profile: Profile, total: float) -> str:
-    """Of one stream's decode steps the last number is the share of the time that reading their weights, K and V would take at least."""
-    num_bytes, operations = sum(op.num_bytes for op in profile.ops), sum(op.operations for op in profile.ops)
-    reached = _reached(profile, OpProfile("all", "", 0, total, num_bytes, operations), "", sum(profile.bound_s(op) for op in profile.ops))
+    """Of one stream's decode steps the last number is the share of the time that reading their
+    weights, K and V would take at least.
+    """
+    num_bytes, operations = (
+        sum(op.num_bytes for op in profile.ops),
+        sum(op.operations for op in profile.ops),
+    )
+    reached = _reached(
+        profile,
+        OpProfile("all", "", 0, total, num_bytes, operations),
+        "",
+        sum(profile.bound_s(op) for op in profile.ops),
+    )
     return f"{'all':42}{1000 * total:10.2f}{1:7.1%}{reached}"
 
 
 def _reached(profile: Profile, op: OpProfile, of_rate: str, bound_s: float) -> str:
     speed = op.num_bytes / op.seconds
     return (
-        f"{speed / 1e9:9.1f}{speed / profile.bandwidth:8.0%}{op.operations / op.seconds / 1e9:10.1f}{of_rate:8}{bound_s / op.seconds:10.0%}"
+        f"{speed / 1e9:9.1f}{speed / profile.bandwidth:8.0%}"
+        f"{op.operations / op.seconds / 1e9:10.1f}{of_rate:8}{bound_s / op.seconds:10.0%}"
     )
 
 
 class _Axes:
-    """Where a point lies in the picture: x in operations per byte, y in operations per second, both by their logarithm."""
+    """Where a point lies in the picture: x in operations per byte, y in operations per second, both
+    by their logarithm.
+    """
 
     def __init__(self, profile: Profile, ops: list[OpProfile]) -> None:
         intensities = [op.operations / op.num_bytes for op in ops]
@@ -65,10 +95,16 @@ class _Axes:
         self.bottom, self.top = _decades(rates)
 
     def x(self, intensity: float) -> float:
-        return MARGIN + (WIDTH - 2 * MARGIN) * (math.log10(intensity) - self.left) / (self.right - self.left)
+        return MARGIN + (WIDTH - 2 * MARGIN) * (math.log10(intensity) - self.left) / (
+            self.right - self.left
+        )
 
     def y(self, rate: float) -> float:
-        return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (math.log10(rate) - self.bottom) / (self.top - self.bottom)
+        return (
+            HEIGHT
+            - MARGIN
+            - (HEIGHT - 2 * MARGIN) * (math.log10(rate) - self.bottom) / (self.top - self.bottom)
+        )
 
 
 def _decades(values: list[float]) -> tuple[int, int]:
@@ -82,7 +118,10 @@ def picture(profile: Profile, title: str) -> str:
         raise ValueError("nothing ran that counts bytes and operations")
     axes = _Axes(profile, ops)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+            ' font-family="sans-serif" font-size="12">'
+        ),
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{MARGIN}" y="30" font-size="15">{escape(title)}</text>',
         *_grid(axes),
@@ -96,14 +135,29 @@ def picture(profile: Profile, title: str) -> str:
 def _grid(axes: _Axes) -> Iterator[str]:
     for decade in range(axes.left, axes.right + 1):
         x = axes.x(10**decade)
-        yield f'<line x1="{x:.1f}" y1="{MARGIN}" x2="{x:.1f}" y2="{HEIGHT - MARGIN}" stroke="#eaeef2"/>'
-        yield f'<text x="{x:.1f}" y="{HEIGHT - MARGIN + 18}" text-anchor="middle">{10**decade:g}</text>'
+        yield (
+            f'<line x1="{x:.1f}" y1="{MARGIN}" x2="{x:.1f}" y2="{HEIGHT - MARGIN}"'
+            ' stroke="#eaeef2"/>'
+        )
+        yield (
+            f'<text x="{x:.1f}" y="{HEIGHT - MARGIN + 18}"'
+            f' text-anchor="middle">{10**decade:g}</text>'
+        )
     for decade in range(axes.bottom, axes.top + 1):
         y = axes.y(10.0**decade)
-        yield f'<line x1="{MARGIN}" y1="{y:.1f}" x2="{WIDTH - MARGIN}" y2="{y:.1f}" stroke="#eaeef2"/>'
-        yield f'<text x="{MARGIN - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0 ** (decade - 9):g}</text>'
+        yield (
+            f'<line x1="{MARGIN}" y1="{y:.1f}" x2="{WIDTH - MARGIN}" y2="{y:.1f}"'
+            ' stroke="#eaeef2"/>'
+        )
+        yield (
+            f'<text x="{MARGIN - 8}" y="{y + 4:.1f}"'
+            f' text-anchor="end">{10.0 ** (decade - 9):g}</text>'
+        )
     yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 24}" text-anchor="middle">operations per byte</text>'
-    yield f'<text x="20" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 20 {HEIGHT / 2})">GFLOP/s</text>'
+    yield (
+        f'<text x="20" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 20'
+        f' {HEIGHT / 2})">GFLOP/s</text>'
+    )
 
 
 def _roofs(axes: _Axes, profile: Profile) -> Iterator[str]:
@@ -112,12 +166,21 @@ def _roofs(axes: _Axes, profile: Profile) -> Iterator[str]:
     low = max(10.0**axes.left, 10.0**axes.bottom / profile.bandwidth)
     ends = [(low, low * profile.bandwidth), (peak / profile.bandwidth, peak)]
     (x1, y1), (x2, y2) = [(axes.x(intensity), axes.y(rate)) for intensity, rate in ends]
-    yield f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#24292f" stroke-width="2"/>'
+    yield (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#24292f"'
+        ' stroke-width="2"/>'
+    )
     yield f'<text x="{x1 + 6:.1f}" y="{y1 - 10:.1f}">{profile.bandwidth / 1e9:.1f} GB/s</text>'
     for code, rate in profile.rates.items():
         x, y = axes.x(rate / profile.bandwidth), axes.y(rate)
-        yield f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{WIDTH - MARGIN}" y2="{y:.1f}" stroke="#24292f" stroke-width="2"/>'
-        yield f'<text x="{WIDTH - MARGIN}" y="{y - 6:.1f}" text-anchor="end">{escape(code)}: {rate / 1e9:,.0f} GFLOP/s</text>'
+        yield (
+            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{WIDTH - MARGIN}" y2="{y:.1f}" stroke="#24292f"'
+            ' stroke-width="2"/>'
+        )
+        yield (
+            f'<text x="{WIDTH - MARGIN}" y="{y - 6:.1f}" text-anchor="end">{escape(code)}:'
+            f" {rate / 1e9:,.0f} GFLOP/s</text>"
+        )
 
 
 def _dots(axes: _Axes, ops: list[OpProfile]) -> Iterator[str]:
@@ -126,7 +189,13 @@ def _dots(axes: _Axes, ops: list[OpProfile]) -> Iterator[str]:
         colour = COLOURS[index % len(COLOURS)]
         x, y = axes.x(op.operations / op.num_bytes), axes.y(op.operations / op.seconds)
         radius = 4 + 16 * math.sqrt(op.seconds / total)
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}" fill-opacity="0.6"/>'
+        yield (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}"'
+            ' fill-opacity="0.6"/>'
+        )
         legend = HEIGHT - MARGIN - 18 * (len(ops) - index) + 6
         yield f'<circle cx="{WIDTH - 300}" cy="{legend - 4}" r="5" fill="{colour}"/>'
-        yield f'<text x="{WIDTH - 288}" y="{legend}">{escape(op.name)}, {op.seconds / total:.0%}</text>'
+        yield (
+            f'<text x="{WIDTH - 288}" y="{legend}">{escape(op.name)},'
+            f" {op.seconds / total:.0%}</text>"
+        )

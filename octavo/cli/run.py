@@ -21,14 +21,31 @@ if TYPE_CHECKING:
 @with_engine_flags(without=("seed",))
 def run(
     *,
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Argument(help="What to ask; - reads it from standard input.", show_default=False)
+    ],
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens of this much probability together.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer; default until it ends or the context does.")] = None,
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Continue the prompt as it is, without the model's chat template."
+        ),
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw among the likeliest tokens of this much probability together."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of the answer; default until it ends or the context does."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
     options: dict[str, Any],
 ) -> None:
     """Ask a model and print its answer as it comes."""
@@ -36,13 +53,24 @@ def run(
     from octavo.llm import LLM
 
     if raw and system is not None:
-        raise InvalidRequest("--system: a raw prompt has no system message", hint="leave out --raw or --system")
+        raise InvalidRequest(
+            "--system: a raw prompt has no system message", hint="leave out --raw or --system"
+        )
     text = sys.stdin.read() if prompt == "-" else prompt
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
     check_sampling(sampling)
     with LLM(**fetched(options)) as llm:
-        messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": text}]
-        output = _stream(llm, text if raw else llm.chat_prompt(messages), sampling_for(llm, sampling), quiet=json)
+        messages = [{"role": "system", "content": system}] * (system is not None) + [
+            {"role": "user", "content": text}
+        ]
+        output = _stream(
+            llm, text if raw else llm.chat_prompt(messages), sampling_for(llm, sampling), quiet=json
+        )
         statistics = Statistics.of(output, llm.config.model.served_model_name or "")
     _report(output, statistics, json=json)
 
@@ -76,19 +104,29 @@ class Statistics:
         )
 
     def describe(self) -> str:
-        text = f"{self.prompt_tokens} prompt tokens, {self.completion_tokens} new tokens in {self.total_s:.2f} s"
+        text = (
+            f"{self.prompt_tokens} prompt tokens, {self.completion_tokens} new tokens in"
+            f" {self.total_s:.2f} s"
+        )
         if self.time_to_first_token_s is not None:
             text += f"; first token after {self.time_to_first_token_s:.3f} s"
         if self.tokens_per_second is not None:
             text += f", then {self.tokens_per_second:.1f} tokens/s"
-        return text + (" (cut off: the limit of tokens was reached)" if self.finish_reason == "length" else "")
+        return text + (
+            " (cut off: the limit of tokens was reached)" if self.finish_reason == "length" else ""
+        )
 
 
 def check_sampling(given: dict[str, Any]) -> None:
     """Refuses bad values before a model is loaded."""
     from octavo.sampling_params import SamplingParams
 
-    SamplingParams(**{"max_tokens": None, **{name: value for name, value in given.items() if value is not None}})
+    SamplingParams(
+        **{
+            "max_tokens": None,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+    )
 
 
 def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
@@ -122,7 +160,11 @@ def _report(output: RequestOutput, statistics: Statistics, *, json: bool) -> Non
     if json:
         import json as json_format
 
-        print(json_format.dumps({"text": output.outputs[0].text, **asdict(statistics)}, ensure_ascii=False))
+        print(
+            json_format.dumps(
+                {"text": output.outputs[0].text, **asdict(statistics)}, ensure_ascii=False
+            )
+        )
     else:
         print(flush=True)
     print(statistics.describe(), file=sys.stderr)

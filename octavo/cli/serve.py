@@ -19,7 +19,12 @@ KEY_VARIABLE = "OCTAVO_API_KEY"
 @with_engine_flags(without=("model",))
 def serve(
     *,
-    model: Annotated[str | None, typer.Argument(help="Short name, local path or Hugging Face repository.", show_default="smollm2")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Short name, local path or Hugging Face repository.", show_default="smollm2"
+        ),
+    ] = None,
     options: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:

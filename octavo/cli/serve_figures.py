@@ -1,4 +1,6 @@
-"""What a benchmark of a server found: latencies, throughput, prefix hits, goodput, and how it is printed."""
+"""What a benchmark of a server found: latencies, throughput, prefix hits, goodput, and how it is
+printed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one request: what came, or why nothing did. `late_s`: how much later than planned it was sent."""
+    """Of one request: what came, or why nothing did. `late_s`: how much later than planned it was
+    sent.
+    """
 
     ask: Ask
     late_s: float
@@ -43,7 +47,11 @@ def num_tokens(streamed: Streamed) -> int:
     return streamed.num_tokens if streamed.usage is None else streamed.usage.completion_tokens
 
 
-LIMITS: dict[str, Callable[[Streamed], float | None]] = {"ttft": first_token_s, "tpot": per_token_s, "e2el": whole_s}
+LIMITS: dict[str, Callable[[Streamed], float | None]] = {
+    "ttft": first_token_s,
+    "tpot": per_token_s,
+    "e2el": whole_s,
+}
 """What a goodput limit may bound, by vLLM's names."""
 
 
@@ -57,12 +65,19 @@ def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
         except ValueError:
             limits[name] = -1.0
         if name not in LIMITS or not limits[name] > 0:
-            raise ConfigError(f"goodput: got {text!r}, allowed is NAME:MILLISECONDS of {', '.join(LIMITS)}, such as ttft:500")
+            raise ConfigError(
+                f"goodput: got {text!r}, allowed is NAME:MILLISECONDS of {', '.join(LIMITS)}, such"
+                " as ttft:500"
+            )
     return limits
 
 
-def figures(outcomes: Sequence[Outcome], elapsed_s: float, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """Times in milliseconds; those of requests that failed are left out, and the failed are counted by what was said."""
+def figures(
+    outcomes: Sequence[Outcome], elapsed_s: float, goodput: Mapping[str, float]
+) -> dict[str, Any]:
+    """Times in milliseconds; those of requests that failed are left out, and the failed are counted
+    by what was said.
+    """
     done = [outcome.streamed for outcome in outcomes if outcome.streamed is not None]
     per_token = [seconds for streamed in done if (seconds := per_token_s(streamed)) is not None]
     num_prompt = sum(_num_prompt(outcome) for outcome in outcomes if outcome.streamed is not None)
@@ -77,8 +92,12 @@ def figures(outcomes: Sequence[Outcome], elapsed_s: float, goodput: Mapping[str,
         "prompt_tokens_per_s": num_prompt / elapsed_s,
         "output_tokens_per_s": num_output / elapsed_s,
         "total_tokens_per_s": (num_prompt + num_output) / elapsed_s,
-        "time_to_first_token_ms": percentiles(first_token_s(streamed) for streamed in done if streamed.token_times),
-        "inter_token_ms": percentiles(b - a for streamed in done for a, b in itertools.pairwise(streamed.token_times)),
+        "time_to_first_token_ms": percentiles(
+            first_token_s(streamed) for streamed in done if streamed.token_times
+        ),
+        "inter_token_ms": percentiles(
+            b - a for streamed in done for a, b in itertools.pairwise(streamed.token_times)
+        ),
         "time_per_output_token_ms": percentiles(per_token),
         "request_latency_ms": percentiles(map(whole_s, done)),
         "sent_late_ms": percentiles(outcome.late_s for outcome in outcomes),
@@ -87,25 +106,57 @@ def figures(outcomes: Sequence[Outcome], elapsed_s: float, goodput: Mapping[str,
     }
     if goodput:
         good = sum(_is_good(streamed, goodput) for streamed in done)
-        found["goodput"] = {"limits_ms": dict(goodput), "requests": good, "requests_per_s": good / elapsed_s, "share": good / len(outcomes)}
+        found["goodput"] = {
+            "limits_ms": dict(goodput),
+            "requests": good,
+            "requests_per_s": good / elapsed_s,
+            "share": good / len(outcomes),
+        }
     return found
 
 
 def table(found: Mapping[str, Any], shared: float | None) -> str:
-    """For people. `shared`: of the prompts' tokens, those that an earlier prompt begins with, where that is known."""
-    lines = [f"{'completed':26}{found['completed']} in {found['elapsed_s']:.1f} s, failed {found['failed']}"]
+    """For people. `shared`: of the prompts' tokens, those that an earlier prompt begins with, where
+    that is known.
+    """
+    lines = [
+        f"{'completed':26}{found['completed']} in {found['elapsed_s']:.1f} s, failed"
+        f" {found['failed']}"
+    ]
     for name in ("requests", "prompt_tokens", "output_tokens", "total_tokens"):
         lines.append(f"{name.replace('_', ' ') + '/s':26}{found[name + '_per_s']:10.2f}")
-    for name in ("time_to_first_token_ms", "inter_token_ms", "time_per_output_token_ms", "request_latency_ms", "sent_late_ms"):
-        lines.append(f"{name.replace('_', ' '):26}" + "  ".join(f"{key} {value:9.2f}" for key, value in found[name].items()))
+    for name in (
+        "time_to_first_token_ms",
+        "inter_token_ms",
+        "time_per_output_token_ms",
+        "request_latency_ms",
+        "sent_late_ms",
+    ):
+        lines.append(
+            f"{name.replace('_', ' '):26}"
+            + "  ".join(f"{key} {value:9.2f}" for key, value in found[name].items())
+        )
     hit_rate = found["prefix_hit_rate"]
-    known = "" if shared is None else f" ({shared:.1%} of the prompt tokens begin an earlier prompt too)"
-    lines.append(f"{'prefix hit rate':26}" + ("the server does not say" if hit_rate is None else f"{hit_rate:.1%}{known}"))
+    known = (
+        ""
+        if shared is None
+        else f" ({shared:.1%} of the prompt tokens begin an earlier prompt too)"
+    )
+    lines.append(
+        f"{'prefix hit rate':26}"
+        + ("the server does not say" if hit_rate is None else f"{hit_rate:.1%}{known}")
+    )
     if "goodput" in found:
         good = found["goodput"]
         limits = ", ".join(f"{name} <= {value:g} ms" for name, value in good["limits_ms"].items())
-        lines.append(f"{'goodput':26}{good['requests_per_s']:.2f} requests/s, {good['share']:.1%} of all: {limits}")
-    lines += [f"failed {one['count']} times, first {one['first']}: {one['message']}" for one in found["errors"]]
+        lines.append(
+            f"{'goodput':26}{good['requests_per_s']:.2f} requests/s, {good['share']:.1%} of all:"
+            f" {limits}"
+        )
+    lines += [
+        f"failed {one['count']} times, first {one['first']}: {one['message']}"
+        for one in found["errors"]
+    ]
     return "\n".join(lines)
 
 
@@ -115,8 +166,12 @@ def _num_prompt(outcome: Outcome) -> int:
 
 
 def _hit_rate(done: Sequence[Streamed], num_prompt: int) -> float | None:
-    details = [streamed.usage.prompt_tokens_details for streamed in done if streamed.usage is not None]
-    counts = [one.cached_tokens for one in details if one is not None and one.cached_tokens is not None]
+    details = [
+        streamed.usage.prompt_tokens_details for streamed in done if streamed.usage is not None
+    ]
+    counts = [
+        one.cached_tokens for one in details if one is not None and one.cached_tokens is not None
+    ]
     return sum(counts) / num_prompt if counts and num_prompt else None
 
 
@@ -130,4 +185,7 @@ def _errors(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     first = {outcome.error: outcome.ask.name for outcome in reversed(failed)}
     counts = Counter(outcome.error for outcome in failed)
-    return [{"message": message, "count": count, "first": first[message]} for message, count in counts.most_common()]
+    return [
+        {"message": message, "count": count, "first": first[message]}
+        for message, count in counts.most_common()
+    ]

@@ -1,7 +1,9 @@
-"""A client of the completions API that looks at the clock: a connection for each request, answers read as they come.
+"""A client of the completions API that looks at the clock: a connection for each request, answers
+read as they come.
 
-A protocol on the transport, HTTP parsed by httptools as in the server: little is taken from the cores which client and server share (about
-20 microseconds a token, with uvloop). Knows nothing of what is asked.
+A protocol on the transport, HTTP parsed by httptools as in the server: little is taken from the
+cores which client and server share (about 20 microseconds a token, with uvloop). Knows nothing of
+what is asked.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Streamed:
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its answer while it comes; httptools calls `on_body` and `on_message_complete`."""
+    """One request and its answer while it comes; httptools calls `on_body` and
+    `on_message_complete`.
+    """
 
     def __init__(self, request: bytes, on_bytes: Callable[[bytes], Any]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -125,7 +129,10 @@ class StreamClient:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._path = parts.path
         key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nUser-Agent: octavo\r\nConnection: close\r\n{key}"
+        self._head = (
+            f"Host: {parts.netloc.rpartition('@')[2]}\r\nUser-Agent: octavo\r\nConnection:"
+            f" close\r\n{key}"
+        )
 
     async def models(self) -> list[dict[str, Any]]:
         """The cards of what is served. ConfigError where nobody answers."""
@@ -135,7 +142,9 @@ class StreamClient:
             cards: list[dict[str, Any]] = msgspec.json.decode(body)["data"]
         except (OSError, httptools.HttpParserError) as error:
             hint = "start one with `octavo serve`, or leave --url out"
-            raise ConfigError(f"url: no server answers at {self.url}: {_describe(error)}", hint=hint) from error
+            raise ConfigError(
+                f"url: no server answers at {self.url}: {_describe(error)}", hint=hint
+            ) from error
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise ConfigError(f"url: {self.url}/v1/models is no list of models") from error
         except WorkerFailed as error:
@@ -157,11 +166,19 @@ class StreamClient:
         streamed.ended = streamed.token_times[-1] if streamed.token_times else time.perf_counter()
         return streamed
 
-    async def _exchange(self, method: str, path: str, body: bytes, on_bytes: Callable[[bytes], Any]) -> None:
-        content = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-        request = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{content}\r\n".encode() + body
+    async def _exchange(
+        self, method: str, path: str, body: bytes, on_bytes: Callable[[bytes], Any]
+    ) -> None:
+        content = (
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        )
+        request = (
+            f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{content}\r\n".encode() + body
+        )
         loop = asyncio.get_running_loop()
-        _, exchange = await loop.create_connection(lambda: Exchange(request, on_bytes), self._host, self._port, ssl=self._tls)
+        _, exchange = await loop.create_connection(
+            lambda: Exchange(request, on_bytes), self._host, self._port, ssl=self._tls
+        )
         try:
             await exchange.done
             if exchange.status != 200:

@@ -1,7 +1,9 @@
-"""What a benchmark of a server asks for, and when: the requests of a trace, scaled, or synthetic ones.
+"""What a benchmark of a server asks for, and when: the requests of a trace, scaled, or synthetic
+ones.
 
-A trace is JSON lines: timestamp (ms), input_length, output_length, and optionally hash_ids, names of its prompt's blocks of 512 tokens:
-prompts that begin with the same names begin with the same tokens. Source of the form: Mooncake's published traces. Knows no server.
+A trace is JSON lines: timestamp (ms), input_length, output_length, and optionally hash_ids, names
+of its prompt's blocks of 512 tokens: prompts that begin with the same names begin with the same
+tokens. Source of the form: Mooncake's published traces. Knows no server.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ NUM_IDS = 256
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `name` says where it stands, for messages; `block_ids` name `block_tokens` tokens each, from the beginning on."""
+    """One request. `name` says where it stands, for messages; `block_ids` name `block_tokens`
+    tokens each, from the beginning on.
+    """
 
     name: str
     at_s: float
@@ -49,8 +53,12 @@ def parse_scale(text: str) -> Fraction:
     return scale
 
 
-def read_trace(path: Path, *, scale: Fraction = Fraction(1), num_requests: int | None = None) -> list[Ask]:
-    """The first requests in the order of their times, which begin at 0. ConfigError names the line that is wrong."""
+def read_trace(
+    path: Path, *, scale: Fraction = Fraction(1), num_requests: int | None = None
+) -> list[Ask]:
+    """The first requests in the order of their times, which begin at 0. ConfigError names the line
+    that is wrong.
+    """
     asks: list[Ask] = []
     try:
         with path.open("rb") as lines:
@@ -69,11 +77,16 @@ def read_trace(path: Path, *, scale: Fraction = Fraction(1), num_requests: int |
 
 def synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[Ask]:
     """All at once, with nothing in common."""
-    return [Ask(f"request {number}", 0.0, input_len, output_len) for number in range(1, num_requests + 1)]
+    return [
+        Ask(f"request {number}", 0.0, input_len, output_len)
+        for number in range(1, num_requests + 1)
+    ]
 
 
 def at_rate(asks: Sequence[Ask], rate: float, seed: int) -> list[Ask]:
-    """In their order, at the moments of a Poisson process of so many requests per second; math.inf: all at once."""
+    """In their order, at the moments of a Poisson process of so many requests per second; math.inf:
+    all at once.
+    """
     draw, now, timed = random.Random(seed), 0.0, []
     for ask in asks:
         timed.append(replace(ask, at_s=now))
@@ -85,16 +98,25 @@ def prompt_of(ask: Ask, seed: int) -> list[int]:
     """Its token ids: of a named block always the same, of an unnamed prompt its own."""
     if not ask.block_ids:
         return _draw(f"{seed}/{ask.name}", ask.input_len)
-    tokens = [token for block_id in ask.block_ids for token in _draw(f"{seed}/block {block_id}", ask.block_tokens)]
+    tokens = [
+        token
+        for block_id in ask.block_ids
+        for token in _draw(f"{seed}/block {block_id}", ask.block_tokens)
+    ]
     return tokens[: ask.input_len]
 
 
 def shared_share(asks: Sequence[Ask]) -> float:
-    """Of all prompts' tokens, those that an earlier prompt begins with: what a prefix cache without limits would find."""
+    """Of all prompts' tokens, those that an earlier prompt begins with: what a prefix cache without
+    limits would find.
+    """
     seen: set[int] = set()
     shared = 0
     for ask in asks:
-        leading = next((index for index, block_id in enumerate(ask.block_ids) if block_id not in seen), len(ask.block_ids))
+        leading = next(
+            (index for index, block_id in enumerate(ask.block_ids) if block_id not in seen),
+            len(ask.block_ids),
+        )
         shared += min(ask.input_len, leading * ask.block_tokens)
         seen.update(ask.block_ids)
     return shared / sum(ask.input_len for ask in asks)
@@ -110,7 +132,10 @@ def _ask(name: str, line: bytes, scale: Fraction) -> Ask:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: no JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ConfigError(f"{name}: got {_short(row)}, allowed is an object with timestamp, input_length and output_length")
+        raise ConfigError(
+            f"{name}: got {_short(row)}, allowed is an object with timestamp, input_length and"
+            " output_length"
+        )
     input_length = _number(name, row, "input_length", 1, whole=True)
     output_length = _number(name, row, "output_length", 1, whole=True)
     ask = Ask(
@@ -120,7 +145,13 @@ def _ask(name: str, line: bytes, scale: Fraction) -> Ask:
         math.ceil(output_length * scale),
     )
     ids = row.get("hash_ids")
-    return ask if ids is None else replace(ask, block_ids=_block_ids(name, ids, input_length), block_tokens=_block_tokens(scale))
+    return (
+        ask
+        if ids is None
+        else replace(
+            ask, block_ids=_block_ids(name, ids, input_length), block_tokens=_block_tokens(scale)
+        )
+    )
 
 
 def _number(name: str, row: dict[str, Any], field: str, low: int, *, whole: bool = False) -> Any:
@@ -129,16 +160,23 @@ def _number(name: str, row: dict[str, Any], field: str, low: int, *, whole: bool
         raise ConfigError(f"{name}: {field} is missing, needed is {kind} of at least {low}")
     value = row[field]
     if type(value) not in ((int,) if whole else (int, float)) or value < low:
-        raise ConfigError(f"{name}: {field}: got {_short(value)}, allowed is {kind} of at least {low}")
+        raise ConfigError(
+            f"{name}: {field}: got {_short(value)}, allowed is {kind} of at least {low}"
+        )
     return value
 
 
 def _block_ids(name: str, ids: Any, input_length: int) -> tuple[int, ...]:
     if not isinstance(ids, list) or any(type(one) is not int for one in ids):
-        raise ConfigError(f"{name}: hash_ids: got {_short(ids)}, allowed is a list of whole numbers")
+        raise ConfigError(
+            f"{name}: hash_ids: got {_short(ids)}, allowed is a list of whole numbers"
+        )
     needed = -(-input_length // TRACE_BLOCK)
     if len(ids) != needed:
-        raise ConfigError(f"{name}: hash_ids: got {len(ids)}, needed are {needed} blocks of {TRACE_BLOCK} for input_length {input_length}")
+        raise ConfigError(
+            f"{name}: hash_ids: got {len(ids)}, needed are {needed} blocks of {TRACE_BLOCK} for"
+            f" input_length {input_length}"
+        )
     return tuple(ids)
 
 
@@ -147,7 +185,8 @@ def _block_tokens(scale: Fraction) -> int:
     if tokens % KV_BLOCK:
         near = next(_multiples(tokens))
         raise ConfigError(
-            f"scale: got {scale}, which makes blocks of {TRACE_BLOCK} tokens {float(tokens):g}, allowed are multiples of {KV_BLOCK}",
+            f"scale: got {scale}, which makes blocks of {TRACE_BLOCK} tokens {float(tokens):g},"
+            f" allowed are multiples of {KV_BLOCK}",
             hint=f"{near} would do",
         )
     return int(tokens)

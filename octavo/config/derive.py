@@ -1,4 +1,6 @@
-"""Fills in the options that depend on the model or the machine; returns a new config and changes none."""
+"""Fills in the options that depend on the model or the machine; returns a new config and changes
+none.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ MIN_STALL_S = 1.0
 """A step shows that it gets ahead some times in it."""
 
 NUM_STEPS = 8
-"""Decode steps in one call: more would gain little, as Python's share of one is paid for by eight."""
+"""Decode steps in one call: more would gain little, as Python's share of one is paid for by eight.
+"""
 
 BackendName = Literal["native", "torch", "reference"]
 
@@ -21,12 +24,21 @@ TORCH_ONLY = ("device", "attention_backend", "torch_kernels", "enforce_eager")
 """Options that mean nothing elsewhere. The other backends are batch-invariant as they are."""
 
 
-def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int, backend: BackendName = "native") -> EngineConfig:
-    """max_model_len from the model, threads and the backend from the machine, the served name from the model's; what was given stays.
+def derive(
+    config: EngineConfig,
+    *,
+    model_context_tokens: int,
+    num_threads: int,
+    backend: BackendName = "native",
+) -> EngineConfig:
+    """max_model_len from the model, threads and the backend from the machine, the served name from
+    the model's; what was given stays.
 
     Options that do not go together are refused.
     """
-    config = replace(config, backend=replace(config.backend, backend=config.backend.backend or backend))
+    config = replace(
+        config, backend=replace(config.backend, backend=config.backend.backend or backend)
+    )
     _check(config)
     return replace(
         config,
@@ -36,40 +48,69 @@ def derive(config: EngineConfig, *, model_context_tokens: int, num_threads: int,
             served_model_name=config.model.served_model_name or config.model.model,
         ),
         scheduler=replace(config.scheduler, num_scheduler_steps=_num_scheduler_steps(config)),
-        backend=replace(config.backend, threads=config.backend.threads or max(1, num_threads // config.backend.tensor_parallel_size)),
+        backend=replace(
+            config.backend,
+            threads=config.backend.threads
+            or max(1, num_threads // config.backend.tensor_parallel_size),
+        ),
     )
 
 
 def _num_scheduler_steps(config: EngineConfig) -> int:
     given, backend = config.scheduler.num_scheduler_steps, config.backend.backend
     if given not in (None, 1) and backend != "native":
-        raise ConfigError(f"num_scheduler_steps: got {given}, allowed is 1 with the backend {backend}", hint="leave it out, or use native")
+        raise ConfigError(
+            f"num_scheduler_steps: got {given}, allowed is 1 with the backend {backend}",
+            hint="leave it out, or use native",
+        )
     return given or (NUM_STEPS if backend == "native" else 1)
 
 
 def _check(config: EngineConfig) -> None:
     options = config.scheduler
     tenant_weights(options)
-    if options.scheduling_policy != "fair" and (options.tenant_weight or options.max_num_seqs_per_tenant is not None):
+    if options.scheduling_policy != "fair" and (
+        options.tenant_weight or options.max_num_seqs_per_tenant is not None
+    ):
         got = f"got {options.scheduling_policy!r}"
-        raise ConfigError(f"scheduling_policy: {got}, but tenants have weights or limits", hint="set scheduling_policy to fair")
+        raise ConfigError(
+            f"scheduling_policy: {got}, but tenants have weights or limits",
+            hint="set scheduling_policy to fair",
+        )
     if options.scheduler_delay_factor and options.enable_chunked_prefill:
-        hint = "set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks hold nobody up"
-        raise ConfigError(f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with chunked prefill", hint=hint)
+        hint = (
+            "set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks hold"
+            " nobody up"
+        )
+        raise ConfigError(
+            f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with"
+            " chunked prefill",
+            hint=hint,
+        )
     if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
-        raise ConfigError("long_prefill_token_threshold: allowed only with chunked prefill", hint="leave enable_chunked_prefill as it is")
+        raise ConfigError(
+            "long_prefill_token_threshold: allowed only with chunked prefill",
+            hint="leave enable_chunked_prefill as it is",
+        )
     _check_prefix_cache(config.cache)
     if config.observe.record == "":
         raise ConfigError("record: got an empty name, allowed is the path of a file")
     if 0 < config.observe.stall_timeout < MIN_STALL_S:
-        raise ConfigError(f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least {MIN_STALL_S:g} second")
+        raise ConfigError(
+            f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least"
+            f" {MIN_STALL_S:g} second"
+        )
     _check_layout(config.cache)
     if options.async_scheduling == "on" and (why := against_async_scheduling(config)):
-        raise ConfigError(f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto")
+        raise ConfigError(
+            f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto"
+        )
     _check_backend(config.backend)
     if config.model.quantization == "fp8" and config.backend.backend == "native":
         hint = "use int8, which is the more exact, or set backend to torch"
-        raise ConfigError("quantization: fp8 is for the torch and reference backends, got 'native'", hint=hint)
+        raise ConfigError(
+            "quantization: fp8 is for the torch and reference backends, got 'native'", hint=hint
+        )
     _check_ranks(config)
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
@@ -82,13 +123,21 @@ def _check_backend(options: BackendChoice) -> None:
     usual = BackendChoice()
     given = [name for name in TORCH_ONLY if getattr(options, name) != getattr(usual, name)]
     if given and options.backend != "torch":
-        raise ConfigError(f"{given[0]}: allowed only with the torch backend, got {options.backend!r}", hint="set backend to torch")
+        raise ConfigError(
+            f"{given[0]}: allowed only with the torch backend, got {options.backend!r}",
+            hint="set backend to torch",
+        )
     if options.cpu_level != usual.cpu_level and options.backend != "native":
-        raise ConfigError(f"cpu_level: allowed only with the native backend, got {options.backend!r}", hint="set backend to native")
+        raise ConfigError(
+            f"cpu_level: allowed only with the native backend, got {options.backend!r}",
+            hint="set backend to native",
+        )
 
 
 def against_async_scheduling(config: EngineConfig) -> str:
-    """Why no step can be planned while another is computed, whatever the device; "" where none of the options speaks against it."""
+    """Why no step can be planned while another is computed, whatever the device; "" where none of
+    the options speaks against it.
+    """
     if config.backend.backend != "torch":
         return f"the {config.backend.backend} backend computes where the plans are made"
     if config.backend.tensor_parallel_size > 1:
@@ -96,7 +145,10 @@ def against_async_scheduling(config: EngineConfig) -> str:
     if not config.cache.kv_cache:
         return "without the KV cache (kv_cache) a step computes again what the one before has drawn"
     if config.scheduler.scheduler_delay_factor:
-        return "scheduler_delay_factor counts from the end of a step with a prompt, which must have come back"
+        return (
+            "scheduler_delay_factor counts from the end of a step with a prompt, which must have"
+            " come back"
+        )
     return ""
 
 
@@ -105,7 +157,10 @@ def _check_ranks(config: EngineConfig) -> None:
     if num_ranks == 1:
         return
     if config.backend.backend != "torch":
-        what = f"tensor_parallel_size: got {num_ranks}, allowed only with the torch backend, got {config.backend.backend!r}"
+        what = (
+            f"tensor_parallel_size: got {num_ranks}, allowed only with the torch backend, got"
+            f" {config.backend.backend!r}"
+        )
         raise ConfigError(what, hint="set backend to torch, or leave tensor_parallel_size at 1")
     for name in ("prefix_cache_dir", "kv_offloading_size"):
         if getattr(config.cache, name) is not None:
@@ -115,14 +170,21 @@ def _check_ranks(config: EngineConfig) -> None:
 
 def _check_prefix_cache(cache: CacheOptions) -> None:
     for name in ("prefix_cache_dir", "kv_offloading_size"):
-        if getattr(cache, name) is not None and not (cache.enable_prefix_caching and cache.kv_cache):
+        if getattr(cache, name) is not None and not (
+            cache.enable_prefix_caching and cache.kv_cache
+        ):
             raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
 
 
 def _check_layout(cache: CacheOptions) -> None:
     if cache.kv_layout == "virtual" and cache.enable_prefix_caching:
-        what = "kv_layout: virtual gives each request addresses of its own, prefix caching needs shared blocks"
-        raise ConfigError(what, hint="set enable_prefix_caching to False, or leave kv_layout at paged")
+        what = (
+            "kv_layout: virtual gives each request addresses of its own, prefix caching needs"
+            " shared blocks"
+        )
+        raise ConfigError(
+            what, hint="set enable_prefix_caching to False, or leave kv_layout at paged"
+        )
 
 
 def tenant_weights(options: SchedulerOptions) -> dict[str, float]:
@@ -135,7 +197,10 @@ def tenant_weights(options: SchedulerOptions) -> dict[str, float]:
         except ValueError:
             weights[name] = 0.0
         if not name or not 0 < weights[name] < math.inf:
-            raise ConfigError(f"tenant_weight: got {text!r}, allowed is NAME=WEIGHT with a number above 0, such as alice=2")
+            raise ConfigError(
+                f"tenant_weight: got {text!r}, allowed is NAME=WEIGHT with a number above 0, such"
+                " as alice=2"
+            )
     return weights
 
 
@@ -143,7 +208,12 @@ def _max_model_len(wanted: int | None, model_context_tokens: int) -> int:
     if wanted is None:
         return model_context_tokens
     if wanted > model_context_tokens:
-        raise ConfigError(f"max_model_len: got {wanted}, allowed is at most the model's context, {model_context_tokens}")
+        raise ConfigError(
+            f"max_model_len: got {wanted}, allowed is at most the model's context,"
+            f" {model_context_tokens}"
+        )
     if wanted < 2:
-        raise ConfigError(f"max_model_len: got {wanted}, allowed is at least 2 (one prompt token, one new one)")
+        raise ConfigError(
+            f"max_model_len: got {wanted}, allowed is at least 2 (one prompt token, one new one)"
+        )
     return wanted

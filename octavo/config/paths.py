@@ -1,4 +1,6 @@
-"""Paths as users write them: `~` is a home, and a name that no file can have is a file that is not there."""
+"""Paths as users write them: `~` is a home, and a name that no file can have is a file that is not
+there.
+"""
 
 from __future__ import annotations
 

@@ -16,12 +16,16 @@ _COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
 def parse_bytes(text: str, *, name: str) -> int:
     """Bytes of "2GiB" (1024s), "2GB" (1000s), "2G" (1024s) or "2147483648"."""
-    return _parse(text, _BYTES, name=name, allowed="a number of bytes such as 2147483648, 2GiB or 500MB")
+    return _parse(
+        text, _BYTES, name=name, allowed="a number of bytes such as 2147483648, 2GiB or 500MB"
+    )
 
 
 def parse_count(text: str, *, name: str) -> int:
     """8k is 8,000 and 8K is 8,192, as vLLM reads them."""
-    return _parse(text, _COUNTS, name=name, allowed="a whole number such as 8192, 8k (8,000) or 8K (8,192)")
+    return _parse(
+        text, _COUNTS, name=name, allowed="a whole number such as 8192, 8k (8,000) or 8K (8,192)"
+    )
 
 
 def parse_rate(text: str, *, name: str) -> float:

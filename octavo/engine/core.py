@@ -1,7 +1,8 @@
 """The engine's heart: plan a step, execute it, take in what it yielded.
 
-Owns the scheduler, the executor and the measured rates, and nothing else: who calls `step`, and whether across a process boundary, is
-the client's business. Where the executor can, it computes a step while the next one is planned.
+Owns the scheduler, the executor and the measured rates, and nothing else: who calls `step`, and
+whether across a process boundary, is the client's business. Where the executor can, it computes a
+step while the next one is planned.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from octavo.engine.early_outputs import EarlyOutputs
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.rates import RateMeter
-from octavo.engine.recording.recorder import Aborted, Added, CacheReset, Computed, GivenUp, Log, NoLog, Pinned, Planned
+from octavo.engine.recording.recorder import (
+    Aborted,
+    Added,
+    CacheReset,
+    Computed,
+    GivenUp,
+    Log,
+    NoLog,
+    Pinned,
+    Planned,
+)
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
@@ -36,7 +47,9 @@ class CoreOutputs(msgspec.Struct):
 
 
 TakeEarly = Callable[[CoreOutputs], bool]
-"""Is given what comes before a step's end. False: it has not taken it; the step is to end, and what it gave comes then."""
+"""Is given what comes before a step's end. False: it has not taken it; the step is to end, and what
+it gave comes then.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +65,9 @@ class Done:
 
 
 class EngineCore:
-    """Requests in, steps, outputs out. Every request added ends in exactly one output with a finish_reason."""
+    """Requests in, steps, outputs out. Every request added ends in exactly one output with a
+    finish_reason.
+    """
 
     def __init__(
         self,
@@ -65,9 +80,11 @@ class EngineCore:
         kv_meter: KvMeter | None = None,
         runs_ahead: bool = False,
     ) -> None:
-        """`stall_timeout_s`: for how long steps may compute nothing though requests wait, before the first of these fails; 0: for ever.
+        """`stall_timeout_s`: for how long steps may compute nothing though requests wait, before
+        the first of these fails; 0: for ever.
 
-        With `runs_ahead` the executor, an AsyncExecutor, is given the next step while it computes one.
+        With `runs_ahead` the executor, an AsyncExecutor, is given the next step while it computes
+        one.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -79,7 +96,9 @@ class EngineCore:
         self._holds_memory = False
         """That is given on demand: the step after the last request's takes it back."""
         self._moved: float | None = None
-        """When a step last computed anything, or nobody waited for one; None before the first step of those that are here."""
+        """When a step last computed anything, or nobody waited for one; None before the first step
+        of those that are here.
+        """
         self._steps_ahead = 1 if runs_ahead else 0
         self._in_flight: deque[tuple[StepPlan, Launched]] = deque()
         self._early: list[EngineOutput] = []
@@ -87,7 +106,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work or self._holds_memory or bool(self._early)
+        return (
+            bool(self._in_flight)
+            or self.scheduler.has_work
+            or self._holds_memory
+            or bool(self._early)
+        )
 
     def add(self, request: EngineRequest) -> None:
         self._log.write(Added(request))
@@ -114,9 +138,11 @@ class EngineCore:
         return 0.0 if self._in_flight or self._early else self.scheduler.pause_s(self._clock())
 
     def step(self, take_early: TakeEarly | None = None) -> CoreOutputs:
-        """Plans a step and takes one in: the same, or, where the executor runs ahead, the one before. Either may have to wait a call.
+        """Plans a step and takes one in: the same, or, where the executor runs ahead, the one
+        before. Either may have to wait a call.
 
-        Where a plan holds several decode steps, `take_early` is given what each of them yields; without it all comes at the end.
+        Where a plan holds several decode steps, `take_early` is given what each of them yields;
+        without it all comes at the end.
         """
         outputs, self._early = self._early, []
         early = None
@@ -132,8 +158,11 @@ class EngineCore:
 
     @property
     def _may_plan(self) -> bool:
-        """Not on top of a step that could not be launched, nor of one whose results the plan needs."""
-        return not self._in_flight or not (isinstance(self._in_flight[-1][1], Done) or self.scheduler.waits_for_results)
+        """Not on top of a step that could not be launched, nor of one whose results the plan
+        needs."""
+        return not self._in_flight or not (
+            isinstance(self._in_flight[-1][1], Done) or self.scheduler.waits_for_results
+        )
 
     def _plan(self) -> StepPlan:
         now, rates = self._clock(), self._meter.rates
@@ -147,7 +176,9 @@ class EngineCore:
         if take is None or plan.num_steps == 1:
             return None
         stats = self._stats()
-        return EarlyOutputs(self.scheduler, lambda outputs: take(CoreOutputs(outputs, stats)), clock=self._clock)
+        return EarlyOutputs(
+            self.scheduler, lambda outputs: take(CoreOutputs(outputs, stats)), clock=self._clock
+        )
 
     def _launch(self, plan: StepPlan, between: Between | None) -> Launched:
         try:
@@ -176,8 +207,8 @@ class EngineCore:
         return stats
 
     def _result(self, plan: StepPlan, launched: Launched) -> StepResult:
-        """An exception fails the step's requests and no other: their blocks and rows are freed, and the engine goes on.
-        EngineDead ends it.
+        """An exception fails the step's requests and no other: their blocks and rows are freed, and
+        the engine goes on. EngineDead ends it.
         """
         try:
             result = launched.result()
@@ -186,21 +217,27 @@ class EngineCore:
         except Exception as error:
             failure = f"the step failed: {type(error).__name__}: {error}"
             self.scheduler.plan_failed(plan)
-            result = StepResult(plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows])
+            result = StepResult(
+                plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows]
+            )
             self._log.write(Computed(result, failed=True))
         else:
             self._log.write(Computed(result))
         return result
 
     def _end_starvation(self, plan: StepPlan, now: float) -> None:
-        """Steps go on, but nobody is computed: whoever keeps the others waiting fails, so that they come to their turn."""
+        """Steps go on, but nobody is computed: whoever keeps the others waiting fails, so that they
+        come to their turn.
+        """
         is_busy = plan.rows or self._in_flight or self.scheduler.pause_s(now)
         first = None if is_busy else self.scheduler.next_to_run
         if first is None or self._moved is None:
             self._moved = now
         elif 0 < self._stall_timeout_s <= now - self._moved:
             reason = self.scheduler.waits_for or "nobody knows why"
-            error = f"no step could start it for {self._stall_timeout_s:g} s (stall_timeout): {reason}"
+            error = (
+                f"no step could start it for {self._stall_timeout_s:g} s (stall_timeout): {reason}"
+            )
             self._log.write(GivenUp(first, error))
             self.scheduler.fail(first, error)
             self._moved = now

@@ -1,7 +1,8 @@
-"""Hands on what each decode step of a plan yields when it has, so that no token waits for the plan's last one.
+"""Hands on what each decode step of a plan yields when it has, so that no token waits for the
+plan's last one.
 
-Stands between the steps of an executor (`ports.Between`), where it also sees that they do not last too long. What it has handed on is
-taken out of what the scheduler says of the whole plan.
+Stands between the steps of an executor (`ports.Between`), where it also sees that they do not last
+too long. What it has handed on is taken out of what the scheduler says of the whole plan.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class EarlyOutputs:
         self._error: Exception | None = None
 
     def __call__(self, rows: Sequence[RowResult]) -> bool:
-        """Whether there is to be another step; what `rows` hold has been sent then, and comes with the plan's outputs otherwise."""
+        """Whether there is to be another step; what `rows` hold has been sent then, and comes with
+        the plan's outputs otherwise.
+        """
         num_steps, elapsed_s = self._num_sent + 1, self._clock() - self._began
         if elapsed_s * (num_steps + 1) > multi_step.MAX_CALL_S * num_steps:
             return False

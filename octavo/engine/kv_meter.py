@@ -1,7 +1,9 @@
-"""How much of the memory that is reserved for K and V holds any: the utilisation that paging is for (PagedAttention, Kwon et al. 2023).
+"""How much of the memory that is reserved for K and V holds any: the utilisation that paging is for
+(PagedAttention, Kwon et al. 2023).
 
-Looks on from the core, step by step. Reserved are the blocks that requests hold, or what the worker says where it gives memory on demand;
-used, what tokens fill of them (shared blocks counted once). Beside it, what one range of the longest context for each request would take.
+Looks on from the core, step by step. Reserved are the blocks that requests hold, or what the worker
+says where it gives memory on demand; used, what tokens fill of them (shared blocks counted once).
+Beside it, what one range of the longest context for each request would take.
 """
 
 from __future__ import annotations
@@ -27,14 +29,21 @@ class KvMeter:
         """Between a step and its update: its tokens are computed, and no block is free yet."""
         if not plan.rows or not self._block_bytes:
             return
-        blocks, running = scheduler.blocks, [row for request in scheduler.running for row in request.rows]
+        blocks, running = (
+            scheduler.blocks,
+            [row for request in scheduler.running for row in request.rows],
+        )
         num_ahead = (result.num_steps - 1) * len(plan.rows)
         num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens + num_ahead
         tables = [blocks.tables[row.request_id] for row in running]
         used = reserved = whole = 0.0
-        for group, (pool, block_bytes) in enumerate(zip(blocks.pools, self._block_bytes, strict=True)):
+        for group, (pool, block_bytes) in enumerate(
+            zip(blocks.pools, self._block_bytes, strict=True)
+        ):
             num_held = pool.num_blocks - len(pool.free)
-            num_empty_tokens = sum(len(table[group]) for table in tables) * blocks.block_size - num_computed
+            num_empty_tokens = (
+                sum(len(table[group]) for table in tables) * blocks.block_size - num_computed
+            )
             used += (num_held - num_empty_tokens / blocks.block_size) * block_bytes
             reserved += num_held * block_bytes
             whole += len(running) * -(-self._max_model_len // blocks.block_size) * block_bytes

@@ -1,7 +1,8 @@
-"""How fast this machine prefills, swaps and decodes, measured from steps, for those who choose by it.
+"""How fast this machine prefills, swaps and decodes, measured from steps, for those who choose by
+it.
 
-Owned by the core and handed to the scheduler with each call, so that the scheduler itself measures nothing and a recording replays
-exactly.
+Owned by the core and handed to the scheduler with each call, so that the scheduler itself measures
+nothing and a recording replays exactly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Counters of the core, as a snapshot that returns with each step. Owns no history and no clock: rates are the reader's business."""
+"""Counters of the core, as a snapshot that returns with each step. Owns no history and no clock:
+rates are the reader's business.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,18 @@ class KvBytes(msgspec.Struct, frozen=True, array_like=True):
     """What reserving the longest context for each of them would take."""
 
     def __add__(self, other: KvBytes) -> KvBytes:
-        return KvBytes(self.used + other.used, self.reserved + other.reserved, self.whole_contexts + other.whole_contexts)
+        return KvBytes(
+            self.used + other.used,
+            self.reserved + other.reserved,
+            self.whole_contexts + other.whole_contexts,
+        )
 
     def __sub__(self, other: KvBytes) -> KvBytes:
-        return KvBytes(self.used - other.used, self.reserved - other.reserved, self.whole_contexts - other.whole_contexts)
+        return KvBytes(
+            self.used - other.used,
+            self.reserved - other.reserved,
+            self.whole_contexts - other.whole_contexts,
+        )
 
     def times(self, count: int) -> KvBytes:
         return KvBytes(self.used * count, self.reserved * count, self.whole_contexts * count)
@@ -71,7 +81,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Of all groups, in use now."""
     num_waiting_tokens: int = 0
     num_added: int = 0
-    """Requests that ever came, and their tokens: what a front has sent beyond these is still on its way."""
+    """Requests that ever came, and their tokens: what a front has sent beyond these is still on its
+    way.
+    """
     num_added_tokens: int = 0
     num_restarts: int = 0
     """Cores that were replaced because they hung."""
@@ -82,7 +94,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Of all such steps: their means, once divided by each other."""
     groups: list[GroupBlocks] = []
     external_query_tokens: int = 0
-    """Of the tokens looked up in the prefix cache, those not found on the device; and of these, those found off it."""
+    """Of the tokens looked up in the prefix cache, those not found on the device; and of these,
+    those found off it.
+    """
     external_hit_tokens: int = 0
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
     """The prefix cache off the device."""
@@ -94,11 +108,29 @@ class EngineStats(msgspec.Struct, array_like=True):
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """With what a core had counted that this one has replaced."""
-        return msgspec.structs.replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in COUNTS})
+        return msgspec.structs.replace(
+            self, **{name: getattr(self, name) + getattr(earlier, name) for name in COUNTS}
+        )
 
 
 COUNTS = (
-    *("num_steps", "num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "busy_s"),
-    *("num_swaps", "num_added", "num_added_tokens", "num_restarts", "kv_sums", "external_query_tokens", "external_hit_tokens"),
+    *(
+        "num_steps",
+        "num_preemptions",
+        "prefix_query_tokens",
+        "prefix_hit_tokens",
+        "prompt_tokens",
+        "generation_tokens",
+        "busy_s",
+    ),
+    *(
+        "num_swaps",
+        "num_added",
+        "num_added_tokens",
+        "num_restarts",
+        "kv_sums",
+        "external_query_tokens",
+        "external_hit_tokens",
+    ),
 )
 """What grows from the start on; all else is of the moment."""

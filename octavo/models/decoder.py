@@ -1,7 +1,9 @@
-"""What pre-norm decoders share: their shape, cache groups, the block, and the usual attention and MLPs.
+"""What pre-norm decoders share: their shape, cache groups, the block, and the usual attention and
+MLPs.
 
-A family's file says what is its own and hands it to `build_decoder`. Weight names are those of Hugging Face's checkpoints of the
-Llama line (`model.layers.N.self_attn.q_proj.weight`). Knows no device and no file. Block: Touvron et al. 2023; GQA: Ainslie et al. 2023.
+A family's file says what is its own and hands it to `build_decoder`. Weight names are those of
+Hugging Face's checkpoints of the Llama line (`model.layers.N.self_attn.q_proj.weight`). Knows no
+device and no file. Block: Touvron et al. 2023; GQA: Ainslie et al. 2023.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from octavo.program.ops import Activation, MaskKind, RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 Sublayer = Callable[[Builder, Value, int], Value]
-"""Appends the attention or the MLP of layer i: normed rows in, what is added to the residual stream out."""
+"""Appends the attention or the MLP of layer i: normed rows in, what is added to the residual stream
+out.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +36,19 @@ class DecoderShape:
     """The output layer is the token embedding."""
 
     @staticmethod
-    def read(config: HfConfig, *, head_dim: int | None = None, norm_eps: float = 1e-6, tied: bool = False) -> DecoderShape:
-        """The keyword arguments are the family's defaults; head_dim None: hidden_size / num_attention_heads."""
+    def read(
+        config: HfConfig, *, head_dim: int | None = None, norm_eps: float = 1e-6, tied: bool = False
+    ) -> DecoderShape:
+        """The keyword arguments are the family's defaults; head_dim None: hidden_size /
+        num_attention_heads.
+        """
         hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
         num_kv_heads = config.size("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise UnsupportedModel(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+            raise UnsupportedModel(
+                f"config.json: num_attention_heads {num_heads} is no multiple of"
+                f" num_key_value_heads {num_kv_heads}"
+            )
         return DecoderShape(
             vocab_size=config.integer("vocab_size", low=1),
             hidden_size=hidden_size,
@@ -72,7 +83,9 @@ def plan_cache(shape: DecoderShape, windows: Sequence[int | None]) -> CachePlan:
     heads = (shape.num_kv_heads, shape.head_dim, shape.head_dim)
     groups = [CacheGroup("full", "full", len(full), *heads)] if full else []
     if sliding:
-        groups.append(CacheGroup("window", "window", len(sliding), *heads, window=windows[sliding[0]]))
+        groups.append(
+            CacheGroup("window", "window", len(sliding), *heads, window=windows[sliding[0]])
+        )
     layers = {i: LayerCache("full", n, "causal") for n, i in enumerate(full)}
     layers |= {i: LayerCache("window", n, "window") for n, i in enumerate(sliding)}
     return CachePlan(tuple(groups), tuple(layers[i] for i in range(len(windows))))
@@ -100,17 +113,39 @@ class SelfAttention:
         k = b.linear(x, f"{name}.k_proj", shape.num_kv_heads * shape.head_dim, bias=self.qkv_bias)
         v = b.linear(x, f"{name}.v_proj", shape.num_kv_heads * shape.head_dim, bias=self.qkv_bias)
         if self.head_norms:
-            q = b.rms_norm(q, f"{name}.q_norm", shape.norm_eps, weight_offset=self.norm_offset, group_width=shape.head_dim)
-            k = b.rms_norm(k, f"{name}.k_norm", shape.norm_eps, weight_offset=self.norm_offset, group_width=shape.head_dim)
+            q = b.rms_norm(
+                q,
+                f"{name}.q_norm",
+                shape.norm_eps,
+                weight_offset=self.norm_offset,
+                group_width=shape.head_dim,
+            )
+            k = b.rms_norm(
+                k,
+                f"{name}.k_norm",
+                shape.norm_eps,
+                weight_offset=self.norm_offset,
+                group_width=shape.head_dim,
+            )
         q = b.rope(q, shape.num_heads, rope)
         k = b.rope(k, shape.num_kv_heads, rope)
         b.kv_write(cache.group, cache.layer, (k,), v)
         sinks = Weight(f"{name}.sinks", (shape.num_heads,)) if self.sinks else None
-        out = b.attention(q, cache.group, cache.layer, num_heads=shape.num_heads, scale=self.scale, mask=cache.mask, sinks=sinks)
+        out = b.attention(
+            q,
+            cache.group,
+            cache.layer,
+            num_heads=shape.num_heads,
+            scale=self.scale,
+            mask=cache.mask,
+            sinks=sinks,
+        )
         return b.linear(out, f"{name}.o_proj", shape.hidden_size, bias=self.out_bias)
 
 
-def gated_mlp(b: Builder, x: Value, name: str, width: int, activation: Activation, *, bias: bool = False) -> Value:
+def gated_mlp(
+    b: Builder, x: Value, name: str, width: int, activation: Activation, *, bias: bool = False
+) -> Value:
     """down(f(gate(x)) * up(x)), `width` columns inside."""
     gate = b.linear(x, f"{name}.gate_proj", width, bias=bias)
     up = b.linear(x, f"{name}.up_proj", width, bias=bias)
@@ -126,7 +161,9 @@ def gated_experts(
     width: int,
     activation: Activation,
 ) -> Value:
-    """The chosen experts' gated MLPs, weighted and summed; checkpoints keep one tensor for each expert and projection."""
+    """The chosen experts' gated MLPs, weighted and summed; checkpoints keep one tensor for each
+    expert and projection.
+    """
     rows, ids, weights = routed
     hidden_size = rows.width
 
@@ -136,7 +173,9 @@ def gated_experts(
 
     gate = b.grouped_linear(rows, ids, weight("gate_proj", width, hidden_size))
     up = b.grouped_linear(rows, ids, weight("up_proj", width, hidden_size))
-    down = b.grouped_linear(b.act_mul(gate, up, activation), ids, weight("down_proj", hidden_size, width))
+    down = b.grouped_linear(
+        b.act_mul(gate, up, activation), ids, weight("down_proj", hidden_size, width)
+    )
     return b.combine(down, weights)
 
 
@@ -161,13 +200,21 @@ def build_decoder(
     embedding_scale: float = 1.0,
     logit_softcap: float | None = None,
 ) -> Program:
-    """x = embedding; per layer x += attention(norm(x)), x += mlp(norm(x)); logits = head(norm(sampled rows of x))."""
+    """x = embedding; per layer x += attention(norm(x)), x += mlp(norm(x)); logits =
+    head(norm(sampled rows of x)).
+    """
     b = Builder("decoder", groups, shape.vocab_size)
 
     def norm(x: Value, name: str | None) -> Value:
         return x if name is None else b.rms_norm(x, name, shape.norm_eps, weight_offset=norm_offset)
 
-    x = b.embedding(b.token_ids(), "model.embed_tokens", shape.vocab_size, shape.hidden_size, scale=embedding_scale)
+    x = b.embedding(
+        b.token_ids(),
+        "model.embed_tokens",
+        shape.vocab_size,
+        shape.hidden_size,
+        scale=embedding_scale,
+    )
     for i in range(shape.num_layers):
         layer = f"model.layers.{i}."
         h = attention(b, norm(x, layer + norms.before_attention), i)

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and R1: attention over a small latent cache (MLA), sigmoid routing in groups, shared experts. DeepSeek-AI 2024.
+"""DeepSeek-V3 and R1: attention over a small latent cache (MLA), sigmoid routing in groups, shared
+experts. DeepSeek-AI 2024.
 
 The multi-token-prediction layers behind the last one are not part of the decoder.
 """
@@ -25,7 +26,9 @@ def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("moe_layer_freq", 1)
     shape = DecoderShape.read(config)
     attention = LatentAttention.read(config, shape.num_heads)
-    group = CacheGroup("latent", "latent", shape.num_layers, 1, attention.latent_width + attention.rope_width, 0)
+    group = CacheGroup(
+        "latent", "latent", shape.num_layers, 1, attention.latent_width + attention.rope_width, 0
+    )
     return {"decoder": build_decoder(shape, (group,), attention, DeepseekMlp.read(config))}
 
 
@@ -54,7 +57,9 @@ class LatentAttention:
             rope_width=rotary,
             v_width=config.size("v_head_dim", 128),
             latent_width=config.size("kv_lora_rank", 512),
-            q_latent_width=None if config.values.get("q_lora_rank") is None else config.size("q_lora_rank"),
+            q_latent_width=None
+            if config.values.get("q_lora_rank") is None
+            else config.size("q_lora_rank"),
             rope=rope.table(rotary),
             rope_style="interleaved" if config.flag("rope_interleave", True) else "half",
             scale=(nope + rotary) ** -0.5 * temperature,
@@ -70,15 +75,32 @@ class LatentAttention:
         q_rope = b.rope(q_rope, self.num_heads, self.rope, style=self.rope_style)
         k_rope = b.rope(k_rope, 1, self.rope, style=self.rope_style)
         b.kv_write("latent", layer, (latent, k_rope), None)
-        kv_b = Weight(f"{name}.kv_b_proj.weight", (self.num_heads * (self.nope_width + self.v_width), self.latent_width))
-        out = b.mla_attention(q_nope, q_rope, kv_b, group="latent", layer=layer, num_heads=self.num_heads, scale=self.scale)
+        kv_b = Weight(
+            f"{name}.kv_b_proj.weight",
+            (self.num_heads * (self.nope_width + self.v_width), self.latent_width),
+        )
+        out = b.mla_attention(
+            q_nope,
+            q_rope,
+            kv_b,
+            group="latent",
+            layer=layer,
+            num_heads=self.num_heads,
+            scale=self.scale,
+        )
         return b.linear(out, f"{name}.o_proj", x.width, bias=self.bias)
 
     def _queries(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
-        """All heads' plain parts, and all heads' rotary parts; the checkpoint keeps them head by head."""
+        """All heads' plain parts, and all heads' rotary parts; the checkpoint keeps them head by
+        head.
+        """
         module = f"{name}.q_proj"
         if self.q_latent_width is not None:
-            x = b.rms_norm(b.linear(x, f"{name}.q_a_proj", self.q_latent_width, bias=self.bias), f"{name}.q_a_layernorm", LATENT_NORM_EPS)
+            x = b.rms_norm(
+                b.linear(x, f"{name}.q_a_proj", self.q_latent_width, bias=self.bias),
+                f"{name}.q_a_layernorm",
+                LATENT_NORM_EPS,
+            )
             module = f"{name}.q_b_proj"
         head = self.nope_width + self.rope_width
         nope, rope = (
@@ -98,7 +120,11 @@ class LatentAttention:
         """Rows start .. start + width of the joint projection of latent and rotary key."""
         total = self.latent_width + self.rope_width
         weight = Weight(f"{module}.weight", (width, x.width), source_rows=total, row_start=start)
-        bias = Weight(f"{module}.bias", (width,), source_rows=total, row_start=start) if self.bias else None
+        bias = (
+            Weight(f"{module}.bias", (width,), source_rows=total, row_start=start)
+            if self.bias
+            else None
+        )
         return b.linear_of(x, weight, bias, name=module)
 
 
@@ -138,6 +164,13 @@ class DeepseekMlp:
             normalize=config.flag("norm_topk_prob", True),
             scale=config.number("routed_scaling_factor", 2.5),
         )
-        chosen = gated_experts(b, routed, f"{name}.experts", num_experts=self.num_experts, width=self.width, activation=activation)
+        chosen = gated_experts(
+            b,
+            routed,
+            f"{name}.experts",
+            num_experts=self.num_experts,
+            width=self.width,
+            activation=activation,
+        )
         shared_width = self.width * config.count("n_shared_experts", 1)
         return b.add(chosen, gated_mlp(b, x, f"{name}.shared_experts", shared_width, activation))

@@ -1,29 +1,50 @@
-"""Gemma 3, text only: norms before and after each sublayer, normed heads, windows with a rope table of their own.
+"""Gemma 3, text only: norms before and after each sublayer, normed heads, windows with a rope table
+of their own.
 
-Gemma team 2025. `attn_logit_softcapping` is refused: transformers keeps the option but computes without it.
+Gemma team 2025. `attn_logit_softcapping` is refused: transformers keeps the option but computes
+without it.
 """
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape, NormNames, SelfAttention, build_decoder, gated_mlp, plan_cache
+from octavo.models.decoder import (
+    DecoderShape,
+    NormNames,
+    SelfAttention,
+    build_decoder,
+    gated_mlp,
+    plan_cache,
+)
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import RopeParameters
 from octavo.program.ops import RopeTable
 from octavo.program.program import Program
 
-NORMS = NormNames("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = NormNames(
+    "input_layernorm",
+    "pre_feedforward_layernorm",
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("attn_logit_softcapping")
     config.refuse_unless("use_bidirectional_attention", False)
     shape = DecoderShape.read(config, head_dim=256, tied=True)
-    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6), low=1)
-    windows = config.layer_windows(shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0)
+    pattern = config.integer(
+        "sliding_window_pattern", config.integer("_sliding_window_pattern", 6), low=1
+    )
+    windows = config.layer_windows(
+        shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0
+    )
     cache = plan_cache(shape, windows)
     sliding, full = rope_tables(config, shape.head_dim)
     bias = config.flag("attention_bias", False)
-    width, activation = config.size("intermediate_size"), config.activation("hidden_activation", "gelu_pytorch_tanh")
+    width, activation = (
+        config.size("intermediate_size"),
+        config.activation("hidden_activation", "gelu_pytorch_tanh"),
+    )
     attention = SelfAttention(
         shape=shape,
         caches=cache.layers,
@@ -48,12 +69,16 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def rope_tables(config: HfConfig, head_dim: int) -> tuple[RopeTable, RopeTable]:
-    """(sliding, full). New configs keep one set a layer type; old ones scale the full layers' only."""
+    """(sliding, full). New configs keep one set a layer type; old ones scale the full layers'
+    only."""
     by_type = config.table("rope_parameters")
     sliding = by_type.get("sliding_attention") or {}
     full = {**(by_type.get("full_attention") or {}), **config.table("rope_scaling")}
     positions = config.integer("max_position_embeddings", 131_072, low=1)
-    local_theta, theta = config.number("rope_local_base_freq", 10_000.0), config.number("rope_theta", 1_000_000.0)
+    local_theta, theta = (
+        config.number("rope_local_base_freq", 10_000.0),
+        config.number("rope_theta", 1_000_000.0),
+    )
     return (
         RopeParameters(sliding, theta=local_theta, max_positions=positions).table(head_dim),
         RopeParameters(full, theta=theta, max_positions=positions).table(head_dim),

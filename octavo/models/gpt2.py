@@ -13,7 +13,11 @@ from octavo.program.program import CacheGroup, Program, Value, Weight
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("add_cross_attention", False)
-    width, num_heads, num_layers = config.size("n_embd"), config.size("n_head"), config.count("n_layer")
+    width, num_heads, num_layers = (
+        config.size("n_embd"),
+        config.size("n_head"),
+        config.count("n_layer"),
+    )
     vocab_size = config.integer("vocab_size", low=1)
     if width % num_heads:
         raise UnsupportedModel(f"config.json: n_embd {width} is no multiple of n_head {num_heads}")
@@ -21,27 +25,49 @@ def build(config: HfConfig) -> dict[str, Program]:
     activation = config.activation("activation_function", "gelu_new")
     base_scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
-    b = Builder("decoder", (CacheGroup("full", "full", num_layers, num_heads, head_dim, head_dim),), vocab_size)
+    b = Builder(
+        "decoder",
+        (CacheGroup("full", "full", num_layers, num_heads, head_dim, head_dim),),
+        vocab_size,
+    )
     x = b.embedding(b.token_ids(), "transformer.wte", vocab_size, width)
-    x = b.add(x, b.position_embedding("transformer.wpe", config.integer("n_positions", low=1), width))
+    x = b.add(
+        x, b.position_embedding("transformer.wpe", config.integer("n_positions", low=1), width)
+    )
     for i in range(num_layers):
         name = f"transformer.h.{i}"
         h = b.layer_norm(x, f"{name}.ln_1", eps)
-        q, k, v = (conv1d(b, h, f"{name}.attn.c_attn", width, part=part, num_parts=3) for part in range(3))
+        q, k, v = (
+            conv1d(b, h, f"{name}.attn.c_attn", width, part=part, num_parts=3) for part in range(3)
+        )
         b.kv_write("full", i, (k,), v)
-        h = b.attention(q, "full", i, num_heads=num_heads, scale=base_scale / (i + 1) if by_layer else base_scale)
+        h = b.attention(
+            q,
+            "full",
+            i,
+            num_heads=num_heads,
+            scale=base_scale / (i + 1) if by_layer else base_scale,
+        )
         x = b.add(x, conv1d(b, h, f"{name}.attn.c_proj", width))
         h = b.layer_norm(x, f"{name}.ln_2", eps)
         h = conv1d(b, h, f"{name}.mlp.c_fc", config.size("n_inner", 4 * width))
         x = b.add(x, conv1d(b, b.act(h, activation), f"{name}.mlp.c_proj", width))
     x = b.layer_norm(b.gather_rows(x), "transformer.ln_f", eps)
     tied = config.flag("tie_word_embeddings", True)
-    return {"decoder": b.finish(logits=b.linear(x, "transformer.wte" if tied else "lm_head", vocab_size))}
+    return {
+        "decoder": b.finish(
+            logits=b.linear(x, "transformer.wte" if tied else "lm_head", vocab_size)
+        )
+    }
 
 
-def conv1d(b: Builder, x: Value, name: str, width: int, *, part: int = 0, num_parts: int = 1) -> Value:
+def conv1d(
+    b: Builder, x: Value, name: str, width: int, *, part: int = 0, num_parts: int = 1
+) -> Value:
     """A linear kept as `[in, out]`; of `num_parts` side by side the one asked for."""
     total, start = (num_parts * width, part * width) if num_parts > 1 else (0, 0)
-    weight = Weight(f"{name}.weight", (width, x.width), transposed=True, source_rows=total, row_start=start)
+    weight = Weight(
+        f"{name}.weight", (width, x.width), transposed=True, source_rows=total, row_start=start
+    )
     bias = Weight(f"{name}.bias", (width,), source_rows=total, row_start=start)
     return b.linear_of(x, weight, bias, name=name)

@@ -12,12 +12,19 @@ from octavo.program.builder import Builder
 from octavo.program.program import Program, Value, Weight
 
 DEFAULT_THETA = 150_000.0
-DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config, head_dim=64, norm_eps=1e-5)
-    windows = config.layer_windows(shape.num_layers, config.integer("sliding_window", 128), lambda i: i % 2 == 0)
+    windows = config.layer_windows(
+        shape.num_layers, config.integer("sliding_window", 128), lambda i: i % 2 == 0
+    )
     cache = plan_cache(shape, windows)
     bias = config.flag("attention_bias", True)
     num_experts, top_k = config.count("num_local_experts"), config.count("num_experts_per_tok")
@@ -28,8 +35,16 @@ def build(config: HfConfig) -> dict[str, Program]:
         name = f"model.layers.{i}.mlp"
         logits = b.linear(x, f"{name}.router", num_experts, bias=True)
         rows, ids, weights = b.route(x, logits, top_k, score="softmax_top_k")
-        gate = b.grouped_linear(rows, ids, *interleaved(f"{name}.experts.gate_up_proj", num_experts, width, x.width, part=0))
-        up = b.grouped_linear(rows, ids, *interleaved(f"{name}.experts.gate_up_proj", num_experts, width, x.width, part=1))
+        gate = b.grouped_linear(
+            rows,
+            ids,
+            *interleaved(f"{name}.experts.gate_up_proj", num_experts, width, x.width, part=0),
+        )
+        up = b.grouped_linear(
+            rows,
+            ids,
+            *interleaved(f"{name}.experts.gate_up_proj", num_experts, width, x.width, part=1),
+        )
         h = b.act_mul(gate, up, "silu", clamp=limit, alpha=alpha, up_offset=1.0)
         down = Weight(f"{name}.experts.down_proj", (num_experts, x.width, width), transposed=True)
         down_bias = Weight(f"{name}.experts.down_proj_bias", (num_experts, x.width), rows_last=True)
@@ -51,13 +66,26 @@ def rope(config: HfConfig) -> RopeParameters:
     if config.values.get("rope_parameters") or config.values.get("rope_scaling"):
         return rope_parameters(config, default_theta=DEFAULT_THETA)
     theta = config.number("rope_theta", DEFAULT_THETA)
-    return RopeParameters(DEFAULT_ROPE, theta=theta, max_positions=config.integer("max_position_embeddings", 131_072, low=1))
+    return RopeParameters(
+        DEFAULT_ROPE,
+        theta=theta,
+        max_positions=config.integer("max_position_embeddings", 131_072, low=1),
+    )
 
 
-def interleaved(name: str, num_experts: int, width: int, in_width: int, *, part: int) -> tuple[Weight, Weight]:
+def interleaved(
+    name: str, num_experts: int, width: int, in_width: int, *, part: int
+) -> tuple[Weight, Weight]:
     """(weight, bias) of every second output, from `part` on."""
     shape = (num_experts, width, in_width)
     return (
         Weight(name, shape, transposed=True, source_rows=2 * width, row_start=part, row_step=2),
-        Weight(f"{name}_bias", shape[:2], source_rows=2 * width, row_start=part, row_step=2, rows_last=True),
+        Weight(
+            f"{name}_bias",
+            shape[:2],
+            source_rows=2 * width,
+            row_start=part,
+            row_step=2,
+            rows_last=True,
+        ),
     )

@@ -1,7 +1,9 @@
-"""Reads config.json: typed access with clear errors, and the few facts of a model that the engine needs.
+"""Reads config.json: typed access with clear errors, and the few facts of a model that the engine
+needs.
 
-Old and new spellings mean the same (`torch_dtype` and `dtype`, GPT-2's `n_embd`). What a family cannot honour it refuses here by
-name. Knows no family; source of names and defaults: the configuration classes of transformers 5.
+Old and new spellings mean the same (`torch_dtype` and `dtype`, GPT-2's `n_embd`). What a family
+cannot honour it refuses here by name. Knows no family; source of names and defaults: the
+configuration classes of transformers 5.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 DEFAULT_CONTEXT_TOKENS = 512
-"""Of models with relative positions only, whose config names no length (T5 was trained with 512)."""
+"""Of models with relative positions only, whose config names no length (T5 was trained with 512).
+"""
 
 MAX_WHOLE, MAX_SIZE, MAX_COUNT = (1 << 31) - 1, 1 << 20, 10_000
-"""Whole numbers of any kind; widths and heads; layers and experts. No model comes near; a damaged file would build Programs for hours."""
+"""Whole numbers of any kind; widths and heads; layers and experts. No model comes near; a damaged
+file would build Programs for hours.
+"""
 
 
 class HfConfig:
-    """config.json with types. A getter without a default demands the key; `null` counts as missing."""
+    """config.json with types. A getter without a default demands the key; `null` counts as
+    missing."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -41,7 +47,9 @@ class HfConfig:
     def model_type(self) -> str:
         return self.text("model_type")
 
-    def integer(self, name: str, default: int | None = None, *, low: int = 0, most: int = MAX_WHOLE) -> int:
+    def integer(
+        self, name: str, default: int | None = None, *, low: int = 0, most: int = MAX_WHOLE
+    ) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
             raise self._wrong(name, value, f"a whole number from {low} to {most:,}")
@@ -57,7 +65,11 @@ class HfConfig:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise self._wrong(name, value, "a number")
         return float(value)
 
@@ -108,21 +120,36 @@ class HfConfig:
         value = self.values.get(name)
         if value is not None and value not in allowed:
             shown = " or ".join(repr(item) for item in allowed) or "null"
-            raise UnsupportedModel(f"config.json: {name} is {value!r}, supported is {shown} for {self.model_type}")
+            raise UnsupportedModel(
+                f"config.json: {name} is {value!r}, supported is {shown} for {self.model_type}"
+            )
 
-    def layer_windows(self, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
-        """Keys that each layer's queries see (None: all), by `layer_types` or, where the config has none, the family's own rule."""
+    def layer_windows(
+        self, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
+    ) -> tuple[int | None, ...]:
+        """Keys that each layer's queries see (None: all), by `layer_types` or, where the config has
+        none, the family's own rule.
+        """
         types = self.values.get("layer_types")
         if types is None:
-            types = ["sliding_attention" if window and is_sliding(i) else "full_attention" for i in range(num_layers)]
+            types = [
+                "sliding_attention" if window and is_sliding(i) else "full_attention"
+                for i in range(num_layers)
+            ]
         if not isinstance(types, list) or len(types) != num_layers:
             got = f"{len(types)} layers" if isinstance(types, list) else types
-            raise self._wrong("layer_types", got, f"a list of {num_layers}, as num_hidden_layers says")
+            raise self._wrong(
+                "layer_types", got, f"a list of {num_layers}, as num_hidden_layers says"
+            )
         for name in types:
             if name not in ("full_attention", "sliding_attention"):
                 raise self._wrong("layer_types", name, "full_attention or sliding_attention")
         if "sliding_attention" in types and not window:
-            raise self._wrong("sliding_window", self.values.get("sliding_window"), "the window of the sliding layers")
+            raise self._wrong(
+                "sliding_window",
+                self.values.get("sliding_window"),
+                "the window of the sliding layers",
+            )
         return tuple(window if name == "sliding_attention" else None for name in types)
 
     def _get(self, name: str, default: Any) -> Any:
@@ -131,7 +158,8 @@ class HfConfig:
             return value
         if default is None:
             raise UnsupportedModel(
-                f"config.json: {name} is missing" + ("" if name == "model_type" else f", {self.values.get('model_type')} needs it"),
+                f"config.json: {name} is missing"
+                + ("" if name == "model_type" else f", {self.values.get('model_type')} needs it"),
                 hint="the file is incomplete, or no Hugging Face config of this family",
             )
         return default
@@ -143,7 +171,9 @@ class HfConfig:
 def activation_named(name: str, *, where: str) -> Activation:
     """The op's name for a transformers activation."""
     if name not in ACTIVATIONS:
-        raise UnsupportedModel(f"config.json: {where} is {name!r}, supported are {', '.join(ACTIVATIONS)}")
+        raise UnsupportedModel(
+            f"config.json: {where} is {name!r}, supported are {', '.join(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
@@ -162,13 +192,22 @@ class ModelInfo:
     decoder_start_token_id: int | None
 
 
-def model_info(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelInfo:
-    """Token ids come from generation_config.json where it has them, as transformers' generate takes them."""
+def model_info(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+) -> ModelInfo:
+    """Token ids come from generation_config.json where it has them, as transformers' generate takes
+    them.
+    """
     hf = HfConfig(config)
-    ids = {**config, **{name: value for name, value in (generation_config or {}).items() if value is not None}}
+    ids = {
+        **config,
+        **{name: value for name, value in (generation_config or {}).items() if value is not None},
+    }
     return ModelInfo(
         model_type=hf.model_type,
-        max_context_tokens=_first_integer(hf, ("max_position_embeddings", "n_positions"), DEFAULT_CONTEXT_TOKENS),
+        max_context_tokens=_first_integer(
+            hf, ("max_position_embeddings", "n_positions"), DEFAULT_CONTEXT_TOKENS
+        ),
         vocab_size=hf.integer("vocab_size", low=1),
         eos_token_ids=HfConfig(ids).integers("eos_token_id"),
         bos_token_id=ids.get("bos_token_id"),
@@ -179,11 +218,16 @@ def model_info(config: Mapping[str, Any], generation_config: Mapping[str, Any] |
 
 
 def _first_integer(config: HfConfig, names: tuple[str, ...], default: int) -> int:
-    return next((config.integer(name, low=1) for name in names if config.values.get(name) is not None), default)
+    return next(
+        (config.integer(name, low=1) for name in names if config.values.get(name) is not None),
+        default,
+    )
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise UnsupportedModel(f"config.json: dtype is {name!r}, supported are float32, bfloat16 and float16")
+        raise UnsupportedModel(
+            f"config.json: dtype is {name!r}, supported are float32, bfloat16 and float16"
+        )
     return name

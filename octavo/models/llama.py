@@ -1,4 +1,5 @@
-"""Llama 2 and 3, SmolLM2, TinyLlama and whatever else says model_type llama. Touvron et al. 2023."""
+"""Llama 2 and 3, SmolLM2, TinyLlama and whatever else says model_type llama. Touvron et al.
+2023."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from octavo.program.program import Program
 def build(config: HfConfig) -> dict[str, Program]:
     num_layers = config.count("num_hidden_layers")
     bias = config.flag("attention_bias", False)
-    return build_llama(config, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return build_llama(
+        config,
+        windows=(None,) * num_layers,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
+    )
 
 
 def build_llama(
@@ -45,6 +52,8 @@ def build_llama(
             shape,
             cache.groups,
             attention,
-            lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation, bias=mlp_bias),
+            lambda b, x, i: gated_mlp(
+                b, x, f"model.layers.{i}.mlp", width, activation, bias=mlp_bias
+            ),
         )
     }

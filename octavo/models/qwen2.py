@@ -1,4 +1,6 @@
-"""Qwen1.5, Qwen2 and Qwen2.5: Llama with biases on q, k and v, and optional windows in the upper layers. Qwen team 2024."""
+"""Qwen1.5, Qwen2 and Qwen2.5: Llama with biases on q, k and v, and optional windows in the upper
+layers. Qwen team 2024.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 def upper_windows(config: HfConfig) -> tuple[int | None, ...]:
     """Windows from layer max_window_layers on, where use_sliding_window says so."""
-    window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
+    window = (
+        config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
+    )
     first = config.integer("max_window_layers", 28)
     return config.layer_windows(config.count("num_hidden_layers"), window, lambda i: i >= first)

@@ -1,8 +1,17 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, routed experts beside one shared expert with a gate. Qwen team 2024."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, routed experts beside one shared expert with a
+gate. Qwen team 2024.
+"""
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape, SelfAttention, build_decoder, gated_experts, gated_mlp, plan_cache
+from octavo.models.decoder import (
+    DecoderShape,
+    SelfAttention,
+    build_decoder,
+    gated_experts,
+    gated_mlp,
+    plan_cache,
+)
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import rope_parameters
 from octavo.program.builder import Builder
@@ -25,7 +34,14 @@ def build(config: HfConfig) -> dict[str, Program]:
         if i in dense or (i + 1) % step or not num_experts:
             return gated_mlp(b, x, name, dense_width, activation)
         routed = b.route(x, b.linear(x, f"{name}.gate", num_experts), top_k, normalize=normalize)
-        chosen = gated_experts(b, routed, f"{name}.experts", num_experts=num_experts, width=width, activation=activation)
+        chosen = gated_experts(
+            b,
+            routed,
+            f"{name}.experts",
+            num_experts=num_experts,
+            width=width,
+            activation=activation,
+        )
         shared = gated_mlp(b, x, f"{name}.shared_expert", shared_width, activation)
         gate = b.act(b.linear(x, f"{name}.shared_expert_gate", 1), "sigmoid")
         return b.add(chosen, b.mul(shared, gate))
@@ -42,6 +58,8 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 def alternating_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
     """Where use_sliding_window says so: every other layer below max_window_layers."""
-    window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
+    window = (
+        config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
+    )
     last = config.integer("max_window_layers", 28)
     return config.layer_windows(num_layers, window, lambda i: i % 2 == 0 and i < last)

@@ -10,4 +10,11 @@ from octavo.program.program import Program
 
 def build(config: HfConfig) -> dict[str, Program]:
     bias = config.flag("attention_bias", False)
-    return build_llama(config, windows=upper_windows(config), qkv_bias=bias, out_bias=bias, head_norms=True, head_dim=128)
+    return build_llama(
+        config,
+        windows=upper_windows(config),
+        qkv_bias=bias,
+        out_bias=bias,
+        head_norms=True,
+        head_dim=128,
+    )

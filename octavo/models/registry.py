@@ -10,15 +10,30 @@ from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.program.program import Program
 
-FAMILIES = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "t5")
+FAMILIES = (
+    "deepseek_v3",
+    "gemma3_text",
+    "gpt2",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "t5",
+)
 """Hugging Face's model_type, which is also the module's name here."""
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """UnsupportedModel where nobody here knows its model_type: whatever else its config says would be misread."""
+    """UnsupportedModel where nobody here knows its model_type: whatever else its config says would
+    be misread.
+    """
     model_type = HfConfig(config).model_type
     if model_type not in FAMILIES:
-        raise UnsupportedModel(f"model type {model_type!r} is not supported", hint="known are " + ", ".join(FAMILIES))
+        raise UnsupportedModel(
+            f"model type {model_type!r} is not supported", hint="known are " + ", ".join(FAMILIES)
+        )
 
 
 def build_programs(config: Mapping[str, Any]) -> dict[str, Program]:

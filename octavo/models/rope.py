@@ -1,8 +1,10 @@
-"""Rotary tables out of a config: the rope types default, linear, dynamic, llama3, yarn, and longrope where its two lists agree.
+"""Rotary tables out of a config: the rope types default, linear, dynamic, llama3, yarn, and
+longrope where its two lists agree.
 
-Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters` with `rope_type`) are read alike.
-Sources: Su et al. 2021; linear: position interpolation, Chen et al. 2023; llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023,
-with the attention factor as transformers computes it; longrope: Ding et al. 2024.
+Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters`
+with `rope_type`) are read alike. Sources: Su et al. 2021; linear: position interpolation, Chen et
+al. 2023; llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023, with the attention factor as
+transformers computes it; longrope: Ding et al. 2024.
 """
 
 from __future__ import annotations
@@ -24,20 +26,35 @@ class RopeParameters:
     def __init__(self, given: Mapping[str, Any], *, theta: float, max_positions: int) -> None:
         nested = [name for name, value in given.items() if isinstance(value, dict)]
         if nested:
-            raise UnsupportedModel(f"config.json: rope_parameters by layer type ({', '.join(nested)}) are not supported for this family")
+            raise UnsupportedModel(
+                f"config.json: rope_parameters by layer type ({', '.join(nested)}) are not"
+                " supported for this family"
+            )
         self._given = given
         self.kind = str(given.get("rope_type") or given.get("type") or "default")
         self.theta = self.positive("rope_theta", theta)
         self.max_positions = max_positions
         self.original_positions = self.positive("original_max_position_embeddings", max_positions)
-        if self.number("partial_rotary_factor", 1.0) != 1.0 or given.get("mrope_section") is not None:
-            raise UnsupportedModel("config.json: partial_rotary_factor and mrope_section are not supported for this family")
+        if (
+            self.number("partial_rotary_factor", 1.0) != 1.0
+            or given.get("mrope_section") is not None
+        ):
+            raise UnsupportedModel(
+                "config.json: partial_rotary_factor and mrope_section are not supported for this"
+                " family"
+            )
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._given.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UnsupportedModel(f"config.json: rope type {self.kind} needs the number {name}, got {value!r}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise UnsupportedModel(
+                f"config.json: rope type {self.kind} needs the number {name}, got {value!r}"
+            )
         return float(value)
 
     def positive(self, name: str, default: float | None = None) -> float:
@@ -51,8 +68,14 @@ class RopeParameters:
 
     def numbers(self, name: str, count: int) -> list[float]:
         value = self._given.get(name)
-        if not isinstance(value, list) or len(value) != count or not all(isinstance(item, int | float) and item for item in value):
-            raise UnsupportedModel(f"config.json: rope type {self.kind} needs {name}, a list of {count} numbers")
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(isinstance(item, int | float) and item for item in value)
+        ):
+            raise UnsupportedModel(
+                f"config.json: rope type {self.kind} needs {name}, a list of {count} numbers"
+            )
         return [float(item) for item in value]
 
     def flag(self, name: str, default: bool) -> bool:
@@ -62,19 +85,29 @@ class RopeParameters:
     def table(self, rotary_dim: int) -> RopeTable:
         """For heads of which `rotary_dim` columns turn."""
         if rotary_dim % 2:
-            raise UnsupportedModel(f"config.json: {rotary_dim} columns of a head are to turn in pairs, allowed is an even number")
+            raise UnsupportedModel(
+                f"config.json: {rotary_dim} columns of a head are to turn in pairs, allowed is an"
+                " even number"
+            )
         if self.kind not in _MAKERS:
-            raise UnsupportedModel(f"config.json: rope type {self.kind!r} is not supported, known are {', '.join(_MAKERS)}")
+            raise UnsupportedModel(
+                f"config.json: rope type {self.kind!r} is not supported, known are"
+                f" {', '.join(_MAKERS)}"
+            )
         return _MAKERS[self.kind](self, rotary_dim)
 
 
 def rope_parameters(config: HfConfig, *, default_theta: float = DEFAULT_THETA) -> RopeParameters:
-    """The model's one set of parameters. Where both spellings stand, `rope_scaling` wins, as in transformers."""
+    """The model's one set of parameters. Where both spellings stand, `rope_scaling` wins, as in
+    transformers.
+    """
     given = dict(config.table("rope_scaling") or config.table("rope_parameters"))
     if config.values.get("partial_rotary_factor") is not None:
         given.setdefault("partial_rotary_factor", config.values["partial_rotary_factor"])
     return RopeParameters(
-        given, theta=config.number("rope_theta", default_theta), max_positions=config.integer("max_position_embeddings", low=1)
+        given,
+        theta=config.number("rope_theta", default_theta),
+        max_positions=config.integer("max_position_embeddings", low=1),
     )
 
 
@@ -104,7 +137,11 @@ def _dynamic(p: RopeParameters, dim: int) -> RopeTable:
 
 def _llama3(p: RopeParameters, dim: int) -> RopeTable:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    factor, low, high = p.positive("factor"), p.number("low_freq_factor"), p.number("high_freq_factor")
+    factor, low, high = (
+        p.positive("factor"),
+        p.number("low_freq_factor"),
+        p.number("high_freq_factor"),
+    )
 
     def stretched(frequency: float) -> float:
         turns = p.original_positions * frequency / (2 * math.pi)
@@ -119,11 +156,15 @@ def _llama3(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _yarn(p: RopeParameters, dim: int) -> RopeTable:
-    """Interpolated below `low`, kept above `high` (columns that make beta_fast and beta_slow turns over the original context)."""
+    """Interpolated below `low`, kept above `high` (columns that make beta_fast and beta_slow turns
+    over the original context).
+    """
     factor = p.positive("factor")
 
     def column(turns: float) -> float:
-        return dim * math.log(p.original_positions / (turns * 2 * math.pi)) / (2 * math.log(p.theta))
+        return (
+            dim * math.log(p.original_positions / (turns * 2 * math.pi)) / (2 * math.log(p.theta))
+        )
 
     low, high = column(p.optional("beta_fast") or 32.0), column(p.optional("beta_slow") or 1.0)
     if p.flag("truncate", True):
@@ -135,7 +176,10 @@ def _yarn(p: RopeParameters, dim: int) -> RopeTable:
         ramp = min(max((i - low) / width, 0.0), 1.0)
         return frequency / factor * ramp + frequency * (1 - ramp)
 
-    return RopeTable(tuple(blended(i, f) for i, f in enumerate(_plain(p, dim))), _yarn_attention_factor(p, factor))
+    return RopeTable(
+        tuple(blended(i, f) for i, f in enumerate(_plain(p, dim))),
+        _yarn_attention_factor(p, factor),
+    )
 
 
 def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
@@ -150,13 +194,25 @@ def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
 
 
 def _longrope(p: RopeParameters, dim: int) -> RopeTable:
-    """A factor for each frequency. Lists that differ would need a table for each request's length."""
+    """A factor for each frequency. Lists that differ would need a table for each request's
+    length."""
     short, long = p.numbers("short_factor", dim // 2), p.numbers("long_factor", dim // 2)
     if short != long:
-        raise UnsupportedModel("config.json: rope type longrope is supported only where short_factor and long_factor are the same")
-    given, factor = p.optional("attention_factor"), p.positive("factor", p.max_positions / p.original_positions)
-    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(p.original_positions))
-    return RopeTable(tuple(f / s for f, s in zip(_plain(p, dim), short, strict=True)), attention if given is None else given)
+        raise UnsupportedModel(
+            "config.json: rope type longrope is supported only where short_factor and long_factor"
+            " are the same"
+        )
+    given, factor = (
+        p.optional("attention_factor"),
+        p.positive("factor", p.max_positions / p.original_positions),
+    )
+    attention = (
+        1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(p.original_positions))
+    )
+    return RopeTable(
+        tuple(f / s for f, s in zip(_plain(p, dim), short, strict=True)),
+        attention if given is None else given,
+    )
 
 
 _MAKERS: dict[str, Callable[[RopeParameters, int], RopeTable]] = {

@@ -1,7 +1,9 @@
-"""T5: an encoder and a decoder with relative position biases, no rope, unscaled attention. Raffel et al. 2020.
+"""T5: an encoder and a decoder with relative position biases, no rope, unscaled attention. Raffel
+et al. 2020.
 
-Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an output layer of its own), also Flan-T5. The encoder runs over
-the whole input at once: its attention is full. At its end it leaves each decoder layer's cross K and V in the group "cross".
+Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an output layer of its own), also
+Flan-T5. The encoder runs over the whole input at once: its attention is full. At its end it leaves
+each decoder layer's cross K and V in the group "cross".
 """
 
 from __future__ import annotations
@@ -53,8 +55,14 @@ def read_shape(config: HfConfig) -> T5Shape:
     projection = config.text("feed_forward_proj", "relu")
     gated, name = projection.startswith("gated-"), projection.split("-")[-1]
     if projection.count("-") > gated:
-        raise UnsupportedModel(f"config.json: feed_forward_proj is {projection!r}, allowed is ACTIVATION or gated-ACTIVATION")
-    own_head = config.values.get("tie_word_embeddings") is False or config.values.get("scale_decoder_outputs") is False
+        raise UnsupportedModel(
+            f"config.json: feed_forward_proj is {projection!r}, allowed is ACTIVATION or"
+            " gated-ACTIVATION"
+        )
+    own_head = (
+        config.values.get("tie_word_embeddings") is False
+        or config.values.get("scale_decoder_outputs") is False
+    )
     num_layers = config.count("num_layers")
     return T5Shape(
         vocab_size=config.integer("vocab_size", low=1),
@@ -67,7 +75,11 @@ def read_shape(config: HfConfig) -> T5Shape:
         num_buckets=config.size("relative_attention_num_buckets", 32),
         max_distance=config.integer("relative_attention_max_distance", 128, low=1),
         eps=config.number("layer_norm_epsilon", 1e-6),
-        activation="gelu_tanh" if projection == "gated-gelu" else activation_named(name, where="feed_forward_proj"),
+        activation=(
+            "gelu_tanh"
+            if projection == "gated-gelu"
+            else activation_named(name, where="feed_forward_proj")
+        ),
         gated=gated,
         tied=not own_head,
         scaled=config.flag("scale_decoder_outputs", not own_head),
@@ -79,7 +91,9 @@ def build_encoder(shape: T5Shape) -> Program:
     x = b.embedding(b.token_ids("encoder_tokens"), "shared", shape.vocab_size, shape.width)
     for i in range(shape.num_encoder_layers):
         block = f"encoder.block.{i}.layer"
-        x = b.add(x, self_attention(b, x, f"{block}.0", shape, group="encoder", layer=i, mask="full"))
+        x = b.add(
+            x, self_attention(b, x, f"{block}.0", shape, group="encoder", layer=i, mask="full")
+        )
         x = b.add(x, feed_forward(b, x, f"{block}.1", shape))
     x = b.rms_norm(x, "encoder.final_layer_norm", shape.eps)
     for i in range(shape.num_decoder_layers):
@@ -92,7 +106,9 @@ def build_decoder(shape: T5Shape) -> Program:
     x = b.embedding(b.token_ids(), "shared", shape.vocab_size, shape.width)
     for i in range(shape.num_decoder_layers):
         block = f"decoder.block.{i}.layer"
-        x = b.add(x, self_attention(b, x, f"{block}.0", shape, group="decoder", layer=i, mask="causal"))
+        x = b.add(
+            x, self_attention(b, x, f"{block}.0", shape, group="decoder", layer=i, mask="causal")
+        )
         x = b.add(x, cross_attention(b, x, f"{block}.1", shape, layer=i))
         x = b.add(x, feed_forward(b, x, f"{block}.2", shape))
     x = b.rms_norm(b.gather_rows(x), "decoder.final_layer_norm", shape.eps)
@@ -100,12 +116,17 @@ def build_decoder(shape: T5Shape) -> Program:
     return b.finish(logits=b.linear(x, "shared" if shape.tied else "lm_head", shape.vocab_size))
 
 
-def self_attention(b: Builder, x: Value, module: str, shape: T5Shape, *, group: str, layer: int, mask: MaskKind) -> Value:
+def self_attention(
+    b: Builder, x: Value, module: str, shape: T5Shape, *, group: str, layer: int, mask: MaskKind
+) -> Value:
     """All layers of a stack share the first one's bias table."""
     h = b.rms_norm(x, f"{module}.layer_norm", shape.eps)
     q = b.linear(h, f"{module}.SelfAttention.q", shape.num_heads * shape.head_dim)
     write_kv(b, h, f"{module}.SelfAttention", shape, group=group, layer=layer)
-    table = Weight(f"{group}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (shape.num_buckets, shape.num_heads))
+    table = Weight(
+        f"{group}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        (shape.num_buckets, shape.num_heads),
+    )
     bias = T5Bias(table, shape.num_buckets, shape.max_distance, bidirectional=mask == "full")
     h = b.attention(q, group, layer, num_heads=shape.num_heads, scale=1.0, mask=mask, bias=bias)
     return b.linear(h, f"{module}.SelfAttention.o", shape.width)

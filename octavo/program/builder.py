@@ -1,7 +1,7 @@
 """Builds a Program op by op, so that a model family reads like its formula.
 
-Owns the names of Values (after the module that makes them) and the link from a module's name to its checkpoint tensors
-(`<module>.weight`, `<module>.bias`). Knows nothing of any family.
+Owns the names of Values (after the module that makes them) and the link from a module's name to its
+checkpoint tensors (`<module>.weight`, `<module>.bias`). Knows nothing of any family.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from octavo.program.program import Axis, CacheGroup, Op, Program, Value, Weight
 
 
 class Builder:
-    """Every method appends one op and returns the Value it makes. Widths are in columns, names are those of modules."""
+    """Every method appends one op and returns the Value it makes. Widths are in columns, names are
+    those of modules.
+    """
 
     def __init__(self, name: str, groups: tuple[CacheGroup, ...] = (), vocab_size: int = 0) -> None:
         self._name = name
@@ -50,7 +52,14 @@ class Builder:
 
     def finish(self, **outputs: Value) -> Program:
         """The Program, checked."""
-        program = Program(self._name, dict(self._inputs), outputs, tuple(self._ops), self._groups, self._vocab_size)
+        program = Program(
+            self._name,
+            dict(self._inputs),
+            outputs,
+            tuple(self._ops),
+            self._groups,
+            self._vocab_size,
+        )
         program.check()
         return program
 
@@ -66,19 +75,29 @@ class Builder:
         self._inputs["hidden"] = value
         return value
 
-    # -- rows in, rows out ------------------------------------------------------------------------------------------------
+    # -- rows in, rows out -------------------------------------------------------------------------
 
-    def embedding(self, ids: Value, name: str, num_rows: int, width: int, *, scale: float = 1.0) -> Value:
+    def embedding(
+        self, ids: Value, name: str, num_rows: int, width: int, *, scale: float = 1.0
+    ) -> Value:
         out = self._value(name, ids.axis, width)
         self._ops.append(Embedding(out, Weight(f"{name}.weight", (num_rows, width)), ids, scale))
         return out
 
-    def position_embedding(self, name: str, num_rows: int, width: int, *, axis: Axis = "tokens", offset: int = 0) -> Value:
+    def position_embedding(
+        self, name: str, num_rows: int, width: int, *, axis: Axis = "tokens", offset: int = 0
+    ) -> Value:
         out = self._value(name, axis, width)
-        self._ops.append(Embedding(out, Weight(f"{name}.weight", (num_rows, width)), by_position=True, offset=offset))
+        self._ops.append(
+            Embedding(
+                out, Weight(f"{name}.weight", (num_rows, width)), by_position=True, offset=offset
+            )
+        )
         return out
 
-    def rms_norm(self, x: Value, name: str, eps: float, *, weight_offset: float = 0.0, group_width: int = 0) -> Value:
+    def rms_norm(
+        self, x: Value, name: str, eps: float, *, weight_offset: float = 0.0, group_width: int = 0
+    ) -> Value:
         out = self._like(name, x)
         weight = Weight(f"{name}.weight", (group_width or x.width,))
         self._ops.append(RmsNorm(x, out, weight, eps, weight_offset, group_width))
@@ -86,14 +105,29 @@ class Builder:
 
     def layer_norm(self, x: Value, name: str, eps: float) -> Value:
         out = self._like(name, x)
-        self._ops.append(LayerNorm(x, out, Weight(f"{name}.weight", (x.width,)), Weight(f"{name}.bias", (x.width,)), eps))
+        self._ops.append(
+            LayerNorm(
+                x,
+                out,
+                Weight(f"{name}.weight", (x.width,)),
+                Weight(f"{name}.bias", (x.width,)),
+                eps,
+            )
+        )
         return out
 
     def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:
         """`name.weight [width, in]`, and `name.bias` where asked for."""
-        return self.linear_of(x, Weight(f"{name}.weight", (width, x.width)), Weight(f"{name}.bias", (width,)) if bias else None, name=name)
+        return self.linear_of(
+            x,
+            Weight(f"{name}.weight", (width, x.width)),
+            Weight(f"{name}.bias", (width,)) if bias else None,
+            name=name,
+        )
 
-    def linear_of(self, x: Value, weight: Weight, bias: Weight | None = None, *, name: str) -> Value:
+    def linear_of(
+        self, x: Value, weight: Weight, bias: Weight | None = None, *, name: str
+    ) -> Value:
         """A linear whose tensors are not kept as `[out, in]` under the module's own name."""
         out = self._value(name, x.axis, weight.shape[0])
         self._ops.append(Linear(x, (out,), (weight,), () if bias is None else (bias,)))
@@ -144,7 +178,7 @@ class Builder:
         self._ops.append(ActMul(gate, up, out, activation, clamp, alpha, up_offset))
         return out
 
-    # -- attention and its cache ------------------------------------------------------------------------------------------
+    # -- attention and its cache -------------------------------------------------------------------
 
     def rope(
         self,
@@ -157,7 +191,18 @@ class Builder:
     ) -> Value:
         """Rotates as many columns of each head as the table has frequencies for, twice."""
         out = self._like("rotated", x)
-        self._ops.append(Rope(x, out, num_heads, x.width // num_heads, 2 * len(table.inv_freq), rotary_start, table, style))
+        self._ops.append(
+            Rope(
+                x,
+                out,
+                num_heads,
+                x.width // num_heads,
+                2 * len(table.inv_freq),
+                rotary_start,
+                table,
+                style,
+            )
+        )
         return out
 
     def kv_write(self, group: str, layer: int, k_parts: tuple[Value, ...], v: Value | None) -> None:
@@ -180,7 +225,9 @@ class Builder:
         kv = next(entry for entry in self._groups if entry.name == group)
         out = self._value("attention", q.axis, num_heads * kv.v_width)
         window = kv.window if mask == "window" else None
-        self._ops.append(Attention(q, out, group, layer, num_heads, scale, mask, window, softcap, sinks, bias))
+        self._ops.append(
+            Attention(q, out, group, layer, num_heads, scale, mask, window, softcap, sinks, bias)
+        )
         return out
 
     def mla_attention(
@@ -200,11 +247,25 @@ class Builder:
         v_width = kv_b.shape[0] // num_heads - nope
         out = self._value("attention", q_nope.axis, num_heads * v_width)
         latent = kv.k_width - rope
-        op = MlaAttention(q_nope, q_rope, out, kv_b, group, layer, num_heads, nope, rope, latent, v_width, scale, form)
+        op = MlaAttention(
+            q_nope,
+            q_rope,
+            out,
+            kv_b,
+            group,
+            layer,
+            num_heads,
+            nope,
+            rope,
+            latent,
+            v_width,
+            scale,
+            form,
+        )
         self._ops.append(op)
         return out
 
-    # -- experts ----------------------------------------------------------------------------------------------------------
+    # -- experts -----------------------------------------------------------------------------------
 
     def route(
         self,
@@ -225,10 +286,26 @@ class Builder:
             Value(self._fresh("expert_ids"), x.axis, top_k, "int"),
             self._value("expert_weights", x.axis, top_k),
         )
-        self._ops.append(Route(x, logits, outs, logits.width, top_k, score, bias, num_groups, top_groups, normalize, scale))
+        self._ops.append(
+            Route(
+                x,
+                logits,
+                outs,
+                logits.width,
+                top_k,
+                score,
+                bias,
+                num_groups,
+                top_groups,
+                normalize,
+                scale,
+            )
+        )
         return outs
 
-    def grouped_linear(self, x: Value, ids: Value, weight: Weight, bias: Weight | None = None) -> Value:
+    def grouped_linear(
+        self, x: Value, ids: Value, weight: Weight, bias: Weight | None = None
+    ) -> Value:
         out = self._value("grouped", "expert_rows", weight.shape[1])
         self._ops.append(GroupedLinear(x, ids, out, weight, bias))
         return out
@@ -238,14 +315,14 @@ class Builder:
         self._ops.append(Combine(x, weights, out))
         return out
 
-    # -- rows chosen ------------------------------------------------------------------------------------------------------
+    # -- rows chosen -------------------------------------------------------------------------------
 
     def gather_rows(self, x: Value) -> Value:
         out = self._value("sampled", "samples", x.width)
         self._ops.append(GatherRows(x, out))
         return out
 
-    # -- names ------------------------------------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
     def _value(self, name: str, axis: Axis, width: int) -> Value:
         return Value(self._fresh(name), axis, width)

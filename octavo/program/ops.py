@@ -1,8 +1,9 @@
 """The kinds of op a Program is made of: for each its shapes, its formula and its source.
 
-Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E` experts, `k` experts a token,
-`V` vocabulary. Attributes are plain numbers and strings, so that passes and backends can compare and hash ops. Positions,
-slots and block tables are not Values: every op that needs them reads the step's batch (`backends/base.py`).
+Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E`
+experts, `k` experts a token, `V` vocabulary. Attributes are plain numbers and strings, so that
+passes and backends can compare and hash ops. Positions, slots and block tables are not Values:
+every op that needs them reads the step's batch (`backends/batch.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ MaskKind = Literal["causal", "full", "window", "chunk", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Inverse frequencies (`rotary_dim / 2` of them, radians a position) and what cos and sin are multiplied with (YaRN's mscale)."""
+    """Inverse frequencies (`rotary_dim / 2` of them, radians a position) and what cos and sin are
+    multiplied with (YaRN's mscale).
+    """
 
     inv_freq: tuple[float, ...]
     mscale: float = 1.0
@@ -26,8 +29,9 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class T5Bias:
-    """T5's relative position bias: `table [num_buckets, H]`, looked up by the bucket of key position - query position
-    (Raffel et al. 2020, section 2.1; the logarithmic buckets of its reference code)."""
+    """T5's relative position bias: `table [num_buckets, H]`, looked up by the bucket of key
+    position - query position (Raffel et al. 2020, section 2.1; the logarithmic buckets of its
+    reference code)."""
 
     table: Weight
     num_buckets: int
@@ -42,14 +46,16 @@ class AlibiBias:
     slopes: tuple[float, ...]
 
 
-# -- rows in, rows out ----------------------------------------------------------------------------------------------------
+# -- rows in, rows out -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding(Op):
-    """out[t] = table[ids[t]] * scale. `table [V, W]`. With `by_position` the ids are the step's positions plus `offset` (GPT-2, OPT).
+    """out[t] = table[ids[t]] * scale. `table [V, W]`. With `by_position` the ids are the step's
+    positions plus `offset` (GPT-2, OPT).
 
-    With `first_row` the table is a rank's part of the vocabulary's, from that row on; an id outside of it gives zeros.
+    With `first_row` the table is a rank's part of the vocabulary's, from that row on; an id outside
+    of it gives zeros.
     """
 
     out: Value
@@ -63,9 +69,11 @@ class Embedding(Op):
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm(Op):
-    """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over groups of `group_width` columns (the whole row where 0).
+    """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over groups of `group_width` columns
+    (the whole row where 0).
 
-    `x [T, W]`, `weight [group_width or W]`. Head norms (Qwen3, Gemma 3) have `group_width = D`. Zhang and Sennrich 2019.
+    `x [T, W]`, `weight [group_width or W]`. Head norms (Qwen3, Gemma 3) have `group_width = D`.
+    Zhang and Sennrich 2019.
     """
 
     x: Value
@@ -89,7 +97,9 @@ class LayerNorm(Op):
 
 @dataclass(frozen=True, slots=True)
 class PreNorm:
-    """A norm that a Linear applies to its rows first: RmsNorm or, with `centered`, LayerNorm. Made by the fuse pass."""
+    """A norm that a Linear applies to its rows first: RmsNorm or, with `centered`, LayerNorm. Made
+    by the fuse pass.
+    """
 
     weight: Weight
     eps: float
@@ -100,7 +110,8 @@ class PreNorm:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a gated Linear does with its two products: ActMul's attributes. Made by the fuse pass."""
+    """What a gated Linear does with its two products: ActMul's attributes. Made by the fuse
+    pass."""
 
     activation: Activation
     clamp: float | None = None
@@ -112,10 +123,11 @@ class Gate:
 class Linear(Op):
     """[outs...] = x @ concat(weights)^T + concat(biases), then the activation where one is set.
 
-    `x [T, in]`; `weights` are stacked on their output axis, in order; `outs` cut the result's columns in order (their widths sum
-    to the weights' rows, but need not match one to one). So a merged q+k+v keeps its named slices. `biases` is empty or as long as
-    `weights`, with None for a slice without one. `residual [T, sum of widths]` is added last (needs one out).
-    `norm` is applied to x first. With `gate` the weights are (gate, up) of the same shape, and the one out is
+    `x [T, in]`; `weights` are stacked on their output axis, in order; `outs` cut the result's
+    columns in order (their widths sum to the weights' rows, but need not match one to one). So a
+    merged q+k+v keeps its named slices. `biases` is empty or as long as `weights`, with None for a
+    slice without one. `residual [T, sum of widths]` is added last (needs one out). `norm` is
+    applied to x first. With `gate` the weights are (gate, up) of the same shape, and the one out is
     ActMul(x @ gate^T, x @ up^T). Models leave these two to the fuse pass.
     """
 
@@ -167,7 +179,9 @@ class SoftCap(Op):
 
 @dataclass(frozen=True, slots=True)
 class Act(Op):
-    """out = f(x), elementwise. gelu is the exact (erf) form, gelu_tanh the tanh approximation, relu2 = relu squared."""
+    """out = f(x), elementwise. gelu is the exact (erf) form, gelu_tanh the tanh approximation,
+    relu2 = relu squared.
+    """
 
     x: Value
     out: Value
@@ -178,8 +192,8 @@ class Act(Op):
 class ActMul(Op):
     """out = f(gate) * (up + up_offset). Shazeer 2020.
 
-    With `clamp` c: gate = min(gate, c), up = clip(up, -c, c) first. With `alpha`: f(g) = g * sigmoid(alpha * g) in place of silu
-    (gpt_oss: clamp 7, alpha 1.702, up_offset 1).
+    With `clamp` c: gate = min(gate, c), up = clip(up, -c, c) first. With `alpha`: f(g) = g *
+    sigmoid(alpha * g) in place of silu (gpt_oss: clamp 7, alpha 1.702, up_offset 1).
     """
 
     gate: Value
@@ -191,15 +205,17 @@ class ActMul(Op):
     up_offset: float = 0.0
 
 
-# -- attention and its cache ----------------------------------------------------------------------------------------------
+# -- attention and its cache -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Rope(Op):
-    """Rotates the first `rotary_dim` columns of each head by the row's position. `x [T, heads * head_width]`.
+    """Rotates the first `rotary_dim` columns of each head by the row's position. `x [T, heads *
+    head_width]`.
 
-    half: pairs (i, i + rotary_dim/2), GPT-NeoX's and Hugging Face's order; interleaved: pairs (2i, 2i+1), GPT-J's.
-    angle = position * table.inv_freq[i]; cos and sin are multiplied with table.mscale. Su et al. 2021; YaRN: Peng et al. 2023.
+    half: pairs (i, i + rotary_dim/2), GPT-NeoX's and Hugging Face's order; interleaved: pairs (2i,
+    2i+1), GPT-J's. angle = position * table.inv_freq[i]; cos and sin are multiplied with
+    table.mscale. Su et al. 2021; YaRN: Peng et al. 2023.
     """
 
     x: Value
@@ -214,9 +230,11 @@ class Rope(Op):
 
 @dataclass(frozen=True, slots=True)
 class KvWrite(Op):
-    """Stores this step's K and V of one layer at the rows' slots of the group; slot -1 stores nothing.
+    """Stores this step's K and V of one layer at the rows' slots of the group; slot -1 stores
+    nothing.
 
-    `k_parts` are laid side by side per head (MLA: latent, then the rotary part), `[T, K * width]` each; `v [T, K * v_width]` or None.
+    `k_parts` are laid side by side per head (MLA: latent, then the rotary part), `[T, K * width]`
+    each; `v [T, K * v_width]` or None.
     """
 
     k_parts: tuple[Value, ...]
@@ -227,14 +245,16 @@ class KvWrite(Op):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Op):
-    """out[t, h] = softmax(scale * q[t, h] . K + bias) . V over the keys of the row's request, read from the cache group.
+    """out[t, h] = softmax(scale * q[t, h] . K + bias) . V over the keys of the row's request, read
+    from the cache group.
 
-    `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer` is the layer within the group
-    whose K and V are read (another layer's where layers share KV). mask causal: key position <= query position; window: and
-    > query position - window; full: every key below the request's context length (encoders, cross attention). `softcap` c:
-    score = c * tanh(score / c). `sinks [H]`: one logit a head that joins the softmax's denominator only (gpt_oss).
-    Numbers: splits of 256 keys at absolute positions, each with its own fp32 (m, l, acc), merged left to right
-    (Dao et al. 2022; Milakov and Gimelshein 2018).
+    `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer`
+    is the layer within the group whose K and V are read (another layer's where layers share KV).
+    mask causal: key position <= query position; window: and > query position - window; full: every
+    key below the request's context length (encoders, cross attention). `softcap` c: score = c *
+    tanh(score / c). `sinks [H]`: one logit a head that joins the softmax's denominator only
+    (gpt_oss). Numbers: splits of 256 keys at absolute positions, each with its own fp32 (m, l,
+    acc), merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
     """
 
     q: Value
@@ -252,11 +272,13 @@ class Attention(Op):
 
 @dataclass(frozen=True, slots=True)
 class MlaAttention(Op):
-    """Attention over a latent group (DeepSeek-V2, section 2.1). The cache row is [c (latent_width) | k_rope (rope_width)].
+    """Attention over a latent group (DeepSeek-V2, section 2.1). The cache row is [c (latent_width)
+    | k_rope (rope_width)].
 
-    `q_nope [T, H * nope_width]`, `q_rope [T, H * rope_width]`, `kv_b [H * (nope_width + v_width), latent_width]` whose rows a head
-    are W_UK then W_UV; `out [T, H * v_width]`. score = scale * (q_nope . (W_UK c) + q_rope . k_rope); value = W_UV c.
-    `form` says how it is computed: absorbed (W_UK folded into q, W_UV applied after) or expanded; the model decides, never T.
+    `q_nope [T, H * nope_width]`, `q_rope [T, H * rope_width]`, `kv_b [H * (nope_width + v_width),
+    latent_width]` whose rows a head are W_UK then W_UV; `out [T, H * v_width]`. score = scale *
+    (q_nope . (W_UK c) + q_rope . k_rope); value = W_UV c. `form` says how it is computed: absorbed
+    (W_UK folded into q, W_UV applied after) or expanded; the model decides, never T.
     """
 
     q_nope: Value
@@ -274,17 +296,19 @@ class MlaAttention(Op):
     form: Literal["absorbed", "expanded"] = "absorbed"
 
 
-# -- experts --------------------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Route(Op):
     """Chooses `top_k` experts for each row and lays its row out once for each of them.
 
-    `x [T, W]`, `logits [T, E]`; makes `out = (rows [T*k, W] of axis expert_rows in the order t*k + j, ids [T, k] int, weights [T, k])`.
-    score = softmax or sigmoid over all experts, or `softmax_top_k`: softmax over the chosen logits only. Choice is by score plus
-    `bias [E]` (DeepSeek-V3), among the best `top_groups` of `num_groups` groups of experts (a group's rank: the sum of its two best).
-    The weights are the scores without the bias, divided by their sum where `normalize`, times `scale`. Ties: the lower id.
+    `x [T, W]`, `logits [T, E]`; makes `out = (rows [T*k, W] of axis expert_rows in the order t*k +
+    j, ids [T, k] int, weights [T, k])`. score = softmax or sigmoid over all experts, or
+    `softmax_top_k`: softmax over the chosen logits only. Choice is by score plus `bias [E]`
+    (DeepSeek-V3), among the best `top_groups` of `num_groups` groups of experts (a group's rank:
+    the sum of its two best). The weights are the scores without the bias, divided by their sum
+    where `normalize`, times `scale`. Ties: the lower id.
     """
 
     x: Value
@@ -302,7 +326,9 @@ class Route(Op):
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinear(Op):
-    """out[r] = W[ids of r] x[r] + b[ids of r]. `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E, out, in]`, `bias [E, out]`."""
+    """out[r] = W[ids of r] x[r] + b[ids of r]. `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E,
+    out, in]`, `bias [E, out]`.
+    """
 
     x: Value
     ids: Value
@@ -320,7 +346,7 @@ class Combine(Op):
     out: Value
 
 
-# -- rows chosen, tokens drawn --------------------------------------------------------------------------------------------
+# -- rows chosen, tokens drawn ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +368,9 @@ class PoolRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScatterRows(Op):
-    """out = base, with the rows at the step's `scatter_rows` taken from x (image features into text)."""
+    """out = base, with the rows at the step's `scatter_rows` taken from x (image features into
+    text).
+    """
 
     x: Value
     base: Value
@@ -351,7 +379,9 @@ class ScatterRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class Lora(Op):
-    """out = base + scale[a] * B[a] (A[a] x), with a = the step's adapter_rows (none where -1). Hu et al. 2021."""
+    """out = base + scale[a] * B[a] (A[a] x), with a = the step's adapter_rows (none where -1). Hu
+    et al. 2021.
+    """
 
     x: Value
     base: Value
@@ -359,14 +389,16 @@ class Lora(Op):
     target: str
 
 
-# -- ranks ----------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Op):
-    """out = sum over the ranks of their x, in an order that is the same on all of them. `x [T, W]` to `out [T, W]`.
+    """out = sum over the ranks of their x, in an order that is the same on all of them. `x [T, W]`
+    to `out [T, W]`.
 
-    What stands behind a product that is split along its inputs. Shoeybi et al. 2019 (Megatron-LM), section 3.
+    What stands behind a product that is split along its inputs. Shoeybi et al. 2019 (Megatron-LM),
+    section 3.
     """
 
     x: Value
@@ -375,9 +407,11 @@ class AllReduce(Op):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Op):
-    """out = the ranks' x side by side, in rank order. `x [T, widths[rank]]` to `out [T, sum of widths]`.
+    """out = the ranks' x side by side, in rank order. `x [T, widths[rank]]` to `out [T, sum of
+    widths]`.
 
-    What stands behind a product that is split along its outputs, where all of them are wanted on every rank (logits).
+    What stands behind a product that is split along its outputs, where all of them are wanted on
+    every rank (logits).
     """
 
     x: Value

@@ -1,7 +1,8 @@
 """A model as data: Values with row axes, KV cache groups, weights, and a flat list of ops.
 
-Knows nothing of devices, files or requests. `models/` builds Programs, `passes/` rewrite them, `backends/` run them.
-The kinds of op stand in `ops.py`. Source: the project's own design; the closest relatives are the graph of ggml and TVM's Relax.
+Knows nothing of devices, files or requests. `models/` builds Programs, `passes/` rewrite them,
+`backends/` run them. The kinds of op stand in `ops.py`. Source: the project's own design; the
+closest relatives are the graph of ggml and TVM's Relax.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ MADE = ("out", "outs")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An array `[rows of axis, width]` that one op makes and others read. Names are unique in a Program."""
+    """An array `[rows of axis, width]` that one op makes and others read. Names are unique in a
+    Program.
+    """
 
     name: str
     axis: Axis
@@ -39,7 +42,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Which rows (of the output axis) and which inputs (of the last axis) of a weight of `shape` one rank has; None: all."""
+    """Which rows (of the output axis) and which inputs (of the last axis) of a weight of `shape`
+    one rank has; None: all.
+    """
 
     shape: tuple[int, ...]
     rows: Span | None = None
@@ -48,14 +53,17 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter, named as the family's safetensors checkpoint names it, and how its tensors become it.
+    """A parameter, named as the family's safetensors checkpoint names it, and how its tensors
+    become it.
 
-    `shape` is what the op wants: `[out, in]` for a linear, `[E, out, in]` for experts, `[n]` for norms and biases, `[E, out]` for
-    the experts' biases (`rows_last`). `sources` are checkpoint tensors (several are stacked on a new first axis); `name` alone where empty.
-    `transposed`: the checkpoint keeps the last two axes the other way round (GPT-2's Conv1D, gpt_oss's experts).
-    Where `source_rows` is set, the checkpoint's tensor has so many rows on its output axis (after transposing), and this weight is
-    some of them: its row r is row_start + (r // row_run) * row_step + r % row_run of the tensor.
-    `cut` is set on a rank's part of a weight, whose `shape` is then the part's.
+    `shape` is what the op wants: `[out, in]` for a linear, `[E, out, in]` for experts, `[n]` for
+    norms and biases, `[E, out]` for the experts' biases (`rows_last`). `sources` are checkpoint
+    tensors (several are stacked on a new first axis); `name` alone where empty. `transposed`: the
+    checkpoint keeps the last two axes the other way round (GPT-2's Conv1D, gpt_oss's experts).
+    Where `source_rows` is set, the checkpoint's tensor has so many rows on its output axis (after
+    transposing), and this weight is some of them: its row r is row_start + (r // row_run) *
+    row_step + r % row_run of the tensor. `cut` is set on a rank's part of a weight, whose `shape`
+    is then the part's.
     """
 
     name: str
@@ -81,7 +89,9 @@ class Weight:
             return None
         first = 0 if self.cut is None or self.cut.rows is None else self.cut.rows[0]
         rows = range(first, first + self.shape[self.row_axis])
-        return tuple(self.row_start + r // self.row_run * self.row_step + r % self.row_run for r in rows)
+        return tuple(
+            self.row_start + r // self.row_run * self.row_step + r % self.row_run for r in rows
+        )
 
     @property
     def tensor_rows(self) -> int:
@@ -100,7 +110,11 @@ class Weight:
             shape[-1] = inputs[1] - inputs[0]
         if rows is not None:
             shape[self.row_axis] = rows[1] - rows[0]
-        return self if tuple(shape) == self.shape else replace(self, shape=tuple(shape), cut=Cut(self.shape, rows, inputs))
+        return (
+            self
+            if tuple(shape) == self.shape
+            else replace(self, shape=tuple(shape), cut=Cut(self.shape, rows, inputs))
+        )
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -111,9 +125,10 @@ class Weight:
 class CacheGroup:
     """Layers that keep the same kind of KV, under one set of block tables.
 
-    Per layer and token it holds `num_kv_heads * k_width` numbers of K and `num_kv_heads * v_width` of V
-    (`latent`: one head, `k_width` = latent + rotary part, `v_width` = 0). `window` is the number of keys a query
-    sees, itself included. `cross` groups are written by the encoder Program and read by the decoder.
+    Per layer and token it holds `num_kv_heads * k_width` numbers of K and `num_kv_heads * v_width`
+    of V (`latent`: one head, `k_width` = latent + rotary part, `v_width` = 0). `window` is the
+    number of keys a query sees, itself included. `cross` groups are written by the encoder Program
+    and read by the decoder.
     """
 
     name: str
@@ -127,7 +142,8 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Base of every op. A field's annotation says its role: Value(s) read, Value(s) made, Weight(s), or an attribute.
+    """Base of every op. A field's annotation says its role: Value(s) read, Value(s) made,
+    Weight(s), or an attribute.
 
     Fields named `out` or `outs` are made; every other Value is read.
     """
@@ -138,15 +154,29 @@ class Op:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        return tuple(value for name in self._holders(Value) if name not in MADE for value in _flat(getattr(self, name), Value))
+        return tuple(
+            value
+            for name in self._holders(Value)
+            if name not in MADE
+            for value in _flat(getattr(self, name), Value)
+        )
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        return tuple(value for name in self._holders(Value) if name in MADE for value in _flat(getattr(self, name), Value))
+        return tuple(
+            value
+            for name in self._holders(Value)
+            if name in MADE
+            for value in _flat(getattr(self, name), Value)
+        )
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        return tuple(weight for name in self._holders(Weight) for weight in _flat(getattr(self, name), Weight))
+        return tuple(
+            weight
+            for name in self._holders(Weight)
+            for weight in _flat(getattr(self, name), Weight)
+        )
 
     def on(self, values: Mapping[Value, Value]) -> Self:
         """The same op on other Values, where `values` has them."""
@@ -162,13 +192,18 @@ class Op:
 
 @cache
 def _holders(owner: Any, kind: type[Any]) -> tuple[str, ...]:
-    """Fields of a dataclass that may hold a `kind`, Value or Weight: their annotation names more than the other, numbers and words."""
+    """Fields of a dataclass that may hold a `kind`, Value or Weight: their annotation names more
+    than the other, numbers and words.
+    """
     others = PLAIN_TYPES | {"Value", "Weight"} - {kind.__name__}
-    return tuple(entry.name for entry in fields(owner) if set(re.findall(r"\w+", str(entry.type))) - others)
+    return tuple(
+        entry.name for entry in fields(owner) if set(re.findall(r"\w+", str(entry.type))) - others
+    )
 
 
 def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
-    """Every `kind` in an attribute: itself, in tuples, in the fields of a dataclass such as a bias."""
+    """Every `kind` in an attribute: itself, in tuples, in the fields of a dataclass such as a
+    bias."""
     if isinstance(item, kind):
         yield item
     elif isinstance(item, tuple):
@@ -183,8 +218,9 @@ def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
 class Program:
     """One runnable piece of a model (decoder, encoder, draft ...).
 
-    `inputs` and `outputs` are named Values ("token_ids" or "hidden" in; "logits", "hidden" or "pooled" out). `groups`
-    may be shared with the model's other Programs by name. Ops stand in an order in which every Value is made before it is read.
+    `inputs` and `outputs` are named Values ("token_ids" or "hidden" in; "logits", "hidden" or
+    "pooled" out). `groups` may be shared with the model's other Programs by name. Ops stand in an
+    order in which every Value is made before it is read.
     """
 
     name: str
@@ -207,20 +243,27 @@ class Program:
         return tuple(dict.fromkeys(w for op in self.ops for w in op.weights))
 
     def check(self) -> None:
-        """Raises ValueError where an op reads a Value that is not made yet, makes one twice, or names an unknown group."""
+        """Raises ValueError where an op reads a Value that is not made yet, makes one twice, or
+        names an unknown group.
+        """
         made = {value.name: value for value in self.inputs.values()}
         names = {group.name for group in self.groups}
         for op in self.ops:
             for value in op.inputs:
                 if made.get(value.name) != value:
-                    raise ValueError(f"{self.name}: {op.kind} reads {value.name}, which no earlier op makes")
+                    raise ValueError(
+                        f"{self.name}: {op.kind} reads {value.name}, which no earlier op makes"
+                    )
             for value in op.outputs:
                 if value.name in made:
                     raise ValueError(f"{self.name}: {op.kind} makes {value.name} a second time")
                 made[value.name] = value
             group = getattr(op, "group", None)
             if group is not None and group not in names:
-                raise ValueError(f"{self.name}: {op.kind} uses the cache group {group}, known are {sorted(names)}")
+                raise ValueError(
+                    f"{self.name}: {op.kind} uses the cache group {group}, known are"
+                    f" {sorted(names)}"
+                )
         for value in self.outputs.values():
             if made.get(value.name) != value:
                 raise ValueError(f"{self.name}: the output {value.name} is never made")

@@ -1,6 +1,8 @@
-"""How much a step of a Program computes: multiplications by token, by sampled row, and by pair of query and key.
+"""How much a step of a Program computes: multiplications by token, by sampled row, and by pair of
+query and key.
 
-Counts products of matrices and attention, which is all that matters; knows no weight's bytes and no machine.
+Counts products of matrices and attention, which is all that matters; knows no weight's bytes and no
+machine.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Work:
 
     def pairs(self, first: int, end: int) -> int:
         """Multiplications of attention for the tokens `first` to `end` of one request."""
-        return sum(count * _num_pairs(first, end, window) for window, count in self.per_pair.items())
+        return sum(
+            count * _num_pairs(first, end, window) for window, count in self.per_pair.items()
+        )
 
 
 def work_of(program: Program) -> Work:
@@ -49,7 +53,13 @@ def work_of(program: Program) -> Work:
             dense[op.kv_b] = None
             per_axis["tokens"] += op.num_heads * (op.nope_width + op.v_width) * op.latent_width
             per_pair[None] += op.num_heads * (2 * op.latent_width + op.rope_width)
-    return Work(per_axis["tokens"], per_axis["samples"], dict(per_pair), tuple(dense), tuple(experts.items()))
+    return Work(
+        per_axis["tokens"],
+        per_axis["samples"],
+        dict(per_pair),
+        tuple(dense),
+        tuple(experts.items()),
+    )
 
 
 def _num_pairs(first: int, end: int, window: int | None) -> int:

@@ -1,7 +1,8 @@
-"""Quantised matrices as they stand in a file: rows of blocks, in which codes, scales and mins lie together.
+"""Quantised matrices as they stand in a file: rows of blocks, in which codes, scales and mins lie
+together.
 
-Owns how a block is described and taken apart; knows no format by name (`quant/gguf.py`). A backend may read the blocks themselves
-(csrc/core/packing.h does); `packed()` is for who does not.
+Owns how a block is described and taken apart; knows no format by name (`quant/gguf.py`). A backend
+may read the blocks themselves (csrc/core/packing.h does); `packed()` is for who does not.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SIX_BITS = ("scales6", "mins6")
 class Plane:
     """Some bits of each code of a block, lower ones than those of the next plane.
 
-    `run` bytes from `start` on hold run * 8 / bits neighbouring inputs: input i of these `bits` bits of byte i % run, from bit
-    i // run * bits up. The next inputs have the run behind it.
+    `run` bytes from `start` on hold run * 8 / bits neighbouring inputs: input i of these `bits`
+    bits of byte i % run, from bit i // run * bits up. The next inputs have the run behind it.
     """
 
     start: int
@@ -37,8 +38,9 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """`count` numbers that begin at byte `start` of each block. "scales6" and "mins6" are the eight scales and mins of six bits that Q4_K
-    and Q5_K have in 12 bytes; of mins the negative is meant."""
+    """`count` numbers that begin at byte `start` of each block. "scales6" and "mins6" are the eight
+    scales and mins of six bits that Q4_K and Q5_K have in 12 bytes; of mins the negative is meant.
+    """
 
     start: int
     kind: NumberKind = "float16"
@@ -64,16 +66,21 @@ class Numbers:
 def _six_bits(packed: Bytes, *, is_min: bool) -> Bytes:
     """`[..., 12]` to `[..., 8]`. Source: ggml's get_scale_min_k4.
 
-    Scales and mins 0-3 are the low six bits of bytes 0-3 and 4-7; those of 4-7 take their low nibbles from bytes 8-11 (scale low, min
-    high) and their top two bits from the top of bytes 0-3 and 4-7.
+    Scales and mins 0-3 are the low six bits of bytes 0-3 and 4-7; those of 4-7 take their low
+    nibbles from bytes 8-11 (scale low, min high) and their top two bits from the top of bytes 0-3
+    and 4-7.
     """
     first, third = packed[..., 4 * is_min : 4 * is_min + 4], packed[..., 8:]
-    return np.concatenate([first & 0x3F, (third >> 4 if is_min else third & 0x0F) | (first >> 2 & 0x30)], axis=-1)
+    return np.concatenate(
+        [first & 0x3F, (third >> 4 if is_min else third & 0x0F) | (first >> 2 & 0x30)], axis=-1
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """What stands where in a block. value = (code - zero_point) * scale + min, as in a `PackedWeight`; codes of 8 bits are signed."""
+    """What stands where in a block. value = (code - zero_point) * scale + min, as in a
+    `PackedWeight`; codes of 8 bits are signed.
+    """
 
     planes: tuple[Plane, ...]
     scales: Numbers
@@ -89,7 +96,9 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
-    """A matrix `[..., out, in]` as `blocks [..., out, blocks, bytes]`, a view into the file, of `block_size` inputs each."""
+    """A matrix `[..., out, in]` as `blocks [..., out, blocks, bytes]`, a view into the file, of
+    `block_size` inputs each.
+    """
 
     blocks: Bytes
     block_size: int
@@ -108,13 +117,22 @@ class BlockWeight:
 
     def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight | BlockWeight:
         """As `PackedWeight.rows`."""
-        return self.packed().rows(index) if self.blocks.ndim < 3 else replace(self, blocks=self.blocks[..., index, :, :])
+        return (
+            self.packed().rows(index)
+            if self.blocks.ndim < 3
+            else replace(self, blocks=self.blocks[..., index, :, :])
+        )
 
     def inputs(self, first: int, last: int) -> BlockWeight:
         """As `PackedWeight.inputs`: whole blocks."""
         if first % self.block_size or last % self.block_size:
-            raise ValueError(f"inputs {first} to {last} cannot be cut from a weight of groups of {self.block_size}")
-        return replace(self, blocks=self.blocks[..., first // self.block_size : last // self.block_size, :])
+            raise ValueError(
+                f"inputs {first} to {last} cannot be cut from a weight of groups of"
+                f" {self.block_size}"
+            )
+        return replace(
+            self, blocks=self.blocks[..., first // self.block_size : last // self.block_size, :]
+        )
 
     def dequantize(self) -> NDArray[np.float32]:
         return self.packed().dequantize()
@@ -125,7 +143,10 @@ class BlockWeight:
         mins = None
         if layout.mins is not None:
             supers = None if layout.super_mins is None else layout.super_mins.taken(self.blocks)
-            mins = Levels(layout.mins.taken(self.blocks), -supers if supers is not None and layout.mins.kind == "mins6" else supers)
+            mins = Levels(
+                layout.mins.taken(self.blocks),
+                -supers if supers is not None and layout.mins.kind == "mins6" else supers,
+            )
         return PackedWeight(
             shape=self.shape,
             bits=layout.bits,
@@ -133,7 +154,8 @@ class BlockWeight:
             codes=codes.view(np.int8) if layout.bits == 8 else codes,
             group=self.group,
             scales=Levels(
-                layout.scales.taken(self.blocks), None if layout.super_scales is None else layout.super_scales.taken(self.blocks)
+                layout.scales.taken(self.blocks),
+                None if layout.super_scales is None else layout.super_scales.taken(self.blocks),
             ),
             mins=mins,
             zero_point=layout.zero_point,
@@ -144,8 +166,12 @@ class BlockWeight:
     def _codes(self) -> Bytes:
         """`[..., out, in]`, or 4 bits as `[..., out, in / 2]` in halves of groups."""
         lead, half, planes = self.blocks.shape[:-2], self.group // 2, self.layout.planes
-        if len(planes) == 1 and (planes[0].bits == 8 or planes[0] == Plane(planes[0].start, 4, half)):
-            return _side_by_side(self.blocks, planes[0].start, self.block_size * planes[0].bits // 8).reshape(*lead, -1)
+        if len(planes) == 1 and (
+            planes[0].bits == 8 or planes[0] == Plane(planes[0].start, 4, half)
+        ):
+            return _side_by_side(
+                self.blocks, planes[0].start, self.block_size * planes[0].bits // 8
+            ).reshape(*lead, -1)
         codes = _joined(self.blocks, self.block_size, planes)
         if self.layout.bits != 4:
             return codes.reshape(*lead, -1)
@@ -163,7 +189,9 @@ def _joined(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
     for plane in planes:
         part = blocks[..., plane.start : plane.start + block_size * plane.bits // 8]
         shifts = np.arange(0, 8, plane.bits, dtype=np.uint8)[:, None]
-        bits = part.reshape(*blocks.shape[:-1], -1, 1, plane.run) >> shifts & np.uint8((1 << plane.bits) - 1)
+        bits = part.reshape(*blocks.shape[:-1], -1, 1, plane.run) >> shifts & np.uint8(
+            (1 << plane.bits) - 1
+        )
         codes |= bits.reshape(codes.shape) << np.uint8(low)
         low += plane.bits
     return codes
@@ -172,7 +200,10 @@ def _joined(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
 def _side_by_side(blocks: Bytes, start: int, num_bytes: int) -> Bytes:
     """Some bytes of every block, copied.
 
-    Numpy copies 16-byte elements six times as fast as rows of 16 bytes (92 MB: 17 ms, not 100 ms); complex128 only names their size.
+    Numpy copies 16-byte elements six times as fast as rows of 16 bytes (92 MB: 17 ms, not 100 ms);
+    complex128 only names their size.
     """
     part = blocks[..., start : start + num_bytes]
-    return np.ascontiguousarray(part.view(np.complex128) if num_bytes % 16 == 0 else part).view(np.uint8)
+    return np.ascontiguousarray(part.view(np.complex128) if num_bytes % 16 == 0 else part).view(
+        np.uint8
+    )

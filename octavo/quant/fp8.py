@@ -1,8 +1,10 @@
-"""fp8 (e4m3) checkpoints: a config's `quantization_config`, and a matrix of codes with its scales, as a packed weight.
+"""fp8 (e4m3) checkpoints: a config's `quantization_config`, and a matrix of codes with its scales,
+as a packed weight.
 
-Three layouts of scales, all multiplied with the codes: one for the matrix, one for each output, one for each block of the matrix
-(DeepSeek-V3: 128 x 128). Scales become one for each output and block of inputs, which is lossless. Knows nothing of files.
-Sources: compressed-tensors' "float-quantized" format, transformers' FineGrainedFP8Config, DeepSeek-V3's README.
+Three layouts of scales, all multiplied with the codes: one for the matrix, one for each output, one
+for each block of the matrix (DeepSeek-V3: 128 x 128). Scales become one for each output and block
+of inputs, which is lossless. Knows nothing of files. Sources: compressed-tensors' "float-quantized"
+format, transformers' FineGrainedFP8Config, DeepSeek-V3's README.
 """
 
 from __future__ import annotations
@@ -26,19 +28,25 @@ SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """`block` (outputs, inputs) that share a scale, where the config says so; `activation`: how products may quantise their rows."""
+    """`block` (outputs, inputs) that share a scale, where the config says so; `activation`: how
+    products may quantise their rows.
+    """
 
     block: tuple[int, int] | None
     activation: ActivationScheme
 
     @property
     def format_name(self) -> str:
-        """What a matrix is stored as: with a scale an output, or behind a colon how many inputs share one."""
+        """What a matrix is stored as: with a scale an output, or behind a colon how many inputs
+        share one.
+        """
         return FP8 if self.block is None else f"{FP8}:{self.block[1]}"
 
 
 def fp8_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
-    """Of config.json; None where it has no `quantization_config`, UnsupportedModel where that is anything but fp8."""
+    """Of config.json; None where it has no `quantization_config`, UnsupportedModel where that is
+    anything but fp8.
+    """
     found = config.get("quantization_config")
     if found is None:
         return None
@@ -47,13 +55,20 @@ def fp8_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
         return _fine_grained(found)
     if method == "compressed-tensors":
         return _compressed_tensors(found)
-    raise _refused(f"quant_method is {method!r}, supported are 'fp8' and 'compressed-tensors' (float-quantized)")
+    raise _refused(
+        f"quant_method is {method!r}, supported are 'fp8' and 'compressed-tensors'"
+        " (float-quantized)"
+    )
 
 
 def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> PackedWeight:
-    """`codes [out, in] float8_e4m3fn`, `scales` [], [1], [out], [out, 1] or of each block; WeightMismatch says what they are instead."""
+    """`codes [out, in] float8_e4m3fn`, `scales` [], [1], [out], [out, 1] or of each block;
+    WeightMismatch says what they are instead.
+    """
     if codes.ndim != 2:
-        raise UnsupportedModel(f"{name}: fp8 weights are supported as [out, in], got the shape {codes.shape}")
+        raise UnsupportedModel(
+            f"{name}: fp8 weights are supported as [out, in], got the shape {codes.shape}"
+        )
     outputs, inputs = codes.shape
     wide = np.asarray(scales, np.float32)
     if wide.size == 1:
@@ -62,8 +77,12 @@ def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) ->
         wide, group = wide.reshape(outputs, 1), inputs
     else:
         wide, group = _of_blocks(wide, codes.shape, scheme.block, name)
-    activation: ActivationScheme = "per_group" if scheme.activation != "none" and group < inputs else scheme.activation
-    return PackedWeight((outputs, inputs), 8, "e4m3", codes, group, Levels(wide), activation=activation)
+    activation: ActivationScheme = (
+        "per_group" if scheme.activation != "none" and group < inputs else scheme.activation
+    )
+    return PackedWeight(
+        (outputs, inputs), 8, "e4m3", codes, group, Levels(wide), activation=activation
+    )
 
 
 def _of_blocks(
@@ -71,10 +90,16 @@ def _of_blocks(
 ) -> tuple[NDArray[np.float32], int]:
     """A scale for each output and block of inputs, and how many inputs that are."""
     if block is None:
-        raise WeightMismatch(f"{name}: scales of shape {scales.shape} for a matrix {shape}, and config.json names no weight_block_size")
+        raise WeightMismatch(
+            f"{name}: scales of shape {scales.shape} for a matrix {shape}, and config.json names no"
+            " weight_block_size"
+        )
     wanted = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     if scales.shape != wanted:
-        raise WeightMismatch(f"{name}: scales of shape {scales.shape}, expected {wanted}: one for each block of {block[0]} x {block[1]}")
+        raise WeightMismatch(
+            f"{name}: scales of shape {scales.shape}, expected {wanted}: one for each block of"
+            f" {block[0]} x {block[1]}"
+        )
     return np.repeat(scales, block[0], axis=0)[: shape[0]], block[1]
 
 
@@ -84,7 +109,11 @@ def _fine_grained(found: Mapping[str, Any]) -> Fp8Scheme:
     block = found.get("weight_block_size")
     if block is None:
         return Fp8Scheme(None, "per_token")
-    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
         raise _refused(f"weight_block_size is {block!r}, allowed are two whole numbers above 0")
     return Fp8Scheme((block[0], block[1]), "per_token")
 
@@ -92,17 +121,30 @@ def _fine_grained(found: Mapping[str, Any]) -> Fp8Scheme:
 def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme:
     """All groups must be e4m3 by tensor, channel or block; activations may stay as they are."""
     if found.get("format") != "float-quantized":
-        raise _refused(f"format is {found.get('format')!r} of compressed-tensors, supported is 'float-quantized'")
+        raise _refused(
+            f"format is {found.get('format')!r} of compressed-tensors, supported is"
+            " 'float-quantized'"
+        )
     groups = found.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+    if (
+        not isinstance(groups, dict)
+        or not groups
+        or not all(isinstance(group, dict) for group in groups.values())
+    ):
         raise _refused("config_groups is missing")
     block, activation = None, "none"
     for group in groups.values():
         weights = group.get("weights")
-        if not isinstance(weights, dict) or (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+        if not isinstance(weights, dict) or (weights.get("type"), weights.get("num_bits")) != (
+            "float",
+            8,
+        ):
             raise _refused("weights of compressed-tensors are supported as floats of 8 bits")
         if weights.get("strategy") not in ("tensor", "channel", "block"):
-            raise _refused(f"strategy is {weights.get('strategy')!r}, supported are 'tensor', 'channel' and 'block'")
+            raise _refused(
+                f"strategy is {weights.get('strategy')!r}, supported are 'tensor', 'channel' and"
+                " 'block'"
+            )
         if weights.get("strategy") == "block":
             block = _fine_grained({"weight_block_size": weights.get("block_structure")}).block
         activation = "per_token" if group.get("input_activations") is not None else activation
@@ -111,5 +153,6 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme:
 
 def _refused(what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"config.json: quantization_config: {what}", hint="use a checkpoint in bf16 with --quantization, or a GGUF file"
+        f"config.json: quantization_config: {what}",
+        hint="use a checkpoint in bf16 with --quantization, or a GGUF file",
     )

@@ -1,7 +1,8 @@
 """GGUF's tensor types: where in a block of each the codes, scales and mins lie, lossless.
 
-Owns the byte layout of each block type; knows nothing of files, names or models (`checkpoint/gguf.py`).
-Source of the layouts: ggml's `ggml-common.h` (block structs); the oracle of the tests is gguf-py's `dequantize`.
+Owns the byte layout of each block type; knows nothing of files, names or models
+(`checkpoint/gguf.py`). Source of the layouts: ggml's `ggml-common.h` (block structs); the oracle of
+the tests is gguf-py's `dequantize`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from octavo.quant.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A tensor type: `block_bytes` bytes hold `block_size` neighbouring inputs; plain floats have a dtype, others a layout."""
+    """A tensor type: `block_bytes` bytes hold `block_size` neighbouring inputs; plain floats have a
+    dtype, others a layout.
+    """
 
     name: str
     block_size: int
@@ -42,7 +45,9 @@ _D, _SECOND = Numbers(0), Numbers(2)
 
 
 def _two_levels(*planes: Plane) -> BlockLayout:
-    return BlockLayout(planes, Numbers(4, "scales6"), Numbers(4, "mins6"), super_scales=_D, super_mins=_SECOND)
+    return BlockLayout(
+        planes, Numbers(4, "scales6"), Numbers(4, "mins6"), super_scales=_D, super_mins=_SECOND
+    )
 
 
 BLOCK_TYPES: dict[int, BlockType] = {
@@ -50,8 +55,12 @@ BLOCK_TYPES: dict[int, BlockType] = {
     1: BlockType("F16", 1, 2, dtype=np.dtype(np.float16)),
     2: BlockType("Q4_0", 32, 18, layout=BlockLayout((Plane(2, 4, 16),), _D, zero_point=8)),
     3: BlockType("Q4_1", 32, 20, layout=BlockLayout((Plane(4, 4, 16),), _D, _SECOND)),
-    6: BlockType("Q5_0", 32, 22, layout=BlockLayout((Plane(6, 4, 16), Plane(2, 1, 1)), _D, zero_point=16)),
-    7: BlockType("Q5_1", 32, 24, layout=BlockLayout((Plane(8, 4, 16), Plane(4, 1, 1)), _D, _SECOND)),
+    6: BlockType(
+        "Q5_0", 32, 22, layout=BlockLayout((Plane(6, 4, 16), Plane(2, 1, 1)), _D, zero_point=16)
+    ),
+    7: BlockType(
+        "Q5_1", 32, 24, layout=BlockLayout((Plane(8, 4, 16), Plane(4, 1, 1)), _D, _SECOND)
+    ),
     8: BlockType("Q8_0", 32, 34, layout=BlockLayout((Plane(2, 8, 32),), _D)),
     12: BlockType("Q4_K", 256, 144, layout=_two_levels(Plane(16, 4, 32))),
     13: BlockType("Q5_K", 256, 176, layout=_two_levels(Plane(48, 4, 32), Plane(16, 1, 32))),
@@ -59,7 +68,12 @@ BLOCK_TYPES: dict[int, BlockType] = {
         "Q6_K",
         256,
         210,
-        layout=BlockLayout((Plane(0, 4, 64), Plane(128, 2, 32)), Numbers(192, "int8", 16), super_scales=Numbers(208), zero_point=32),
+        layout=BlockLayout(
+            (Plane(0, 4, 64), Plane(128, 2, 32)),
+            Numbers(192, "int8", 16),
+            super_scales=Numbers(208),
+            zero_point=32,
+        ),
     ),
     30: BlockType("BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
 }

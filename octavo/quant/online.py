@@ -1,9 +1,10 @@
-"""Packing at load: float matrices to int8 or fp8 (e4m3) codes with one scale an output, or to int4 codes in groups of 32 inputs.
+"""Packing at load: float matrices to int8 or fp8 (e4m3) codes with one scale an output, or to int4
+codes in groups of 32 inputs.
 
-Owns how scales and mins are chosen; knows nothing of models or files. int8 and fp8 are symmetric with an fp32 scale; int4 is as Q4_1
-(fp16 scale and min, nibbles in halves).
-Source of the search: least squares over candidate grids, as in ggml's k-quants (`make_qkx2_quants`), weighted by how strongly each
-input is used where that is known.
+Owns how scales and mins are chosen; knows nothing of models or files. int8 and fp8 are symmetric
+with an fp32 scale; int4 is as Q4_1 (fp16 scale and min, nibbles in halves). Source of the search:
+least squares over candidate grids, as in ggml's k-quants (`make_qkx2_quants`), weighted by how
+strongly each input is used where that is known.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ E4M3_TOP = 448.0
 
 INT4_TOP = 15.0
 SHRINKS = (1.0, 0.93)
-"""Widths of the first grids, as shares of a group's range: clipping the ends makes the inner steps finer. The whole range finds a grid
-again that the weights lie on already."""
+"""Widths of the first grids, as shares of a group's range: clipping the ends makes the inner steps
+finer. The whole range finds a grid again that the weights lie on already."""
 
 ROUNDS = 2
-"""Lines fitted from each width on, each but the first to the codes of the one before. Packs 52 million values a second on one core; one
-round takes a third less, three a third more, with the same perplexity to 0.2% (SmolLM2 with its channels shuffled)."""
+"""Lines fitted from each width on, each but the first to the codes of the one before. Packs 52
+million values a second on one core; one round takes a third less, three a third more, with the same
+perplexity to 0.2% (SmolLM2 with its channels shuffled)."""
 
 
 def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
@@ -40,12 +42,18 @@ def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
 
 
 def pack_fp8(weight: NDArray[np.float32]) -> PackedWeight:
-    """`weight [..., out, in]` as e4m3 codes times one fp32 scale an output, whose largest number is 448."""
+    """`weight [..., out, in]` as e4m3 codes times one fp32 scale an output, whose largest number is
+    448.
+    """
     return _pack_by_output(weight, "e4m3", np.dtype(ml_dtypes.float8_e4m3fn), E4M3_TOP)
 
 
-def _pack_by_output(weight: NDArray[np.float32], code: Code, dtype: np.dtype, top: float) -> PackedWeight:
-    """Codes of 8 bits, of which `top` is the largest, times one fp32 scale an output; integers are rounded to nearest even."""
+def _pack_by_output(
+    weight: NDArray[np.float32], code: Code, dtype: np.dtype, top: float
+) -> PackedWeight:
+    """Codes of 8 bits, of which `top` is the largest, times one fp32 scale an output; integers are
+    rounded to nearest even.
+    """
     width = weight.shape[-1]
     flat = weight.reshape(-1, width)
     codes = np.empty(flat.shape, dtype)
@@ -64,8 +72,11 @@ def _pack_by_output(weight: NDArray[np.float32], code: Code, dtype: np.dtype, to
     )
 
 
-def pack_int4(weight: NDArray[np.float32], importance: NDArray[np.float32] | None = None) -> PackedWeight:
-    """`weight [..., out, in]` as codes 0..15 with an fp16 scale and min per group; `in` must be a multiple of 32.
+def pack_int4(
+    weight: NDArray[np.float32], importance: NDArray[np.float32] | None = None
+) -> PackedWeight:
+    """`weight [..., out, in]` as codes 0..15 with an fp16 scale and min per group; `in` must be a
+    multiple of 32.
 
     `importance [in]`: what a squared error at each input counts; None, the same at all.
     """
@@ -80,7 +91,9 @@ def pack_int4(weight: NDArray[np.float32], importance: NDArray[np.float32] | Non
     for rows in _chunks(flat):
         groups = _grouped(flat[rows], num_groups)
         scales[rows], mins[rows] = _search(groups, shares)
-        chosen = _codes4(groups, scales[rows].astype(np.float32), mins[rows].astype(np.float32)).astype(np.uint8)
+        chosen = _codes4(
+            groups, scales[rows].astype(np.float32), mins[rows].astype(np.float32)
+        ).astype(np.uint8)
         codes[rows] = chosen[..., : GROUP // 2] | chosen[..., GROUP // 2 :] << 4
     lead = weight.shape[:-1]
     return PackedWeight(
@@ -103,30 +116,43 @@ def check_int4(width: int, name: str) -> None:
         raise UnsupportedModel(what, hint="use --quantization int8")
 
 
-def _search(groups: NDArray[np.float32], shares: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scale and min `[n, groups]` of least error among lines fitted to the codes of grids over the range, and to those lines' own codes.
+def _search(
+    groups: NDArray[np.float32], shares: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scale and min `[n, groups]` of least error among lines fitted to the codes of grids over the
+    range, and to those lines' own codes.
 
     NaN for a group that has one: a damaged weight is to be seen, not to become zero.
     """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     middle, reach = (low + high) / 2, (high - low) / 2
     values = groups - middle[..., None]
-    best_scale, best_min, best_error = np.full_like(low, np.nan), np.full_like(low, np.nan), np.full_like(low, np.inf)
+    best_scale, best_min, best_error = (
+        np.full_like(low, np.nan),
+        np.full_like(low, np.nan),
+        np.full_like(low, np.inf),
+    )
     for shrink in SHRINKS:
         scale, start = reach * (2 * shrink / INT4_TOP), -reach * shrink
         for _ in range(ROUNDS):
             scale, start, error = _fitted_line(values, _codes4(values, scale, start), shares, scale)
             better = error < best_error
-            best_scale, best_min = np.where(better, scale, best_scale), np.where(better, start, best_min)
+            best_scale, best_min = (
+                np.where(better, scale, best_scale),
+                np.where(better, start, best_min),
+            )
             best_error = np.where(better, error, best_error)
     return _fp16(best_scale), _fp16(best_min + middle)
 
 
 def _fitted_line(
-    values: NDArray[np.float32], codes: NDArray[np.float32], shares: NDArray[np.float32], scale: NDArray[np.float32]
+    values: NDArray[np.float32],
+    codes: NDArray[np.float32],
+    shares: NDArray[np.float32],
+    scale: NDArray[np.float32],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Least-squares scale and min for given codes, and what error they leave (less what they all leave); the given scale where all
-    codes of a group are equal."""
+    """Least-squares scale and min for given codes, and what error they leave (less what they all
+    leave); the given scale where all codes of a group are equal."""
     mean_code, mean_value = (np.einsum("ngi,gi->ng", each, shares) for each in (codes, values))
     centred = codes - mean_code[..., None]
     weighted = centred * shares
@@ -144,7 +170,9 @@ def _shares(importance: NDArray[np.float32]) -> NDArray[np.float32]:
     return shares
 
 
-def _codes4(groups: NDArray[np.float32], scale: NDArray[np.float32], start: NDArray[np.float32]) -> NDArray[np.float32]:
+def _codes4(
+    groups: NDArray[np.float32], scale: NDArray[np.float32], start: NDArray[np.float32]
+) -> NDArray[np.float32]:
     """Nearest codes 0..15, as floats."""
     codes: NDArray[np.float32] = groups - start[..., None]
     codes *= _inverse(scale)[..., None]

@@ -1,7 +1,9 @@
-"""The one packed weight: what every quantised or plain tensor becomes before a backend tiles it for its kernels.
+"""The one packed weight: what every quantised or plain tensor becomes before a backend tiles it for
+its kernels.
 
-Owns codes, scales, mins and the meaning of their combination; knows nothing of files (`checkpoint/`, `quant/gguf.py` make it)
-or of kernels. Lossless: `dequantize()` equals the format's own reference dequantisation bit for bit, in float32.
+Owns codes, scales, mins and the meaning of their combination; knows nothing of files
+(`checkpoint/`, `quant/gguf.py` make it) or of kernels. Lossless: `dequantize()` equals the format's
+own reference dequantisation bit for bit, in float32.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ FLOAT_TYPES: dict[Code, np.dtype] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Levels:
-    """Scales or mins of the groups: `values [..., out, groups]`, and for two levels (k-quants) `super_scale [..., out, supers]`.
+    """Scales or mins of the groups: `values [..., out, groups]`, and for two levels (k-quants)
+    `super_scale [..., out, supers]`.
 
-    One level: the float in `values` (fp16, bf16 or fp32). Two levels: float32(super_scale) * float32(values), where `values` are
-    small integers and each super covers `groups / supers` neighbouring groups.
+    One level: the float in `values` (fp16, bf16 or fp32). Two levels: float32(super_scale) *
+    float32(values), where `values` are small integers and each super covers `groups / supers`
+    neighbouring groups.
     """
 
     values: NDArray
@@ -46,7 +50,11 @@ class Levels:
     @property
     def span(self) -> int:
         """Neighbouring groups that share a super-scale; 1 where there is none."""
-        return 1 if self.super_scale is None else int(self.values.shape[-1] // self.super_scale.shape[-1])
+        return (
+            1
+            if self.super_scale is None
+            else int(self.values.shape[-1] // self.super_scale.shape[-1])
+        )
 
     def groups(self, group: int, first: int, last: int) -> Levels:
         """Of the inputs first to last - 1, in groups of `group`."""
@@ -57,21 +65,27 @@ class Levels:
         return Levels(self.values[..., own], self.super_scale[..., supers])
 
     def rows(self, index: slice | NDArray[np.intp]) -> Levels:
-        return Levels(self.values[..., index, :], None if self.super_scale is None else self.super_scale[..., index, :])
+        return Levels(
+            self.values[..., index, :],
+            None if self.super_scale is None else self.super_scale[..., index, :],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight `[..., out, in]` (or `[n]`, floats only) as codes and the numbers that give them meaning.
+    """A weight `[..., out, in]` (or `[n]`, floats only) as codes and the numbers that give them
+    meaning.
 
-    `bits` 16 and 32 are plain floats: `codes [..., out, in]` of the dtype that `code` names, nothing else set.
-    `bits` 8 or fewer: value = (code - zero_point) * scale + min, in float32, per group of `group` neighbouring inputs
-    (a last group may be shorter). `codes` is
-    - bits 5, 6, 8: `[..., out, in]`, one code a byte, int8 where `code` is "int", uint8 where "uint", float8_e4m3fn where "e4m3";
-    - bits 4: `[..., out, in / 2] uint8`, low nibble first. `nibbles` "pairs": byte j holds inputs 2j and 2j+1; "halves": within each
-      group the byte j holds inputs j and j + group/2 (GGUF's order). Strided views into a mapped file are welcome.
-    `lookup [16] fp32` gives the meaning of 4-bit codes where `code` is "lookup" (NF4, MXFP4's e2m1).
-    `activation`: how a kernel may quantise what it multiplies with; "none" asks for floats.
+    `bits` 16 and 32 are plain floats: `codes [..., out, in]` of the dtype that `code` names,
+    nothing else set. `bits` 8 or fewer: value = (code - zero_point) * scale + min, in float32, per
+    group of `group` neighbouring inputs (a last group may be shorter). `codes` is
+    - bits 5, 6, 8: `[..., out, in]`, one code a byte, int8 where `code` is "int", uint8 where
+      "uint", float8_e4m3fn where "e4m3";
+    - bits 4: `[..., out, in / 2] uint8`, low nibble first. `nibbles` "pairs": byte j holds inputs
+      2j and 2j+1; "halves": within each group the byte j holds inputs j and j + group/2 (GGUF's
+      order). Strided views into a mapped file are welcome. `lookup [16] fp32` gives the meaning of
+      4-bit codes where `code` is "lookup" (NF4, MXFP4's e2m1). `activation`: how a kernel may
+      quantise what it multiplies with; "none" asks for floats.
     """
 
     shape: tuple[int, ...]
@@ -109,7 +123,9 @@ class PackedWeight:
         arrays = [self.codes]
         for levels in (self.scales, self.mins):
             if levels is not None:
-                arrays += [levels.values] + ([] if levels.super_scale is None else [levels.super_scale])
+                arrays += [levels.values] + (
+                    [] if levels.super_scale is None else [levels.super_scale]
+                )
         return sum(array.nbytes for array in arrays)
 
     def unpacked_codes(self) -> NDArray:
@@ -121,7 +137,9 @@ class PackedWeight:
             return np.stack([low, high], axis=-1).reshape(*self.codes.shape[:-1], self.shape[-1])
         half = self.group // 2
         split = (*self.codes.shape[:-1], self.shape[-1] // self.group, 1, half)
-        return np.concatenate([low.reshape(split), high.reshape(split)], axis=-2).reshape(*self.codes.shape[:-1], self.shape[-1])
+        return np.concatenate([low.reshape(split), high.reshape(split)], axis=-2).reshape(
+            *self.codes.shape[:-1], self.shape[-1]
+        )
 
     def dequantize(self) -> NDArray[np.float32]:
         """`[..., out, in] fp32`, equal to the source format's own dequantisation bit for bit."""
@@ -129,8 +147,14 @@ class PackedWeight:
             return self.codes.astype(np.float32)
         assert self.scales is not None
         codes = self.unpacked_codes()
-        values = self.lookup[codes] if self.lookup is not None else codes.astype(np.float32) - np.float32(self.zero_point)
-        with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's scales stay what they are
+        values = (
+            self.lookup[codes]
+            if self.lookup is not None
+            else codes.astype(np.float32) - np.float32(self.zero_point)
+        )
+        with np.errstate(
+            invalid="ignore", over="ignore"
+        ):  # a damaged file's scales stay what they are
             values = values * self._spread(self.scales)
             if self.mins is not None:
                 values = values + self._spread(self.mins)
@@ -143,7 +167,9 @@ class PackedWeight:
         return np.repeat(levels.expand(), self.group, axis=-1)[..., : self.shape[-1]]
 
     def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight:
-        """The chosen output rows; groups run along the inputs, so any choice or order of rows is lossless."""
+        """The chosen output rows; groups run along the inputs, so any choice or order of rows is
+        lossless.
+        """
         if len(self.shape) == 1 and not self.is_float:
             return PackedWeight.plain(self.dequantize()[index])
         if len(self.shape) == 1:
@@ -159,14 +185,20 @@ class PackedWeight:
         )
 
     def inputs(self, first: int, last: int) -> PackedWeight:
-        """The inputs `first` to `last` - 1, which must begin and end with a group; one group for all inputs may be cut anywhere."""
+        """The inputs `first` to `last` - 1, which must begin and end with a group; one group for
+        all inputs may be cut anywhere.
+        """
         width = self.shape[-1]
         if self.is_float:
-            return replace(self, shape=(*self.shape[:-1], last - first), codes=self.codes[..., first:last])
+            return replace(
+                self, shape=(*self.shape[:-1], last - first), codes=self.codes[..., first:last]
+            )
         one_group = self.group >= width and self.bits != 4
         unit = 1 if one_group else self._input_unit
         if first % unit or (last % unit and last != width) or self.input_permutation is not None:
-            raise ValueError(f"inputs {first} to {last} cannot be cut from a weight of groups of {unit}")
+            raise ValueError(
+                f"inputs {first} to {last} cannot be cut from a weight of groups of {unit}"
+            )
         step = 2 if self.bits == 4 else 1
         return replace(
             self,

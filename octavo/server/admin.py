@@ -15,7 +15,9 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(service: Annotated[Service, Depends(service_of)]) -> dict[str, str]:
-    """503 while the model loads, while the server stops, while an engine that hung is replaced, and when it has ended."""
+    """503 while the model loads, while the server stops, while an engine that hung is replaced, and
+    when it has ended.
+    """
     try:
         service.slot.llm.check_health()
     except EngineDead as error:

@@ -19,15 +19,31 @@ from octavo.server.settings import ServerSettings
 
 
 def create_app(
-    engine: AsyncLLM | EngineSlot, settings: ServerSettings | None = None, *, lifespan: Lifespan[FastAPI] | None = None
+    engine: AsyncLLM | EngineSlot,
+    settings: ServerSettings | None = None,
+    *,
+    lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
     """`engine`: one that is ready, or the slot into which one will be put."""
     settings = settings or ServerSettings()
     slot = engine if isinstance(engine, EngineSlot) else EngineSlot(engine)
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan)
     server_metrics = metrics.ServerMetrics(slot)
-    app.state.service = Service(slot, settings, server_metrics, jobs.Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s))
-    for router in (admin.router, models.router, completions.router, chat.router, jobs.router, cache.router, metrics.router(server_metrics)):
+    app.state.service = Service(
+        slot,
+        settings,
+        server_metrics,
+        jobs.Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s),
+    )
+    for router in (
+        admin.router,
+        models.router,
+        completions.router,
+        chat.router,
+        jobs.router,
+        cache.router,
+        metrics.router(server_metrics),
+    ):
         app.include_router(router)
     add_error_handlers(app)
     if settings.api_key:

@@ -1,7 +1,8 @@
-"""What is written to connections in one turn of the event loop, sent at its end: one system call for each connection, one after another.
+"""What is written to connections in one turn of the event loop, sent at its end: one system call
+for each connection, one after another.
 
-With a step's tokens for many streams, a client beside the server is woken once and not by each of them, and the threads that compute are
-put aside for less long. Knows bytes only.
+With a step's tokens for many streams, a client beside the server is woken once and not by each of
+them, and the threads that compute are put aside for less long. Knows bytes only.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class BatchedTransport:
         self._parts.append(data)
 
     def send(self) -> None:
-        """What has been written until now; nothing where all is sent, or where the other side has gone meanwhile: uvloop refuses that."""
+        """What has been written until now; nothing where all is sent, or where the other side has
+        gone meanwhile: uvloop refuses that.
+        """
         parts, self._parts = self._parts, []
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))

@@ -1,6 +1,8 @@
-"""Request bodies: read up to a limit, parsed strictly, faults named. What comes out is a valid pydantic model or an InvalidRequest.
+"""Request bodies: read up to a limit, parsed strictly, faults named. What comes out is a valid
+pydantic model or an InvalidRequest.
 
-A field that is null counts as not given. An unknown field is refused by name, or with `lenient` listed in a response header.
+A field that is null counts as not given. An unknown field is refused by name, or with `lenient`
+listed in a response header.
 """
 
 from __future__ import annotations
@@ -39,13 +41,19 @@ class Body(BaseModel):
         unknown = [name for name, value in (self.model_extra or {}).items() if value is not None]
         if unknown and not lenient:
             raise self._refusal(unknown[0])
-        self._ignored = [name.encode("ascii", "replace").decode() for name in unknown if name.isprintable()]
+        self._ignored = [
+            name.encode("ascii", "replace").decode() for name in unknown if name.isprintable()
+        ]
 
     def _refusal(self, name: str) -> InvalidRequest:
         if name in self.unsupported:
             return InvalidRequest(f"{name}: this server does not support it", param=name)
         close = difflib.get_close_matches(name, type(self).model_fields, 1)
-        return InvalidRequest(f"{name}: no such field", hint=f"did you mean {close[0]}?" if close else None, param=name)
+        return InvalidRequest(
+            f"{name}: no such field",
+            hint=f"did you mean {close[0]}?" if close else None,
+            param=name,
+        )
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -91,10 +99,18 @@ def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"{param}: no such field", param=param)
     field = kind.model_fields.get(str(first["loc"][0]))
     if field is None or field.description is None:
-        return InvalidRequest(f"{param}: got {_short(first['input'])}, {first['msg'][:1].lower()}{first['msg'][1:]}", param=param)
-    nearest = min((fault for fault in faults if fault["loc"][0] == first["loc"][0]), key=lambda fault: len(fault["loc"]))
+        return InvalidRequest(
+            f"{param}: got {_short(first['input'])}, {first['msg'][:1].lower()}{first['msg'][1:]}",
+            param=param,
+        )
+    nearest = min(
+        (fault for fault in faults if fault["loc"][0] == first["loc"][0]),
+        key=lambda fault: len(fault["loc"]),
+    )
     param = str(first["loc"][0])
-    return InvalidRequest(f"{param}: got {_short(nearest['input'])}, allowed is {field.description}", param=param)
+    return InvalidRequest(
+        f"{param}: got {_short(nearest['input'])}, allowed is {field.description}", param=param
+    )
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -27,48 +27,71 @@ class PinBody(Body):
 
     model: Annotated[str | None, Field(description="the served model's name")] = None
     prompt: Annotated[str | list[int] | None, Field(description="a text or token ids")] = None
-    messages: Annotated[list[Message] | None, Field(description="the beginning of a conversation, in place of a prompt")] = None
+    messages: Annotated[
+        list[Message] | None,
+        Field(description="the beginning of a conversation, in place of a prompt"),
+    ] = None
     cache_salt: Annotated[str | None, Field(description="a text")] = None
-    ttl_s: Annotated[float | None, Field(description="seconds; null is for good, 0 ends a pin")] = None
+    ttl_s: Annotated[float | None, Field(description="seconds; null is for good, 0 ends a pin")] = (
+        None
+    )
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object")] = None
 
 
 class ResetBody(Body):
     """POST /v1/cache/reset"""
 
-    reset_connector: Annotated[bool, Field(description="true: in host memory and on disk too")] = False
+    reset_connector: Annotated[bool, Field(description="true: in host memory and on disk too")] = (
+        False
+    )
 
 
 @router.post("/v1/cache/pin")
 async def pin(
-    request: Request, service: Annotated[Service, Depends(service_of)], body: Annotated[PinBody, Depends(body_of(PinBody))]
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[PinBody, Depends(body_of(PinBody))],
 ) -> dict[str, Any]:
-    """Computes the beginning of prompts to come, where it is not there yet, and keeps it on disk."""
+    """Computes the beginning of prompts to come, where it is not there yet, and keeps it on
+    disk."""
     model = service.check_model(body.model)
     llm = service.slot.llm
     prompt = await _prompt_of(llm, body)
     num_tokens = await unless_gone(request.receive, llm.pin_prefix(prompt, ttl_s=body.ttl_s))
     expires_at = None if body.ttl_s is None else int(time.time() + body.ttl_s)
-    return {"object": "cache.pin", "model": model, "pinned_tokens": num_tokens, "expires_at": expires_at}
+    return {
+        "object": "cache.pin",
+        "model": model,
+        "pinned_tokens": num_tokens,
+        "expires_at": expires_at,
+    }
 
 
 @router.get("/v1/cache")
 async def read(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
     """What the prefix cache holds, tier by tier, and how often it is found."""
     llm = service.slot.llm
-    return describe(llm.stats(), llm.config.cache.prefix_cache_size if llm.config.cache.prefix_cache_dir else None)
+    return describe(
+        llm.stats(),
+        llm.config.cache.prefix_cache_size if llm.config.cache.prefix_cache_dir else None,
+    )
 
 
 @router.post("/v1/cache/reset")
 async def reset(
-    service: Annotated[Service, Depends(service_of)], body: Annotated[ResetBody, Depends(body_of(ResetBody))]
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[ResetBody, Depends(body_of(ResetBody))],
 ) -> dict[str, bool]:
     """False, and nothing forgotten, while requests run."""
-    return {"reset": await service.slot.llm.reset_prefix_cache(reset_connector=body.reset_connector)}
+    return {
+        "reset": await service.slot.llm.reset_prefix_cache(reset_connector=body.reset_connector)
+    }
 
 
 def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
-    """`device` has an entry for each cache group, `disk` is null where there is no prefix_cache_dir."""
+    """`device` has an entry for each cache group, `disk` is null where there is no
+    prefix_cache_dir.
+    """
     connector, stored = stats.connector, stats.connector.stored
     disk = {
         "blocks": connector.num_stored_blocks,
@@ -103,7 +126,9 @@ async def _prompt_of(llm: AsyncLLM, body: PinBody) -> dict[str, Any]:
         raise InvalidRequest("prompt: needed is one of prompt and messages", param="prompt")
     if body.prompt is not None:
         if body.chat_template_kwargs is not None:
-            raise InvalidRequest("chat_template_kwargs: allowed only with messages", param="chat_template_kwargs")
+            raise InvalidRequest(
+                "chat_template_kwargs: allowed only with messages", param="chat_template_kwargs"
+            )
         return await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
     messages = plain_messages(body.messages or [])
     options = {"add_generation_prompt": False, "chat_template_kwargs": body.chat_template_kwargs}

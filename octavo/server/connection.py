@@ -1,4 +1,5 @@
-"""What happens when a client goes away while its answer is being made: the work for it is cancelled.
+"""What happens when a client goes away while its answer is being made: the work for it is
+cancelled.
 
 Reads the ASGI connection only; knows nothing of engines.
 """
@@ -16,7 +17,9 @@ ResultT = TypeVar("ResultT")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The work's result, or ClientDisconnect with the work cancelled. The request's body must have been read."""
+    """The work's result, or ClientDisconnect with the work cancelled. The request's body must have
+    been read.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     try:

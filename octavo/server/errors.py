@@ -1,6 +1,8 @@
-"""One table: which error becomes which HTTP status and which OpenAI error type. Every route answers errors in this one form.
+"""One table: which error becomes which HTTP status and which OpenAI error type. Every route answers
+errors in this one form.
 
-Body: {"error": {"message", "type", "param", "code"}}, where code is the HTTP status. Source of the names: vLLM's.
+Body: {"error": {"message", "type", "param", "code"}}, where code is the HTTP status. Source of the
+names: vLLM's.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ CLIENT_CLOSED_REQUEST = 499
 def error_body(error: Exception) -> dict[str, Any]:
     """What a client reads; an error that is none of ours says nothing of its inside."""
     if isinstance(error, HTTPException):
-        kind = TYPES_BY_STATUS.get(error.status_code, http.HTTPStatus(error.status_code).phrase.replace(" ", "") + "Error")
+        kind = TYPES_BY_STATUS.get(
+            error.status_code, http.HTTPStatus(error.status_code).phrase.replace(" ", "") + "Error"
+        )
         return _body(error.detail, kind, error.status_code)
     for known, status, kind in TABLE:
         if isinstance(error, known):

@@ -1,4 +1,5 @@
-"""The engine's work behind one HTTP request: a stream for each prompt, together waited for, read or given up.
+"""The engine's work behind one HTTP request: a stream for each prompt, together waited for, read or
+given up.
 
 Owns the streams and reports each finished one to the metrics. Knows no wire format.
 """
@@ -17,7 +18,9 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.metrics import ServerMetrics
 
 LONG_TEXT_CHARACTERS = 20_000
-"""Longer texts are tokenized in a thread: at 1 to 2 MB/s this many would hold up everyone's streams for some 10 ms."""
+"""Longer texts are tokenized in a thread: at 1 to 2 MB/s this many would hold up everyone's streams
+for some 10 ms.
+"""
 
 Prompt = str | list[int]
 
@@ -42,7 +45,14 @@ class Generation:
         self._streams: list[RequestStream] = []
         try:
             for index, prompt in enumerate(prompts):
-                stream = llm.submit(prompt, params, f"{name}-{index}", priority=origin.priority, tenant=origin.tenant, deltas=deltas)
+                stream = llm.submit(
+                    prompt,
+                    params,
+                    f"{name}-{index}",
+                    priority=origin.priority,
+                    tenant=origin.tenant,
+                    deltas=deltas,
+                )
                 self._streams.append(stream)
         except BaseException:
             self._give_up()
@@ -56,7 +66,9 @@ class Generation:
             self._give_up()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt, all of its answer so far, or with `deltas` what is new) whenever there is more. Closing it aborts what still runs."""
+        """(prompt, all of its answer so far, or with `deltas` what is new) whenever there is more.
+        Closing it aborts what still runs.
+        """
         try:
             if len(self._streams) == 1:
                 async for output in self._streams[0]:
@@ -81,19 +93,28 @@ class Generation:
                 self._metrics.count_abort()
 
 
-async def prompt_of(llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True, cache_salt: str | None = None) -> dict[str, Any]:
-    """A text or token ids as the engine takes them; long texts are tokenized where they hold up nobody."""
+async def prompt_of(
+    llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True, cache_salt: str | None = None
+) -> dict[str, Any]:
+    """A text or token ids as the engine takes them; long texts are tokenized where they hold up
+    nobody.
+    """
     if not isinstance(prompt, str):
         return {"prompt_token_ids": prompt, "cache_salt": cache_salt}
     if add_special_tokens and len(prompt) <= LONG_TEXT_CHARACTERS:
         return {"prompt": prompt, "cache_salt": cache_salt}
     tokenizer = llm.get_tokenizer()
-    token_ids = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special_tokens, allow_special_text=True)
+    token_ids = await asyncio.to_thread(
+        tokenizer.encode, prompt, add_special_tokens=add_special_tokens, allow_special_text=True
+    )
     return {"prompt_token_ids": token_ids, "cache_salt": cache_salt}
 
 
-async def chat_prompt_of(llm: AsyncLLM, messages: list[dict[str, Any]], *, cache_salt: str | None, **options: Any) -> dict[str, Any]:
-    """A conversation, through the model's template. `options` are those of `AsyncLLM.chat_prompt`."""
+async def chat_prompt_of(
+    llm: AsyncLLM, messages: list[dict[str, Any]], *, cache_salt: str | None, **options: Any
+) -> dict[str, Any]:
+    """A conversation, through the model's template. `options` are those of
+    `AsyncLLM.chat_prompt`."""
     if sum(len(message["content"] or "") for message in messages) > LONG_TEXT_CHARACTERS:
         prompt = await asyncio.to_thread(llm.chat_prompt, messages, **options)
     else:
@@ -106,14 +127,20 @@ def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Pro
     if isinstance(value, str):
         return [value]
     if not value:
-        raise InvalidRequest("prompt: got an empty list, needed is at least one prompt", param="prompt")
+        raise InvalidRequest(
+            "prompt: got an empty list, needed is at least one prompt", param="prompt"
+        )
     if all(isinstance(item, int) for item in value):
         return [value]  # type: ignore[list-item]
     return list(value)  # type: ignore[arg-type]
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several streams as they come; each is asked for its next one only after the last was taken."""
+async def _merged(
+    streams: Sequence[RequestStream],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several streams as they come; each is asked for its next one only after the last
+    was taken.
+    """
     pending = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:
         while pending:

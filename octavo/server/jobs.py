@@ -1,7 +1,8 @@
-"""POST /generate answers at once with a request id; GET /result/ID says how far it is or gives the result; DELETE forgets it.
+"""POST /generate answers at once with a request id; GET /result/ID says how far it is or gives the
+result; DELETE forgets it.
 
-Owns the jobs: at most `max_jobs` of them, finished ones for `job_ttl_s` seconds. The oldest finished one makes room for a new one; where
-all still run, a new one is refused.
+Owns the jobs: at most `max_jobs` of them, finished ones for `job_ttl_s` seconds. The oldest
+finished one makes room for a new one; where all still run, a new one is refused.
 """
 
 from __future__ import annotations
@@ -80,14 +81,21 @@ class Jobs:
             return
         oldest = next((job for job in self._jobs.values() if job.finished_at is not None), None)
         if oldest is None:
-            raise Overloaded(f"{len(self._jobs)} jobs are running, allowed are {self._max_jobs}", hint="try again later, or raise max_jobs")
+            raise Overloaded(
+                f"{len(self._jobs)} jobs are running, allowed are {self._max_jobs}",
+                hint="try again later, or raise max_jobs",
+            )
         del self._jobs[oldest.request_id]
 
     def find(self, request_id: str) -> Job:
         self._sweep()
         job = self._jobs.get(request_id)
         if job is None:
-            raise HTTPException(404, f"no job {request_id!r}: unknown, or finished more than {self._ttl_s:g} seconds ago")
+            raise HTTPException(
+                404,
+                f"no job {request_id!r}: unknown, or finished more than {self._ttl_s:g}"
+                " seconds ago",
+            )
         return job
 
     def forget(self, request_id: str) -> None:
@@ -99,7 +107,11 @@ class Jobs:
 
     def _sweep(self) -> None:
         oldest_kept = time.monotonic() - self._ttl_s
-        for job in [job for job in self._jobs.values() if job.finished_at is not None and job.finished_at < oldest_kept]:
+        for job in [
+            job
+            for job in self._jobs.values()
+            if job.finished_at is not None and job.finished_at < oldest_kept
+        ]:
             del self._jobs[job.request_id]
 
 
@@ -122,12 +134,16 @@ async def generate(
 
 
 @router.get("/result/{request_id}")
-async def result(request_id: str, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def result(
+    request_id: str, service: Annotated[Service, Depends(service_of)]
+) -> dict[str, Any]:
     return _report(service.jobs.find(request_id))
 
 
 @router.delete("/result/{request_id}")
-async def forget(request_id: str, service: Annotated[Service, Depends(service_of)]) -> dict[str, str]:
+async def forget(
+    request_id: str, service: Annotated[Service, Depends(service_of)]
+) -> dict[str, str]:
     service.jobs.forget(request_id)
     return {"request_id": request_id, "state": "forgotten"}
 
@@ -150,17 +166,36 @@ def _report(job: Job) -> dict[str, Any]:
     if job.latest is None:
         return report
     samples = [
-        {"index": sample.index, "text": sample.text, "token_ids": sample.token_ids, "finish_reason": sample.finish_reason}
+        {
+            "index": sample.index,
+            "text": sample.text,
+            "token_ids": sample.token_ids,
+            "finish_reason": sample.finish_reason,
+        }
         for sample in job.latest.outputs
     ]
     usage = usage_of([job.latest])
-    report |= {"outputs": samples, "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}}
+    report |= {
+        "outputs": samples,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+        },
+    }
     timings = timings_of([job.latest]) if job.wants_timings else msgspec.UNSET
-    return report if timings is msgspec.UNSET else report | {"timings": msgspec.to_builtins(timings)}
+    return (
+        report if timings is msgspec.UNSET else report | {"timings": msgspec.to_builtins(timings)}
+    )
 
 
 def _params(body: GenerateBody, llm: AsyncLLM) -> SamplingParams:
     if body.stream:
-        raise InvalidRequest("stream: a job has none", hint="ask for its result, or use /v1/completions", param="stream")
+        raise InvalidRequest(
+            "stream: a job has none",
+            hint="ask for its result, or use /v1/completions",
+            param="stream",
+        )
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    return sampling_params(body, llm.get_default_sampling_params(), max_tokens=max_tokens, logprobs=None)
+    return sampling_params(
+        body, llm.get_default_sampling_params(), max_tokens=max_tokens, logprobs=None
+    )

@@ -1,7 +1,8 @@
-"""GET /metrics: the engine's counters and what the server saw of each request, in Prometheus' text form.
+"""GET /metrics: the engine's counters and what the server saw of each request, in Prometheus' text
+form.
 
-Every series has an `octavo:` name and, as an alias for dashboards that exist, the `vllm:` name. Counters come from the engine's last
-snapshot; histograms are filled when a request ends.
+Every series has an `octavo:` name and, as an alias for dashboards that exist, the `vllm:` name.
+Counters come from the engine's last snapshot; histograms are filled when a request ends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
@@ -27,52 +33,148 @@ from octavo.server.service import EngineSlot
 PREFIXES = ("octavo:", "vllm:")
 LABELS = ("model_name", "engine")
 
-REQUEST_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 40, 160)
+REQUEST_SECONDS = (
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
+TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    40,
+    160,
+)
 TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 SAMPLE_COUNTS = (1, 2, 5, 10, 20)
 
 GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Requests of which the last step computed tokens.", lambda stats: stats.num_running),
+    "num_requests_running": (
+        "Requests of which the last step computed tokens.",
+        lambda stats: stats.num_running,
+    ),
     "num_requests_waiting": ("Requests in the queue.", lambda stats: stats.num_waiting),
-    "num_requests_swapped": ("Requests whose KV blocks are in host memory.", lambda stats: stats.num_swapped),
-    "num_waiting_tokens": ("Tokens of the requests in the queue.", lambda stats: stats.num_waiting_tokens),
+    "num_requests_swapped": (
+        "Requests whose KV blocks are in host memory.",
+        lambda stats: stats.num_swapped,
+    ),
+    "num_waiting_tokens": (
+        "Tokens of the requests in the queue.",
+        lambda stats: stats.num_waiting_tokens,
+    ),
     "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", lambda stats: stats.kv_usage),
     "kv_cache_utilisation": (
         "Share of the bytes reserved for running requests' KV that hold any, 0 to 1.",
         lambda stats: stats.kv.utilisation,
     ),
-    "kv_blocks_held": ("KV blocks that requests hold, of all cache groups.", lambda stats: sum(group.num_held for group in stats.groups)),
-    "kv_blocks_shared": ("Of these, held by more than one request.", lambda stats: sum(group.num_shared for group in stats.groups)),
+    "kv_blocks_held": (
+        "KV blocks that requests hold, of all cache groups.",
+        lambda stats: sum(group.num_held for group in stats.groups),
+    ),
+    "kv_blocks_shared": (
+        "Of these, held by more than one request.",
+        lambda stats: sum(group.num_shared for group in stats.groups),
+    ),
     "kv_block_references": (
-        "Reference counts of the KV blocks, summed: what requests would hold if they shared nothing.",
+        (
+            "Reference counts of the KV blocks, summed: what requests would hold if they shared"
+            " nothing."
+        ),
         lambda stats: sum(group.num_references for group in stats.groups),
     ),
     "kv_blocks_named": (
         "KV blocks on the device in which the prefix cache finds something, held or not.",
         lambda stats: sum(group.num_named for group in stats.groups),
     ),
-    "prefix_cache_disk_bytes": ("Bytes in prefix_cache_dir, of all models.", lambda stats: stats.connector.stored.num_bytes),
-    "prefix_cache_disk_pinned_bytes": ("Of these, pinned.", lambda stats: stats.connector.stored.pinned_bytes),
+    "prefix_cache_disk_bytes": (
+        "Bytes in prefix_cache_dir, of all models.",
+        lambda stats: stats.connector.stored.num_bytes,
+    ),
+    "prefix_cache_disk_pinned_bytes": (
+        "Of these, pinned.",
+        lambda stats: stats.connector.stored.pinned_bytes,
+    ),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens),
-    "prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hit_tokens),
-    "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda stats: stats.prefix_query_tokens),
-    "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda stats: stats.prefix_hit_tokens),
-    "external_prefix_cache_queries": ("Tokens looked up in host memory and on disk.", lambda stats: stats.external_query_tokens),
-    "external_prefix_cache_hits": ("Tokens found in host memory and on disk.", lambda stats: stats.external_hit_tokens),
-    "prefix_cache_damaged_files": ("Damaged files met in prefix_cache_dir, and removed.", lambda stats: stats.connector.stored.num_damaged),
-    "prefix_cache_write_errors": ("Files that could not be written there.", lambda stats: stats.connector.stored.num_write_errors),
-    "num_preemptions": ("Requests that had to give up their KV blocks.", lambda stats: stats.num_preemptions),
+    "prompt_tokens_cached": (
+        "Prompt tokens found in the prefix cache.",
+        lambda stats: stats.prefix_hit_tokens,
+    ),
+    "prefix_cache_queries": (
+        "Tokens looked up in the prefix cache.",
+        lambda stats: stats.prefix_query_tokens,
+    ),
+    "prefix_cache_hits": (
+        "Tokens found in the prefix cache.",
+        lambda stats: stats.prefix_hit_tokens,
+    ),
+    "external_prefix_cache_queries": (
+        "Tokens looked up in host memory and on disk.",
+        lambda stats: stats.external_query_tokens,
+    ),
+    "external_prefix_cache_hits": (
+        "Tokens found in host memory and on disk.",
+        lambda stats: stats.external_hit_tokens,
+    ),
+    "prefix_cache_damaged_files": (
+        "Damaged files met in prefix_cache_dir, and removed.",
+        lambda stats: stats.connector.stored.num_damaged,
+    ),
+    "prefix_cache_write_errors": (
+        "Files that could not be written there.",
+        lambda stats: stats.connector.stored.num_write_errors,
+    ),
+    "num_preemptions": (
+        "Requests that had to give up their KV blocks.",
+        lambda stats: stats.num_preemptions,
+    ),
     "num_swaps": ("Preemptions to host memory.", lambda stats: stats.num_swaps),
-    "num_engine_restarts": ("Engines replaced because a step made no progress.", lambda stats: stats.num_restarts),
+    "num_engine_restarts": (
+        "Engines replaced because a step made no progress.",
+        lambda stats: stats.num_restarts,
+    ),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("From arrival to the first token.", TOKEN_SECONDS),
     "inter_token_latency_seconds": ("From one token to the next.", TOKEN_SECONDS),
-    "request_time_per_output_token_seconds": ("Mean of a request's time from one token to the next.", TOKEN_SECONDS),
+    "request_time_per_output_token_seconds": (
+        "Mean of a request's time from one token to the next.",
+        TOKEN_SECONDS,
+    ),
     "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_SECONDS),
     "request_queue_time_seconds": ("From arrival to the first step.", REQUEST_SECONDS),
     "request_prefill_time_seconds": ("From the first step to the first token.", REQUEST_SECONDS),
@@ -87,12 +189,14 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class Tally:
-    """A histogram's counts. One of prometheus_client's own takes ten times as long a value, which all streams together wait for at the end
-    of each.
+    """A histogram's counts. One of prometheus_client's own takes ten times as long a value, which
+    all streams together wait for at the end of each.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: of the buckets, ascending, each within its bucket; one without an end comes after them."""
+        """`bounds`: of the buckets, ascending, each within its bucket; one without an end comes
+        after them.
+        """
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -103,7 +207,9 @@ class Tally:
             self._sum += value
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """(bound as Prometheus writes it, values up to there) for each bucket, and the sum of all values."""
+        """(bound as Prometheus writes it, values up to there) for each bucket, and the sum of all
+        values.
+        """
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum
 
@@ -114,7 +220,12 @@ class ServerMetrics:
     def __init__(self, slot: EngineSlot) -> None:
         self._slot = slot
         self._tallies = {name: Tally(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        self._endings = Counter("request_success", "Requests by how they ended.", (*LABELS, "finished_reason"), registry=None)
+        self._endings = Counter(
+            "request_success",
+            "Requests by how they ended.",
+            (*LABELS, "finished_reason"),
+            registry=None,
+        )
         self._registry = CollectorRegistry()
         self._registry.register(_Aliased(self._families))
 
@@ -139,7 +250,10 @@ class ServerMetrics:
     def _labels(self) -> tuple[str, str]:
         """(model_name, engine)"""
         llm = self._slot.loaded
-        return ("" if llm is None else llm.config.model.served_model_name or llm.config.model.model, "0")
+        return (
+            "" if llm is None else llm.config.model.served_model_name or llm.config.model.model,
+            "0",
+        )
 
     def _families(self) -> Iterator[Metric]:
         llm = self._slot.loaded
@@ -170,7 +284,11 @@ class _Aliased(Collector):
     def collect(self) -> Iterator[Metric]:
         for family, prefix in itertools.product(list(self._families()), PREFIXES):
             named = Metric(prefix + family.name, family.documentation, family.type)
-            named.samples = [Sample(prefix + sample.name, *sample[1:]) for sample in family.samples if not sample.name.endswith("_created")]
+            named.samples = [
+                Sample(prefix + sample.name, *sample[1:])
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            ]
             yield named
 
 
@@ -184,7 +302,9 @@ def router(metrics: ServerMetrics) -> APIRouter:
     return routes
 
 
-def _measures(output: RequestOutput, metrics: RequestMetrics, params: SamplingParams, now: float) -> Iterator[tuple[str, Iterable[float]]]:
+def _measures(
+    output: RequestOutput, metrics: RequestMetrics, params: SamplingParams, now: float
+) -> Iterator[tuple[str, Iterable[float]]]:
     yield "e2e_request_latency_seconds", [now - metrics.arrival_time]
     yield "request_prompt_tokens", [len(output.prompt_token_ids)]
     yield "request_generation_tokens", [metrics.num_generation_tokens]
@@ -196,9 +316,15 @@ def _measures(output: RequestOutput, metrics: RequestMetrics, params: SamplingPa
     if times:
         yield "time_to_first_token_seconds", [times[0] - metrics.arrival_time]
         yield "request_decode_time_seconds", [times[-1] - times[0]]
-        yield "inter_token_latency_seconds", (later - earlier for earlier, later in itertools.pairwise(times))
+        yield (
+            "inter_token_latency_seconds",
+            (later - earlier for earlier, later in itertools.pairwise(times)),
+        )
         if len(times) > 1:
-            yield "request_time_per_output_token_seconds", [(times[-1] - times[0]) / (len(times) - 1)]
+            yield (
+                "request_time_per_output_token_seconds",
+                [(times[-1] - times[0]) / (len(times) - 1)],
+            )
     if times and metrics.scheduled_ts is not None:
         yield "request_queue_time_seconds", [metrics.scheduled_ts - metrics.arrival_time]
         yield "request_prefill_time_seconds", [times[0] - metrics.scheduled_ts]

@@ -1,7 +1,7 @@
 """`octavo serve`: takes the port, loads the model behind it, serves until told to stop.
 
-The port is taken first, so that a full one is known before a model is loaded. While the model loads, and while the server drains,
-requests are answered with 503.
+The port is taken first, so that a full one is known before a model is loaded. While the model
+loads, and while the server drains, requests are answered with 503.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ Options = Callable[[], dict[str, Any]]
 
 
 def serve(options: Options, settings: ServerSettings) -> None:
-    """Returns when told to stop (SIGTERM, SIGINT). What keeps the engine from starting is raised."""
+    """Returns when told to stop (SIGTERM, SIGINT). What keeps the engine from starting is
+    raised."""
     listener = take_port(settings.host, settings.port)
     if settings.is_open_to_all:
-        _say(f"warning: {settings.host} can be reached from other machines and no --api-key is set: anyone may use this server")
+        _say(
+            f"warning: {settings.host} can be reached from other machines and no --api-key is set:"
+            " anyone may use this server"
+        )
     slot = EngineSlot()
     port = listener.getsockname()[1]
     loader = Loader(slot, options, when_ready=lambda llm: _say(_greeting(llm, settings, port)))
@@ -51,7 +55,13 @@ def serve(options: Options, settings: ServerSettings) -> None:
 
     app = create_app(slot, settings, lifespan=lifespan)
     http = BatchedHttp.of(WriteBatch())
-    server = Server(uvicorn.Config(app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"), slot, settings)
+    server = Server(
+        uvicorn.Config(
+            app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"
+        ),
+        slot,
+        settings,
+    )
     server.run(sockets=[listener])
     if loader.failure is not None:
         raise loader.failure
@@ -60,14 +70,18 @@ def serve(options: Options, settings: ServerSettings) -> None:
 class Loader:
     """Builds the engine in a thread of its own, which does not outlive the process."""
 
-    def __init__(self, slot: EngineSlot, options: Options, *, when_ready: Callable[[AsyncLLM], None]) -> None:
+    def __init__(
+        self, slot: EngineSlot, options: Options, *, when_ready: Callable[[AsyncLLM], None]
+    ) -> None:
         self.failure: Exception | None = None
         self._slot = slot
         self._options = options
         self._when_ready = when_ready
 
     def start(self, loop: asyncio.AbstractEventLoop, *, when_failed: Callable[[], None]) -> None:
-        threading.Thread(target=self._load, args=(loop, when_failed), name="octavo-loader", daemon=True).start()
+        threading.Thread(
+            target=self._load, args=(loop, when_failed), name="octavo-loader", daemon=True
+        ).start()
 
     def _load(self, loop: asyncio.AbstractEventLoop, when_failed: Callable[[], None]) -> None:
         try:
@@ -129,7 +143,8 @@ def take_port(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}", hint="choose another with --port or --host"
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="choose another with --port or --host",
         ) from error
     return listener
 
@@ -143,9 +158,18 @@ def _greeting(llm: AsyncLLM, settings: ServerSettings, port: int) -> str:
     body: dict[str, Any] = {"prompt": [1, 2, 3]}
     path = "/v1/completions"
     if not options.skip_tokenizer_init:
-        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+        path, body = (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "temperature": 0,
+            },
+        )
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.api_key else ""
-    curl = f"curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps({'model': model, **body}))}"
+    curl = (
+        f"curl {url}{path} -H 'Content-Type: application/json'{key} -d"
+        f" {shlex.quote(json.dumps({'model': model, **body}))}"
+    )
     return f"serving {model} on {url}\ntry: {curl}"
 
 

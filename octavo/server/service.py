@@ -1,6 +1,7 @@
 """What every route works with: the engine and where it stands, the settings, the metrics, the jobs.
 
-The engine comes some time after the server has begun to listen, and goes before it ends: what asks for it in between gets a 503.
+The engine comes some time after the server has begun to listen, and goes before it ends: what asks
+for it in between gets a 503.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class EngineSlot:
         if self._draining:
             raise Unavailable("the server is stopping")
         if self._llm is None:
-            raise Unavailable(f"the server is not ready yet: {self._progress}", hint="try again in a few seconds")
+            raise Unavailable(
+                f"the server is not ready yet: {self._progress}", hint="try again in a few seconds"
+            )
         return self._llm
 
     @property
@@ -80,7 +83,11 @@ class Service:
     def check_model(self, name: str | None) -> str:
         """The served model's name; None asks for whatever there is."""
         if name is not None and name != self.model_name:
-            raise ModelNotFound(f"The model `{name}` does not exist.", hint=f"this server has `{self.model_name}`", param="model")
+            raise ModelNotFound(
+                f"The model `{name}` does not exist.",
+                hint=f"this server has `{self.model_name}`",
+                param="model",
+            )
         return self.model_name
 
 

@@ -1,4 +1,5 @@
-"""The server's own options: where it listens, who may ask, how much it takes. The engine's are in `config/engine_config.py`.
+"""The server's own options: where it listens, who may ask, how much it takes. The engine's are in
+`config/engine_config.py`.
 
 A field's name with dashes is its flag.
 """
@@ -17,19 +18,29 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 class ServerSettings:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = option(8000, "port to listen on; 0 takes a free one")
-    api_key: tuple[str, ...] = option((), "key that clients must send as a bearer token; may be given several times")
-    lenient: bool = option(False, "ignore unknown request fields and name them in a response header, instead of answering 400")
+    api_key: tuple[str, ...] = option(
+        (), "key that clients must send as a bearer token; may be given several times"
+    )
+    lenient: bool = option(
+        False,
+        "ignore unknown request fields and name them in a response header, instead of"
+        " answering 400",
+    )
     max_body_bytes: int = option(32 << 20, "largest request body", unit="bytes", low=1)
     max_jobs: int = option(1000, "most jobs (POST /generate) kept at once", low=1)
     job_ttl_s: int = option(600, "seconds for which a finished job's result is kept", low=1)
-    shutdown_timeout_s: int = option(5, "seconds that running requests get to finish when the server is told to stop", low=0)
+    shutdown_timeout_s: int = option(
+        5, "seconds that running requests get to finish when the server is told to stop", low=0
+    )
     access_log: bool = option(False, "log each HTTP request")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, allowed are 0 to 65535")
         if any(not key.strip() for key in self.api_key):
-            raise ConfigError("api_key: got an empty one", hint="leave the option out to serve without keys")
+            raise ConfigError(
+                "api_key: got an empty one", hint="leave the option out to serve without keys"
+            )
 
     @property
     def is_open_to_all(self) -> bool:

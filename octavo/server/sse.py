@@ -1,6 +1,8 @@
-"""Server-sent events: a response that sends what a generator yields, stops it when the client goes, and ends with [DONE].
+"""Server-sent events: a response that sends what a generator yields, stops it when the client goes,
+and ends with [DONE].
 
-A slow reader slows the generator: nothing is queued here. Source of the format: WHATWG HTML, section 9.2.
+A slow reader slows the generator: nothing is queued here. Source of the format: WHATWG HTML,
+section 9.2.
 """
 
 from __future__ import annotations
@@ -31,13 +33,17 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: Events, headers: Mapping[str, str]) -> None:
-        super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(
+            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
         del self.headers["content-length"]
         self._events = events
         self._encoder = msgspec.json.Encoder()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         try:
             with suppress(ClientDisconnect):
                 await unless_gone(receive, self._write(send))
@@ -48,12 +54,26 @@ class EventStream(Response):
         """An error after the first byte is an event of its own, for the status has been sent."""
         try:
             async for payloads in self._events:
-                await send({"type": "http.response.body", "body": self._format(payloads), "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": self._format(payloads),
+                        "more_body": True,
+                    }
+                )
         except Exception as error:
             if not isinstance(error, OctavoError):
                 logger.exception("a stream failed")
-            await send({"type": "http.response.body", "body": self._format([error_body(error)]), "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": self._format([error_body(error)]),
+                    "more_body": True,
+                }
+            )
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     def _format(self, payloads: Iterable[Any]) -> bytes:
-        return b"".join([b"data: " + self._encoder.encode(payload) + b"\n\n" for payload in payloads])
+        return b"".join(
+            [b"data: " + self._encoder.encode(payload) + b"\n\n" for payload in payloads]
+        )

@@ -1,7 +1,8 @@
-"""Chat templates: Jinja in a sandbox, with the few functions that templates written for Hugging Face expect.
+"""Chat templates: Jinja in a sandbox, with the few functions that templates written for Hugging
+Face expect.
 
-Knows nothing of tokens. jinja2 is imported at the first conversation, for it costs 40 ms.
-Source of the functions and the two `blocks` settings: transformers' documentation of chat templates.
+Knows nothing of tokens. jinja2 is imported at the first conversation, for it costs 40 ms. Source of
+the functions and the two `blocks` settings: transformers' documentation of chat templates.
 """
 
 from __future__ import annotations
@@ -25,17 +26,30 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
-        """The conversation as one text; InvalidRequest carries what the template says when it fails."""
+    def render(
+        self, messages: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """The conversation as one text; InvalidRequest carries what the template says when it
+        fails.
+        """
         if self._source is None:
             raise InvalidRequest(
-                "messages: the model has no chat template", param="messages", hint="give one with --chat-template, or use completions"
+                "messages: the model has no chat template",
+                param="messages",
+                hint="give one with --chat-template, or use completions",
             )
-        known = self._special_tokens | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        known = self._special_tokens | {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._compiled.render({"tools": None, "documents": None} | known | dict(variables))
+            return self._compiled.render(
+                {"tools": None, "documents": None} | known | dict(variables)
+            )
         except Exception as error:  # a template can fail with any error of the values it is given
-            raise InvalidRequest(f"messages: the chat template failed: {error}", param="messages") from error
+            raise InvalidRequest(
+                f"messages: the chat template failed: {error}", param="messages"
+            ) from error
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -49,13 +63,17 @@ def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %} ... {% endgeneration %}` marks an assistant's words for training; here it is what stands in it."""
+        """`{% generation %} ... {% endgeneration %}` marks an assistant's words for training; here
+        it is what stands in it.
+        """
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> list[nodes.Node]:
             next(parser.stream)
-            body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            body: list[nodes.Node] = parser.parse_statements(
+                ("name:endgeneration",), drop_needle=True
+            )
             return body
 
     def raise_exception(message: str) -> None:
@@ -64,7 +82,9 @@ def _environment() -> jinja2.Environment:
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

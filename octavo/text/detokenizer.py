@@ -1,7 +1,8 @@
 """Token ids to text as they come, and the search for stop strings in it.
 
-Owns one answer's text so far. Never shows half a character: bytes wait until UTF-8 is whole. Constant work per token.
-The text continues the prompt, so the space that SentencePiece tokenizers drop at the front of a text stays.
+Owns one answer's text so far. Never shows half a character: bytes wait until UTF-8 is whole.
+Constant work per token. The text continues the prompt, so the space that SentencePiece tokenizers
+drop at the front of a text stays.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Detokenizer:
         """The stop string that ended the text."""
 
     def push(self, token_ids: Iterable[int]) -> str | None:
-        """Takes in ids; returns the stop string that ends the text, if one now does. Ids after it are dropped.
+        """Takes in ids; returns the stop string that ends the text, if one now does. Ids after it
+        are dropped.
 
         The first `min_tokens` tokens cannot complete a stop string.
         """
@@ -47,7 +49,9 @@ class Detokenizer:
         return self.stop
 
     def text(self, *, finished: bool = True) -> str:
-        """All so far. While unfinished, what may yet become a stop string is held back: its longest length less one."""
+        """All so far. While unfinished, what may yet become a stop string is held back: its longest
+        length less one.
+        """
         whole = self._whole()
         if finished:
             return whole + self._broken_bytes()
@@ -70,7 +74,10 @@ class Detokenizer:
             return
         window = self._recent + piece
         if self._num_tokens > self._min_tokens:
-            starts = {stop: window.find(stop, max(0, len(self._recent) + 1 - len(stop))) for stop in self._stops}
+            starts = {
+                stop: window.find(stop, max(0, len(self._recent) + 1 - len(stop)))
+                for stop in self._stops
+            }
             found = [stop for stop in self._stops if starts[stop] >= 0]
             if found:
                 self.stop = min(found, key=starts.__getitem__)

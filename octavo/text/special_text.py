@@ -1,8 +1,10 @@
-"""Keeps text that spells a special token apart from the special token itself, through a chat template.
+"""Keeps text that spells a special token apart from the special token itself, through a chat
+template.
 
-A user's strings go into the template with every such spelling replaced by an unguessable word of digits, which survives trimming, case
-changes and JSON. In the rendered text all spellings are then the template's own; the words become text again piece by piece.
-Strings without such a spelling pass untouched, so templates that look into them see what the user wrote.
+A user's strings go into the template with every such spelling replaced by an unguessable word of
+digits, which survives trimming, case changes and JSON. In the rendered text all spellings are then
+the template's own; the words become text again piece by piece. Strings without such a spelling pass
+untouched, so templates that look into them see what the user wrote.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Spelled:
 
 
 class SpecialText:
-    """The special tokens of one tokenizer, by id. A tokenizer that knows nothing else finds them, so matching is the package's own."""
+    """The special tokens of one tokenizer, by id. A tokenizer that knows nothing else finds them,
+    so matching is the package's own.
+    """
 
     def __init__(self, tokens: Mapping[int, AddedToken]) -> None:
         texts = [token.content for token in tokens.values()]
@@ -43,7 +47,10 @@ class SpecialText:
         """Every special token that the text spells, in order."""
         check_unicode(text)
         found = self._finder.encode(text, add_special_tokens=False)
-        return [Spelled(self._ids[i], start, stop) for i, (start, stop) in zip(found.ids, found.offsets, strict=True)]
+        return [
+            Spelled(self._ids[i], start, stop)
+            for i, (start, stop) in zip(found.ids, found.offsets, strict=True)
+        ]
 
     def leading(self, text: str) -> int:
         """Where the special tokens end that stand at the text's very front."""
@@ -59,11 +66,16 @@ class SpecialText:
 
     def may_continue(self, text: str) -> bool:
         """The text's end could be the beginning of a special token that what follows completes."""
-        return any(text[-length:] in self._beginnings for length in range(1, min(self._longest, len(text) + 1)))
+        return any(
+            text[-length:] in self._beginnings
+            for length in range(1, min(self._longest, len(text) + 1))
+        )
 
     def may_complete(self, text: str) -> bool:
         """The text's front could be the end of a special token that what precedes began."""
-        return any(text[:length] in self._endings for length in range(1, min(self._longest, len(text) + 1)))
+        return any(
+            text[:length] in self._endings for length in range(1, min(self._longest, len(text) + 1))
+        )
 
 
 class Guard:
@@ -79,7 +91,9 @@ class Guard:
         return bool(self._hidden)
 
     def protect(self, value: Any) -> Any:
-        """The value with every string in it protected: lists, dicts (keys too) and what else JSON has."""
+        """The value with every string in it protected: lists, dicts (keys too) and what else JSON
+        has.
+        """
         if isinstance(value, str):
             return self._protect_text(value)
         if isinstance(value, Mapping):
@@ -89,7 +103,9 @@ class Guard:
         return value
 
     def split(self, rendered: str) -> Iterator[str | int]:
-        """Ids of the template's special tokens, and the texts between them as their writers wrote them."""
+        """Ids of the template's special tokens, and the texts between them as their writers wrote
+        them.
+        """
         end = 0
         for spelled in self._special.find(rendered):
             if spelled.start > end:
@@ -108,7 +124,9 @@ class Guard:
         return self._protect_edges("".join(pieces))
 
     def _protect_edges(self, text: str) -> str:
-        """Empty words where a front or an end could become a special token together with its neighbour, even after trimming."""
+        """Empty words where a front or an end could become a special token together with its
+        neighbour, even after trimming.
+        """
         body = text.strip()
         if not body:
             return text

@@ -1,8 +1,8 @@
 """The bytes each token id stands for, whatever the tokenizer's way of writing them.
 
-A text is the tokens' bytes end to end, read as UTF-8. So decoding is a join, streaming is an incremental UTF-8 decoder, and no token
-has to be decoded twice.
-Sources: GPT-2's `bytes_to_unicode` table (byte-level tokens); sentencepiece's byte fallback (`<0xE2>`) and space mark.
+A text is the tokens' bytes end to end, read as UTF-8. So decoding is a join, streaming is an
+incremental UTF-8 decoder, and no token has to be decoded twice. Sources: GPT-2's `bytes_to_unicode`
+table (byte-level tokens); sentencepiece's byte fallback (`<0xE2>`) and space mark.
 """
 
 from __future__ import annotations
@@ -20,19 +20,27 @@ Spelling = Literal["byte_level", "sentencepiece"]
 
 
 def _byte_level_table() -> dict[str, int]:
-    """Printable Latin-1 characters stand for themselves, the other bytes for the characters from U+0100 on, in order."""
+    """Printable Latin-1 characters stand for themselves, the other bytes for the characters from
+    U+0100 on, in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 class TokenBytes:
-    """Token ids to bytes, remembered. `strips_space`: the tokenizer's own decoding drops a text's first space."""
+    """Token ids to bytes, remembered. `strips_space`: the tokenizer's own decoding drops a text's
+    first space.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._spelling, self.strips_space = _spelling(tokenizer)
-        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self._added = {
+            i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()
+        }
         self._table = _byte_level_table()
         self._known: dict[int, bytes] = {}
 
@@ -49,7 +57,11 @@ class TokenBytes:
             return b""
         if self._spelling == "byte_level":
             mapped = [self._table.get(character) for character in text]
-            return bytes(byte for byte in mapped if byte is not None) if None not in mapped else text.encode()
+            return (
+                bytes(byte for byte in mapped if byte is not None)
+                if None not in mapped
+                else text.encode()
+            )
         if token_id in self._added:
             return text.encode()
         match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
@@ -58,12 +70,24 @@ class TokenBytes:
 
 def _spelling(tokenizer: Tokenizer) -> tuple[Spelling, bool]:
     """Read off the tokenizer's decoder; whether it strips a first space."""
-    decoder: dict[str, Any] = {"type": "none"} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    decoder: dict[str, Any] = (
+        {"type": "none"}
+        if tokenizer.decoder is None
+        else json.loads(tokenizer.decoder.__getstate__())
+    )
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
         return "byte_level", False
-    if "Metaspace" in kinds or any(part["type"] == "Replace" and part["pattern"] == {"String": SPACE} for part in parts):
-        strips = any(part["type"] == "Strip" or part.get("prepend_scheme", "never") != "never" for part in parts)
+    if "Metaspace" in kinds or any(
+        part["type"] == "Replace" and part["pattern"] == {"String": SPACE} for part in parts
+    ):
+        strips = any(
+            part["type"] == "Strip" or part.get("prepend_scheme", "never") != "never"
+            for part in parts
+        )
         return "sentencepiece", strips
-    raise UnsupportedModel(f"tokenizer decoder {decoder['type']}: supported are ByteLevel, Metaspace and SentencePiece's byte fallback")
+    raise UnsupportedModel(
+        f"tokenizer decoder {decoder['type']}: supported are ByteLevel, Metaspace and"
+        " SentencePiece's byte fallback"
+    )

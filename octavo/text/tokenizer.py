@@ -1,7 +1,8 @@
-"""Text to token ids and back, over the `tokenizers` package; one class for tokenizer.json files and GGUF vocabularies.
+"""Text to token ids and back, over the `tokenizers` package; one class for tokenizer.json files and
+GGUF vocabularies.
 
-Owns what the package leaves open: special-token text in a user's words, the first token, end ids, chat templates.
-Knows nothing of checkpoints beyond a `TokenizerSource`.
+Owns what the package leaves open: special-token text in a user's words, the first token, end ids,
+chat templates. Knows nothing of checkpoints beyond a `TokenizerSource`.
 """
 
 from __future__ import annotations
@@ -29,19 +30,24 @@ def load_tokenizer(source: TokenizerSource, *, chat_template: str | None = None)
     if source.vocabulary is not None:
         built = build_tokenizer(source.vocabulary, source.origin)
         adds_bos = built.adds_bos if source.add_bos_token is None else source.add_bos_token
-        return TextTokenizer(built.tokenizer, source, template, space_prefix=built.space_prefix, adds_bos=adds_bos)
+        return TextTokenizer(
+            built.tokenizer, source, template, space_prefix=built.space_prefix, adds_bos=adds_bos
+        )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(source.json))
     except Exception as error:  # the package raises nothing narrower
-        raise WeightMismatch(f"{source.json}: not a tokenizer that can be read: {error}", hint="download the file again") from error
+        raise WeightMismatch(
+            f"{source.json}: not a tokenizer that can be read: {error}",
+            hint="download the file again",
+        ) from error
     return TextTokenizer(tokenizer, source, template, adds_bos=source.add_bos_token)
 
 
 class TextTokenizer:
     """Implements `ports.Tokenizer`.
 
-    `space_prefix`: a space goes before the text (SentencePiece's dummy prefix). `adds_bos`: True and False say so, None leaves it to
-    the tokenizer's own post-processor.
+    `space_prefix`: a space goes before the text (SentencePiece's dummy prefix). `adds_bos`: True
+    and False say so, None leaves it to the tokenizer's own post-processor.
     """
 
     def __init__(
@@ -61,18 +67,28 @@ class TextTokenizer:
         self._adds_bos = adds_bos
         self._bos_id = self._id_of("bos_token")
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.eos_token_ids = source.eos_token_ids or tuple(i for i in [self._id_of("eos_token")] if i is not None)
+        self.eos_token_ids = source.eos_token_ids or tuple(
+            i for i in [self._id_of("eos_token")] if i is not None
+        )
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False
+    ) -> list[int]:
         check_unicode(text)
         if self._space_prefix:
             text = self._with_space(text, after_special=allow_special_text)
-        ids = self._encode(text, add_special_tokens=add_special_tokens, allow_special_text=allow_special_text)
+        ids = self._encode(
+            text, add_special_tokens=add_special_tokens, allow_special_text=allow_special_text
+        )
         if not add_special_tokens or self._adds_bos is None or self._bos_id is None:
             return ids
-        starts_with_bos = bool(ids) and ids[0] == self._bos_id and not (allow_special_text and self._spells_bos(text))
+        starts_with_bos = (
+            bool(ids)
+            and ids[0] == self._bos_id
+            and not (allow_special_text and self._spells_bos(text))
+        )
         if self._adds_bos and not starts_with_bos:
             return [self._bos_id, *ids]
         return ids[1:] if starts_with_bos and not self._adds_bos else ids
@@ -80,7 +96,9 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        text = b"".join(self._bytes[i] for i in token_ids if i not in skipped).decode(errors="replace")
+        text = b"".join(self._bytes[i] for i in token_ids if i not in skipped).decode(
+            errors="replace"
+        )
         strips = self._space_prefix or self._bytes.strips_space
         return text.removeprefix(" ") if strips else text
 
@@ -91,11 +109,19 @@ class TextTokenizer:
         return self._bytes[token_id]
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Special-token text in messages or variables stays text. Without any, the ids are those of the rendered text as a whole."""
+        """Special-token text in messages or variables stays text. Without any, the ids are those of
+        the rendered text as a whole.
+        """
         guard = self._special_text.guard()
-        rendered = self._template.render(guard.protect(list(messages)), add_generation_prompt, guard.protect(variables or {}))
+        rendered = self._template.render(
+            guard.protect(list(messages)), add_generation_prompt, guard.protect(variables or {})
+        )
         if not guard.used:
             return self.encode(rendered, add_special_tokens=False, allow_special_text=True)
         ids: list[int] = []
@@ -116,8 +142,12 @@ class TextTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return SpecialText({i: token for i, token in added.items() if token.special})
 
-    def _encode(self, text: str, *, add_special_tokens: bool, allow_special_text: bool) -> list[int]:
-        """The package's own encoding. Which texts are special is a state of its object, hence the lock."""
+    def _encode(
+        self, text: str, *, add_special_tokens: bool, allow_special_text: bool
+    ) -> list[int]:
+        """The package's own encoding. Which texts are special is a state of its object, hence the
+        lock.
+        """
         with self._lock:
             self._tokenizer.encode_special_tokens = not allow_special_text
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -142,7 +172,10 @@ def _read_template(option: str) -> str:
         return option
     path = user_path(option)
     if not is_there(path) or not path.is_file():
-        raise ConfigError(f"chat_template: got {option!r}, allowed is a Jinja template or the path of a file with one")
+        raise ConfigError(
+            f"chat_template: got {option!r}, allowed is a Jinja template or the path of a file"
+            " with one"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

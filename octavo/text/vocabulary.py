@@ -1,8 +1,10 @@
-"""Builds a `tokenizers` object from a GGUF vocabulary, so that its ids are those of the tokenizer the vocabulary came from.
+"""Builds a `tokenizers` object from a GGUF vocabulary, so that its ids are those of the tokenizer
+the vocabulary came from.
 
-Two kinds: byte-level BPE ("gpt2"), whose text is first cut as `pre` names, and SentencePiece's BPE by scores ("llama").
-Sources: the models' own tokenizer.json files (cuts, normalisers), llama.cpp's `llama-vocab.cpp` (what each `pre` stands for),
-sentencepiece's `bpe_model.cc` (merge the neighbours whose concatenation has the highest score, leftmost first).
+Two kinds: byte-level BPE ("gpt2"), whose text is first cut as `pre` names, and SentencePiece's BPE
+by scores ("llama"). Sources: the models' own tokenizer.json files (cuts, normalisers), llama.cpp's
+`llama-vocab.cpp` (what each `pre` stands for), sentencepiece's `bpe_model.cc` (merge the neighbours
+whose concatenation has the highest score, leftmost first).
 """
 
 from __future__ import annotations
@@ -24,16 +26,21 @@ SPACE = "\u2581"
 """How SentencePiece writes a space."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DEEPSEEK_V3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Cutting:
-    """How a byte-level tokenizer prepares a text: normalised, then cut by each expression in turn."""
+    """How a byte-level tokenizer prepares a text: normalised, then cut by each expression in
+    turn."""
 
     expressions: tuple[str, ...]
     normalizer: Callable[[], Normalizer] | None = None
@@ -58,15 +65,27 @@ CUTTINGS: dict[str, _Cutting] = {
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _Cutting((_WORDS % "",)),
-    "deepseek-coder": _Cutting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")),
-    "deepseek-v3": _Cutting((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)),
+    "deepseek-coder": _Cutting(
+        (
+            r"[\r\n]",
+            r"\s?\p{L}+",
+            r"\s?\p{P}+",
+            "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+            r"\p{N}",
+        )
+    ),
+    "deepseek-v3": _Cutting(
+        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)
+    ),
 }
 """By `tokenizer.ggml.pre`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltTokenizer:
-    """`space_prefix`: a space is put before the text (SentencePiece's dummy prefix). `adds_bos`: where the header does not say."""
+    """`space_prefix`: a space is put before the text (SentencePiece's dummy prefix). `adds_bos`:
+    where the header does not say.
+    """
 
     tokenizer: Tokenizer
     space_prefix: bool
@@ -74,11 +93,16 @@ class BuiltTokenizer:
 
 
 def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
-    """UnsupportedModel names a kind or a `pre` that is not known; WeightMismatch a vocabulary that contradicts itself."""
+    """UnsupportedModel names a kind or a `pre` that is not known; WeightMismatch a vocabulary that
+    contradicts itself.
+    """
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     build = builders.get(vocabulary.model)
     if build is None:
-        raise UnsupportedModel(f"{origin}: tokenizer model {vocabulary.model!r}, supported in GGUF are {', '.join(builders)}")
+        raise UnsupportedModel(
+            f"{origin}: tokenizer model {vocabulary.model!r}, supported in GGUF are"
+            f" {', '.join(builders)}"
+        )
     try:
         tokens = _decode(vocabulary.tokens)
         built = build(vocabulary, tokens, origin)
@@ -93,8 +117,12 @@ def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
 def _byte_level(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
     cutting = CUTTINGS.get(vocabulary.pre)
     if cutting is None:
-        raise UnsupportedModel(f"{origin}: pre-tokenizer {vocabulary.pre!r}, supported are {', '.join(CUTTINGS)}")
-    tokenizer = Tokenizer(models.BPE(_ids(tokens), _pairs(vocabulary.merges), ignore_merges=cutting.ignore_merges))
+        raise UnsupportedModel(
+            f"{origin}: pre-tokenizer {vocabulary.pre!r}, supported are {', '.join(CUTTINGS)}"
+        )
+    tokenizer = Tokenizer(
+        models.BPE(_ids(tokens), _pairs(vocabulary.merges), ignore_merges=cutting.ignore_merges)
+    )
     if cutting.normalizer is not None:
         tokenizer.normalizer = cutting.normalizer()
     tokenizer.pre_tokenizer = _cuts(cutting)
@@ -115,40 +143,82 @@ def _cuts(cutting: _Cutting) -> PreTokenizer:
     if cutting.expressions == (_GPT2,):
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if cutting is _DIGITS_ALONE:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    cuts: list[PreTokenizer] = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in cutting.expressions]
-    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    cuts: list[PreTokenizer] = [
+        pre_tokenizers.Split(Regex(expression), "isolated") for expression in cutting.expressions
+    ]
+    return pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def _sentencepiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
     if len(vocabulary.scores) != len(tokens):
         raise WeightMismatch(f"{origin}: {len(vocabulary.scores)} scores for {len(tokens)} tokens")
-    unknown = next((token for token, kind in zip(tokens, vocabulary.types, strict=True) if kind == UNKNOWN), None)
-    model = models.BPE(_ids(tokens), _merges_by_score(vocabulary, tokens), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    unknown = next(
+        (token for token, kind in zip(tokens, vocabulary.types, strict=True) if kind == UNKNOWN),
+        None,
+    )
+    model = models.BPE(
+        _ids(tokens),
+        _merges_by_score(vocabulary, tokens),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return BuiltTokenizer(tokenizer, space_prefix=vocabulary.add_space_prefix, adds_bos=True)
 
 
 def _merges_by_score(vocabulary: Vocabulary, tokens: list[str]) -> list[tuple[str, str]]:
     """Every way to put a normal piece together from two others, best score first.
 
-    SentencePiece merges any neighbours whose concatenation is a piece, the piece of the highest score first; all ways to the same piece
-    stand side by side here, so the order of the merges is that of the scores.
+    SentencePiece merges any neighbours whose concatenation is a piece, the piece of the highest
+    score first; all ways to the same piece stand side by side here, so the order of the merges is
+    that of the scores.
     """
-    pieces = {token: score for token, score, kind in zip(tokens, vocabulary.scores, vocabulary.types, strict=True) if kind == NORMAL}
+    pieces = {
+        token: score
+        for token, score, kind in zip(tokens, vocabulary.scores, vocabulary.types, strict=True)
+        if kind == NORMAL
+    }
     ordered = sorted(pieces, key=pieces.__getitem__, reverse=True)
     return [
-        (piece[:cut], piece[cut:]) for piece in ordered for cut in range(1, len(piece)) if piece[:cut] in pieces and piece[cut:] in pieces
+        (piece[:cut], piece[cut:])
+        for piece in ordered
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
     ]
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, tokens: list[str]) -> None:
-    """Control tokens are special; user-defined ones are cut out of every text, as SentencePiece does."""
-    others = [(token, kind) for token, kind in zip(tokens, vocabulary.types, strict=False) if kind != NORMAL and token]
-    special = [AddedToken(token, special=True, normalized=False) for token, kind in others if kind in (CONTROL, UNKNOWN)]
-    defined = [AddedToken(token, special=False, normalized=False) for token, kind in others if kind == USER_DEFINED]
+    """Control tokens are special; user-defined ones are cut out of every text, as SentencePiece
+    does.
+    """
+    others = [
+        (token, kind)
+        for token, kind in zip(tokens, vocabulary.types, strict=False)
+        if kind != NORMAL and token
+    ]
+    special = [
+        AddedToken(token, special=True, normalized=False)
+        for token, kind in others
+        if kind in (CONTROL, UNKNOWN)
+    ]
+    defined = [
+        AddedToken(token, special=False, normalized=False)
+        for token, kind in others
+        if kind == USER_DEFINED
+    ]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(defined)
 
@@ -158,6 +228,8 @@ def _ids(tokens: list[str]) -> dict[str, int]:
 
 
 def _decode(texts: Sequence[bytes]) -> list[str]:
-    """Decoded in one go, which is several times faster; one by one where a text holds the separator itself."""
+    """Decoded in one go, which is several times faster; one by one where a text holds the separator
+    itself.
+    """
     decoded = b"\0".join(texts).decode().split("\0")
     return decoded if len(decoded) == len(texts) else [text.decode() for text in texts]

@@ -1,7 +1,8 @@
-"""Moves whole KV blocks as a plan says: on the device, to host memory and back, to a connector's slots and back.
+"""Moves whole KV blocks as a plan says: on the device, to host memory and back, to a connector's
+slots and back.
 
-Owns the KV bytes of a worker, on the device and swapped; those in slots are the connector's. Only kernels look inside them, and only
-the BlockManager says which block is whose.
+Owns the KV bytes of a worker, on the device and swapped; those in slots are the connector's. Only
+kernels look inside them, and only the BlockManager says which block is whose.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BatchedKvCache, BlockMover, KvCache
+from octavo.backends.kv import BatchedKvCache, BlockMover, KvCache
 from octavo.ports import ConnectorWorker
 from octavo.step import BlockMove
 from octavo.worker.block_places import BlockPlaces, PagedPlaces
@@ -40,7 +41,9 @@ class OneByOne:
         for block_id, memory in zip(block_ids, into, strict=True):
             self._kv.read_block(group, block_id, memory)
 
-    def write(self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]) -> None:
+    def write(
+        self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]
+    ) -> None:
         for block_id, memory in zip(block_ids, data, strict=True):
             self._kv.write_block(group, block_id, memory)
 
@@ -52,7 +55,9 @@ class OneByOne:
 
 
 def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
-    """Neighbours of one kind and group, in order; a block that was just copied to is read by a later batch only."""
+    """Neighbours of one kind and group, in order; a block that was just copied to is read by a
+    later batch only.
+    """
     batch: list[BlockMove] = []
     targets: set[int] = set()
     for move in moves:
@@ -68,7 +73,9 @@ def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
 
 
 class CacheEngine:
-    """`host`: per group, for swapped requests; memory that is never written costs nothing. `places`: where a block of `kv` lies."""
+    """`host`: per group, for swapped requests; memory that is never written costs nothing.
+    `places`: where a block of `kv` lies.
+    """
 
     def __init__(
         self,
@@ -92,7 +99,9 @@ class CacheEngine:
         for batch in batches(moves):
             group, kind = batch[0].group, batch[0].kind
             if kind == "copy":
-                self._mover.copy(group, [(find(group, move.source), find(group, move.target)) for move in batch])
+                self._mover.copy(
+                    group, [(find(group, move.source), find(group, move.target)) for move in batch]
+                )
             elif kind in ("swap_out", "save"):
                 into = [self._off_device(move, move.target) for move in batch]
                 self._mover.read(group, [find(group, move.source) for move in batch], into)
@@ -101,7 +110,9 @@ class CacheEngine:
                 self._mover.write(group, [find(group, move.target) for move in batch], data)
 
     def settle(self, moves: Sequence[BlockMove]) -> float:
-        """Until what these brought off the device is there; for how many seconds blocks were copied, 0 where nobody has measured."""
+        """Until what these brought off the device is there; for how many seconds blocks were
+        copied, 0 where nobody has measured.
+        """
         return self._mover.settle() if any(move.kind != "copy" for move in moves) else 0.0
 
     def _off_device(self, move: BlockMove, index: int) -> NDArray[np.uint8]:

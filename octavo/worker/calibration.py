@@ -1,8 +1,10 @@
-"""How strongly each input of a Program's matrices is used, which is what packing to 4 bits weighs its errors by.
+"""How strongly each input of a Program's matrices is used, which is what packing to 4 bits weighs
+its errors by.
 
-A few channels of the residual stream are hundreds of times as strong as the rest, and no weight alone tells which. So the Program runs
-once before it is packed, over tokens drawn at random, with one op's weights in memory at a time. Needs neither tokenizer nor text.
-Float64, a fixed seed and powers of two as results: every load packs the same bits, whatever the number of BLAS threads.
+A few channels of the residual stream are hundreds of times as strong as the rest, and no weight
+alone tells which. So the Program runs once before it is packed, over tokens drawn at random, with
+one op's weights in memory at a time. Needs neither tokenizer nor text. Float64, a fixed seed and
+powers of two as results: every load packs the same bits, whatever the number of BLAS threads.
 Source of the idea that activations say which weights matter: AWQ, Lin et al. 2023.
 """
 
@@ -14,7 +16,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE, LoadWeight, StepBatch
+from octavo.backends.base import LoadWeight
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.reference import FORMULAS, ReferenceBackend
 from octavo.backends.reference_ops import Floats, Step
 from octavo.backends.sampling import uniform
@@ -27,24 +31,38 @@ NUM_TOKENS = 64
 
 SEED = 0
 FLOOR = 1e-3
-"""Least importance against the mean; a tenth of it and ten times as much give SmolLM2 the same rise."""
+"""Least importance against the mean; a tenth of it and ten times as much give SmolLM2 the same
+rise.
+"""
 
 SMALL_PRODUCT = 1 << 18
 """Multiplications of a product that OpenBLAS computes with one thread."""
 
 CHUNK_VALUES = 1 << 17
-"""Values of a matrix turned into float64 at a time, so that they stay in the second-level cache while all rows meet them."""
+"""Values of a matrix turned into float64 at a time, so that they stay in the second-level cache
+while all rows meet them.
+"""
 
 
-def input_powers(program: Program, load: LoadWeight, *, context_tokens: int) -> dict[str, NDArray[np.float32]]:
+def input_powers(
+    program: Program, load: LoadWeight, *, context_tokens: int
+) -> dict[str, NDArray[np.float32]]:
     """Mean square of each input of every matrix, `[in]` by the weight's name, as powers of two."""
     num_tokens = min(NUM_TOKENS, context_tokens)
-    token_ids = np.array([int(uniform(SEED, at, 0) * program.vocab_size) for at in range(num_tokens)], np.int32)
-    return {name: _power_of_two(power) for name, power in mean_squares(program, load, token_ids).items()}
+    token_ids = np.array(
+        [int(uniform(SEED, at, 0) * program.vocab_size) for at in range(num_tokens)], np.int32
+    )
+    return {
+        name: _power_of_two(power) for name, power in mean_squares(program, load, token_ids).items()
+    }
 
 
-def mean_squares(program: Program, load: LoadWeight, token_ids: NDArray[np.int32]) -> dict[str, Floats]:
-    """Of each input over one text, by the reference's formulas but for products of many rows at once."""
+def mean_squares(
+    program: Program, load: LoadWeight, token_ids: NDArray[np.int32]
+) -> dict[str, Floats]:
+    """Of each input over one text, by the reference's formulas but for products of many rows at
+    once.
+    """
     groups = program.groups
     batch = _whole_text(token_ids, len(groups))
     kv = ReferenceBackend().allocate(groups, [batch.block_tables.shape[-1]] * len(groups))
@@ -67,7 +85,9 @@ def mean_squares(program: Program, load: LoadWeight, token_ids: NDArray[np.int32
 def _compute(op: Op, step: Step, load: LoadWeight) -> None:
     if isinstance(op, Embedding) and op.ids is not None:
         step.weights = {op.table: _floats(load(op.table).rows(step.get(op.ids)))}
-        op = replace(op, ids=None, by_position=True)  # one row for each position: a whole table would take gigabytes
+        op = replace(
+            op, ids=None, by_position=True
+        )  # one row for each position: a whole table would take gigabytes
     else:
         step.weights = {weight: _floats(load(weight)) for weight in op.weights}
     for value, array in zip(op.outputs, FORMULAS[type(op)](op, step), strict=True):
@@ -107,26 +127,37 @@ def _whole_text(token_ids: NDArray[np.int32], num_groups: int) -> StepBatch:
 def _multiply(matrix: NDArray, x: Floats) -> Floats:
     """`matrix [out, in]` times the rows of `x [T, in]`: `[T, out]`."""
     num_outputs = max(8, CHUNK_VALUES // matrix.shape[1] // 8 * 8)
-    parts = [_small_products(matrix[start : start + num_outputs], x) for start in range(0, len(matrix), num_outputs)]
+    parts = [
+        _small_products(matrix[start : start + num_outputs], x)
+        for start in range(0, len(matrix), num_outputs)
+    ]
     return np.concatenate(parts, axis=1)
 
 
 def _small_products(matrix: NDArray, x: Floats) -> Floats:
-    """In pieces of 8 outputs by so few rows that BLAS starts no threads for one. Its threads spin while they wait: beside busy neighbours
-    whole products took ten times as long (two cores); alone they are a third faster."""
+    """In pieces of 8 outputs by so few rows that BLAS starts no threads for one. Its threads spin
+    while they wait: beside busy neighbours whole products took ten times as long (two cores); alone
+    they are a third faster."""
     num_outputs, num_inputs = matrix.shape
     wide = np.zeros((-(-num_outputs // 8) * 8, num_inputs))
     wide[:num_outputs] = matrix
     pieces = wide.reshape(-1, 8, num_inputs).transpose(0, 2, 1)
     num_rows = max(1, SMALL_PRODUCT // (8 * num_inputs))
-    parts = [(x[start : start + num_rows] @ pieces).transpose(1, 0, 2) for start in range(0, len(x), num_rows)]
+    parts = [
+        (x[start : start + num_rows] @ pieces).transpose(1, 0, 2)
+        for start in range(0, len(x), num_rows)
+    ]
     return np.concatenate(parts).reshape(len(x), -1)[:, :num_outputs]
 
 
 def _power_of_two(power: Floats) -> NDArray[np.float32]:
-    """Against the mean, and at least `FLOOR` of it; ones where nothing comes in, or nothing that is a number."""
+    """Against the mean, and at least `FLOOR` of it; ones where nothing comes in, or nothing that is
+    a number.
+    """
     mean = power.mean()
     if not np.isfinite(mean) or mean == 0:
         return np.ones(len(power), np.float32)
-    exponents: NDArray[np.float32] = np.rint(np.log2(np.maximum(power / mean, FLOOR))).astype(np.float32)
+    exponents: NDArray[np.float32] = np.rint(np.log2(np.maximum(power / mean, FLOOR))).astype(
+        np.float32
+    )
     return np.exp2(exponents)

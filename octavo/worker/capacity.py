@@ -1,13 +1,16 @@
-"""What an engine takes of a machine's memory, and how many requests then fit, before anything is loaded.
+"""What an engine takes of a machine's memory, and how many requests then fit, before anything is
+loaded.
 
-Knows sizes only: bytes of weights, of a step's buffers, of KV blocks. `memory.py` decides what the KV cache really gets.
+Knows sizes only: bytes of weights, of a step's buffers, of KV blocks. `memory.py` decides what the
+KV cache really gets.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.backends.base import BLOCK_SIZE, Footprint
+from octavo.backends.base import Footprint
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
@@ -15,7 +18,9 @@ from octavo.program.program import Program
 from octavo.worker.memory import SAFE_SHARE, GroupSize, KvBudget, Load, plan_kv
 
 PROCESS_BYTES = 192 << 20
-"""Of the two processes besides: 75 MiB with a vocabulary of 300 tokens, 170 MiB with one of 260,000 (November 2026)."""
+"""Of the two processes besides: 75 MiB with a vocabulary of 300 tokens, 170 MiB with one of 260,000
+(November 2026).
+"""
 
 SPARE = 0.1
 """Share of what is left that is better not given to the KV cache."""
@@ -58,7 +63,11 @@ class Capacity:
     @property
     def kv_bytes(self) -> int:
         """What the KV cache may have: as asked for, else what is left but for some to spare."""
-        return max(0, int(self.left_bytes * (1 - SPARE))) if self.wanted_kv_bytes is None else self.wanted_kv_bytes
+        return (
+            max(0, int(self.left_bytes * (1 - SPARE)))
+            if self.wanted_kv_bytes is None
+            else self.wanted_kv_bytes
+        )
 
     @property
     def kv_token_bytes(self) -> float:
@@ -74,11 +83,15 @@ class Capacity:
         return self.kv_bytes // self.request_bytes(num_tokens)
 
     def max_context(self) -> int:
-        """The longest that one request may have, at most what the load says; 0 where not one block fits."""
+        """The longest that one request may have, at most what the load says; 0 where not one block
+        fits.
+        """
         low, high = 0, self.load.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.request_bytes(middle) <= self.kv_bytes else (low, middle - 1)
+            low, high = (
+                (middle, high) if self.request_bytes(middle) <= self.kv_bytes else (low, middle - 1)
+            )
         return low
 
     def check(self, name: str) -> None:
@@ -87,21 +100,38 @@ class Capacity:
             kv = f"KV cache {format_bytes(self.least_kv_bytes)}"
             if self.wanted_kv_bytes is None:
                 kv += f" for one request of {self.load.max_model_len:,} tokens"
-            parts = f"weights {format_bytes(self.weight_bytes)}, a step {format_bytes(self.step_bytes)}, {kv}"
+            parts = (
+                f"weights {format_bytes(self.weight_bytes)}, a step"
+                f" {format_bytes(self.step_bytes)}, {kv}"
+            )
             needed = format_bytes(self.fixed_bytes + self.least_kv_bytes)
             raise ConfigError(
-                f"{name} does not fit: needed are {needed} ({parts}), free are {format_bytes(self.memory_bytes)}; "
-                f"{format_bytes(self.shortfall_bytes)} are missing",
+                f"{name} does not fit: needed are {needed} ({parts}), free are"
+                f" {format_bytes(self.memory_bytes)}; {format_bytes(self.shortfall_bytes)} are"
+                " missing",
                 hint="`octavo plan` with the same options says what fits",
             )
         self.budget()
 
     def budget(self) -> KvBudget:
         """As the engine will make it."""
-        return plan_kv(self.groups, self.load, wanted_bytes=self.wanted_kv_bytes, available_bytes=self.left_bytes, share=self.share)
+        return plan_kv(
+            self.groups,
+            self.load,
+            wanted_bytes=self.wanted_kv_bytes,
+            available_bytes=self.left_bytes,
+            share=self.share,
+        )
 
 
-def capacity_of(config: EngineConfig, program: Program, footprint: Footprint, memory_bytes: int, *, share: float = SAFE_SHARE) -> Capacity:
+def capacity_of(
+    config: EngineConfig,
+    program: Program,
+    footprint: Footprint,
+    memory_bytes: int,
+    *,
+    share: float = SAFE_SHARE,
+) -> Capacity:
     assert config.model.max_model_len is not None, "derive() has set it"
     options, cache = config.scheduler, config.cache
     return Capacity(

@@ -1,4 +1,6 @@
-"""A progress bar while weights load: stands between a backend and the reader of its weights, and counts."""
+"""A progress bar while weights load: stands between a backend and the reader of its weights, and
+counts.
+"""
 
 from __future__ import annotations
 

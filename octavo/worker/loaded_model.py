@@ -1,4 +1,6 @@
-"""A model whose weights are in place, or one rank's part of it: how many KV blocks fit beside them, and the worker over these blocks."""
+"""A model whose weights are in place, or one rank's part of it: how many KV blocks fit beside them,
+and the worker over these blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from octavo.backends.base import (
-    BLOCK_SIZE,
     Backend,
     BackendOptions,
     DeviceBackend,
     DeviceMemory,
-    KvCache,
-    KvLayout,
     OnDemandBackend,
     Runnable,
 )
+from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.ports import ConnectorWorker
 from octavo.program.program import Program
-from octavo.worker.block_places import BlockPlaces, PagedPlaces, RangeShape, VirtualPlaces, check_addressable, describe_ranges
+from octavo.worker.block_places import (
+    BlockPlaces,
+    PagedPlaces,
+    RangeShape,
+    VirtualPlaces,
+    check_addressable,
+    describe_ranges,
+)
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, GroupSize, KvBudget, Load, plan_kv
@@ -46,13 +53,18 @@ class LoadedModel:
         return [self.backend.kv_layout(group) for group in self.program.groups]
 
     def kv_budget(self) -> KvBudget:
-        """As much as the options say; else of the machine's memory a safe share, of a device's own all that is left of its."""
+        """As much as the options say; else of the machine's memory a safe share, of a device's own
+        all that is left of its.
+        """
         config, options = self.config, self.config.scheduler
         assert config.model.max_model_len is not None, "derive() has set it"
         memory = device_memory(self.backend)
         windows = [group.window if config.cache.kv_cache else None for group in self.program.groups]
         return plan_kv(
-            [GroupSize(layout.block_bytes, window) for layout, window in zip(self.layouts, windows, strict=True)],
+            [
+                GroupSize(layout.block_bytes, window)
+                for layout, window in zip(self.layouts, windows, strict=True)
+            ],
             Load(config.model.max_model_len, options.max_num_seqs, options.max_num_batched_tokens),
             wanted_bytes=config.cache.kv_cache_memory_bytes,
             available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
@@ -71,18 +83,32 @@ class LoadedModel:
     ) -> Worker:
         """With memory for so many blocks of each group, on the device and for swapped requests."""
         kv, places = self._kv_memory(num_blocks, report)
-        host = [HostShape(count, layout.block_bytes) for count, layout in zip(num_host_blocks, self.layouts, strict=True)]
+        host = [
+            HostShape(count, layout.block_bytes)
+            for count, layout in zip(num_host_blocks, self.layouts, strict=True)
+        ]
         is_alone = self.config.backend.tensor_parallel_size == 1
-        return Worker(self.runnable, CacheEngine(kv, host, connector, places), self.rows, close=self.backend.close, is_alone=is_alone)
+        return Worker(
+            self.runnable,
+            CacheEngine(kv, host, connector, places),
+            self.rows,
+            close=self.backend.close,
+            is_alone=is_alone,
+        )
 
     def _kv_memory(self, num_blocks: Sequence[int], report: Report) -> tuple[KvCache, BlockPlaces]:
-        """The device's memory for KV, and where in it blocks lie, in the layout that the options name."""
+        """The device's memory for KV, and where in it blocks lie, in the layout that the options
+        name.
+        """
         config, backend, groups = self.config, self.backend, self.program.groups
         if config.cache.kv_layout == "paged":
             return backend.allocate(groups, num_blocks), PagedPlaces()
         assert isinstance(backend, OnDemandBackend), "it was refused before the weights were read"
         assert config.model.max_model_len is not None, "derive() has set it"
-        num_rows, context_blocks = config.scheduler.max_num_seqs, -(-config.model.max_model_len // BLOCK_SIZE)
+        num_rows, context_blocks = (
+            config.scheduler.max_num_seqs,
+            -(-config.model.max_model_len // BLOCK_SIZE),
+        )
         ranges = [
             RangeShape.of(count, context_blocks, backend.kv_pieces(group), group.num_layers)
             for group, count in zip(groups, num_blocks, strict=True)
@@ -94,15 +120,22 @@ class LoadedModel:
 
 
 def request_rows(config: EngineConfig, options: BackendOptions, program: Program) -> RequestRows:
-    """Of as many requests as may run; ConfigError where they cannot be, which is known before any weight is read."""
+    """Of as many requests as may run; ConfigError where they cannot be, which is known before any
+    weight is read.
+    """
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "derive() has set it"
     sizes = {"num_groups": len(program.groups), "vocab_size": program.vocab_size}
     try:
         return RequestRows(max_rows=options.max_rows, max_model_len=max_model_len, **sizes)
     except MemoryError:
-        what = f"max_num_seqs: got {options.max_requests:,}, but the token ids of so many requests of {max_model_len:,} tokens"
-        raise ConfigError(f"{what} take more memory than there is", hint="lower max_num_seqs or max_model_len") from None
+        what = (
+            f"max_num_seqs: got {options.max_requests:,}, but the token ids of so many requests of"
+            f" {max_model_len:,} tokens"
+        )
+        raise ConfigError(
+            f"{what} take more memory than there is", hint="lower max_num_seqs or max_model_len"
+        ) from None
 
 
 def device_memory(backend: Backend) -> DeviceMemory | None:
@@ -111,6 +144,8 @@ def device_memory(backend: Backend) -> DeviceMemory | None:
 
 
 def host_bytes(config: EngineConfig) -> int | None:
-    """Of the machine's memory what is free, or one rank's share of it; None where the system does not say."""
+    """Of the machine's memory what is free, or one rank's share of it; None where the system does
+    not say.
+    """
     available = Machine().available_bytes()
     return None if available is None else available // config.backend.tensor_parallel_size

@@ -1,6 +1,8 @@
-"""What this process may use of the machine: compute threads and memory, under affinity masks, control groups (v1 and v2), `ulimit -v`.
+"""What this process may use of the machine: compute threads and memory, under affinity masks,
+control groups (v1 and v2), `ulimit -v`.
 
-Only reads; every path is below `root`, so that tests can draw other machines. Source: the kernel's documents cgroup-v1, cgroup-v2, sysfs.
+Only reads; every path is below `root`, so that tests can draw other machines. Source: the kernel's
+documents cgroup-v1, cgroup-v2, sysfs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class Machine:
     root: Path = Path("/")
 
     def num_threads(self) -> int:
-        """The smallest of physical cores in the affinity mask and the control groups' quota, at least 1."""
+        """The smallest of physical cores in the affinity mask and the control groups' quota, at
+        least 1.
+        """
         limits = [float(self._num_physical_cores()), *self._cpu_quotas()]
         return max(1, int(min(limits)))
 
@@ -34,12 +38,26 @@ class Machine:
         return "unnamed CPU"
 
     def available_bytes(self) -> int | None:
-        """Memory that can still be taken without swapping or being killed; None where the system does not say."""
-        limits = [value for value in (self._free_bytes(), self._address_space_bytes(), *self._group_free_bytes()) if value is not None]
+        """Memory that can still be taken without swapping or being killed; None where the system
+        does not say.
+        """
+        limits = [
+            value
+            for value in (
+                self._free_bytes(),
+                self._address_space_bytes(),
+                *self._group_free_bytes(),
+            )
+            if value is not None
+        ]
         return max(0, min(limits)) if limits else None
 
     def _num_physical_cores(self) -> int:
-        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        cpus = (
+            os.sched_getaffinity(0)
+            if hasattr(os, "sched_getaffinity")
+            else set(range(os.cpu_count() or 1))
+        )
         cores = {self._core_of(cpu) for cpu in cpus}
         return len(cores)
 
@@ -56,7 +74,10 @@ class Machine:
             if len(words) == 2 and words[0] != "max":
                 yield int(words[0]) / int(words[1])
         for group in self._groups("cpu"):
-            quota, period = _read_int(group / "cpu.cfs_quota_us"), _read_int(group / "cpu.cfs_period_us")
+            quota, period = (
+                _read_int(group / "cpu.cfs_quota_us"),
+                _read_int(group / "cpu.cfs_period_us"),
+            )
             if quota is not None and period and quota > 0:
                 yield quota / period
 
@@ -71,12 +92,18 @@ class Machine:
 
     def _address_space_bytes(self) -> int | None:
         """What `ulimit -v` leaves to this process; None where it sets no limit."""
-        limit = re.search(r"^Max address space +(\d+)", _read(self.root / "proc/self/limits") or "", re.MULTILINE)
-        taken = re.search(r"^VmSize:\s+(\d+) kB", _read(self.root / "proc/self/status") or "", re.MULTILINE)
+        limit = re.search(
+            r"^Max address space +(\d+)", _read(self.root / "proc/self/limits") or "", re.MULTILINE
+        )
+        taken = re.search(
+            r"^VmSize:\s+(\d+) kB", _read(self.root / "proc/self/status") or "", re.MULTILINE
+        )
         return int(limit[1]) - int(taken[1]) * 1024 if limit and taken else None
 
     def _group_free_bytes(self) -> Iterator[int]:
-        """Per control group with a limit, what is left of it; pages of files that can be dropped count as free."""
+        """Per control group with a limit, what is left of it; pages of files that can be dropped
+        count as free.
+        """
         names = {
             "": ("memory.max", "memory.current", "inactive_file"),
             "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -88,13 +115,19 @@ class Machine:
                     yield limit - usage + _statistic(group / "memory.stat", cached_name)
 
     def _groups(self, controller: str) -> Iterator[Path]:
-        """This process's control group of a v1 controller ("" is v2) and all above it, as they are mounted here."""
+        """This process's control group of a v1 controller ("" is v2) and all above it, as they are
+        mounted here.
+        """
         mount = self.root / "sys/fs/cgroup"
         for line in (_read(self.root / "proc/self/cgroup") or "").splitlines():
             _, controllers, path = line.split(":", 2)
             if controller not in controllers.split(","):
                 continue
-            base = mount / controllers if controller and (mount / controllers).is_dir() else mount / controller
+            base = (
+                mount / controllers
+                if controller and (mount / controllers).is_dir()
+                else mount / controller
+            )
             group = base / path.lstrip("/")
             yield group
             while group not in (base, mount):

@@ -1,4 +1,5 @@
-"""Turns a step's scheduled rows into one StepBatch, runs the Program over it, and reads off what each row yielded.
+"""Turns a step's scheduled rows into one StepBatch, runs the Program over it, and reads off what
+each row yielded.
 
 Knows rows and arrays; knows nothing of queues, blocks' owners or text.
 """
@@ -11,19 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import (
-    BLOCK_SIZE,
-    AsyncRunnable,
-    Computing,
-    DecodeSteps,
-    DecodingRunnable,
-    KvCache,
-    LastTokens,
-    Runnable,
-    SampleResult,
-    SamplingBatch,
-    StepBatch,
-)
+from octavo.backends.base import AsyncRunnable, Computing, DecodingRunnable, Runnable
+from octavo.backends.batch import DecodeSteps, LastTokens, SampleResult, SamplingBatch, StepBatch
+from octavo.backends.kv import BLOCK_SIZE, KvCache
 from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
 from octavo.worker.request_rows import RequestRows
@@ -43,7 +34,9 @@ class Layout:
     draws: list[int]
     """Which of the R requests draw a token."""
     targets: list[tuple[int, int, int]]
-    """(index in R, first token of this step, one past the last) whose successors in the prompt want a logprob."""
+    """(index in R, first token of this step, one past the last) whose successors in the prompt want
+    a logprob.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +57,43 @@ class ModelRunner:
         self._rows = rows
 
     def run(self, scheduled: Sequence[ScheduledRow]) -> list[RowResult]:
-        """One result for each row, in order. The rows take in their sampled tokens, but only once the whole step has succeeded."""
+        """One result for each row, in order. The rows take in their sampled tokens, but only once
+        the whole step has succeeded.
+        """
         batch, layout = self._batch(scheduled)
         output = self._runnable.run(batch, self._kv)
         assert output.samples is not None and batch.sampling is not None
         return self._results(scheduled, layout, batch.sampling, output.samples)
 
     def launch(self, scheduled: Sequence[ScheduledRow], *, all_known: bool = False) -> LaunchedRows:
-        """`run` without its results. The device keeps what it draws, for rows of the next step that are `from_device`.
+        """`run` without its results. The device keeps what it draws, for rows of the next step that
+        are `from_device`.
 
         With `all_known` these rows' tokens are here by now, too.
         """
         assert self._asynchronous is not None, "only what is asynchronous is launched"
         batch, layout = self._batch(scheduled)
         assert batch.sampling is not None
-        batch.last_tokens = _last_tokens([] if all_known else scheduled, layout, num_samples=len(batch.sample_rows))
-        return LaunchedRows(scheduled, layout, batch.sampling, self._asynchronous.launch(batch, self._kv))
+        batch.last_tokens = _last_tokens(
+            [] if all_known else scheduled, layout, num_samples=len(batch.sample_rows)
+        )
+        return LaunchedRows(
+            scheduled, layout, batch.sampling, self._asynchronous.launch(batch, self._kv)
+        )
 
     def take_in(self, launched: LaunchedRows) -> list[RowResult]:
-        """What `run` gives, once it is computed. Steps are taken in in the order of their launches."""
+        """What `run` gives, once it is computed. Steps are taken in in the order of their
+        launches."""
         output = launched.computing.result()
         assert output.samples is not None
         return self._results(launched.scheduled, launched.layout, launched.sampling, output.samples)
 
-    def decode(self, scheduled: Sequence[ScheduledRow], num_steps: int, between: Between | None) -> list[RowResult]:
-        """`run` so many times, each row's drawn token being its next one, in one call. Ends early as `StepPlan.num_steps` says."""
+    def decode(
+        self, scheduled: Sequence[ScheduledRow], num_steps: int, between: Between | None
+    ) -> list[RowResult]:
+        """`run` so many times, each row's drawn token being its next one, in one call. Ends early
+        as `StepPlan.num_steps` says.
+        """
         assert isinstance(self._runnable, DecodingRunnable)
         batch, layout = self._batch(scheduled, num_steps)
         sampling = batch.sampling
@@ -105,12 +110,16 @@ class ModelRunner:
             return between is None or between(results)
 
         end_ids, end_starts = self._rows.end_tokens(layout.rows)
-        steps = self._runnable.decode(batch, self._kv, DecodeSteps(num_steps, end_starts, end_ids), goes_on)
+        steps = self._runnable.decode(
+            batch, self._kv, DecodeSteps(num_steps, end_starts, end_ids), goes_on
+        )
         for samples in steps[len(done) :]:
             take(samples)
         return [_joined(results) for results in zip(*done, strict=True)]
 
-    def _batch(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> tuple[StepBatch, Layout]:
+    def _batch(
+        self, scheduled: Sequence[ScheduledRow], num_steps: int = 1
+    ) -> tuple[StepBatch, Layout]:
         """Of the first of so many steps, with block tables for them all."""
         rows = self._rows.indices(scheduled)
         starts = np.array([row.start for row in scheduled], np.int32)
@@ -119,10 +128,18 @@ class ModelRunner:
         np.cumsum(counts, out=query_starts[1:])
         ends = starts + counts
         owners = np.repeat(rows, counts)
-        positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
+        positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(
+            starts - query_starts[:-1], counts
+        )
         tables = self._rows.block_tables
         slots = tables[:, owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        layout = Layout(rows, ends, query_starts, [i for i, row in enumerate(scheduled) if row.samples], self._targets(scheduled, rows))
+        layout = Layout(
+            rows,
+            ends,
+            query_starts,
+            [i for i, row in enumerate(scheduled) if row.samples],
+            self._targets(scheduled, rows),
+        )
         sample_rows, sampling = self._sampling(scheduled, layout)
         batch = StepBatch(
             token_ids=self._rows.token_ids[owners, positions],
@@ -130,32 +147,52 @@ class ModelRunner:
             query_starts=query_starts,
             context_lens=np.broadcast_to(ends, (len(tables), len(rows))).copy(),
             slots=np.ascontiguousarray(slots),
-            block_tables=np.ascontiguousarray(tables[:, rows, : -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)]),
+            block_tables=np.ascontiguousarray(
+                tables[:, rows, : -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)]
+            ),
             sample_rows=sample_rows,
             sampling=sampling,
         )
         return batch, layout
 
-    def _targets(self, scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]) -> list[tuple[int, int, int]]:
-        """The tokens whose successor belongs to the prompt, of the requests that want the prompt's logprobs."""
+    def _targets(
+        self, scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]
+    ) -> list[tuple[int, int, int]]:
+        """The tokens whose successor belongs to the prompt, of the requests that want the prompt's
+        logprobs.
+        """
         found = []
         for index, row in enumerate(scheduled):
             if row.num_prompt_logprobs is not None:
-                last = min(row.start + row.num_tokens, self._rows.num_prompt_tokens[rows[index]] - 1)
+                last = min(
+                    row.start + row.num_tokens, self._rows.num_prompt_tokens[rows[index]] - 1
+                )
                 found.append((index, row.start, max(row.start, last)))
         return found
 
-    def _sampling(self, scheduled: Sequence[ScheduledRow], layout: Layout) -> tuple[NDArray[np.int32], SamplingBatch]:
-        """`sample_rows [S]` and how to draw: the draws first, then the prompt's own tokens as targets."""
+    def _sampling(
+        self, scheduled: Sequence[ScheduledRow], layout: Layout
+    ) -> tuple[NDArray[np.int32], SamplingBatch]:
+        """`sample_rows [S]` and how to draw: the draws first, then the prompt's own tokens as
+        targets.
+        """
         draws = np.array(layout.draws, np.intp)
-        sampling = self._rows.sampling.gather(layout.rows[draws], self._rows.token_ids, layout.ends[draws])
+        sampling = self._rows.sampling.gather(
+            layout.rows[draws], self._rows.token_ids, layout.ends[draws]
+        )
         sample_rows = layout.query_starts[draws + 1] - 1
         if not layout.targets:
             return sample_rows, sampling
         spans = [np.arange(first, last, dtype=np.int32) for _, first, last in layout.targets]
         token_ids = self._rows.token_ids
-        target_ids = [token_ids[layout.rows[index], first + 1 : last + 1] for index, first, last in layout.targets]
-        num_top = [self._rows.sampling.num_top(scheduled[index].num_prompt_logprobs or 0) for index, _, _ in layout.targets]
+        target_ids = [
+            token_ids[layout.rows[index], first + 1 : last + 1]
+            for index, first, last in layout.targets
+        ]
+        num_top = [
+            self._rows.sampling.num_top(scheduled[index].num_prompt_logprobs or 0)
+            for index, _, _ in layout.targets
+        ]
         append_targets(
             sampling,
             target_batch(
@@ -165,17 +202,28 @@ class ModelRunner:
             ),
         )
         shifts = [layout.query_starts[index] - first for index, first, _ in layout.targets]
-        return np.concatenate([sample_rows, *(span + shift for span, shift in zip(spans, shifts, strict=True))]), sampling
+        return (
+            np.concatenate(
+                [sample_rows, *(span + shift for span, shift in zip(spans, shifts, strict=True))]
+            ),
+            sampling,
+        )
 
     def _results(
-        self, scheduled: Sequence[ScheduledRow], layout: Layout, sampling: SamplingBatch, samples: SampleResult
+        self,
+        scheduled: Sequence[ScheduledRow],
+        layout: Layout,
+        sampling: SamplingBatch,
+        samples: SampleResult,
     ) -> list[RowResult]:
         num_draws = len(layout.draws)
         draws = np.array(layout.draws, np.intp)
         self._rows.append(layout.rows[draws], layout.ends[draws], samples.token_ids[:num_draws])
         results = [RowResult(row.request_id) for row in scheduled]
         failed = samples.failed.tolist()
-        for entry, (index, token_id) in enumerate(zip(layout.draws, samples.token_ids[:num_draws].tolist(), strict=True)):
+        for entry, (index, token_id) in enumerate(
+            zip(layout.draws, samples.token_ids[:num_draws].tolist(), strict=True)
+        ):
             results[index].token_ids = [token_id]
             if failed[entry]:
                 results[index].failure = _failure(sampling, entry, int(layout.ends[index]))
@@ -187,11 +235,15 @@ class ModelRunner:
             for index, entries in _target_entries(layout):
                 results[index].prompt_logprobs = [reader.read(entry) for entry in entries]
                 if any(failed[entry] for entry in entries):
-                    results[index].failure = "the model's logits within the prompt are not numbers (NaN)"
+                    results[
+                        index
+                    ].failure = "the model's logits within the prompt are not numbers (NaN)"
         return results
 
 
-def _last_tokens(scheduled: Sequence[ScheduledRow], layout: Layout, *, num_samples: int) -> LastTokens:
+def _last_tokens(
+    scheduled: Sequence[ScheduledRow], layout: Layout, *, num_samples: int
+) -> LastTokens:
     """Prompt targets are nobody's last tokens."""
     sources = np.full(layout.query_starts[-1], -1, np.int32)
     for index, row in enumerate(scheduled):
@@ -205,15 +257,25 @@ def _last_tokens(scheduled: Sequence[ScheduledRow], layout: Layout, *, num_sampl
 def _joined(steps: Sequence[RowResult]) -> RowResult:
     """What one row yielded in several decode steps."""
     token_ids = [token_id for step in steps for token_id in step.token_ids]
-    logprobs = None if steps[0].logprobs is None else [entry for step in steps for entry in step.logprobs or ()]
+    logprobs = (
+        None
+        if steps[0].logprobs is None
+        else [entry for step in steps for entry in step.logprobs or ()]
+    )
     return RowResult(steps[0].request_id, token_ids, logprobs, failure=steps[-1].failure)
 
 
 def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:
     """Why nothing could be drawn: a row fails by NaN, or where its own bans leave no token."""
-    if sampling.allowed[entry] >= 0 or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]:
+    if (
+        sampling.allowed[entry] >= 0
+        or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
+    ):
         bans = "allowed_token_ids, logit_bias, bad_words and min_tokens"
-        return f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's logits are not numbers (NaN)"
+        return (
+            f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's"
+            " logits are not numbers (NaN)"
+        )
     return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"
 
 
@@ -235,7 +297,11 @@ class LogprobsReader:
     def read(self, entry: int) -> TokenLogprobs:
         samples, num = self._samples, int(self._num_logprobs[entry])
         assert samples.logprobs is not None and samples.ranks is not None
-        found = TokenLogprobs([int(samples.token_ids[entry])], [float(samples.logprobs[entry])], [int(samples.ranks[entry])])
+        found = TokenLogprobs(
+            [int(samples.token_ids[entry])],
+            [float(samples.logprobs[entry])],
+            [int(samples.ranks[entry])],
+        )
         if num > 0:
             assert samples.top_ids is not None and samples.top_logprobs is not None
             found.token_ids += samples.top_ids[entry, :num].tolist()

@@ -1,7 +1,8 @@
 """One permanent row per running request: its tokens, its block tables, its sampling state.
 
-A step's arrays are gathers from these rows, so that Python's work does not grow with the length of a request. A row comes with a
-NewRow and goes when the request finishes or is preempted; who it belongs to and what it may compute is the scheduler's business.
+A step's arrays are gathers from these rows, so that Python's work does not grow with the length of
+a request. A row comes with a NewRow and goes when the request finishes or is preempted; who it
+belongs to and what it may compute is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.step import NewRow, ScheduledRow
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.sampling_rows import SamplingRows
@@ -22,7 +23,9 @@ NO_TOKENS = np.zeros(0, np.int32)
 class RequestRows:
     """`N` rows of `context` tokens in `G` cache groups."""
 
-    def __init__(self, *, max_rows: int, max_model_len: int, num_groups: int, vocab_size: int) -> None:
+    def __init__(
+        self, *, max_rows: int, max_model_len: int, num_groups: int, vocab_size: int
+    ) -> None:
         max_blocks = -(-max_model_len // BLOCK_SIZE)
         self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)
         """[N, context + 1]"""
@@ -63,7 +66,9 @@ class RequestRows:
         row = self._row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
             first = self._num_blocks[group][row]
-            self.block_tables[group, row, first : first + len(added)] = places.put(group, row, first, added)
+            self.block_tables[group, row, first : first + len(added)] = places.put(
+                group, row, first, added
+            )
             self._num_blocks[group][row] = first + len(added)
         for group, index, block_id in scheduled.replaced_blocks:
             self.block_tables[group, row, index] = places.put(group, row, index, [block_id])[0]
@@ -74,13 +79,16 @@ class RequestRows:
         return np.array([row_of[entry.request_id] for entry in scheduled], np.intp)
 
     def end_tokens(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Of `rows [R]` the tokens that end them, end to end, and `[R+1]` where each one's begin."""
+        """Of `rows [R]` the tokens that end them, end to end, and `[R+1]` where each one's
+        begin."""
         ids = [self._end_token_ids[row] for row in rows.tolist()]
         starts = np.zeros(len(ids) + 1, np.int32)
         np.cumsum([len(some) for some in ids], out=starts[1:])
         return np.concatenate(ids), starts
 
-    def append(self, rows: NDArray[np.intp], ends: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+    def append(
+        self, rows: NDArray[np.intp], ends: NDArray[np.int32], token_ids: NDArray[np.int32]
+    ) -> None:
         """The sampled tokens `[S]` of `rows [S]`, at the positions `ends [S]`."""
         self.token_ids[rows, ends] = token_ids
         if self.sampling.has_extras:

@@ -1,7 +1,8 @@
-"""The sampling state of every running request, in columns, so that a step's SamplingBatch is a few gathers.
+"""The sampling state of every running request, in columns, so that a step's SamplingBatch is a few
+gathers.
 
-What few requests want (bias, bans, penalties, allowed ids) stands beside the columns and costs only those who want it.
-Owns no logits and draws nothing: that is the backend's `sample`.
+What few requests want (bias, bans, penalties, allowed ids) stands beside the columns and costs only
+those who want it. Owns no logits and draws nothing: that is the backend's `sample`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import SamplingBatch
+from octavo.backends.batch import SamplingBatch
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow
 
@@ -71,7 +72,10 @@ class RowExtras:
         output_ids = token_ids[self.num_prompt_tokens :]
         for word in self.bad_words:
             prefix = word[:-1]
-            if len(prefix) <= len(output_ids) and output_ids[len(output_ids) - len(prefix) :].tolist() == prefix:
+            if (
+                len(prefix) <= len(output_ids)
+                and output_ids[len(output_ids) - len(prefix) :].tolist() == prefix
+            ):
                 bias[word[-1]] = MINUS_INFINITY
         return bias
 
@@ -122,7 +126,10 @@ class SamplingRows:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self._ints[:, row] = params.top_k, -1 if params.logprobs is None else self.num_top(params.logprobs)
+        self._ints[:, row] = (
+            params.top_k,
+            -1 if params.logprobs is None else self.num_top(params.logprobs),
+        )
         self._seeds[row] = new.seed & 0xFFFF_FFFF_FFFF_FFFF
         self._sample_indices[row] = new.sample_index
         extras = self._make_extras(new)
@@ -146,8 +153,12 @@ class SamplingRows:
         if extras is not None and extras.counts is not None:
             extras.counts.add(token_id)
 
-    def gather(self, rows: NDArray[np.intp], token_ids: NDArray[np.int32], ends: NDArray[np.int32]) -> SamplingBatch:
-        """For draws from `rows [S]`, each after the first `ends [S]` of its `token_ids [N, context]`."""
+    def gather(
+        self, rows: NDArray[np.intp], token_ids: NDArray[np.int32], ends: NDArray[np.int32]
+    ) -> SamplingBatch:
+        """For draws from `rows [S]`, each after the first `ends [S]` of its `token_ids [N,
+        context]`.
+        """
         num = len(rows)
         floats, ints = self._floats.take(rows, axis=1), self._ints.take(rows, axis=1)
         zeros = np.zeros(num + 1, np.int32)
@@ -177,7 +188,13 @@ class SamplingRows:
             self._add_extras(batch, rows.tolist(), token_ids, ends)
         return batch
 
-    def _add_extras(self, batch: SamplingBatch, rows: list[int], token_ids: NDArray[np.int32], ends: NDArray[np.int32]) -> None:
+    def _add_extras(
+        self,
+        batch: SamplingBatch,
+        rows: list[int],
+        token_ids: NDArray[np.int32],
+        ends: NDArray[np.int32],
+    ) -> None:
         bias, history = Csr(), Csr()
         masks: dict[int, tuple[int, NDArray[np.bool_]]] = {}
         for entry, row in enumerate(rows):
@@ -185,25 +202,47 @@ class SamplingRows:
             if extras is None:
                 continue
             if added := extras.bias(token_ids[row, : ends[entry]]):
-                bias.add(entry, np.fromiter(added.keys(), np.int32), np.fromiter(added.values(), np.float32))
+                bias.add(
+                    entry,
+                    np.fromiter(added.keys(), np.int32),
+                    np.fromiter(added.values(), np.float32),
+                )
             if extras.counts is not None:
                 history.add(entry, *extras.counts.arrays())
             if extras.allowed_mask is not None:
-                index, _ = masks.setdefault(id(extras.allowed_mask), (len(masks), extras.allowed_mask))
+                index, _ = masks.setdefault(
+                    id(extras.allowed_mask), (len(masks), extras.allowed_mask)
+                )
                 batch.allowed[entry] = index
         if bias.ids:
             batch.bias_starts = bias.starts(len(rows))
-            batch.bias_ids, batch.bias_values = np.concatenate(bias.ids), np.concatenate(bias.values)
+            batch.bias_ids, batch.bias_values = (
+                np.concatenate(bias.ids),
+                np.concatenate(bias.values),
+            )
         if history.ids:
             batch.history_starts = history.starts(len(rows))
-            batch.history_ids, batch.history_counts = np.concatenate(history.ids), np.concatenate(history.values)
+            batch.history_ids, batch.history_counts = (
+                np.concatenate(history.ids),
+                np.concatenate(history.values),
+            )
         if masks:
             batch.allowed_masks = np.stack([mask for _, mask in masks.values()])
 
     def _make_extras(self, new: NewRow) -> RowExtras | None:
         params = new.params
-        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        wanted = params.logit_bias, params.min_tokens, params.bad_words_token_ids, params.allowed_token_ids, penalised
+        penalised = (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+        )
+        wanted = (
+            params.logit_bias,
+            params.min_tokens,
+            params.bad_words_token_ids,
+            params.allowed_token_ids,
+            penalised,
+        )
         if not any(wanted):
             return None
         num_prompt = new.num_prompt_tokens
@@ -213,7 +252,9 @@ class SamplingRows:
             num_prompt_tokens=num_prompt,
             min_num_tokens=num_prompt + params.min_tokens,
             bad_words=params.bad_words_token_ids or [],
-            counts=TokenCounts(new.token_ids[:num_prompt], new.token_ids[num_prompt:]) if penalised else None,
+            counts=TokenCounts(new.token_ids[:num_prompt], new.token_ids[num_prompt:])
+            if penalised
+            else None,
             allowed_mask=self._allowed_mask(params),
         )
 
@@ -230,7 +271,9 @@ class SamplingRows:
         return mask
 
 
-def target_batch(*, target_ids: NDArray[np.int32], positions: NDArray[np.uint32], num_logprobs: NDArray[np.int32]) -> dict[str, NDArray]:
+def target_batch(
+    *, target_ids: NDArray[np.int32], positions: NDArray[np.uint32], num_logprobs: NDArray[np.int32]
+) -> dict[str, NDArray]:
     """Columns of entries that ask for a given token's logprob and draw nothing, `[S]` each."""
     num = len(target_ids)
     ones, zeros = np.ones(num, np.float32), np.zeros(num, np.float32)

@@ -1,7 +1,9 @@
-"""An executor that computes nothing: a step takes as long as a table says, on a clock of its own. Implements `ports.Executor`.
+"""An executor that computes nothing: a step takes as long as a table says, on a clock of its own.
+Implements `ports.Executor`.
 
-For whatever asks how the scheduler would fare: tests of starvation and fairness, comparisons of policies, what-if questions about a
-machine. Its tokens mean nothing. The real scheduler drives it, through the real EngineCore with `SimulatedClock` as its clock.
+For whatever asks how the scheduler would fare: tests of starvation and fairness, comparisons of
+policies, what-if questions about a machine. Its tokens mean nothing. The real scheduler drives it,
+through the real EngineCore with `SimulatedClock` as its clock.
 """
 
 from __future__ import annotations
@@ -12,14 +14,26 @@ from dataclasses import dataclass
 from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
-SMOLLM2_ON_2_CORES = ((1, 0.0084), (8, 0.020), (32, 0.039), (128, 0.090), (256, 0.150), (512, 0.315), (2048, 1.36))
-"""(tokens in the step, seconds): SmolLM2-135M-Instruct in 4 bits, 2 cores of a Xeon with AMX, November 2026."""
+SMOLLM2_ON_2_CORES = (
+    (1, 0.0084),
+    (8, 0.020),
+    (32, 0.039),
+    (128, 0.090),
+    (256, 0.150),
+    (512, 0.315),
+    (2048, 1.36),
+)
+"""(tokens in the step, seconds): SmolLM2-135M-Instruct in 4 bits, 2 cores of a Xeon with AMX,
+November 2026.
+"""
 
 TOKEN = 7
 """What every row yields."""
 
 
-LIKELY = TokenLogprobs([TOKEN, *range(TOKEN, TOKEN + 64)], [-1.0, *(-1.0 - i for i in range(64))], [1, *range(1, 65)])
+LIKELY = TokenLogprobs(
+    [TOKEN, *range(TOKEN, TOKEN + 64)], [-1.0, *(-1.0 - i for i in range(64))], [1, *range(1, 65)]
+)
 """What a beam search chooses from."""
 
 
@@ -35,7 +49,9 @@ class SimulatedClock:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """`table`: (tokens, seconds), ascending; straight lines between its points, and beyond the last as before it."""
+    """`table`: (tokens, seconds), ascending; straight lines between its points, and beyond the last
+    as before it.
+    """
 
     table: tuple[tuple[int, float], ...] = SMOLLM2_ON_2_CORES
     context_token_s: float = 1e-6
@@ -64,7 +80,9 @@ class SimulatedExecutor:
         busy_s = moved_s + step_s
         self.clock.now += busy_s
         results, num_steps = [_result(row) for row in plan.rows], 1
-        while num_steps < plan.num_steps and (between is None or between([_result(row) for row in plan.rows])):
+        while num_steps < plan.num_steps and (
+            between is None or between([_result(row) for row in plan.rows])
+        ):
             self.clock.now += step_s
             busy_s += step_s
             num_steps += 1

@@ -1,7 +1,8 @@
-"""The roofline of a model on a machine: how many tokens per second it cannot exceed, in prefill and in decode.
+"""The roofline of a model on a machine: how many tokens per second it cannot exceed, in prefill and
+in decode.
 
-A step takes at least the time to read its weights, K and V from memory, and at least the time of its products; what takes longer counts.
-Source: Williams et al. 2009.
+A step takes at least the time to read its weights, K and V from memory, and at least the time of
+its products; what takes longer counts. Source: Williams et al. 2009.
 """
 
 from __future__ import annotations
@@ -26,14 +27,24 @@ class Roofline:
         seconds = 0.0
         for first in range(0, num_tokens, chunk):
             end = min(num_tokens, first + chunk)
-            products = (end - first) * self.work.per_token + (end == num_tokens) * self.work.per_sample + self.work.pairs(first, end)
-            seconds += self._seconds(products, self._weights_read(end - first) + self.capacity.request_bytes(end))
+            products = (
+                (end - first) * self.work.per_token
+                + (end == num_tokens) * self.work.per_sample
+                + self.work.pairs(first, end)
+            )
+            seconds += self._seconds(
+                products, self._weights_read(end - first) + self.capacity.request_bytes(end)
+            )
         return num_tokens / seconds
 
     def decode_tokens_per_s(self, num_requests: int, context: int) -> float:
         """Of so many requests together, each with so many tokens before the new one."""
-        products = self.work.per_token + self.work.per_sample + self.work.pairs(context, context + 1)
-        num_bytes = self._weights_read(num_requests) + num_requests * self.capacity.request_bytes(context)
+        products = (
+            self.work.per_token + self.work.per_sample + self.work.pairs(context, context + 1)
+        )
+        num_bytes = self._weights_read(num_requests) + num_requests * self.capacity.request_bytes(
+            context
+        )
         return num_requests / self._seconds(num_requests * products, num_bytes)
 
     def _seconds(self, products: int, num_bytes: float) -> float:
@@ -43,4 +54,7 @@ class Roofline:
         """Of experts, those that some token is sent to, if each is as likely."""
         sizes = self.footprint.weight_bytes
         dense = sum(sizes[weight] for weight in self.work.read_by_all)
-        return dense + sum(sizes[weight] * (1 - (1 - share) ** num_tokens) for weight, share in self.work.read_by_some)
+        return dense + sum(
+            sizes[weight] * (1 - (1 - share) ** num_tokens)
+            for weight, share in self.work.read_by_some
+        )

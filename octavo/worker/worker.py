@@ -1,6 +1,8 @@
-"""The execution plane of one device: applies a plan to its rows and blocks, then runs it. Implements `ports.AsyncExecutor`.
+"""The execution plane of one device: applies a plan to its rows and blocks, then runs it.
+Implements `ports.AsyncExecutor`.
 
-Decides nothing. A fault that a whole step raises is narrowed to the request that raises it, by running the step's rows one by one.
+Decides nothing. A fault that a whole step raises is narrowed to the request that raises it, by
+running the step's rows one by one.
 """
 
 from __future__ import annotations
@@ -43,10 +45,18 @@ class LaunchedStep:
 
 
 class Worker:
-    """Runs the plans of one engine on one device. `is_alone`: there are no other ranks, which would not know of a step taken apart."""
+    """Runs the plans of one engine on one device. `is_alone`: there are no other ranks, which would
+    not know of a step taken apart.
+    """
 
     def __init__(
-        self, runnable: Runnable, cache_engine: CacheEngine, rows: RequestRows, *, close: Callable[[], None], is_alone: bool = True
+        self,
+        runnable: Runnable,
+        cache_engine: CacheEngine,
+        rows: RequestRows,
+        *,
+        close: Callable[[], None],
+        is_alone: bool = True,
     ) -> None:
         self._runnable = runnable
         self._rows = rows
@@ -67,13 +77,23 @@ class Worker:
         busy_s = time.perf_counter() - began
         num_steps = max(1, len(results[0].token_ids)) if plan.num_steps > 1 else 1
         kv_bytes = self._cache_engine.places.num_bytes
-        return StepResult(plan.step, results, busy_s, moved_s, self._report(waits=not plan.rows), kv_bytes, num_steps)
+        return StepResult(
+            plan.step,
+            results,
+            busy_s,
+            moved_s,
+            self._report(waits=not plan.rows),
+            kv_bytes,
+            num_steps,
+        )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Where the runnable is asynchronous."""
         began = time.perf_counter()
         moved_s = self._apply(plan)
-        step = LaunchedStep(plan, self._launch(plan.rows) if plan.rows else [], began, moved_s, self._take_in)
+        step = LaunchedStep(
+            plan, self._launch(plan.rows) if plan.rows else [], began, moved_s, self._take_in
+        )
         self._launched.append(step)
         return step
 
@@ -82,13 +102,17 @@ class Worker:
         try:
             return self._runner.launch(rows)
         except Exception:
-            logger.exception("a step of %d requests could not be launched; running them one by one", len(rows))
+            logger.exception(
+                "a step of %d requests could not be launched; running them one by one", len(rows)
+            )
             for earlier in self._launched:
                 earlier.rows = self._results_of(earlier, [])
             return [result for row in rows for result in self._run([row], self._run_again)]
 
     def _run_again(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
-        """Once the steps before are taken in: what the device has of last tokens may be of a step that failed."""
+        """Once the steps before are taken in: what the device has of last tokens may be of a step
+        that failed.
+        """
         return self._runner.take_in(self._runner.launch(rows, all_known=True))
 
     def _take_in(self, step: LaunchedStep) -> StepResult:
@@ -99,17 +123,27 @@ class Worker:
         now = time.perf_counter()
         busy_s, self._free_since = now - max(step.began, self._free_since), now
         self._begin_connector(step.plan)
-        report, kv_bytes = self._report(waits=not step.plan.rows), self._cache_engine.places.num_bytes
+        report, kv_bytes = (
+            self._report(waits=not step.plan.rows),
+            self._cache_engine.places.num_bytes,
+        )
         return StepResult(step.plan.step, results, busy_s, min(moved_s, busy_s), report, kv_bytes)
 
-    def _results_of(self, step: LaunchedStep, launched_on_it: Iterable[LaunchedStep]) -> list[RowResult]:
-        """One that fails after its launch is computed again, and so is what was launched on it, whose last tokens were no good."""
+    def _results_of(
+        self, step: LaunchedStep, launched_on_it: Iterable[LaunchedStep]
+    ) -> list[RowResult]:
+        """One that fails after its launch is computed again, and so is what was launched on it,
+        whose last tokens were no good.
+        """
         if isinstance(step.rows, list):
             return step.rows
         try:
             return self._runner.take_in(step.rows)
         except Exception:
-            logger.exception("a step of %d requests failed after its launch; computing it again", len(step.plan.rows))
+            logger.exception(
+                "a step of %d requests failed after its launch; computing it again",
+                len(step.plan.rows),
+            )
         results = self._run(step.plan.rows, self._run_again)
         for later in launched_on_it:
             later.rows = self._run(later.plan.rows, self._run_again) if later.plan.rows else []
@@ -120,9 +154,14 @@ class Worker:
         return self._runnable.progress
 
     def _apply(self, plan: StepPlan) -> float:
-        """Says for how many seconds blocks were moved: out before their places are given up, in when they have new ones."""
+        """Says for how many seconds blocks were moved: out before their places are given up, in
+        when they have new ones.
+        """
         places = self._cache_engine.places
-        returning = next((index for index, move in enumerate(plan.moves) if move.kind == "swap_in"), len(plan.moves))
+        returning = next(
+            (index for index, move in enumerate(plan.moves) if move.kind == "swap_in"),
+            len(plan.moves),
+        )
         moved_s = self._move(plan.moves[:returning])
         for request_id in plan.freed_rows:
             self._rows.free(request_id, places)
@@ -154,11 +193,17 @@ class Worker:
             try:
                 return self._runner.decode(plan.rows, plan.num_steps, between)
             except Exception:
-                logger.exception("%d decode steps of %d requests failed; running one", plan.num_steps, len(plan.rows))
+                logger.exception(
+                    "%d decode steps of %d requests failed; running one",
+                    plan.num_steps,
+                    len(plan.rows),
+                )
         return self._run(plan.rows, self._runner.run)
 
     def _run(self, rows: Sequence[ScheduledRow], run: RunRows) -> list[RowResult]:
-        """Runs them together; where that raises, one by one. To compute a position twice writes the same KV twice."""
+        """Runs them together; where that raises, one by one. To compute a position twice writes the
+        same KV twice.
+        """
         if not self._is_alone:
             return run(rows)
         try:

@@ -1,4 +1,6 @@
-"""The documents match the code: names, paths, links, routes and commands exist, Python in them runs, generated pages are up to date."""
+"""The documents match the code: names, paths, links, routes and commands exist, Python in them
+runs, generated pages are up to date.
+"""
 
 import ast
 import importlib.util
@@ -42,10 +44,12 @@ def quoted(page: Path) -> set[str]:
 
 def python_blocks(page: Path) -> list[tuple[str, str]]:
     """(what follows "python", code) of each."""
-    return re.findall(r"^```python *(\w*)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python *(\w*)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
 
 
-# -- what the code has ------------------------------------------------------------------------------------------------------------
+# -- what the code has -----------------------------------------------------------------------------
 
 
 @cache
@@ -56,7 +60,9 @@ def words() -> set[str]:
 
 @cache
 def members() -> dict[str, set[str]]:
-    """Names that a Python module (by its last name) or a class holds; of C++ classes, every word of their file."""
+    """Names that a Python module (by its last name) or a class holds; of C++ classes, every word of
+    their file.
+    """
     found: dict[str, set[str]] = defaultdict(set)
     for path in SOURCES:
         if path.suffix == ".py":
@@ -64,7 +70,11 @@ def members() -> dict[str, set[str]]:
             found[path.stem] |= set(bound_names(tree.body))
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
-                    own = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)}
+                    own = {
+                        part.attr
+                        for part in ast.walk(node)
+                        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+                    }
                     found[node.name] |= set(bound_names(node.body)) | own
         elif path.suffix == ".h":
             text = path.read_text()
@@ -97,7 +107,11 @@ def flags_of() -> dict[str, set[str]]:
     def walk(command, path: str) -> None:
         for name, inner in getattr(command, "commands", {}).items():
             walk(inner, f"{path} {name}".strip())
-        own = {flag for param in getattr(command, "params", ()) for flag in (*param.opts, *param.secondary_opts)}
+        own = {
+            flag
+            for param in getattr(command, "params", ())
+            for flag in (*param.opts, *param.secondary_opts)
+        }
         found[path] |= own
         found[""] |= own
 
@@ -109,11 +123,13 @@ def targets() -> set[str]:
     return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 
 
-# -- the tests --------------------------------------------------------------------------------------------------------------------
+# -- the tests -------------------------------------------------------------------------------------
 
 
 def is_known(text: str) -> bool:
-    """Whether the code has it. What looks like no name at all (formulas, commands with arguments, samples) is not judged."""
+    """Whether the code has it. What looks like no name at all (formulas, commands with arguments,
+    samples) is not judged.
+    """
     text = text.removesuffix("()")
     if re.fullmatch(r"/[\w/{}]+", text):
         return re.sub(r"{.*?}", "{}", text) in routes()
@@ -125,7 +141,9 @@ def is_known(text: str) -> bool:
         return match[1] in targets()
     if match := re.fullmatch(r"([\w.]+)(?:\.|::)(\w+)", text):
         owner = match[1].rpartition(".")[2]
-        return match[2] in members()[owner] or (owner == "octavo" and match[2] in members()["__init__"])
+        return match[2] in members()[owner] or (
+            owner == "octavo" and match[2] in members()["__init__"]
+        )
     if re.fullmatch(r"[A-Za-z_]\w+", text):
         return text in words()
     return True
@@ -138,8 +156,17 @@ def test_what_is_named_exists(page):
 
 
 def test_a_name_that_is_gone_is_seen():
-    gone = ("octavo/engine/beam.py", "Scheduler.swap", "scheduler.Swapper", "ThreadPool::steal_all", "/v1/embeddings", "--swap-speed")
-    assert not [text for text in (*gone, "make coffee", "num_swapped_blocks_ever") if is_known(text)]
+    gone = (
+        "octavo/engine/beam.py",
+        "Scheduler.swap",
+        "scheduler.Swapper",
+        "ThreadPool::steal_all",
+        "/v1/embeddings",
+        "--swap-speed",
+    )
+    assert not [
+        text for text in (*gone, "make coffee", "num_swapped_blocks_ever") if is_known(text)
+    ]
     known = (
         "octavo/engine/core.py",
         "Scheduler.update",
@@ -155,27 +182,37 @@ def test_a_name_that_is_gone_is_seen():
 @every_page
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", without_code(page.read_text())):
-        assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+        assert link.startswith("http") or (page.parent / link).exists(), (
+            f"{page.name} links to {link}"
+        )
 
 
 @every_page
 def test_commands_exist(page):
     """Lines of code blocks that call octavo or make."""
-    for line in re.findall(r"^(?: {4})?(?:\$ )?((?:octavo|make) .*)$", page.read_text(), flags=re.MULTILINE):
+    for line in re.findall(
+        r"^(?: {4})?(?:\$ )?((?:octavo|make) .*)$", page.read_text(), flags=re.MULTILINE
+    ):
         program, *rest = shlex.split(line, comments=True)
         if program == "make":
             assert {word for word in rest if "=" not in word} <= targets(), line
             continue
         command = " ".join(rest[: 2 if rest[0] == "bench" else 1])
         assert command in flags_of(), line
-        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= flags_of()[command], line
+        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= flags_of()[
+            command
+        ], line
 
 
 @every_page
 def test_python_blocks_run(page, monkeypatch):
-    """Those marked `python run` run, with a tiny model for the one they name; the others are parsed."""
+    """Those marked `python run` run, with a tiny model for the one they name; the others are
+    parsed.
+    """
     for mark, code in python_blocks(page):
-        compiled = compile(code.replace('"smollm2"', repr(str(tiny_model_with_text()))), page.name, "exec")
+        compiled = compile(
+            code.replace('"smollm2"', repr(str(tiny_model_with_text()))), page.name, "exec"
+        )
         if mark == "run":
             exec(compiled, {"__name__": "__main__"})
 

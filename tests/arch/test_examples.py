@@ -17,7 +17,14 @@ ONLINE = {"openai_client.py": "/v1", "jobs.py": ""}
 
 def run(name: str, *arguments: str) -> str:
     command = [sys.executable, FOLDER / name, *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=120, check=False)
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        timeout=120,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -1,4 +1,5 @@
-"""Who may import whom, downwards only (ARCHITECTURE.md draws the rules), and what importing costs."""
+"""Who may import whom, downwards only (ARCHITECTURE.md draws the rules), and what importing
+costs."""
 
 import ast
 import subprocess
@@ -40,19 +41,26 @@ def imported(file: Path, *, top_level_only: bool = False) -> set[str]:
     found = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" if node.module == "octavo" else node.module for alias in node.names}
+            found |= {
+                f"{node.module}.{alias.name}" if node.module == "octavo" else node.module
+                for alias in node.names
+            }
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return found
 
 
 @pytest.mark.parametrize(
-    "file", [file for file in FILES if file.parent != ROOT or file.stem != "__init__"], ids=lambda f: str(f.relative_to(ROOT))
+    "file",
+    [file for file in FILES if file.parent != ROOT or file.stem != "__init__"],
+    ids=lambda f: str(f.relative_to(ROOT)),
 )
 def test_imports_go_downwards(file):
     part = file.relative_to(ROOT).with_suffix("").parts[0]
     assert part in BELOW or part in LEAVES, f"{file} belongs to no part of the house"
-    others = {name.split(".")[1] for name in imported(file) if name.startswith("octavo.")} - {"__version__"}
+    others = {name.split(".")[1] for name in imported(file) if name.startswith("octavo.")} - {
+        "__version__"
+    }
     assert others <= allowed(part), f"{part} may not import {sorted(others - allowed(part))}"
 
 
@@ -63,32 +71,48 @@ def test_the_engine_and_the_text_know_no_arrays():
 
 
 NEEDS_TORCH = ROOT / "backends" / "torch"
-"""Below it PyTorch is there: whoever imports from it has asked `backends/devices.py` first, inside a function."""
+"""Below it PyTorch is there: whoever imports from it has asked `backends/devices.py` first, inside
+a function.
+"""
 
 
 def test_optional_packages_are_imported_inside_functions():
     for file in FILES:
         if NEEDS_TORCH in file.parents:
             continue
-        assert not {name for name in imported(file, top_level_only=True) if name.startswith("octavo.backends.torch")}, file
-        assert not OPTIONAL & {name.split(".")[0] for name in imported(file, top_level_only=True)}, file
+        assert not {
+            name
+            for name in imported(file, top_level_only=True)
+            if name.startswith("octavo.backends.torch")
+        }, file
+        assert not OPTIONAL & {
+            name.split(".")[0] for name in imported(file, top_level_only=True)
+        }, file
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.mark.alone
 def test_importing_octavo_is_quick_and_pulls_in_nothing():
     """In time of a processor: beside other work the clock says nothing."""
-    code = "import time; t = time.process_time(); import octavo; import sys; print(time.process_time() - t, 'numpy' in sys.modules)"
+    code = (
+        "import time; t = time.process_time(); import octavo; import sys; print(time.process_time()"
+        " - t, 'numpy' in sys.modules)"
+    )
     runs = [python(code).split() for _ in range(3)]
     assert min(float(seconds) for seconds, _ in runs) < 0.1
     assert all(numpy == "False" for _, numpy in runs)
 
 
 def test_the_engine_loads_without_numpy():
-    modules = "octavo.engine.core, octavo.engine.clients.client, octavo.engine.front.input_processor, octavo.engine.front.output_processor"
+    modules = (
+        "octavo.engine.core, octavo.engine.clients.client, octavo.engine.front.input_processor,"
+        " octavo.engine.front.output_processor"
+    )
     assert python(f"import {modules}, sys; print('numpy' in sys.modules)") == "False"
 
 

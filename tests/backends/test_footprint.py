@@ -50,7 +50,9 @@ def check_native(checkpoint, program, dtype, quantization):
     runnable = backend.prepare(program, WeightReader(checkpoint, dtype, quantization, program).load)
     assert sum(found.weight_bytes.values()) == runnable.weight_bytes
     assert found.kv_layouts == tuple(backend.kv_layout(group) for group in program.groups)
-    assert found.step_bytes >= 64 * 4 * 2 * 64, "at least two rows of the hidden size for each token"
+    assert found.step_bytes >= 64 * 4 * 2 * 64, (
+        "at least two rows of the hidden size for each token"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [*FORMATS, ("float16", None), ("auto", "fp8")])
@@ -69,7 +71,10 @@ def test_reference(family):
     checkpoint, program = decoder(family)
     backend = ReferenceBackend()
     found = backend.footprint(program, loaded_formats(checkpoint, "auto", None, program))
-    assert sum(found.weight_bytes.values()) == backend.prepare(program, WeightReader(checkpoint).load).weight_bytes
+    assert (
+        sum(found.weight_bytes.values())
+        == backend.prepare(program, WeightReader(checkpoint).load).weight_bytes
+    )
     assert found.kv_layouts == tuple(backend.kv_layout(group) for group in program.groups)
 
 
@@ -91,5 +96,7 @@ def test_a_config_alone_says_the_same(tmp_path):
 
 def test_an_unknown_format_is_named():
     _, program = decoder("llama")
-    with pytest.raises(UnsupportedModel, match="is stored as F8_E4M3, supported are F32, F16, BF16"):
+    with pytest.raises(
+        UnsupportedModel, match="is stored as F8_E4M3, supported are F32, F16, BF16"
+    ):
         NativeBackend(BackendOptions()).footprint(program, lambda weight: "F8_E4M3")

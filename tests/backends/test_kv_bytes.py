@@ -1,4 +1,6 @@
-"""Whole KV blocks as bytes: what is read from one block and written to another is the same block, in every layer and group."""
+"""Whole KV blocks as bytes: what is read from one block and written to another is the same block,
+in every layer and group.
+"""
 
 from mmap import PAGESIZE
 from pathlib import Path
@@ -12,7 +14,10 @@ from octavo.backends.reference import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.program.program import CacheGroup
 
-GROUPS = (CacheGroup("full", "full", 3, 2, 8, 8), CacheGroup("window", "window", 2, 1, 5, 3, window=32))
+GROUPS = (
+    CacheGroup("full", "full", 3, 2, 8, 8),
+    CacheGroup("window", "window", 2, 1, 5, 3, window=32),
+)
 NUM_BLOCKS = [4, 2]
 
 
@@ -20,7 +25,9 @@ KINDS = {"reference": ReferenceBackend, "native": NativeBackend, "torch": TorchB
 
 
 ON_DEMAND = ("reference-bf16", "reference-int8", "reference-fp8", "native-bf16", "native-int8")
-"""Those that give memory on demand; torch refuses what wants it by name (`tests/equivalence/test_virtual_kv.py`)."""
+"""Those that give memory on demand; torch refuses what wants it by name
+(`tests/equivalence/test_virtual_kv.py`).
+"""
 
 
 def backend_of(name):
@@ -49,7 +56,9 @@ def test_a_block_that_went_out_comes_back(backend, group, source, target):
 
 
 def test_native_refuses_a_block_that_is_not_there():
-    kv = NativeBackend(BackendOptions(kv_cache_dtype="fp32", num_threads=1)).allocate(GROUPS, NUM_BLOCKS)
+    kv = NativeBackend(BackendOptions(kv_cache_dtype="fp32", num_threads=1)).allocate(
+        GROUPS, NUM_BLOCKS
+    )
     with pytest.raises(ValueError, match="block 2 of group 1 is outside the KV memory"):
         kv.read_block(1, 2, np.empty(10, np.uint8))
     with pytest.raises(ValueError, match=r"a block has \d+ bytes, got an array of 10"):
@@ -77,7 +86,9 @@ def blocks_of(backend, kv, count: int) -> np.ndarray:
 def test_blocks_that_are_given_back_are_zeros_and_their_neighbours_stay(on_demand):
     kv = on_demand.allocate_on_demand((LARGE,), [16])
     for block in range(16):
-        kv.write_block(0, block, np.full(on_demand.kv_layout(LARGE).block_bytes, block + 1, np.uint8))
+        kv.write_block(
+            0, block, np.full(on_demand.kv_layout(LARGE).block_bytes, block + 1, np.uint8)
+        )
     before = blocks_of(on_demand, kv, 16)
     kv.give_back(0, 2, 8)
     after = blocks_of(on_demand, kv, 16)
@@ -94,13 +105,19 @@ def test_pieces_make_up_a_block(on_demand):
 
 
 def test_native_refuses_to_give_back_blocks_that_are_not_there():
-    kv = NativeBackend(BackendOptions(kv_cache_dtype="fp32", num_threads=1)).allocate_on_demand(GROUPS, NUM_BLOCKS)
+    kv = NativeBackend(BackendOptions(kv_cache_dtype="fp32", num_threads=1)).allocate_on_demand(
+        GROUPS, NUM_BLOCKS
+    )
     for first, count in ((3, 2), (0, 0), (-1, 2)):
-        with pytest.raises(ValueError, match=f"{count} blocks from {first} on of group 0 are not in the KV memory"):
+        with pytest.raises(
+            ValueError, match=f"{count} blocks from {first} on of group 0 are not in the KV memory"
+        ):
             kv.give_back(0, first, count)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what is resident")
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="the system does not say what is resident"
+)
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_torch_takes_a_cpus_memory_where_blocks_are_written(dtype):
     group, size = CacheGroup("full", "full", 1, 8, 128, 128), 512 << 20
@@ -117,7 +134,9 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
 
-@pytest.mark.parametrize(("dtype", "kept"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")])
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")]
+)
 def test_torch_keeps_k_and_v_as_they_are_computed(dtype, kept):
     layout = TorchBackend(BackendOptions(dtype=dtype, num_threads=1)).kv_layout(GROUPS[0])
     assert (layout.dtype, layout.layer_bytes) == (kept, 16 * 2 * 16 * (4 if kept == "fp32" else 2))

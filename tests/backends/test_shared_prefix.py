@@ -1,7 +1,8 @@
-"""Requests that begin with the same blocks: read together they get what they get one by one, bit for bit, and that is right.
+"""Requests that begin with the same blocks: read together they get what they get one by one, bit
+for bit, and that is right.
 
-Ragged groups of sharers, those that share more among themselves, windows, several heads a kv head, chunks, every type of cache, any
-number of threads.
+Ragged groups of sharers, those that share more among themselves, windows, several heads a kv head,
+chunks, every type of cache, any number of threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tests.backends.native.test_attention import TOLERANCE, Run, Shape, Span
 
 CONTEXTS = (600, 530, 830, 257, 520, 860, 300, 40, 513)
 LEADERS = {1: (0, 512), 2: (0, 512), 3: (0, 256), 5: (2, 768), 8: (7, 0), 4: (6, 256)}
-"""Of a request: which one it begins like, and for how many tokens. 2 and 5 have more in common than with 0; 4 and 6 are another group."""
+"""Of a request: which one it begins like, and for how many tokens. 2 and 5 have more in common than
+with 0; 4 and 6 are another group.
+"""
 
 SHAPES = {
     "three a head": Shape(9, 3, 64, 64, contexts=CONTEXTS),
@@ -46,11 +49,15 @@ class SharedRun(Run):
 
     def batch(self, spans: list[Span], pad: int) -> Any:
         batch = super().batch(spans, pad)
-        batch.token_ids[: len(batch.sample_rows)] = np.concatenate([self.tokens[r][start:stop] for r, start, stop in spans])
+        batch.token_ids[: len(batch.sample_rows)] = np.concatenate(
+            [self.tokens[r][start:stop] for r, start, stop in spans]
+        )
         return batch
 
     def last_rows(self, order: list[int]) -> list[np.ndarray]:
-        """Of each request in the order given, all in one step; what comes before is written first, through rows that nobody looks at."""
+        """Of each request in the order given, all in one step; what comes before is written first,
+        through rows that nobody looks at.
+        """
         starts = [n - rows for n, rows in zip(self.shape.contexts, NUM_ROWS, strict=True)]
         for r, start in enumerate(starts):
             before = self.batch([(r, 0, start)], 0)
@@ -61,7 +68,9 @@ class SharedRun(Run):
 
 
 def backend(level: str | None, kv: str, *, threads: int, share: bool) -> NativeBackend:
-    options = BackendOptions(num_threads=threads, kv_cache_dtype=kv, max_tokens=2048, shared_prefix_attention=share)
+    options = BackendOptions(
+        num_threads=threads, kv_cache_dtype=kv, max_tokens=2048, shared_prefix_attention=share
+    )
     return NativeBackend(options, level=level)
 
 
@@ -77,7 +86,9 @@ CASES = [
 @pytest.mark.parametrize(("name", "kv", "threads"), CASES)
 def test_read_together_is_as_good_as_one_by_one(level, name, kv, threads):
     alone = SharedRun(SHAPES[name], backend(level, kv, threads=1, share=False)).last_rows(ORDER)
-    together = SharedRun(SHAPES[name], backend(level, kv, threads=threads, share=True)).last_rows(ORDER)
+    together = SharedRun(SHAPES[name], backend(level, kv, threads=threads, share=True)).last_rows(
+        ORDER
+    )
     for r, one, other in zip(ORDER, alone, together, strict=True):
         np.testing.assert_array_equal(other, one, err_msg=f"request {r}")
 
@@ -85,13 +96,17 @@ def test_read_together_is_as_good_as_one_by_one(level, name, kv, threads):
 @pytest.mark.parametrize("name", ["three a head", "wide window"])
 def test_it_is_right(level, name):
     found = SharedRun(SHAPES[name], backend(level, "fp32", threads=2, share=True)).last_rows(ORDER)
-    wanted = SharedRun(SHAPES[name], ReferenceBackend(BackendOptions(kv_cache_dtype="fp32"))).last_rows(ORDER)
+    wanted = SharedRun(
+        SHAPES[name], ReferenceBackend(BackendOptions(kv_cache_dtype="fp32"))
+    ).last_rows(ORDER)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=TOLERANCE["fp32"], atol=TOLERANCE["fp32"])
 
 
 def test_shared_blocks_are_read_once(level):
-    """What the profile counts: five requests of one row, three query heads a kv head, are one piece's fifteen lanes."""
+    """What the profile counts: five requests of one row, three query heads a kv head, are one
+    piece's fifteen lanes.
+    """
     shape = Shape(9, 3, 64, 64, contexts=(600,) * 5)
     read = {}
     for share in (False, True):
@@ -100,6 +115,8 @@ def test_shared_blocks_are_read_once(level):
             table[:32] = run.tables[0][:32]
         run.runnable.start_profile()
         run.step([(r, 599, 600) for r in range(5)])
-        read[share] = next(op.num_bytes for op in run.runnable.stop_profile().ops if op.name == "attention")
+        read[share] = next(
+            op.num_bytes for op in run.runnable.stop_profile().ops if op.name == "attention"
+        )
     of_a_key = 3 * 2 * 64 * 2
     assert read == {False: 5 * 600 * of_a_key, True: (512 + 5 * 88) * of_a_key}

@@ -1,5 +1,5 @@
-"""The script that measures a GPU, over shapes that a CPU computes in seconds: its rows, the arithmetic of its bounds, and what it leaves
-where a section fails."""
+"""The script that measures a GPU, over shapes that a CPU computes in seconds: its rows, the
+arithmetic of its bounds, and what it leaves where a section fails."""
 
 import json
 import subprocess
@@ -14,7 +14,17 @@ from benchmarks.gpu import Results as GpuResults
 from benchmarks.gpu import Section as GpuSection
 from benchmarks.on_gpu.engine import TINY, weight_bytes_read
 from benchmarks.on_gpu.kernel_tests import FILES, Report
-from benchmarks.on_gpu.report import GOALS, bound_of, checked, compared, goal_of, is_good, shared, table, timed
+from benchmarks.on_gpu.report import (
+    GOALS,
+    bound_of,
+    checked,
+    compared,
+    goal_of,
+    is_good,
+    shared,
+    table,
+    timed,
+)
 from benchmarks.on_gpu.run import FUNCTIONS
 from benchmarks.on_gpu.settings import Ceilings, Settings, attempt
 from benchmarks.on_gpu.shapes import LLAMA_8B, attention_operations, model_of
@@ -35,14 +45,27 @@ def test_the_arithmetic_of_bounds():
     assert bound_of(CEILINGS, num_bytes=8e9) == 2e-3
     assert bound_of(CEILINGS, num_bytes=8e9, operations=4e12) == 5e-3, "the longer of the two"
     row = timed("decode, one stream, bf16", "context 9", 2.5e-3, bound_s=2e-3, steps=3)
-    assert (row["measured"], row["bound"], row["share"], row["goal"], row["met"], row["steps"]) == (2.5, 2.0, 0.8, 0.85, False, 3)
+    assert (row["measured"], row["bound"], row["share"], row["goal"], row["met"], row["steps"]) == (
+        2.5,
+        2.0,
+        0.8,
+        0.85,
+        False,
+        3,
+    )
     assert timed("decode, one stream, bf16", "", 2.2e-3, bound_s=2e-3)["met"] is True
     assert timed("no goal", "", 1.0)["met"] is None
     assert shared("GPU busy, many streams, bf16", "", 0.98)["met"] is True
     assert compared("tokens/s against transformers", "", 500, 200) | {"shape": ""} == {
-        "work": "tokens/s against transformers", "shape": "", "unit": "times", "measured": 2.5, "bound": None,
-        "share": 2.5, "goal": 3.0, "met": False,
-    }  # fmt: skip
+        "work": "tokens/s against transformers",
+        "shape": "",
+        "unit": "times",
+        "measured": 2.5,
+        "bound": None,
+        "share": 2.5,
+        "goal": 3.0,
+        "met": False,
+    }
 
 
 def test_what_an_8b_model_reads_and_computes():
@@ -52,9 +75,14 @@ def test_what_an_8b_model_reads_and_computes():
     norms = (2 * shape.layers + 1) * shape.hidden
     assert matrices + norms + shape.vocab * shape.hidden == 8_030_261_248
     assert shape.kv_bytes(1) == 128 << 10
-    assert attention_operations(2, heads=1, head_width=4) == 4 * 4 * 3, "row 0 sees one key, row 1 two"
+    assert attention_operations(2, heads=1, head_width=4) == 4 * 4 * 3, (
+        "row 0 sees one key, row 1 two"
+    )
     whole = shape.prefill_operations(8192)
-    assert whole == pytest.approx(2 * 8192 * (matrices - shape.vocab * shape.hidden) + 32 * 4 * 4096 * 8192 * 8193 / 2, rel=1e-4)
+    assert whole == pytest.approx(
+        2 * 8192 * (matrices - shape.vocab * shape.hidden) + 32 * 4 * 4096 * 8192 * 8193 / 2,
+        rel=1e-4,
+    )
 
 
 def test_a_program_s_bytes_are_all_but_what_is_looked_up():
@@ -81,9 +109,14 @@ class At:
 
 
 def test_steady_steps_of_a_device():
-    """Periods of 10 ms in which the device waits 1 ms each, and the host 4; the first steps, and those of others, are left out."""
+    """Periods of 10 ms in which the device waits 1 ms each, and the host 4; the first steps, and
+    those of others, are left out.
+    """
     steps = [Step(2, 9, 40, 0.0, At(0), At(1))]
-    steps += [Step(2, 2, 50 + i, i / 100, At(i / 100), At(i / 100 + 0.009), waited_s=0.004) for i in range(12)]
+    steps += [
+        Step(2, 2, 50 + i, i / 100, At(i / 100), At(i / 100 + 0.009), waited_s=0.004)
+        for i in range(12)
+    ]
     steady = Steady.of(steps, 2, 6, skip=3)
     assert [step.keys for step in steady.steps] == [53, 54, 55, 56, 57, 58] and steady.keys == 55.5
     assert steady.step_s == pytest.approx(0.01) and steady.host_s == pytest.approx(0.006)
@@ -112,7 +145,11 @@ def test_the_table_and_the_verdict():
     ]
     assert is_good(rows) and "prefill, bf16" in table(rows) and "75.0%   70%  met" in table(rows)
     wrong = [*rows, {"section": "ops", **checked("gpt2", ok=False, detail="0.5")}]
-    assert not is_good(wrong) and "checks: 1 of 2 hold" in table(wrong) and "WRONG ops: gpt2: 0.5" in table(wrong)
+    assert (
+        not is_good(wrong)
+        and "checks: 1 of 2 hold" in table(wrong)
+        and "WRONG ops: gpt2: 0.5" in table(wrong)
+    )
     failed = [*rows, {"section": "kernels", "failed": "Traceback\nValueError: no\n"}]
     assert not is_good(failed) and "FAILED kernels: ValueError: no" in table(failed)
 
@@ -124,28 +161,45 @@ def test_what_fails_leaves_its_traceback_and_lets_the_rest_go_on():
 
 
 def test_every_goal_is_of_something_measured_and_every_section_has_a_function():
-    assert goal_of("attention alone, decode") == 0.85 and goal_of("decode, many streams, 4-bit") is None
+    assert (
+        goal_of("attention alone, decode") == 0.85
+        and goal_of("decode, many streams, 4-bit") is None
+    )
     assert len(GOALS) == 8
     for stage in STAGES:
         assert {section.runs or section.name for section in stage} <= FUNCTIONS.keys()
-    assert sum(max(section.most_s for section in stage) for stage in STAGES if stage[0].instead_of is None) <= 9 * 60 + 60
+    assert (
+        sum(
+            max(section.most_s for section in stage)
+            for stage in STAGES
+            if stage[0].instead_of is None
+        )
+        <= 9 * 60 + 60
+    )
     assert all((ROOT / file).exists() for file in FILES)
     settings = Settings("cuda", False, 5.0, CEILINGS, {"enforce_eager": True})
     assert Settings.of_json(settings.to_json()) == settings
 
 
 def test_the_comparison_and_the_name_of_the_file():
-    rows = [{"offered": name, "requests": [2, 3, 4], "tokens_per_s": rate} for name, rate in (("octavo", 90), ("transformers", 30))]
+    rows = [
+        {"offered": name, "requests": [2, 3, 4], "tokens_per_s": rate}
+        for name, rate in (("octavo", 90), ("transformers", 30))
+    ]
     (row,) = against_others(rows)
     assert row["measured"] == 3.0 and row["met"] is True and row["shape"] == "2 of 3 + 4"
     assert against_others(rows[:1]) == []
-    assert file_name([{"device": "NVIDIA H200", "date": "2026-11-23 10:11"}]) == "2026-11-23-nvidia-h200.jsonl"
+    assert (
+        file_name([{"device": "NVIDIA H200", "date": "2026-11-23 10:11"}])
+        == "2026-11-23-nvidia-h200.jsonl"
+    )
 
 
 def test_reports_of_the_suite(tmp_path):
     (tmp_path / "report.xml").write_text(
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>'
-        '<testcase name="c"><failure message="assert 1 == 2&#10;more">x</failure></testcase></testsuite></testsuites>'
+        '<testsuites><testsuite><testcase name="a"/><testcase'
+        ' name="b"><skipped/></testcase><testcase name="c"><failure message="assert 1 =='
+        ' 2&#10;more">x</failure></testcase></testsuite></testsuites>'
     )
     assert Report.of(tmp_path / "report.xml") == Report(3, 1, ("c: assert 1 == 2",))
 
@@ -157,16 +211,35 @@ def test_a_section_that_is_not_through_in_time_is_ended(tmp_path):
     run(GpuSection("nothing", 60), args, results, 4e9)
     run(GpuSection("late", 60), args, results, 0.0)
     failed = {row["section"]: row["failed"] for row in results.rows if "failed" in row}
-    assert failed["ceilings"].endswith("not through in time") and "KeyError: 'nothing'" in failed["nothing"]
+    assert (
+        failed["ceilings"].endswith("not through in time")
+        and "KeyError: 'nothing'" in failed["nothing"]
+    )
     assert failed["late"] == "not begun: the budget is spent"
-    assert [json.loads(line) for line in (tmp_path / "part").read_text().splitlines()] == results.rows
+    assert [
+        json.loads(line) for line in (tmp_path / "part").read_text().splitlines()
+    ] == results.rows
 
 
 def written(tmp_path, sections, *more):
     """The rows that a run leaves, and its output."""
     path = tmp_path / "made.jsonl"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny", "--device", "cpu", "--sections", sections]
-    done = subprocess.run([*command, "--output", str(path), *more], capture_output=True, text=True, check=False, cwd=tmp_path)
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu.py"),
+        "--tiny",
+        "--device",
+        "cpu",
+        "--sections",
+        sections,
+    ]
+    done = subprocess.run(
+        [*command, "--output", str(path), *more],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in path.read_text().splitlines()], done.stdout
 
@@ -174,15 +247,25 @@ def written(tmp_path, sections, *more):
 def test_a_run_over_an_engine(tmp_path):
     rows, out = written(tmp_path, "ceilings/engine")
     machine, ceilings = rows[0], next(row["ceilings"] for row in rows if "ceilings" in row)
-    assert machine["torch"] == torch.__version__ and {"date", "device", "python", "triton", "transformers"} <= machine.keys()
+    assert (
+        machine["torch"] == torch.__version__
+        and {"date", "device", "python", "triton", "transformers"} <= machine.keys()
+    )
     works = {row["work"]: row for row in rows if "work" in row}
-    assert list(works) == ["decode, one stream, bf16", "decode, many streams, bf16", "GPU busy, many streams, bf16", "prefill, bf16"]
+    assert list(works) == [
+        "decode, one stream, bf16",
+        "decode, many streams, bf16",
+        "GPU busy, many streams, bf16",
+        "prefill, bf16",
+    ]
     many = works["decode, many streams, bf16"]
     assert many["shape"].startswith(f"{TINY.streams} x ") and many["steps"] == TINY.decoded
     assert many["bound"] == pytest.approx(1e3 * many["bytes"] / ceilings["bandwidth"], rel=1e-3)
     assert many["share"] == pytest.approx(many["bound"] / many["measured"], rel=1e-3)
     assert 0 < works["GPU busy, many streams, bf16"]["measured"] <= 1 and many["host_ms"] > 0
-    assert [row["profile"] for row in rows if "profile" in row] == [name for name in works if not name.startswith("GPU")]
+    assert [row["profile"] for row in rows if "profile" in row] == [
+        name for name in works if not name.startswith("GPU")
+    ]
     assert all(row["kernels"] for row in rows if "profile" in row)
     assert next(row for row in rows if "offered" in row)["tokens_per_s"] > 0
     assert "goal" in out and "decode, one stream, bf16" in out and "written to" in out
@@ -194,7 +277,17 @@ def test_a_run_over_everything(tmp_path):
     names = [section.name for stage in STAGES for section in stage if section.instead_of is None]
     rows, out = written(tmp_path, "/".join(names), "--budget", "900")
     works = {row["work"] for row in rows if "work" in row}
-    assert {"attention alone, decode", "attention alone, prefill", "decode, one stream, 4-bit", "draw, greedy"} <= works
-    assert all(row["ok"] for row in rows if "check" in row) and len([row for row in rows if "check" in row]) >= 8
-    assert any("is for GPUs" in row.get("note", "") for row in rows if row["section"] == "transformers")
+    assert {
+        "attention alone, decode",
+        "attention alone, prefill",
+        "decode, one stream, 4-bit",
+        "draw, greedy",
+    } <= works
+    assert (
+        all(row["ok"] for row in rows if "check" in row)
+        and len([row for row in rows if "check" in row]) >= 8
+    )
+    assert any(
+        "is for GPUs" in row.get("note", "") for row in rows if row["section"] == "transformers"
+    )
     assert "checks: " in out and "FAILED" not in out

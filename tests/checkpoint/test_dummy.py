@@ -1,4 +1,6 @@
-"""Random weights in place of files: the same on every backend, in the shapes and formats that the options ask for."""
+"""Random weights in place of files: the same on every backend, in the shapes and formats that the
+options ask for.
+"""
 
 import json
 
@@ -62,7 +64,9 @@ def test_torch_computes_what_the_reference_does(config, quantization):
     wanted = PagedRunner(path, load=load).logits(ids)
     found = PagedRunner(path, TorchBackend(BackendOptions(num_threads=1)), load=load).logits(ids)
     bound = 0.1 if quantization == "fp8" else 3e-5
-    assert wanted.std() > 0.1 and np.sqrt(np.mean((found - wanted) ** 2)) < bound * abs(wanted).max()
+    assert (
+        wanted.std() > 0.1 and np.sqrt(np.mean((found - wanted) ** 2)) < bound * abs(wanted).max()
+    )
 
 
 def test_an_engine_from_a_config_alone(config):

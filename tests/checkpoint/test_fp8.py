@@ -1,7 +1,8 @@
-"""fp8 checkpoints: lossless as packed weights, whole models against transformers with the same weights, and what is refused by name.
+"""fp8 checkpoints: lossless as packed weights, whole models against transformers with the same
+weights, and what is refused by name.
 
-Logits on the reference within 1e-9 of the largest; on torch within 3e-5 where rows stay floats, else, where rows are quantised too,
-within 6% in the mean.
+Logits on the reference within 1e-9 of the largest; on torch within 3e-5 where rows stay floats,
+else, where rows are quantised too, within 6% in the mean.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from tests.support.tiny_models import double_precision, in_float64, tiny_model
 
 torch.set_num_threads(1)
 
-SIZES = {"llama": {"intermediate_size": 96}, "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96}}
+SIZES = {
+    "llama": {"intermediate_size": 96},
+    "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96},
+}
 IDS = np.random.default_rng(1).integers(0, 250, 60)
 
 
@@ -43,7 +47,9 @@ def test_lossless(tmp_path: Path, scheme: str) -> None:
         np.testing.assert_array_equal(checkpoint.tensor(name).dequantize(), tensor.float().numpy())
     packed = checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
     assert (packed.code, packed.bits) == ("e4m3", 8)
-    assert packed.activation == {"weights only": "none", "blocks": "per_group"}.get(scheme, "per_token")
+    assert packed.activation == {"weights only": "none", "blocks": "per_group"}.get(
+        scheme, "per_token"
+    )
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -53,12 +59,18 @@ def test_models_equal_transformers(tmp_path: Path, family: str, scheme: str) -> 
     meant = in_fp8(tiny, tmp_path / "fp8", scheme)
     save_file(meant, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(tiny.config))
-    twin = in_float64(type(tiny.model).from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager").float())
+    twin = in_float64(
+        type(tiny.model)
+        .from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager")
+        .float()
+    )
     with double_precision():
         wanted = twin(torch.tensor(IDS)[None]).logits[0].numpy()
     found = PagedRunner(tmp_path / "fp8").logits(IDS)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9 * abs(wanted).max())
-    found = PagedRunner(tmp_path / "fp8", TorchBackend(BackendOptions(num_threads=1))).logits(IDS, 17)
+    found = PagedRunner(tmp_path / "fp8", TorchBackend(BackendOptions(num_threads=1))).logits(
+        IDS, 17
+    )
     if scheme in ("weights only", "blocks"):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-5 * abs(wanted).max())
     else:
@@ -66,7 +78,9 @@ def test_models_equal_transformers(tmp_path: Path, family: str, scheme: str) -> 
 
 
 def test_headers_say_how_matrices_are_stored(tmp_path: Path) -> None:
-    """From the files and from config.json alone: the torch backend would take as much as it does take."""
+    """From the files and from config.json alone: the torch backend would take as much as it does
+    take.
+    """
     for scheme, name in (("channel", "F8_E4M3"), ("blocks", "F8_E4M3:16")):
         folder = tmp_path / scheme
         in_fp8(tiny_model("llama", tie_word_embeddings=False), folder, scheme)
@@ -76,24 +90,38 @@ def test_headers_say_how_matrices_are_stored(tmp_path: Path) -> None:
         prepared = backend.prepare(program, WeightReader(checkpoint).load)
         for header in (checkpoint, ConfigFile(folder / "config.json")):
             format_of = loaded_formats(header, "auto", None, program)
-            matrices = {format_of(weight) for op in program.ops if isinstance(op, Linear) for weight in op.weights_}
+            matrices = {
+                format_of(weight)
+                for op in program.ops
+                if isinstance(op, Linear)
+                for weight in op.weights_
+            }
             assert matrices == {name, "F32"}
             found = backend.footprint(program, format_of)
-            assert sum(found.weight_bytes.values()) == prepared.weight_bytes and found.code in ("e4m3", "fp32")
+            assert sum(found.weight_bytes.values()) == prepared.weight_bytes and found.code in (
+                "e4m3",
+                "fp32",
+            )
 
 
 def test_the_other_backends_turn_it_into_what_they_have(tmp_path: Path) -> None:
     """native refuses by name, and takes it in a precision of its own, within 2% in the mean."""
     in_fp8(tiny_model("llama"), tmp_path, "channel")
-    with pytest.raises(BackendUnavailable, match=r"cannot pack model.layers.0.*: fp8 codes\nhint: --dtype bfloat16"):
+    with pytest.raises(
+        BackendUnavailable, match=r"cannot pack model.layers.0.*: fp8 codes\nhint: --dtype bfloat16"
+    ):
         PagedRunner(tmp_path, NativeBackend(BackendOptions(num_threads=1)))
-    with pytest.raises(UnsupportedModel, match=r"is stored as F8_E4M3, supported are F32.*\nhint: --dtype bfloat16"):
+    with pytest.raises(
+        UnsupportedModel, match=r"is stored as F8_E4M3, supported are F32.*\nhint: --dtype bfloat16"
+    ):
         LLM(str(tmp_path), backend="native", skip_tokenizer_init=True, report=lambda text: None)
     wanted = PagedRunner(tmp_path).logits(IDS)
     for options in ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}):
         program = build_programs(open_checkpoint(tmp_path).config)["decoder"]
         load = WeightReader(open_checkpoint(tmp_path), **options, program=program).load
-        found = PagedRunner(tmp_path, NativeBackend(BackendOptions(num_threads=1)), load=load).logits(IDS)
+        found = PagedRunner(
+            tmp_path, NativeBackend(BackendOptions(num_threads=1)), load=load
+        ).logits(IDS)
         assert np.sqrt(np.mean((found - wanted) ** 2)) < 0.02 * abs(wanted).max()
 
 
@@ -103,23 +131,41 @@ def config_of(**changes: object) -> dict[str, object]:
 
 def groups_of(**weights: object) -> dict[str, object]:
     group = {"weights": {"type": "float", "num_bits": 8, "strategy": "channel", **weights}}
-    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
 
 
 REFUSED = [
-    ({"quant_method": "gptq"}, "quant_method is 'gptq', supported are 'fp8' and 'compressed-tensors'"),
+    (
+        {"quant_method": "gptq"},
+        "quant_method is 'gptq', supported are 'fp8' and 'compressed-tensors'",
+    ),
     (3, "quant_method is 3"),
     (config_of(fmt="e5m2"), "fmt is 'e5m2', supported is 'e4m3'"),
-    (config_of(weight_block_size=[128]), r"weight_block_size is \[128\], allowed are two whole numbers"),
-    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format is 'pack-quantized'"),
-    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups is missing"),
+    (
+        config_of(weight_block_size=[128]),
+        r"weight_block_size is \[128\], allowed are two whole numbers",
+    ),
+    (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        "format is 'pack-quantized'",
+    ),
+    (
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        "config_groups is missing",
+    ),
     (groups_of(num_bits=4), "supported as floats of 8 bits"),
     (groups_of(strategy="group"), "strategy is 'group'"),
 ]
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_other_quantisations_are_refused_by_name(tmp_path: Path, config: object, message: str) -> None:
+def test_other_quantisations_are_refused_by_name(
+    tmp_path: Path, config: object, message: str
+) -> None:
     tiny = tiny_model("llama")
     (tmp_path / "config.json").write_text(json.dumps(tiny.config | {"quantization_config": config}))
     with pytest.raises(UnsupportedModel, match=f"config.json: quantization_config: .*{message}"):
@@ -130,16 +176,29 @@ def test_other_quantisations_are_refused_by_name(tmp_path: Path, config: object,
 
 
 DAMAGED = [
-    ("blocks", {"_scale_inv": torch.ones(2, 3)}, r"scales of shape \(2, 3\), expected \(2, 4\): one for each block of 32 x 16"),
-    ("channel", {"_scale": torch.ones(7, 2)}, r"scales of shape \(7, 2\) for a matrix \(64, 64\), and config.json names no"),
+    (
+        "blocks",
+        {"_scale_inv": torch.ones(2, 3)},
+        r"scales of shape \(2, 3\), expected \(2, 4\): one for each block of 32 x 16",
+    ),
+    (
+        "channel",
+        {"_scale": torch.ones(7, 2)},
+        r"scales of shape \(7, 2\) for a matrix \(64, 64\), and config.json names no",
+    ),
     ("channel", {"_scale": None}, "is stored as F8_E4M3, but no scales stand beside it"),
 ]
 
 
 @pytest.mark.parametrize(("scheme", "changes", "message"), DAMAGED)
-def test_scales_that_do_not_fit(tmp_path: Path, scheme: str, changes: dict[str, torch.Tensor | None], message: str) -> None:
+def test_scales_that_do_not_fit(
+    tmp_path: Path, scheme: str, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
     in_fp8(tiny_model("llama"), tmp_path, scheme)
-    name, tensors = "model.layers.0.self_attn.q_proj.weight", load_file(tmp_path / "model.safetensors")
+    name, tensors = (
+        "model.layers.0.self_attn.q_proj.weight",
+        load_file(tmp_path / "model.safetensors"),
+    )
     for suffix, value in changes.items():
         del tensors[name + suffix]
         tensors |= {} if value is None else {name + suffix: value}
@@ -152,10 +211,23 @@ def test_fp8_that_the_config_does_not_explain(tmp_path: Path) -> None:
     tiny = tiny_model("llama")
     in_fp8(tiny, tmp_path, "channel")
     (tmp_path / "config.json").write_text(json.dumps(tiny.config))
-    with pytest.raises(WeightMismatch, match=r"is stored as F8_E4M3, but config\.json has no quantization_config"):
+    with pytest.raises(
+        WeightMismatch, match=r"is stored as F8_E4M3, but config\.json has no quantization_config"
+    ):
         open_checkpoint(tmp_path).tensor("model.layers.0.self_attn.q_proj.weight")
 
 
 def test_packing_to_fp8_is_refused_on_native() -> None:
-    with pytest.raises(OctavoError, match=r"quantization: fp8 is for the torch and reference backends, got 'native'\nhint: use int8"):
-        LLM(str(tiny_model("llama").path), quantization="fp8", backend="native", skip_tokenizer_init=True)
+    with pytest.raises(
+        OctavoError,
+        match=(
+            r"quantization: fp8 is for the torch and reference backends, got 'native'\nhint: use"
+            r" int8"
+        ),
+    ):
+        LLM(
+            str(tiny_model("llama").path),
+            quantization="fp8",
+            backend="native",
+            skip_tokenizer_init=True,
+        )

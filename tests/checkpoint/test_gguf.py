@@ -1,4 +1,6 @@
-"""GGUF checkpoints against the transformers models they were made of, and every way a file can be unsound."""
+"""GGUF checkpoints against the transformers models they were made of, and every way a file can be
+unsound.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ from tests.support.tiny_gguf import ARCHITECTURES, SHAPE, interleave, tiny_model
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", "llama", tiny_model("llama"), tokens=96)
+    return write_tiny_gguf(
+        tmp_path_factory.mktemp("gguf") / "m.gguf", "llama", tiny_model("llama"), tokens=96
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tensors_are_the_models(tmp_path: Path, architecture: str) -> None:
-    """Names, shapes and row orders are the family's. Bitwise, but for Gemma's norms, which the file keeps plus one (one ulp of 1)."""
+    """Names, shapes and row orders are the family's. Bitwise, but for Gemma's norms, which the file
+    keeps plus one (one ulp of 1).
+    """
     model = tiny_model(architecture)
     checkpoint = open_checkpoint(write_tiny_gguf(tmp_path / "m.gguf", architecture, model))
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
@@ -37,16 +43,24 @@ def test_tensors_are_the_models(tmp_path: Path, architecture: str) -> None:
     assert set(checkpoint.names()) == set(state)
     reader = WeightReader(checkpoint)
     for name, expected in state.items():
-        transposed = architecture == "gpt2" and any(part in name for part in ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        transposed = architecture == "gpt2" and any(
+            part in name for part in ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        )
         expected = expected.T if transposed else expected
         got = reader.load(Weight(name, expected.shape, transposed=transposed)).dequantize()
-        np.testing.assert_allclose(got, expected, atol=1.2e-7 if architecture == "gemma3" and "norm" in name else 0, rtol=0)
+        np.testing.assert_allclose(
+            got, expected, atol=1.2e-7 if architecture == "gemma3" and "norm" in name else 0, rtol=0
+        )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_programs_find_every_weight(tmp_path: Path, architecture: str) -> None:
-    """The config of a GGUF header builds the family's Program, and each of its weights loads in its shape."""
-    checkpoint = open_checkpoint(write_tiny_gguf(tmp_path / "m.gguf", architecture, tiny_model(architecture), kind="Q8_0"))
+    """The config of a GGUF header builds the family's Program, and each of its weights loads in its
+    shape.
+    """
+    checkpoint = open_checkpoint(
+        write_tiny_gguf(tmp_path / "m.gguf", architecture, tiny_model(architecture), kind="Q8_0")
+    )
     program = build_programs(checkpoint.config)["decoder"]
     for quantization in (None, "int8", "int4"):
         reader = WeightReader(checkpoint, quantization=quantization, program=program)
@@ -60,13 +74,19 @@ def test_interleaved_rows_of_every_kind(tmp_path: Path, kind: str) -> None:
     got = open_checkpoint(path).tensor("model.layers.1.self_attn.k_proj.weight").dequantize()
     stored = read_gguf(path).tensor("blk.1.attn_k.weight").dequantize()
     np.testing.assert_array_equal(interleave(got, 2), stored)
-    assert open_checkpoint(path).config["dtype"] == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
+    assert open_checkpoint(path).config["dtype"] == {"F16": "float16", "BF16": "bfloat16"}.get(
+        kind, "float32"
+    )
 
 
 def test_config_in_hugging_face_words(llama: Path) -> None:
     config = open_checkpoint(llama).config
     assert config | SHAPE == config
-    assert config["model_type"] == "llama" and config["rms_norm_eps"] == 1e-6 and config["head_dim"] == 16
+    assert (
+        config["model_type"] == "llama"
+        and config["rms_norm_eps"] == 1e-6
+        and config["head_dim"] == 16
+    )
     assert config["attention_bias"] is True and config["tie_word_embeddings"] is False
 
 
@@ -84,7 +104,9 @@ def test_rope_scaling(tmp_path: Path) -> None:
     assert open_checkpoint(path).config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
     extra["llama.rope.scaling.type"] = "wavy"
     path = write_tiny_gguf(tmp_path / "n.gguf", "llama", tiny_model("llama"), extra=extra)
-    with pytest.raises(UnsupportedModel, match="'wavy', supported in GGUF are none, linear and yarn"):
+    with pytest.raises(
+        UnsupportedModel, match="'wavy', supported in GGUF are none, linear and yarn"
+    ):
         open_checkpoint(path)
 
 
@@ -93,22 +115,38 @@ def test_header_values_of_wrong_types(tmp_path: Path) -> None:
         "general.sampling.temp": "general.sampling.temp is a str, allowed is int or float",
         "llama.rope.freq_base": "llama.rope.freq_base is 'hot', allowed is a number",
     }.items():
-        path = write_tiny_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), extra={key: "hot"})
+        path = write_tiny_gguf(
+            tmp_path / "m.gguf", "llama", tiny_model("llama"), extra={key: "hot"}
+        )
         with pytest.raises(WeightMismatch, match=message):
             open_checkpoint(path)
 
 
 def test_a_part_of_a_split_model(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "m-00001-of-00003.gguf", "llama", tiny_model("llama"), extra={"split.count": 3})
-    with pytest.raises(UnsupportedModel, match="is one of 3 parts of a model, supported are GGUF models in one file"):
+    path = write_tiny_gguf(
+        tmp_path / "m-00001-of-00003.gguf", "llama", tiny_model("llama"), extra={"split.count": 3}
+    )
+    with pytest.raises(
+        UnsupportedModel,
+        match="is one of 3 parts of a model, supported are GGUF models in one file",
+    ):
         open_checkpoint(path)
 
 
 def test_end_ids_and_sampling_defaults(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), tokens=96, extra={"general.sampling.temp": 0.7})
+    path = write_tiny_gguf(
+        tmp_path / "m.gguf",
+        "llama",
+        tiny_model("llama"),
+        tokens=96,
+        extra={"general.sampling.temp": 0.7},
+    )
     checkpoint = open_checkpoint(path)
     assert checkpoint.generation_config["eos_token_id"] == [0, 2]
-    assert checkpoint.generation_config["temperature"] == 0.7 and checkpoint.generation_config["do_sample"] is True
+    assert (
+        checkpoint.generation_config["temperature"] == 0.7
+        and checkpoint.generation_config["do_sample"] is True
+    )
     source = checkpoint.tokenizer_source()
     assert source is not None and source.special_tokens == {"eos_token": "<|endoftext|>"}
 
@@ -125,9 +163,13 @@ def resident_bytes(file: Path) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say what is resident")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="the system does not say what is resident"
+)
 @pytest.mark.parametrize("is_directory", [False, True])
-def test_what_was_read_is_let_go_of_and_read_again(llama: Path, tmp_path: Path, is_directory: bool) -> None:
+def test_what_was_read_is_let_go_of_and_read_again(
+    llama: Path, tmp_path: Path, is_directory: bool
+) -> None:
     """A mapped file counts as its process's memory while its bytes are shown there."""
     if is_directory:
         tiny_model("llama").save_pretrained(tmp_path)
@@ -173,12 +215,21 @@ def test_unknown_things_are_named(llama: Path, tmp_path: Path) -> None:
         b"PK\x03\x04" + content[4:]: "not a GGUF file",
         content[:4] + struct.pack("<I", 1) + content[8:]: "GGUF version 1, allowed are 2 and 3",
         content.replace(
-            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama", b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba"
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama",
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba",
         ): ("architecture 'mamba', supported in GGUF are llama, qwen2, qwen3, gemma3, gpt2"),
-        content.replace(b"blk.1.attn_norm.weight", b"blk.1.attn_gate.weight"): "blk.1.attn_gate.weight is unknown in the family llama",
-        content.replace(b"llama.block_count", b"llama.block_kount"): "the header lacks llama.block_count",
-        content.replace(b"llama.block_count\x04\0\0\0\x02", b"llama.block_count\x04\0\0\0\x01"): "block_count is 1, the file has .* 2 bl",
-        content.replace(b"llama.block_count\x04\0\0\0\x02", b"llama.block_count\x04\0\0\0\xff"): "block_count is 255, the file",
+        content.replace(
+            b"blk.1.attn_norm.weight", b"blk.1.attn_gate.weight"
+        ): "blk.1.attn_gate.weight is unknown in the family llama",
+        content.replace(
+            b"llama.block_count", b"llama.block_kount"
+        ): "the header lacks llama.block_count",
+        content.replace(
+            b"llama.block_count\x04\0\0\0\x02", b"llama.block_count\x04\0\0\0\x01"
+        ): "block_count is 1, the file has .* 2 bl",
+        content.replace(
+            b"llama.block_count\x04\0\0\0\x02", b"llama.block_count\x04\0\0\0\xff"
+        ): "block_count is 255, the file",
     }
     for number, (changed, message) in enumerate(cases.items()):
         path = tmp_path / f"{number}.gguf"
@@ -215,7 +266,10 @@ def test_the_default_models_tensors_bitwise() -> None:
     """Against gguf-py, tensor by tensor, of every kind and of both row orders."""
     path = resolve("smollm2")
     checkpoint = open_checkpoint(path)
-    assert checkpoint.config["rope_theta"] == 100000.0 and checkpoint.config["tie_word_embeddings"] is True
+    assert (
+        checkpoint.config["rope_theta"] == 100000.0
+        and checkpoint.config["tie_word_embeddings"] is True
+    )
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     cases = {
         "model.embed_tokens.weight": ("token_embd.weight", 0),
@@ -227,4 +281,7 @@ def test_the_default_models_tensors_bitwise() -> None:
     for name, (source, heads) in cases.items():
         got = checkpoint.tensor(name).dequantize()
         got = interleave(got, heads) if heads else got
-        assert got.tobytes() == gguf.quants.dequantize(stored[source].data, stored[source].tensor_type).tobytes()
+        assert (
+            got.tobytes()
+            == gguf.quants.dequantize(stored[source].data, stored[source].tensor_type).tobytes()
+        )

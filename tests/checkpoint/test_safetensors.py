@@ -57,7 +57,9 @@ def test_base_models_and_wrappers(tmp_path: Path, stored: str, asked: str) -> No
 
 
 def test_other_dtypes_are_refused_where_used(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write(tmp_path, {"w": torch.ones(3), "ids": torch.ones(3, dtype=torch.int64)}))
+    checkpoint = open_checkpoint(
+        write(tmp_path, {"w": torch.ones(3), "ids": torch.ones(3, dtype=torch.int64)})
+    )
     assert checkpoint.tensor("w").shape == (3,)
     with pytest.raises(UnsupportedModel, match="ids has dtype I64, supported are F32, F16, BF16"):
         checkpoint.tensor("ids")
@@ -107,9 +109,13 @@ def test_index_without_a_weight_map(tmp_path: Path, weight_map: object) -> None:
     ],
 )
 def test_a_header_with_wrong_fields(tmp_path: Path, fields: dict[str, object]) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]} | fields}).encode()
+    header = json.dumps(
+        {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]} | fields}
+    ).encode()
     write(tmp_path, {"a": torch.ones(3)})
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(24)
+    )
     with pytest.raises(WeightMismatch, match=r"model\.safetensors: not a sound safetensors file"):
         open_checkpoint(tmp_path)
 
@@ -140,9 +146,14 @@ def test_bad_json(tmp_path: Path) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_damaged_headers_never_crash(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damaged_headers_never_crash(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.mktemp("damaged")
-    file = write(path, {"a": torch.ones(4, 3), "b": torch.ones(5, dtype=torch.float16)}) / "model.safetensors"
+    file = (
+        write(path, {"a": torch.ones(4, 3), "b": torch.ones(5, dtype=torch.float16)})
+        / "model.safetensors"
+    )
     content = bytearray(file.read_bytes())
     content[data.draw(st.integers(0, 150))] = data.draw(st.integers(0, 255))
     file.write_bytes(content)

@@ -28,7 +28,9 @@ class Ended:
     def message(self) -> list[str]:
         """What it said on stderr that is no report of loading."""
         assert "Traceback" not in self.err, self.err
-        return [line for line in self.err.splitlines() if not line.startswith(("loading ", "KV cache "))]
+        return [
+            line for line in self.err.splitlines() if not line.startswith(("loading ", "KV cache "))
+        ]
 
 
 @pytest.fixture

@@ -18,24 +18,66 @@ def model_copy(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "hi", "--treads=3"], ["octavo: No such option: --treads", "hint: did you mean --threads or --record or --raw?"]),
-        (["rum", "hi"], ["octavo: No such command 'rum'. Did you mean 'run'?", "hint: octavo --help says what there is"]),
-        (["run"], ["octavo: Missing argument 'prompt'.", "hint: octavo run --help says what there is"]),
-        (["run", "hi", "--threads=many"], ["octavo: threads: got 'many', allowed is a whole number of at least 1"]),
-        (["run", "hi", "--backend=gpu"], ["octavo: backend: got 'gpu', allowed is 'native' or 'torch' or 'reference'"]),
-        (["run", "hi", "--temperature=-1"], ["octavo: temperature: got -1.0, allowed is a number from 0 to 2", "hint: 0 is greedy"]),
-        (["run", "hi", "--top-p=1.5"], ["octavo: top_p: got 1.5, allowed is a number above 0 and at most 1"]),
+        (
+            ["run", "hi", "--treads=3"],
+            [
+                "octavo: No such option: --treads",
+                "hint: did you mean --threads or --record or --raw?",
+            ],
+        ),
+        (
+            ["rum", "hi"],
+            [
+                "octavo: No such command 'rum'. Did you mean 'run'?",
+                "hint: octavo --help says what there is",
+            ],
+        ),
+        (
+            ["run"],
+            ["octavo: Missing argument 'prompt'.", "hint: octavo run --help says what there is"],
+        ),
+        (
+            ["run", "hi", "--threads=many"],
+            ["octavo: threads: got 'many', allowed is a whole number of at least 1"],
+        ),
+        (
+            ["run", "hi", "--backend=gpu"],
+            ["octavo: backend: got 'gpu', allowed is 'native' or 'torch' or 'reference'"],
+        ),
+        (
+            ["run", "hi", "--temperature=-1"],
+            ["octavo: temperature: got -1.0, allowed is a number from 0 to 2", "hint: 0 is greedy"],
+        ),
+        (
+            ["run", "hi", "--top-p=1.5"],
+            ["octavo: top_p: got 1.5, allowed is a number above 0 and at most 1"],
+        ),
         (
             ["run", "hi", "--raw", "--system=x"],
-            ["octavo: --system: a raw prompt has no system message", "hint: leave out --raw or --system"],
+            [
+                "octavo: --system: a raw prompt has no system message",
+                "hint: leave out --raw or --system",
+            ],
         ),
         (["serve", "--port=99999"], ["octavo: port: got 99999, allowed are 0 to 65535"]),
-        (["serve", "--api-key= "], ["octavo: api_key: got an empty one", "hint: leave the option out to serve without keys"]),
+        (
+            ["serve", "--api-key= "],
+            [
+                "octavo: api_key: got an empty one",
+                "hint: leave the option out to serve without keys",
+            ],
+        ),
         (["bench"], ["octavo: Missing command.", "hint: octavo bench --help says what there is"]),
-        (["run", "hi", "--tokenizer=" + "x" * 300], [f"octavo: tokenizer: got {'x' * 300!r}, no such file or directory"]),
+        (
+            ["run", "hi", "--tokenizer=" + "x" * 300],
+            [f"octavo: tokenizer: got {'x' * 300!r}, no such file or directory"],
+        ),
         (["pull", ""], ["octavo: model '': no such file or directory"]),
         (["pull", "~nobody/x.gguf"], ["octavo: model '~nobody/x.gguf': no such file or directory"]),
-        (["pull", "x" * 300 + ".gguf"], [f"octavo: model {'x' * 300 + '.gguf'!r}: no such file or directory"]),
+        (
+            ["pull", "x" * 300 + ".gguf"],
+            [f"octavo: model {'x' * 300 + '.gguf'!r}: no such file or directory"],
+        ),
         (["pull", "./no/such.gguf"], ["octavo: model './no/such.gguf': no such file or directory"]),
     ],
 )
@@ -56,11 +98,17 @@ def refusal(octavo, *arguments) -> str:
 
 def test_a_prompt_longer_than_the_context(octavo, tiny):
     said = refusal(octavo, "run", "--raw", "x" * 400, *tiny)
-    assert said == "octavo: This model's maximum context length is 256 tokens, the prompt has 400; allowed are at most 255"
+    assert (
+        said
+        == "octavo: This model's maximum context length is 256 tokens, the prompt has 400; allowed"
+        " are at most 255"
+    )
 
 
 def test_too_little_memory(octavo, tiny):
-    assert "kv_cache_memory_bytes: got 10.0 KiB, needed are" in refusal(octavo, "run", "hi", *tiny, "--kv-cache-memory-bytes=10KiB")
+    assert "kv_cache_memory_bytes: got 10.0 KiB, needed are" in refusal(
+        octavo, "run", "hi", *tiny, "--kv-cache-memory-bytes=10KiB"
+    )
 
 
 def test_a_truncated_model_file(octavo, model_copy):
@@ -69,7 +117,9 @@ def test_a_truncated_model_file(octavo, model_copy):
     assert "model.safetensors" in refusal(octavo, "run", "hi", f"--model={model_copy}")
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, b"no model at all"])
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, b"no model at all"]
+)
 def test_a_corrupt_gguf_file(octavo, tmp_path, content):
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
@@ -90,7 +140,11 @@ def test_a_family_that_is_not_known(octavo, model_copy):
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [("{{ raise_exception('users must not shout') }}", "users must not shout"), ("{% for", "template"), ("{{ messages[7].content }}", "")],
+    [
+        ("{{ raise_exception('users must not shout') }}", "users must not shout"),
+        ("{% for", "template"),
+        ("{{ messages[7].content }}", ""),
+    ],
 )
 def test_a_template_that_fails(octavo, tiny, template, reason):
     said = refusal(octavo, "run", "hi", *tiny, f"--chat-template={template}")
@@ -107,7 +161,9 @@ def test_a_template_that_cannot_be_read(octavo, tiny, tmp_path, content):
 
 def test_special_token_text_in_a_message_stays_text(octavo, tiny):
     def num_tokens(text: str) -> int:
-        return json.loads(octavo("run", text, *tiny, "--max-tokens=1", "--json").out)["prompt_tokens"]
+        return json.loads(octavo("run", text, *tiny, "--max-tokens=1", "--json").out)[
+            "prompt_tokens"
+        ]
 
     assert num_tokens("<eos>") == num_tokens("12345")
 
@@ -118,7 +174,10 @@ def test_a_full_port_is_known_before_a_model_is_loaded(octavo):
         taken.listen()
         port = taken.getsockname()[1]
         said = refusal(octavo, "serve", "no/such-model-is-even-looked-for", f"--port={port}")
-    assert said == f"octavo: cannot listen on 127.0.0.1:{port}: Address already in use\nhint: choose another with --port or --host"
+    assert (
+        said == f"octavo: cannot listen on 127.0.0.1:{port}: Address already in use\nhint: choose"
+        " another with --port or --host"
+    )
 
 
 def test_an_address_that_is_not_ours(octavo):

@@ -20,20 +20,31 @@ def test_counts_and_rates(octavo, tiny, kind):
     assert sorted(one["elapsed_s"] for one in result["each_round"])[1] == result["elapsed_s"]
     for one in result["each_round"]:
         assert one["total_tokens_per_s"] == pytest.approx(51 / one["elapsed_s"])
-        assert one["inter_token_ms"]["p50"] <= one["inter_token_ms"]["p90"] <= one["inter_token_ms"]["p99"]
+        assert (
+            one["inter_token_ms"]["p50"]
+            <= one["inter_token_ms"]["p90"]
+            <= one["inter_token_ms"]["p99"]
+        )
         assert 0 < one["time_to_first_token_ms"]["p50"] <= one["request_latency_ms"]["p50"]
     assert ("single_steps" in result) == (kind == "latency")
     if kind == "latency":
-        assert result["single_steps"]["output_tokens"] == 21 and result["single_steps"]["num_steps"] == result["num_steps"]
+        assert (
+            result["single_steps"]["output_tokens"] == 21
+            and result["single_steps"]["num_steps"] == result["num_steps"]
+        )
     backend = result["engine"]["backend"]
     assert (backend["backend"], backend["threads"]) == ("native", 1)
 
 
 @pytest.mark.parametrize("layout", ["paged", "virtual"])
 def test_kv_utilisation(octavo, tiny, layout):
-    """One request of 20 + 12 tokens: 31 computed ones in 2 blocks at the end; in a context of 256 for each of what runs."""
+    """One request of 20 + 12 tokens: 31 computed ones in 2 blocks at the end; in a context of 256
+    for each of what runs.
+    """
     sizes = ("--num-prompts=2", "--input-len=20", "--output-len=12", "--no-enable-prefix-caching")
-    kv = json.loads(octavo("bench", "latency", *tiny, *sizes, f"--kv-layout={layout}", "--json").out)["kv"]
+    kv = json.loads(
+        octavo("bench", "latency", *tiny, *sizes, f"--kv-layout={layout}", "--json").out
+    )["kv"]
     used, blocks = sum(range(20, 32)) / 12, 2
     assert kv["layout"] == layout
     assert kv["utilisation_of_whole_contexts"] == pytest.approx(used / 256)
@@ -48,7 +59,14 @@ def test_what_the_textbook_compares(octavo, tiny):
     """Each by its one option (docs/concepts/textbook.md); steps depend on nothing but the seed."""
 
     def steps(*options: str) -> int:
-        sizes = ("--num-prompts=6", "--input-len=10", "--output-len=20", "--range-ratio=0.9", "--max-num-seqs=2", "--json")
+        sizes = (
+            "--num-prompts=6",
+            "--input-len=10",
+            "--output-len=20",
+            "--range-ratio=0.9",
+            "--max-num-seqs=2",
+            "--json",
+        )
         ended = octavo("bench", "throughput", *tiny, *sizes, *options)
         assert ended.code == 0, ended.err
         return json.loads(ended.out)["num_steps"]
@@ -56,7 +74,11 @@ def test_what_the_textbook_compares(octavo, tiny):
     continuous, static = steps("--batching=continuous"), steps("--batching=static")
     assert continuous < static < steps("--batching=none")
     assert steps("--batching=dynamic", "--batch-window-ms=1") == static
-    assert steps("--no-kv-cache") == steps("--kv-layout=virtual", "--no-enable-prefix-caching") == continuous
+    assert (
+        steps("--no-kv-cache")
+        == steps("--kv-layout=virtual", "--no-enable-prefix-caching")
+        == continuous
+    )
     whole = ("--no-enable-chunked-prefill",)
     assert steps(*whole) == continuous < steps(*whole, "--scheduler-delay-factor=1000")
 
@@ -74,7 +96,17 @@ def test_a_table_for_people(octavo, tiny):
 
 
 def test_one_token_has_no_gaps(octavo, tiny):
-    result = json.loads(octavo("bench", "latency", *tiny, "--num-prompts=1", "--output-len=1", "--input-len=4", "--json").out)
+    result = json.loads(
+        octavo(
+            "bench",
+            "latency",
+            *tiny,
+            "--num-prompts=1",
+            "--output-len=1",
+            "--input-len=4",
+            "--json",
+        ).out
+    )
     assert result["inter_token_ms"] == {}
 
 
@@ -82,12 +114,18 @@ def test_a_prefix_in_common(octavo, tiny):
     sizes = ("--num-prompts=4", "--input-len=10", "--output-len=6", "--shared-prefix-len=40")
     result = json.loads(octavo("bench", "throughput", *tiny, *sizes, "--json").out)
     assert result["prompt_tokens"] == 4 * 50
-    assert "4 prompts of 40 tokens in common and 10 tokens and 6 new ones each" in octavo("bench", "throughput", *tiny, *sizes).out
+    assert (
+        "4 prompts of 40 tokens in common and 10 tokens and 6 new ones each"
+        in octavo("bench", "throughput", *tiny, *sizes).out
+    )
 
 
 def test_what_does_not_fit_the_context_is_refused(octavo, tiny):
     ended = octavo("bench", "throughput", *tiny, "--input-len=200", "--output-len=100")
-    assert (ended.code, ended.message) == (2, ["octavo: input_len + output_len: got 300, allowed is at most the context, 256"])
+    assert (ended.code, ended.message) == (
+        2,
+        ["octavo: input_len + output_len: got 300, allowed is at most the context, 256"],
+    )
 
 
 def test_percentiles_by_nearest_rank():

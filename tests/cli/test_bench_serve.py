@@ -43,28 +43,69 @@ def trace(tmp_path):
 
 
 def test_a_trace(octavo, url, trace):
-    ended = octavo("bench", "serve", f"--trace={trace}", "--scale=1/32", f"--url={url}", "--json", "--goodput", "ttft:60000", "tpot:60000")
+    ended = octavo(
+        "bench",
+        "serve",
+        f"--trace={trace}",
+        "--scale=1/32",
+        f"--url={url}",
+        "--json",
+        "--goodput",
+        "ttft:60000",
+        "tpot:60000",
+    )
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
-    assert (found["completed"], found["failed"], found["prompt_tokens"], found["output_tokens"]) == (3, 0, 64 + 63 + 29, 10 + 2 + 1)
+    assert (
+        found["completed"],
+        found["failed"],
+        found["prompt_tokens"],
+        found["output_tokens"],
+    ) == (3, 0, 64 + 63 + 29, 10 + 2 + 1)
     assert found["model"] == "tiny" and 0.5 <= found["elapsed_s"] < 30
-    assert found["prefix_hit_rate"] == pytest.approx(48 / 156) and found["shared_share"] == pytest.approx(48 / 156)
+    assert found["prefix_hit_rate"] == pytest.approx(48 / 156) and found[
+        "shared_share"
+    ] == pytest.approx(48 / 156)
     assert found["goodput"]["requests"] == 3 and found["goodput"]["share"] == 1
-    for name in ("time_to_first_token_ms", "inter_token_ms", "time_per_output_token_ms", "request_latency_ms"):
+    for name in (
+        "time_to_first_token_ms",
+        "inter_token_ms",
+        "time_per_output_token_ms",
+        "request_latency_ms",
+    ):
         assert 0 <= found[name]["p50"] <= found[name]["p90"] <= found[name]["p99"], name
     assert 0 < found["time_to_first_token_ms"]["p50"] <= found["request_latency_ms"]["p50"]
 
 
 def test_a_table_for_people(octavo, url):
-    sizes = ("--num-requests=4", "--input-len=20", "--output-len=5", "--request-rate=50", "--max-concurrency=1", "--goodput=ttft:1e-3")
+    sizes = (
+        "--num-requests=4",
+        "--input-len=20",
+        "--output-len=5",
+        "--request-rate=50",
+        "--max-concurrency=1",
+        "--goodput=ttft:1e-3",
+    )
     ended = octavo("bench", "serve", f"--url={url}", *sizes)
     assert ended.code == 0, ended.err
-    assert "completed                 4 in " in ended.out and "prefix hit rate           0.0%" in ended.out
+    assert (
+        "completed                 4 in " in ended.out
+        and "prefix hit rate           0.0%" in ended.out
+    )
     assert "goodput                   0.00 requests/s, 0.0% of all: ttft <= 0.001 ms" in ended.out
 
 
 def test_a_server_of_its_own(octavo, tiny):
-    ended = octavo("bench", "serve", *tiny, "--no-enable-prefix-caching", "--num-requests=3", "--input-len=9", "--output-len=4", "--json")
+    ended = octavo(
+        "bench",
+        "serve",
+        *tiny,
+        "--no-enable-prefix-caching",
+        "--num-requests=3",
+        "--input-len=9",
+        "--output-len=4",
+        "--json",
+    )
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
     assert (found["completed"], found["output_tokens"], found["shared_share"]) == (3, 12, None)
@@ -78,11 +119,23 @@ def test_a_server_of_its_own(octavo, tiny):
         (["--scale=1/2"], "scale: allowed only with --trace"),
         (["--request-rate=0"], "request_rate: got 0, allowed is a number above 0"),
         (["--request-rate=nan"], "request_rate: got nan, allowed is a number above 0"),
-        (["--goodput=itl:5"], "goodput: got 'itl:5', allowed is NAME:MILLISECONDS of ttft, tpot, e2el, such as ttft:500"),
+        (
+            ["--goodput=itl:5"],
+            (
+                "goodput: got 'itl:5', allowed is NAME:MILLISECONDS of ttft, tpot, e2el, such as"
+                " ttft:500"
+            ),
+        ),
         (["--goodput=ttft"], "goodput: got 'ttft', allowed is NAME"),
         (["tpot:50"], "got 'tpot:50', which belongs to no option"),
-        (["--url=http://127.0.0.1:1", "--threads=1"], "threads: an option of the engine, which runs at --url already"),
-        (["--url=localhost:8000"], "url: got 'localhost:8000', allowed is http://HOST:PORT or https://HOST"),
+        (
+            ["--url=http://127.0.0.1:1", "--threads=1"],
+            "threads: an option of the engine, which runs at --url already",
+        ),
+        (
+            ["--url=localhost:8000"],
+            "url: got 'localhost:8000', allowed is http://HOST:PORT or https://HOST",
+        ),
         (["--url=http://127.0.0.1:1"], "url: no server answers at http://127.0.0.1:1: "),
         (["--trace=none.jsonl"], "trace: cannot read none.jsonl: No such file or directory"),
         (["--trace=none.jsonl", "--input-len=4"], "input_len: allowed only without --trace"),
@@ -97,7 +150,10 @@ def test_bad_arguments(octavo, arguments, message):
 def test_what_exceeds_the_context_is_named_before_anything_is_sent(octavo, url, trace):
     ended = octavo("bench", "serve", f"--trace={trace}", "--scale=1/4", f"--url={url}")
     assert ended.code == 2
-    assert ended.message[0] == f"octavo: {trace}, line 1: 512 + 80 tokens exceed the server's context of 512"
+    assert (
+        ended.message[0]
+        == f"octavo: {trace}, line 1: 512 + 80 tokens exceed the server's context of 512"
+    )
 
 
 def test_wrong_model_or_key(octavo, url, monkeypatch):
@@ -113,7 +169,10 @@ def test_an_own_server_that_does_not_start(octavo, tmp_path):
 
 
 STREAMS = {
-    0: b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"choices": [{"text": "b", "finish_reason": "length"}]}\r\n\r\ndata: [DONE]\n\n',
+    0: (
+        b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"choices": [{"text": "b",'
+        b' "finish_reason": "length"}]}\r\n\r\ndata: [DONE]\n\n'
+    ),
     2: b'data: {"error": {"message": "broken"}}\n\n',
     3: b'data: {"choices": [{"text": "a"}]}\n\n',
 }
@@ -137,11 +196,16 @@ def test_an_own_server_that_ends(octavo, tiny, monkeypatch):
     monkeypatch.setattr(load, "run_load", run_load)
     ended = octavo("bench", "serve", *tiny, "--num-requests=1")
     assert (ended.code, ended.out) == (1, "")
-    assert ended.message[-1] == "octavo: the server ended before the benchmark did (killed by signal 9)"
+    assert (
+        ended.message[-1]
+        == "octavo: the server ended before the benchmark did (killed by signal 9)"
+    )
 
 
 class Misbehaving(BaseHTTPRequestHandler):
-    """Answers the first request well, then in turns: 429, an error within the stream, an end without one."""
+    """Answers the first request well, then in turns: 429, an error within the stream, an end
+    without one.
+    """
 
     protocol_version = "HTTP/1.1"
     count = 0
@@ -173,11 +237,30 @@ def test_failures_are_counted_and_named(octavo):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     where = f"--url=http://127.0.0.1:{server.server_port}"
-    ended = octavo("bench", "serve", where, "--num-requests=4", "--max-concurrency=1", "--json", "--output-len=2")
+    ended = octavo(
+        "bench",
+        "serve",
+        where,
+        "--num-requests=4",
+        "--max-concurrency=1",
+        "--json",
+        "--output-len=2",
+    )
     found = json.loads(ended.out)
-    assert ended.code == 0 and (found["completed"], found["failed"], found["output_tokens"]) == (1, 3, 2)
-    assert sorted(one["message"] for one in found["errors"]) == ["HTTP 429: too many", "broken", "the stream ended before the answer did"]
-    assert all(one["first"].startswith("request ") for one in found["errors"]) and found["prefix_hit_rate"] is None
+    assert ended.code == 0 and (found["completed"], found["failed"], found["output_tokens"]) == (
+        1,
+        3,
+        2,
+    )
+    assert sorted(one["message"] for one in found["errors"]) == [
+        "HTTP 429: too many",
+        "broken",
+        "the stream ended before the answer did",
+    ]
+    assert (
+        all(one["first"].startswith("request ") for one in found["errors"])
+        and found["prefix_hit_rate"] is None
+    )
     ended = octavo("bench", "serve", where, "--num-requests=1", "--output-len=2")
     server.shutdown()
     server.server_close()
@@ -196,8 +279,15 @@ def test_figures_add_up():
         Outcome(asks[2], 0.003, error="no"),
     ]
     found = figures(outcomes, 2.0, parse_goodput(["ttft:500 tpot:100.1", "e2el:1000"]))
-    assert (found["completed"], found["failed"], found["output_tokens_per_s"], found["prompt_tokens_per_s"]) == (2, 1, 2.0, 10.0)
-    assert found["inter_token_ms"]["p99"] == pytest.approx(100) and found["time_per_output_token_ms"]["p50"] == pytest.approx(100)
+    assert (
+        found["completed"],
+        found["failed"],
+        found["output_tokens_per_s"],
+        found["prompt_tokens_per_s"],
+    ) == (2, 1, 2.0, 10.0)
+    assert found["inter_token_ms"]["p99"] == pytest.approx(100) and found[
+        "time_per_output_token_ms"
+    ]["p50"] == pytest.approx(100)
     assert found["goodput"] == {
         "limits_ms": {"ttft": 500, "tpot": 100.1, "e2el": 1000},
         "requests": 1,

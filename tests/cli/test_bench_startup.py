@@ -24,16 +24,24 @@ def test_both_commands_are_started(octavo, tiny):
 
 
 def test_a_command_that_fails_says_why(octavo, tiny, monkeypatch):
-    monkeypatch.setattr("octavo.cli.own_server.octavo_command", lambda *_: [sys.executable, "-c", "raise SystemExit('no memory today')"])
+    monkeypatch.setattr(
+        "octavo.cli.own_server.octavo_command",
+        lambda *_: [sys.executable, "-c", "raise SystemExit('no memory today')"],
+    )
     ended = octavo("bench", "startup", "--rounds=1", *tiny)
-    assert ended.code == 1 and ended.message[-1] == "octavo: octavo run ended with exit code 1: no memory today"
+    assert (
+        ended.code == 1
+        and ended.message[-1] == "octavo: octavo run ended with exit code 1: no memory today"
+    )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_is_that_of_the_whole_tree():
     held = "held = b'1' * (64 << 20); import sys; print('ready', flush=True); sys.stdin.read()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {held!r}])"
-    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         assert 64 * MEBIBYTE < tree_bytes(process.pid) < 100 * MEBIBYTE
         process.communicate()

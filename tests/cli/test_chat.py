@@ -28,7 +28,9 @@ def talk(octavo, tiny, monkeypatch):
 def expected(conversations) -> list[str]:
     options = {flag[2:].split("=")[0].replace("-", "_"): flag.split("=")[1] for flag in SMALL}
     with LLM(str(tiny_model_with_text()), report=lambda _: None, **options) as llm:
-        outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+        outputs = llm.chat(
+            conversations, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False
+        )
         return [output.outputs[0].text for output in outputs]
 
 

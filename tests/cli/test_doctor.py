@@ -12,7 +12,10 @@ from octavo.backends import devices
 from octavo.backends.native.backend import supported_levels
 from octavo.worker.machine import Machine
 
-DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc 12.3.0\n"
+DRIVER = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC"
+    " version:  gcc 12.3.0\n"
+)
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build\n"
 
 
@@ -26,7 +29,9 @@ def test_this_machine(octavo):
     rows = rows_of(ended.out)
     assert rows["native"] == f"level {supported_levels()[-1]}, of {', '.join(supported_levels())}"
     assert rows["torch"].startswith(torch.__version__)
-    assert re.search(r"\d compute thread", rows["CPU"]) and re.match(r"[\d.]+ \wi?B free", rows["memory"])
+    assert re.search(r"\d compute thread", rows["CPU"]) and re.match(
+        r"[\d.]+ \wi?B free", rows["memory"]
+    )
     assert {"Triton", "FlashInfer", "driver", "default"} <= set(rows)
 
 
@@ -43,12 +48,17 @@ def test_without_anything(octavo, monkeypatch):
 
     monkeypatch.setattr(devices, "_torch", lambda: gone("torch"))
     monkeypatch.setattr(
-        importlib, "import_module", lambda name, *package: gone(name) if "native" in name else import_module(name, *package)
+        importlib,
+        "import_module",
+        lambda name, *package: gone(name) if "native" in name else import_module(name, *package),
     )
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: False)
     ended = octavo("doctor")
     assert ended.code == 1
-    assert "torch       the torch backend needs PyTorch 2.9 or newer: No module named 'torch'\n            hint: pip install" in ended.out
+    assert (
+        "torch       the torch backend needs PyTorch 2.9 or newer: No module named 'torch'\n       "
+        "     hint: pip install" in ended.out
+    )
     assert "native      the native backend is not built" in ended.out
 
 
@@ -73,12 +83,25 @@ def test_a_gpu(octavo, monkeypatch):
 @pytest.mark.parametrize(
     ("cuda_build", "hint"),
     [
-        (None, "pip install --force-reinstall torch (the build with CUDA, which is PyPI's on Linux)"),
-        ("13.0", "the driver may be too old for CUDA 13.0: a newer one, or pip install --force-reinstall torch --index-url https://"),
+        (
+            None,
+            "pip install --force-reinstall torch (the build with CUDA, which is PyPI's on Linux)",
+        ),
+        (
+            "13.0",
+            (
+                "the driver may be too old for CUDA 13.0: a newer one, or pip install"
+                " --force-reinstall torch --index-url https://"
+            ),
+        ),
     ],
 )
 def test_a_gpu_whose_pytorch_cannot_use_it(octavo, monkeypatch, cuda_build, hint):
-    fake = SimpleNamespace(__version__="2.11.0", cuda=SimpleNamespace(is_available=lambda: False), version=SimpleNamespace(cuda=cuda_build))
+    fake = SimpleNamespace(
+        __version__="2.11.0",
+        cuda=SimpleNamespace(is_available=lambda: False),
+        version=SimpleNamespace(cuda=cuda_build),
+    )
     monkeypatch.setattr(devices, "_torch", lambda: fake)
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(devices, "driver_version", lambda: None)

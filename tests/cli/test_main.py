@@ -32,7 +32,9 @@ def test_version(octavo):
 def test_every_engine_option_is_a_flag(octavo):
     for command in (["run"], ["chat"], ["serve"], ["bench", "throughput"]):
         flags = set(re.findall(r"--[a-z-]+", octavo(*command, "--help").out))
-        wanted = {"--" + name.replace("_", "-") for name in option_fields()} - ({"--model"} if command == ["serve"] else set())
+        wanted = {"--" + name.replace("_", "-") for name in option_fields()} - (
+            {"--model"} if command == ["serve"] else set()
+        )
         assert wanted <= flags, command
 
 
@@ -55,12 +57,17 @@ def test_help_is_quick():
     ("modules", "absent"),
     [
         ("octavo.cli.main", {"numpy", "fastapi", "octavo.llm", "rich", "zmq"}),
-        ("octavo.cli.main, octavo.llm, octavo.text.tokenizer", {"fastapi", "uvicorn", "huggingface_hub", "torch", "transformers", "rich"}),
+        (
+            "octavo.cli.main, octavo.llm, octavo.text.tokenizer",
+            {"fastapi", "uvicorn", "huggingface_hub", "torch", "transformers", "rich"},
+        ),
     ],
 )
 def test_imports_are_lean(modules, absent):
     code = f"import {modules}, sys; print(' '.join(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not absent & set(loaded)
 
 
@@ -105,12 +112,21 @@ def test_no_memory_is_one_message(capsys):
 
 
 def test_bytes_that_are_no_text_are_no_traceback(tiny):
-    """Read, they are replaced; in an argument they are refused; what a terminal cannot show is replaced."""
+    """Read, they are replaced; in an argument they are refused; what a terminal cannot show is
+    replaced.
+    """
     running = process(
-        "run", "-", *tiny, "--max-tokens=20", text=False, env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "ascii"}
+        "run",
+        "-",
+        *tiny,
+        "--max-tokens=20",
+        text=False,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "ascii"},
     )
     _, err = running.communicate(b"a\xff")
     assert running.returncode == 0 and b"Traceback" not in err
     running = process("run", "\udcff", *tiny)
     _, err = running.communicate()
-    assert running.returncode == 2 and "allowed is Unicode text\nhint: write the text in UTF-8" in err
+    assert (
+        running.returncode == 2 and "allowed is Unicode text\nhint: write the text in UTF-8" in err
+    )

@@ -20,10 +20,20 @@ GIVEN = ("--bandwidth=1G", "--flops=1T")
 def config(tmp_path):
     """Nothing but a config.json: a large model of which no weight is here."""
     values = {
-        "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 5e5,
-        "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+    }
     (tmp_path / "config.json").write_text(json.dumps(values))
     return tmp_path
 
@@ -34,16 +44,26 @@ def planned(octavo, *arguments):
 
 
 def test_a_config_alone(octavo, config):
-    """8.03 billion parameters in bf16; K and V of 8 heads of 128 numbers, 32 layers: 128 KiB a token."""
+    """8.03 billion parameters in bf16; K and V of 8 heads of 128 numbers, 32 layers: 128 KiB a
+    token.
+    """
     ended, found = planned(octavo, config, "--memory=80GiB")
     assert ended.code == 0 and ended.err == ""
     assert found["num_parameters"] == 8_030_261_248
     assert found["weight_bytes"] == pytest.approx(2 * found["num_parameters"], rel=1e-3)
     assert (found["kv_token_bytes"], found["kv_dtype"]) == (131072, "bf16")
     longest = found["rows"][-1]
-    assert longest["context"] == 131072 and longest["request_kv_bytes"] == 16 << 30 and longest["requests"] == 3
-    assert found["rows"][0]["decode_tokens_per_s"] == pytest.approx(1e9 / 1.6e10, rel=0.1), "memory bound, at 1 GB/s"
-    assert found["flags"][0].startswith("--kv-cache-memory-bytes=") and "--max-model-len" not in " ".join(found["flags"])
+    assert (
+        longest["context"] == 131072
+        and longest["request_kv_bytes"] == 16 << 30
+        and longest["requests"] == 3
+    )
+    assert found["rows"][0]["decode_tokens_per_s"] == pytest.approx(1e9 / 1.6e10, rel=0.1), (
+        "memory bound, at 1 GB/s"
+    )
+    assert found["flags"][0].startswith(
+        "--kv-cache-memory-bytes="
+    ) and "--max-model-len" not in " ".join(found["flags"])
 
 
 def test_a_rank_of_two(octavo, config):
@@ -55,19 +75,35 @@ def test_a_rank_of_two(octavo, config):
     assert found["weight_bytes"] == pytest.approx(whole["weight_bytes"] / 2, rel=1e-3)
     assert found["kv_token_bytes"] == whole["kv_token_bytes"] / 2
     ended = octavo("plan", str(config), "-tp", "48", *ranks[:2], *GIVEN)
-    assert ended.code == 2 and "tensor_parallel_size: got 48, but the model has only 32 attention heads" in ended.err
+    assert (
+        ended.code == 2
+        and "tensor_parallel_size: got 48, but the model has only 32 attention heads" in ended.err
+    )
 
 
 def test_the_shortfall(octavo, config):
     ended, found = planned(octavo, config, "--memory=12GiB")
-    assert ended.code == 1 and f"{config} does not fit: " in ended.err and "GiB are missing" in ended.err
-    needed = found["weight_bytes"] + found["step_bytes"] + found["process_bytes"] + found["least_kv_bytes"]
+    assert (
+        ended.code == 1
+        and f"{config} does not fit: " in ended.err
+        and "GiB are missing" in ended.err
+    )
+    needed = (
+        found["weight_bytes"]
+        + found["step_bytes"]
+        + found["process_bytes"]
+        + found["least_kv_bytes"]
+    )
     assert found["shortfall_bytes"] == needed - (12 << 30)
-    assert found["flags"][0] == "--quantization=int8" and found["flags"][1].startswith("--max-model-len=")
+    assert found["flags"][0] == "--quantization=int8" and found["flags"][1].startswith(
+        "--max-model-len="
+    )
     flags = [flag for flag in found["flags"] if not flag.startswith("--max-num-seqs")]
     ended, again = planned(octavo, config, "--memory=12GiB", *flags)
     assert ended.code == 0 and again["shortfall_bytes"] == 0, "the flags do what they promise"
-    assert planned(octavo, config, "--memory=16GiB")[1]["flags"][0].startswith("--max-model-len="), "a shorter context suffices"
+    assert planned(octavo, config, "--memory=16GiB")[1]["flags"][0].startswith(
+        "--max-model-len="
+    ), "a shorter context suffices"
     ended, found = planned(octavo, config, "--memory=2GiB")
     assert ended.code == 1 and found["flags"] == []
     assert "no options make it fit" in octavo("plan", config, "--memory=2GiB", *GIVEN).out
@@ -75,12 +111,26 @@ def test_the_shortfall(octavo, config):
 
 def test_smaller_steps_where_the_weights_just_fit(octavo, config):
     """Nothing is said not to fit that some flags would make fit; those that are printed do."""
-    least = planned(octavo, config, "--memory=80GiB", "--quantization=int4", "--max-num-batched-tokens=128", "--max-model-len=64")[1]
+    least = planned(
+        octavo,
+        config,
+        "--memory=80GiB",
+        "--quantization=int4",
+        "--max-num-batched-tokens=128",
+        "--max-model-len=64",
+    )[1]
     fixed = sum(least[name] for name in ("weight_bytes", "step_bytes", "process_bytes"))
-    for spare, flag in ((400 << 20, "--max-num-batched-tokens=512"), (60 << 20, "--max-num-batched-tokens=128")):
+    for spare, flag in (
+        (400 << 20, "--max-num-batched-tokens=512"),
+        (60 << 20, "--max-num-batched-tokens=128"),
+    ):
         memory = f"--memory={fixed + spare}"
         ended, found = planned(octavo, config, memory)
-        assert ended.code == 1 and found["flags"][0] == "--quantization=int4" and flag in " ".join(found["flags"])
+        assert (
+            ended.code == 1
+            and found["flags"][0] == "--quantization=int4"
+            and flag in " ".join(found["flags"])
+        )
         ended, again = planned(octavo, config, memory, *found["flags"])
         assert ended.code == 0 and again["shortfall_bytes"] == 0
     assert planned(octavo, config, f"--memory={fixed}")[1]["flags"] == []
@@ -98,7 +148,14 @@ def test_a_kv_cache_that_was_asked_for_and_does_not_fit(octavo, config):
     [
         ({"model_type": "bert", "hidden_size": 768}, "model type 'bert' is not supported"),
         (
-            {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 320, "d_model": 48, "d_kv": 12, "d_ff": 64},
+            {
+                "model_type": "t5",
+                "is_encoder_decoder": True,
+                "vocab_size": 320,
+                "d_model": 48,
+                "d_kv": 12,
+                "d_ff": 64,
+            },
             "only decoders generate",
         ),
     ],
@@ -110,9 +167,17 @@ def test_what_is_not_served_is_not_planned(octavo, tmp_path, values, message):
 
 
 def test_int4_of_a_config_alone(octavo, config):
-    """Of 7 matrices a layer v keeps 8 bits, and down does in the first and last 4 and in 8 of the 24 between; the untied head has 4."""
+    """Of 7 matrices a layer v keeps 8 bits, and down does in the first and last 4 and in 8 of the
+    24 between; the untied head has 4.
+    """
     found = planned(octavo, config, "--memory=80GiB", "--quantization=int4")[1]
-    layer = {"q": 4096 * 4096, "k": 1024 * 4096, "o": 4096 * 4096, "gate": 14336 * 4096, "up": 14336 * 4096}
+    layer = {
+        "q": 4096 * 4096,
+        "k": 1024 * 4096,
+        "o": 4096 * 4096,
+        "gate": 14336 * 4096,
+        "up": 14336 * 4096,
+    }
     value, down, table = 1024 * 4096, 14336 * 4096, 128256 * 4096
     four = 32 * sum(layer.values()) + 16 * down + table
     eight = 32 * value + 16 * down + table
@@ -125,10 +190,15 @@ def test_int4_that_cannot_be_is_refused_and_not_suggested(octavo, config):
     values = json.loads((config / "config.json").read_text()) | {"intermediate_size": 14300}
     (config / "config.json").write_text(json.dumps(values))
     ended = octavo("plan", config, "--quantization=int4", *GIVEN)
-    assert ended.code == 2 and "down_proj.weight has 14300 inputs, allowed is a multiple of 32" in ended.err
+    assert (
+        ended.code == 2
+        and "down_proj.weight has 14300 inputs, allowed is a multiple of 32" in ended.err
+    )
     assert "hint: use --quantization int8" in ended.err
     assert planned(octavo, config, "--memory=12GiB")[1]["flags"][0] == "--quantization=int8"
-    assert planned(octavo, config, "--memory=7GiB")[1]["flags"] == [], "int4 would fit, but cannot be"
+    assert planned(octavo, config, "--memory=7GiB")[1]["flags"] == [], (
+        "int4 would fit, but cannot be"
+    )
 
 
 def test_what_is_planned_is_what_is_loaded(octavo, monkeypatch):
@@ -146,7 +216,13 @@ def test_what_is_planned_is_what_is_loaded(octavo, monkeypatch):
         flags = [f"--{name}={value}" for name, value in options.items()]
         found = planned(octavo, path, "--memory=8GiB", "--threads=1", *flags)[1]
         said = []
-        config = EngineConfig.from_options(model=str(path), skip_tokenizer_init=True, threads=1, kv_cache_memory_bytes="16MiB", **options)
+        config = EngineConfig.from_options(
+            model=str(path),
+            skip_tokenizer_init=True,
+            threads=1,
+            kv_cache_memory_bytes="16MiB",
+            **options,
+        )
         build_in_process(config, said.append).client.close()
         assert prepared[-1].weight_bytes == found["weight_bytes"]
         assert any(f"weights {format_bytes(found['weight_bytes'])}" in line for line in said)
@@ -186,6 +262,16 @@ def test_serve_says_it_before_it_loads(octavo, tmp_path, monkeypatch):
     """No weight is read: the file holds a header and nothing sound besides."""
     shutil.copytree(tiny_model("llama").path, tmp_path / "model")
     monkeypatch.setattr(Machine, "available_bytes", lambda self: 100 << 20)
-    monkeypatch.setattr(type(open_checkpoint(tmp_path / "model")), "tensor", lambda self, name: pytest.fail("a weight was read"))
-    ended = octavo("bench", "latency", f"--model={tmp_path / 'model'}", "--skip-tokenizer-init", "--threads=1")
-    assert ended.code == 2 and "does not fit: needed are" in ended.err and "MiB are missing" in ended.err
+    monkeypatch.setattr(
+        type(open_checkpoint(tmp_path / "model")),
+        "tensor",
+        lambda self, name: pytest.fail("a weight was read"),
+    )
+    ended = octavo(
+        "bench", "latency", f"--model={tmp_path / 'model'}", "--skip-tokenizer-init", "--threads=1"
+    )
+    assert (
+        ended.code == 2
+        and "does not fit: needed are" in ended.err
+        and "MiB are missing" in ended.err
+    )

@@ -39,7 +39,11 @@ def test_what_follows_another_plan_is_not_looked_at(octavo, log):
     lines = log.read_text().splitlines()
     log.write_text("\n".join(line for line in lines if json.loads(line)["type"] != "Added") + "\n")
     ended = octavo("replay", log)
-    assert (ended.code, ended.err) == (1, "") and ended.out.count("step 0: ") == 1 and "not the same: 1 found" in ended.out
+    assert (
+        (ended.code, ended.err) == (1, "")
+        and ended.out.count("step 0: ") == 1
+        and "not the same: 1 found" in ended.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,11 @@ def test_a_plan_without_its_result_is_taken_for_one_that_was_in_flight(octavo, l
     lines = log.read_text().splitlines()
     log.write_text("\n".join(lines[index] for index in (0, 1, 2, 4, 5)) + "\n")
     ended = octavo("replay", log)
-    assert (ended.code, ended.err) == (1, "") and "step 1: rows was " in ended.out and "not the same: 1 found" in ended.out
+    assert (
+        (ended.code, ended.err) == (1, "")
+        and "step 1: rows was " in ended.out
+        and "not the same: 1 found" in ended.out
+    )
 
 
 def test_rows_that_are_no_plans(octavo, log):
@@ -70,13 +78,21 @@ def test_rows_that_are_no_plans(octavo, log):
     result = json.loads(lines[3])
     result["result"]["rows"] = []
     log.write_text("\n".join([*lines[:3], json.dumps(result)]) + "\n")
-    assert octavo("replay", log).message == ["octavo: the recording is damaged: step 0 has the result of another plan"]
+    assert octavo("replay", log).message == [
+        "octavo: the recording is damaged: step 0 has the result of another plan"
+    ]
 
 
 def test_bad_options(octavo, tiny, tmp_path, log):
     ended = octavo("replay", log, "--model=other")
-    assert ended.message == ["octavo: model: got 'other', allowed only with --execute: the plans alone need none"]
-    for path, reason in [("", "got an empty name"), (tmp_path, "Is a directory"), (tmp_path / "none" / "log", "No such file")]:
+    assert ended.message == [
+        "octavo: model: got 'other', allowed only with --execute: the plans alone need none"
+    ]
+    for path, reason in [
+        ("", "got an empty name"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "none" / "log", "No such file"),
+    ]:
         ended = octavo("run", "hello", f"--record={path}", *tiny)
         assert ended.code == 2 and "octavo: record: " in ended.err and reason in ended.err
         assert "KV cache" not in ended.err, "it is known before a model is loaded"
@@ -85,4 +101,8 @@ def test_bad_options(octavo, tiny, tmp_path, log):
 def test_no_recording(octavo, tmp_path):
     (tmp_path / "log").write_text("{}\n")
     ended = octavo("replay", tmp_path / "log")
-    assert ended.code == 2 and "no recording" in ended.err and "hint: `octavo serve --record FILE`" in ended.err
+    assert (
+        ended.code == 2
+        and "no recording" in ended.err
+        and "hint: `octavo serve --record FILE`" in ended.err
+    )

@@ -18,48 +18,89 @@ def answer_of(prompt, **params) -> str:
     options = {flag[2:].split("=")[0].replace("-", "_"): flag.split("=")[1] for flag in SMALL}
     with LLM(str(tiny_model_with_text()), report=lambda _: None, **options) as llm:
         prompt = prompt if isinstance(prompt, str) else llm.chat_prompt(prompt)
-        return llm.generate(prompt, SamplingParams(temperature=0, **params), use_tqdm=False)[0].outputs[0].text
+        return (
+            llm.generate(prompt, SamplingParams(temperature=0, **params), use_tqdm=False)[0]
+            .outputs[0]
+            .text
+        )
 
 
 def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(octavo, tiny):
     ended = octavo("run", "hello", *tiny, "--max-tokens=12")
     assert ended.code == 0
     assert ended.out == answer_of([{"role": "user", "content": "hello"}], max_tokens=12) + "\n"
-    assert "12 new tokens" in ended.message[-1] and "tokens/s" in ended.message[-1] and "first token after" in ended.message[-1]
+    assert (
+        "12 new tokens" in ended.message[-1]
+        and "tokens/s" in ended.message[-1]
+        and "first token after" in ended.message[-1]
+    )
 
 
 NOT_NEEDED = {
-    *("pydantic", "rich", "zmq", "fastapi", "uvicorn", "huggingface_hub", "torch", "transformers", "multiprocessing"),
-    *("octavo.server", "octavo.cli.bench", "octavo.cli.serve", "octavo.backends.reference", "octavo.worker.calibration"),
+    *(
+        "pydantic",
+        "rich",
+        "zmq",
+        "fastapi",
+        "uvicorn",
+        "huggingface_hub",
+        "torch",
+        "transformers",
+        "multiprocessing",
+    ),
+    *(
+        "octavo.server",
+        "octavo.cli.bench",
+        "octavo.cli.serve",
+        "octavo.backends.reference",
+        "octavo.worker.calibration",
+    ),
 }
 
 
 def test_what_it_does_not_need_it_does_not_import(tiny):
     command = [sys.executable, "-X", "importtime", "-m", "octavo.cli.main", "run", "hello", *tiny]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in ended.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "octavo.llm" in imported and not NOT_NEEDED & imported
 
 
 def test_a_system_message_comes_first(octavo, tiny):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-    assert octavo("run", "hello", *tiny, "--system=be brief", "--max-tokens=8").out == answer_of(messages, max_tokens=8) + "\n"
+    assert (
+        octavo("run", "hello", *tiny, "--system=be brief", "--max-tokens=8").out
+        == answer_of(messages, max_tokens=8) + "\n"
+    )
 
 
 def test_raw_leaves_the_template_out(octavo, tiny):
-    assert octavo("run", "--raw", "hello", *tiny, "--max-tokens=8").out == answer_of("hello", max_tokens=8) + "\n"
+    assert (
+        octavo("run", "--raw", "hello", *tiny, "--max-tokens=8").out
+        == answer_of("hello", max_tokens=8) + "\n"
+    )
 
 
 def test_a_dash_reads_the_prompt_from_stdin(octavo, tiny, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
-    assert octavo("run", "--raw", "-", *tiny, "--max-tokens=8").out == answer_of("hello", max_tokens=8) + "\n"
+    assert (
+        octavo("run", "--raw", "-", *tiny, "--max-tokens=8").out
+        == answer_of("hello", max_tokens=8) + "\n"
+    )
 
 
 def test_json_is_one_object(octavo, tiny):
     ended = octavo("run", "--raw", "hello", *tiny, "--max-tokens=8", "--json")
     report = json.loads(ended.out)
     assert report["text"] == answer_of("hello", max_tokens=8)
-    assert (report["prompt_tokens"], report["completion_tokens"], report["finish_reason"]) == (5, 8, "length")
+    assert (report["prompt_tokens"], report["completion_tokens"], report["finish_reason"]) == (
+        5,
+        8,
+        "length",
+    )
     assert 0 < report["time_to_first_token_s"] <= report["total_s"]
     assert report["tokens_per_second"] > 0
 
@@ -70,19 +111,28 @@ def test_without_max_tokens_the_context_is_the_end(octavo, tiny):
 
 
 def test_a_seed_repeats_the_draws(octavo, tiny):
-    texts = [octavo("run", "hello", *tiny, "--max-tokens=12", "--temperature=1", f"--seed={seed}").out for seed in (1, 1, 2)]
+    texts = [
+        octavo("run", "hello", *tiny, "--max-tokens=12", "--temperature=1", f"--seed={seed}").out
+        for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_the_least_top_p_is_greedy(octavo, tiny):
     greedy = octavo("run", "hello", *tiny, "--max-tokens=12").out
-    assert octavo("run", "hello", *tiny, "--max-tokens=12", "--temperature=1", "--top-p=0.000001").out == greedy
+    assert (
+        octavo("run", "hello", *tiny, "--max-tokens=12", "--temperature=1", "--top-p=0.000001").out
+        == greedy
+    )
 
 
 @pytest.mark.parametrize(
-    ("recommended", "given", "expected"), [({}, None, 0), ({"temperature": 0.6}, None, 0.6), ({"temperature": 0.6}, 0, 0)]
+    ("recommended", "given", "expected"),
+    [({}, None, 0), ({"temperature": 0.6}, None, 0.6), ({"temperature": 0.6}, 0, 0)],
 )
-def test_the_temperature_is_what_is_given_else_what_the_makers_say_else_0(recommended, given, expected):
+def test_the_temperature_is_what_is_given_else_what_the_makers_say_else_0(
+    recommended, given, expected
+):
     class Model:
         generation_config = recommended
 
@@ -96,7 +146,9 @@ def test_the_temperature_is_what_is_given_else_what_the_makers_say_else_0(recomm
 @pytest.mark.alone
 @pytest.mark.model
 def test_the_default_model_knows_paris_and_begins_in_time():
-    """From process start to the first byte, with the model in the cache; the best of three, for the machine may be busy."""
+    """From process start to the first byte, with the model in the cache; the best of three, for the
+    machine may be busy.
+    """
 
     def ask() -> tuple[float, str]:
         start = time.perf_counter()

@@ -13,7 +13,9 @@ MODEL = str(tiny_model_with_text())
 def test_open_to_all_without_a_key_is_warned_of():
     server = LiveServer(MODEL, "--host=0.0.0.0")
     assert server.stop() == 0
-    assert server.lines[0].startswith("warning: 0.0.0.0 can be reached from other machines and no --api-key is set")
+    assert server.lines[0].startswith(
+        "warning: 0.0.0.0 can be reached from other machines and no --api-key is set"
+    )
     assert server.url.startswith("http://127.0.0.1:")
 
 
@@ -28,9 +30,21 @@ def test_a_folder_called_octavo_beside_is_not_mistaken_for_the_package(tmp_path)
     """Neither by the server nor by the engine's own process."""
     (tmp_path / "octavo").mkdir()
     (tmp_path / "octavo" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
-    command = [sys.executable, "-P", "-m", "octavo.cli.main", "serve", MODEL, "--port=0", "--threads=1", "--max-model-len=64"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "octavo.cli.main",
+        "serve",
+        MODEL,
+        "--port=0",
+        "--threads=1",
+        "--max-model-len=64",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    server = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
     said = []
     for line in server.stderr:
         said.append(line)

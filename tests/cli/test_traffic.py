@@ -1,4 +1,6 @@
-"""Traces and synthetic traffic: lengths and blocks scale alike, equal names are equal tokens, a wrong line is named."""
+"""Traces and synthetic traffic: lengths and blocks scale alike, equal names are equal tokens, a
+wrong line is named.
+"""
 
 import itertools
 import json
@@ -22,7 +24,9 @@ ROWS = [
 def trace(tmp_path):
     def write(*lines):
         path = tmp_path / "trace.jsonl"
-        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        path.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
         return path
 
     return write
@@ -30,7 +34,12 @@ def trace(tmp_path):
 
 def test_lengths_and_blocks_scale_alike(trace):
     asks = read_trace(trace(*ROWS), scale=Fraction(1, 32))
-    assert [(ask.at_s, ask.input_len, ask.output_len) for ask in asks] == [(0, 35, 2), (0.5, 10, 1), (1, 29, 1), (1.5, 22, 2)]
+    assert [(ask.at_s, ask.input_len, ask.output_len) for ask in asks] == [
+        (0, 35, 2),
+        (0.5, 10, 1),
+        (1, 29, 1),
+        (1.5, 22, 2),
+    ]
     assert [ask.block_tokens for ask in asks if ask.block_ids] == [16] * 3
     first, second, other = (prompt_of(ask, 0) for ask in asks if ask.block_ids)
     assert [len(first), len(second), len(other)] == [35, 29, 22]
@@ -54,14 +63,38 @@ def test_the_first_so_many(trace):
     ("line", "message"),
     [
         ("{", "line 2: no JSON: "),
-        ("[1]", "line 2: got [1], allowed is an object with timestamp, input_length and output_length"),
-        ({"timestamp": 1, "output_length": 1}, "line 2: input_length is missing, needed is a whole number of at least 1"),
-        (ROWS[3] | {"input_length": -3}, "line 2: input_length: got -3, allowed is a whole number of at least 1"),
-        (ROWS[3] | {"output_length": 1.5}, "line 2: output_length: got 1.5, allowed is a whole number of at least 1"),
-        (ROWS[3] | {"output_length": True}, "line 2: output_length: got True, allowed is a whole number of at least 1"),
-        (ROWS[3] | {"timestamp": "now"}, "line 2: timestamp: got 'now', allowed is a number of at least 0"),
-        (ROWS[3] | {"hash_ids": "abc"}, "line 2: hash_ids: got 'abc', allowed is a list of whole numbers"),
-        (ROWS[0] | {"hash_ids": [1]}, "line 2: hash_ids: got 1, needed are 3 blocks of 512 for input_length 1100"),
+        (
+            "[1]",
+            "line 2: got [1], allowed is an object with timestamp, input_length and output_length",
+        ),
+        (
+            {"timestamp": 1, "output_length": 1},
+            "line 2: input_length is missing, needed is a whole number of at least 1",
+        ),
+        (
+            ROWS[3] | {"input_length": -3},
+            "line 2: input_length: got -3, allowed is a whole number of at least 1",
+        ),
+        (
+            ROWS[3] | {"output_length": 1.5},
+            "line 2: output_length: got 1.5, allowed is a whole number of at least 1",
+        ),
+        (
+            ROWS[3] | {"output_length": True},
+            "line 2: output_length: got True, allowed is a whole number of at least 1",
+        ),
+        (
+            ROWS[3] | {"timestamp": "now"},
+            "line 2: timestamp: got 'now', allowed is a number of at least 0",
+        ),
+        (
+            ROWS[3] | {"hash_ids": "abc"},
+            "line 2: hash_ids: got 'abc', allowed is a list of whole numbers",
+        ),
+        (
+            ROWS[0] | {"hash_ids": [1]},
+            "line 2: hash_ids: got 1, needed are 3 blocks of 512 for input_length 1100",
+        ),
     ],
 )
 def test_a_wrong_line_is_named(trace, line, message):
@@ -82,14 +115,23 @@ def test_no_trace(trace, tmp_path):
 def test_blocks_must_stay_whole(trace):
     with pytest.raises(ConfigError) as error:
         read_trace(trace(ROWS[0]), scale=Fraction(1, 30))
-    assert error.value.message == "scale: got 1/30, which makes blocks of 512 tokens 17.0667, allowed are multiples of 16"
+    assert (
+        error.value.message
+        == "scale: got 1/30, which makes blocks of 512 tokens 17.0667, allowed are multiples of 16"
+    )
     assert error.value.hint == "1/32 would do"
-    assert read_trace(trace(ROWS[3]), scale=Fraction(1, 30))[0].input_len == 10, "without blocks any scale will do"
+    assert read_trace(trace(ROWS[3]), scale=Fraction(1, 30))[0].input_len == 10, (
+        "without blocks any scale will do"
+    )
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1/0", "many", ""])
 def test_scales(text):
-    assert (parse_scale("1/32"), parse_scale("0.5"), parse_scale("2")) == (Fraction(1, 32), Fraction(1, 2), 2)
+    assert (parse_scale("1/32"), parse_scale("0.5"), parse_scale("2")) == (
+        Fraction(1, 32),
+        Fraction(1, 2),
+        2,
+    )
     with pytest.raises(ConfigError, match="scale: got"):
         parse_scale(text)
 
@@ -97,8 +139,12 @@ def test_scales(text):
 def test_poisson():
     asks = synthetic(num_requests=4000, input_len=7, output_len=3)
     timed = at_rate(asks, 20.0, seed=1)
-    assert timed[-1].at_s == pytest.approx(200, rel=0.1) and timed == at_rate(asks, 20.0, seed=1) != at_rate(asks, 20.0, seed=2)
+    assert timed[-1].at_s == pytest.approx(200, rel=0.1) and timed == at_rate(
+        asks, 20.0, seed=1
+    ) != at_rate(asks, 20.0, seed=2)
     gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(timed)]
-    assert sum(gap > 0.05 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03), "exponential"
+    assert sum(gap > 0.05 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03), (
+        "exponential"
+    )
     assert {ask.at_s for ask in at_rate(asks, math.inf, seed=1)} == {0}
     assert prompt_of(timed[0], 0) != prompt_of(timed[1], 0) and len(prompt_of(timed[0], 0)) == 7

@@ -1,9 +1,11 @@
-"""BlockManager and Scheduler together under a hypothesis state machine, with a pseudo-model whose tokens depend on every KV entry.
+"""BlockManager and Scheduler together under a hypothesis state machine, with a pseudo-model whose
+tokens depend on every KV entry.
 
-Requests of a small alphabet (so that prefixes meet) come, fork, search with beams, are stepped, preempted, swapped, aborted and failed by
-the device, in a cache that is far too small for them, under every policy; a group with a window stands beside one without. Blocks go to
-slots of host memory and on to a disk, which is slow, small, loses and damages blocks, refuses them, and is shared with another engine;
-prompts are pinned there; the engine crashes and comes back.
+Requests of a small alphabet (so that prefixes meet) come, fork, search with beams, are stepped,
+preempted, swapped, aborted and failed by the device, in a cache that is far too small for them,
+under every policy; a group with a window stands beside one without. Blocks go to slots of host
+memory and on to a disk, which is slow, small, loses and damages blocks, refuses them, and is shared
+with another engine; prompts are pinned there; the engine crashes and comes back.
 """
 
 import random
@@ -19,7 +21,14 @@ from octavo.engine.kv.pin import Pin
 from octavo.engine.scheduling.admission import Verdict
 from octavo.engine.stats import GroupBlocks
 from octavo.errors import InvalidRequest
-from tests.support.engine_fakes import FakeExecutor, LaunchingExecutor, expected_tokens, make_core, make_request, run_all
+from tests.support.engine_fakes import (
+    FakeExecutor,
+    LaunchingExecutor,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_all,
+)
 from tests.support.fake_tiers import MAX_PINNED_BLOCKS, Disk, FakeTiers
 
 NUM_BLOCKS = 9
@@ -52,8 +61,22 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         runs_ahead=st.booleans(),
         num_scheduler_steps=st.sampled_from([1, 3, 8]),
     )
-    def begin(self, policy, mode, caching, windows, budget, num_host_blocks, num_slots, disk_blocks, runs_ahead, num_scheduler_steps):
-        """No `disk_blocks`: nothing lies behind the slots. `runs_ahead`: a step is planned while another is in flight."""
+    def begin(
+        self,
+        policy,
+        mode,
+        caching,
+        windows,
+        budget,
+        num_host_blocks,
+        num_slots,
+        disk_blocks,
+        runs_ahead,
+        num_scheduler_steps,
+    ):
+        """No `disk_blocks`: nothing lies behind the slots. `runs_ahead`: a step is planned while
+        another is in flight.
+        """
         self.windows, self.disk = windows, Disk(disk_blocks) if disk_blocks else None
         self.options = {
             "num_blocks": NUM_BLOCKS,
@@ -95,7 +118,16 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             request_id = first if index == 0 else f"{first}#{index}"
             fork_of = None if index == 0 else first
             fields = {"priority": priority, "tenant": tenant, "cache_salt": salt}
-            self.core.add(make_request(request_id, prompt, max_tokens=max_tokens, sample_index=index, fork_of=fork_of, **fields))
+            self.core.add(
+                make_request(
+                    request_id,
+                    prompt,
+                    max_tokens=max_tokens,
+                    sample_index=index,
+                    fork_of=fork_of,
+                    **fields,
+                )
+            )
             self.given[request_id] = (prompt, max_tokens, index)
 
     @rule(
@@ -109,12 +141,24 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def search(self, prompt, width, max_tokens, penalty, early, priority):
         request_id = str(self.count)
         self.count += 1
-        fields = {"n": width, "beam_width": width, "length_penalty": penalty, "early_stopping": early, "stop_token_ids": [3]}
-        self.core.add(make_request(request_id, prompt, max_tokens=max_tokens, priority=priority, eos=(7,), **fields))
+        fields = {
+            "n": width,
+            "beam_width": width,
+            "length_penalty": penalty,
+            "early_stopping": early,
+            "stop_token_ids": [3],
+        }
+        self.core.add(
+            make_request(
+                request_id, prompt, max_tokens=max_tokens, priority=priority, eos=(7,), **fields
+            )
+        )
         self.given[request_id] = (prompt, max_tokens, fields)
 
     def expected_beams(self, request_id):
-        """What the search finds with all the memory there is, as long as a search can get here; None where it never fits."""
+        """What the search finds with all the memory there is, as long as a search can get here;
+        None where it never fits.
+        """
         prompt, max_tokens, fields = self.given[request_id]
         scheduler, width = self.core.scheduler, fields["beam_width"]
         limits = scheduler._admission.limits_of(scheduler.blocks.capacity_of(width))
@@ -122,7 +166,9 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             return None
         room = limits.max_num_tokens(len(prompt), width) - len(prompt)
         core = make_core(num_blocks=500, budget=500)
-        core.add(make_request(request_id, prompt, max_tokens=min(max_tokens, room), eos=(7,), **fields))
+        core.add(
+            make_request(request_id, prompt, max_tokens=min(max_tokens, room), eos=(7,), **fields)
+        )
         (output,) = run_all(core)[request_id]
         return output.beams
 
@@ -164,13 +210,17 @@ class ControlPlaneMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, salt=st.sampled_from(["", "x"]), ttl_s=st.sampled_from([0, 3, 1000]))
     def pin(self, prompt, salt, ttl_s):
-        """As much of it as there is; what is known to be kept is named by what it holds, so nothing else can be pinned."""
+        """As much of it as there is; what is known to be kept is named by what it holds, so nothing
+        else can be pinned.
+        """
         if self.disk is None or not self.options["num_slots"]:
             return
         connector = self.core.scheduler.blocks.connector
         before = dict(connector._pins)
         try:
-            num_tokens = self.core.pin_prefix(Pin(prompt, salt, self.disk.now + ttl_s, self.disk.now))
+            num_tokens = self.core.pin_prefix(
+                Pin(prompt, salt, self.disk.now + ttl_s, self.disk.now)
+            )
         except InvalidRequest:
             assert ttl_s and connector._pins == before, "there is always room for less"
             return
@@ -217,20 +267,36 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def reference_counts_add_up_and_free_and_used_are_all(self):
         blocks = self.core.scheduler.blocks
         for group, pool in enumerate(blocks.pools):
-            held = Counter(block_id for tables in blocks.tables.values() for block_id in tables[group] if block_id != HOLE)
+            held = Counter(
+                block_id
+                for tables in blocks.tables.values()
+                for block_id in tables[group]
+                if block_id != HOLE
+            )
             assert pool.ref_counts == [held[block_id] for block_id in range(NUM_BLOCKS)]
-            assert set(pool.free) == {block_id for block_id in range(NUM_BLOCKS) if not held[block_id]}
+            assert set(pool.free) == {
+                block_id for block_id in range(NUM_BLOCKS) if not held[block_id]
+            }
             num_shared = sum(count > 1 for count in held.values())
-            assert pool.counts() == GroupBlocks(pool.window, NUM_BLOCKS, len(held), num_shared, held.total(), len(pool.cache))
+            assert pool.counts() == GroupBlocks(
+                pool.window, NUM_BLOCKS, len(held), num_shared, held.total(), len(pool.cache)
+            )
 
     @invariant()
     def the_host_holds_the_swapped_and_never_more_than_the_device(self):
         scheduler = self.core.scheduler
         host = scheduler.blocks.host
-        assert set(host.tables) == {row.request_id for request in scheduler.swapped for row in request.rows}
+        assert set(host.tables) == {
+            row.request_id for request in scheduler.swapped for row in request.rows
+        }
         assert set(host.tables).isdisjoint(scheduler.blocks.tables)
         for group, count in enumerate(host.num_blocks):
-            held = [block_id for tables in host.tables.values() for block_id in tables[group] if block_id != HOLE]
+            held = [
+                block_id
+                for tables in host.tables.values()
+                for block_id in tables[group]
+                if block_id != HOLE
+            ]
             assert count <= NUM_BLOCKS and set(held).isdisjoint(host._free[group])
             assert len(set(held)) + len(host._free[group]) == count
 
@@ -240,52 +306,82 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         queues = [scheduler.waiting, scheduler.running, scheduler.swapped]
         found = [request.request_id for queue in queues for request in queue]
         assert sorted(found) == sorted(scheduler._requests)
-        assert scheduler._num_seqs == sum(request.num_seqs for request in scheduler.running) <= MAX_NUM_SEQS
+        assert (
+            scheduler._num_seqs
+            == sum(request.num_seqs for request in scheduler.running)
+            <= MAX_NUM_SEQS
+        )
         holders = [*scheduler.running, *scheduler._leaving]
-        assert set(scheduler.blocks.tables) == {row.request_id for request in holders for row in request.rows}
+        assert set(scheduler.blocks.tables) == {
+            row.request_id for request in holders for row in request.rows
+        }
 
     @invariant()
     def only_steps_in_flight_run_ahead(self):
         scheduler = self.core.scheduler
-        assert len(self.core._in_flight) == len(scheduler._in_flight._steps) == len(scheduler.blocks.connector._sent) <= 1
+        assert (
+            len(self.core._in_flight)
+            == len(scheduler._in_flight._steps)
+            == len(scheduler.blocks.connector._sent)
+            <= 1
+        )
         assert all(map(scheduler._in_flight.computes, scheduler._leaving))
         for request in scheduler._requests.values():
             for row in request.rows:
-                in_flight = [share for plan, _ in self.core._in_flight for share in plan.rows if share.request_id == row.request_id]
+                in_flight = [
+                    share
+                    for plan, _ in self.core._in_flight
+                    for share in plan.rows
+                    if share.request_id == row.request_id
+                ]
                 assert row.num_tokens_in_flight == sum(share.num_tokens for share in in_flight)
                 assert row.num_planned_tokens <= row.num_tokens
         for row in (row for request in scheduler.running for row in request.rows):
-            assert scheduler.blocks._num_named[row.request_id] * 16 <= row.num_computed_tokens, "what has a name has come back"
+            assert scheduler.blocks._num_named[row.request_id] * 16 <= row.num_computed_tokens, (
+                "what has a name has come back"
+            )
 
     @invariant()
     def the_worker_has_the_rows_that_run(self):
         """But for those that the next plan frees."""
         scheduler = self.core.scheduler
-        rows = {row.request_id: row for request in (*scheduler.running, *scheduler._leaving) for row in request.rows}
+        rows = {
+            row.request_id: row
+            for request in (*scheduler.running, *scheduler._leaving)
+            for row in request.rows
+        }
         known = set(self.executor.rows)
         for plan, _ in self.core._in_flight:
             known = known - set(plan.freed_rows) | {new.request_id for new in plan.new_rows}
         known -= set(scheduler._placement._freed_rows)
         assert known == {name for name, row in rows.items() if row.is_on_worker}
-        for name in known & set(self.executor.rows) - {new.request_id for plan, _ in self.core._in_flight for new in plan.new_rows}:
+        for name in known & set(self.executor.rows) - {
+            new.request_id for plan, _ in self.core._in_flight for new in plan.new_rows
+        }:
             assert self.executor.rows[name].tokens[: rows[name].num_tokens] == rows[name].token_ids
 
     @invariant()
     def slots_are_free_idle_or_held(self):
         connector = self.core.scheduler.blocks.connector
         held = Counter()
-        for under_way in (*(sent.saving for sent in connector._sent), connector._fetching, connector._keeping):
+        for under_way in (
+            *(sent.saving for sent in connector._sent),
+            connector._fetching,
+            connector._keeping,
+        ):
             held.update(under_way.values())
         for request_id, entries in connector._held.items():
             assert request_id in self.core.scheduler._requests
             held.update(slot for _, slot in entries)
         for slots in connector._slots:
             named = set(slots._slots.values())
-            assert all(slot.num_holds == held[slot] for slot in named) and not any(slot.dropped for slot in named)
+            assert all(slot.num_holds == held[slot] for slot in named) and not any(
+                slot.dropped for slot in named
+            )
             assert set(slots._idle.values()) == {slot for slot in named if not held[slot]}
-        assert sum(len(slots._free) + len(slots) for slots in connector._slots) + sum(slot.dropped for slot in held) == sum(
-            slots.num_slots for slots in connector._slots
-        )
+        assert sum(len(slots._free) + len(slots) for slots in connector._slots) + sum(
+            slot.dropped for slot in held
+        ) == sum(slots.num_slots for slots in connector._slots)
 
     @invariant()
     def what_is_pinned_is_bounded_and_no_more_is_stored_than_may_be(self):
@@ -315,7 +411,10 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             tokens = self.tokens[request_id]
             assert tokens == expected[: len(tokens)]
             if reason == "length":
-                assert len(tokens) == min(max_tokens, self.core.scheduler._admission.limits.max_num_tokens(len(prompt)) - len(prompt))
+                assert len(tokens) == min(
+                    max_tokens,
+                    self.core.scheduler._admission.limits.max_num_tokens(len(prompt)) - len(prompt),
+                )
         blocks = self.core.scheduler.blocks
         assert not blocks.tables and blocks.host.num_used_blocks == 0
         assert all(len(pool.free) == NUM_BLOCKS for pool in blocks.pools)
@@ -327,7 +426,9 @@ TestControlPlane.settings = settings(max_examples=100, stateful_step_count=40, d
 
 @pytest.mark.parametrize("seed", range(24))
 def test_long_runs(seed):
-    """What hypothesis is too short for: hundreds of requests, most of which meet, and a disk that is mostly well."""
+    """What hypothesis is too short for: hundreds of requests, most of which meet, and a disk that
+    is mostly well.
+    """
     draw = random.Random(seed)
     machine = ControlPlaneMachine()
     machine.begin(
@@ -344,20 +445,39 @@ def test_long_runs(seed):
     )
     for _ in range(150):
         blocks = [draw.randrange(2) for _ in range(draw.randrange(6))]
-        prompt = [token for token in blocks for _ in range(16)] + [draw.randrange(2) for _ in range(draw.randint(1, 10))]
+        prompt = [token for token in blocks for _ in range(16)] + [
+            draw.randrange(2) for _ in range(draw.randint(1, 10))
+        ]
         machine.add(
-            prompt, draw.randint(1, 40), draw.randint(-1, 1), draw.choice("ab"), draw.choice(["", "", "", "x"]), draw.choice([1, 1, 2])
+            prompt,
+            draw.randint(1, 40),
+            draw.randint(-1, 1),
+            draw.choice("ab"),
+            draw.choice(["", "", "", "x"]),
+            draw.choice([1, 1, 2]),
         )
         if draw.random() < 0.4:
             early = draw.choice([True, False, "never"])
-            machine.search(prompt, draw.randint(1, MAX_NUM_SEQS), draw.randint(1, 40), draw.choice([0.0, 1.0]), early, draw.randint(-1, 1))
+            machine.search(
+                prompt,
+                draw.randint(1, MAX_NUM_SEQS),
+                draw.randint(1, 40),
+                draw.choice([0.0, 1.0]),
+                early,
+                draw.randint(-1, 1),
+            )
         machine.step(draw.randint(1, 30))
         for chance, act in (
             (0.05, lambda: machine.abort(draw.randrange(100))),
             (0.02, lambda: machine.fail(draw.randrange(100), draw.random() < 0.5)),
             (0.03, lambda: machine.reset(draw.random() < 0.5)),
             (0.02, machine.crash),
-            (0.1, lambda: machine.change_the_disk(draw.choice([0, 1, 1, 3]), draw.random() < 0.1, draw.random() < 0.5)),
+            (
+                0.1,
+                lambda: machine.change_the_disk(
+                    draw.choice([0, 1, 1, 3]), draw.random() < 0.1, draw.random() < 0.5
+                ),
+            ),
             (0.05, lambda: machine.lose_a_stored_block(draw.randrange(100), draw.random() < 0.5)),
             (0.1, lambda prompt=prompt: machine.pin(prompt, "", draw.choice([0, 3, 1000]))),
             (0.1, lambda: machine.wait(draw.choice([1, 10, 2000]))),
@@ -369,4 +489,8 @@ def test_long_runs(seed):
     machine.teardown()
 
 
-INVARIANTS = [name for name in vars(ControlPlaneMachine) if hasattr(getattr(ControlPlaneMachine, name), "hypothesis_stateful_invariant")]
+INVARIANTS = [
+    name
+    for name in vars(ControlPlaneMachine)
+    if hasattr(getattr(ControlPlaneMachine, name), "hypothesis_stateful_invariant")
+]

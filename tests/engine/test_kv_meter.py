@@ -1,4 +1,6 @@
-"""What is used of the KV memory that is reserved, in numbers that can be counted by hand: blocks of 16 tokens, 100 bytes a block."""
+"""What is used of the KV memory that is reserved, in numbers that can be counted by hand: blocks of
+16 tokens, 100 bytes a block.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from octavo.engine.stats import EngineStats, KvBytes
 from tests.support.engine_fakes import FakeExecutor, make_core, make_request
 
 
-def make(executor: FakeExecutor | None = None, *, block_bytes: tuple[int, ...] = (100,), **options) -> EngineCore:
+def make(
+    executor: FakeExecutor | None = None, *, block_bytes: tuple[int, ...] = (100,), **options
+) -> EngineCore:
     core = make_core(executor=executor, num_groups=len(block_bytes), **options)
     meter = KvMeter(block_bytes, max_model_len=250)
     return EngineCore(core.scheduler, core.executor, kv_meter=meter)
@@ -20,8 +24,12 @@ def test_a_prompt_in_chunks_then_tokens():
     core = make(budget=20)
     core.add(make_request("a", list(range(40)), max_tokens=3))
     seen = [core.step().stats.kv for _ in range(4)]
-    assert [kv.used for kv in seen] == pytest.approx([100 * tokens / 16 for tokens in (20, 40, 41, 42)])
-    assert {(kv.reserved, kv.whole_contexts) for kv in seen} == {(300, 1600)}, "blocks for the whole prompt, from the start on"
+    assert [kv.used for kv in seen] == pytest.approx(
+        [100 * tokens / 16 for tokens in (20, 40, 41, 42)]
+    )
+    assert {(kv.reserved, kv.whole_contexts) for kv in seen} == {(300, 1600)}, (
+        "blocks for the whole prompt, from the start on"
+    )
     assert core.step().stats.kv == seen[-1], "steps that compute nothing do not count"
     sums = core.step().stats.kv_sums
     assert sums.utilisation == pytest.approx((20 + 40 + 41 + 42) / 4 / 48)
@@ -39,7 +47,11 @@ def test_shared_blocks_are_counted_once():
     core.step()
     core.add(make_request("b", [*range(32), 7], max_tokens=20))
     kv = core.step().stats.kv
-    assert kv.reserved == 400 and kv.used == pytest.approx((32 + 1 + 1) / 16 * 100) and kv.whole_contexts == 3200
+    assert (
+        kv.reserved == 400
+        and kv.used == pytest.approx((32 + 1 + 1) / 16 * 100)
+        and kv.whole_contexts == 3200
+    )
 
 
 def test_what_a_window_has_passed_is_neither_used_nor_reserved():
@@ -63,7 +75,10 @@ def test_the_worker_knows_better_where_it_gives_memory_on_demand():
 
 
 def test_sums_go_on_where_a_core_is_replaced():
-    earlier, later = EngineStats(kv_sums=KvBytes(1, 2, 3)), EngineStats(kv=KvBytes(5, 6, 7), kv_sums=KvBytes(10, 20, 30))
+    earlier, later = (
+        EngineStats(kv_sums=KvBytes(1, 2, 3)),
+        EngineStats(kv=KvBytes(5, 6, 7), kv_sums=KvBytes(10, 20, 30)),
+    )
     stats = later.after(earlier)
     assert (stats.kv, stats.kv_sums) == (KvBytes(5, 6, 7), KvBytes(11, 22, 33))
     assert KvBytes().utilisation == 0

@@ -1,4 +1,6 @@
-"""The real control plane over simulated steps: nobody starves, tenants get their share, and it is fast enough to ask a hundred thousand."""
+"""The real control plane over simulated steps: nobody starves, tenants get their share, and it is
+fast enough to ask a hundred thousand.
+"""
 
 import random
 import time
@@ -17,27 +19,55 @@ def steady(tenant, count, rate, seed):
     draw, now, found = random.Random(seed), 0.0, []
     for index in range(count):
         now += draw.expovariate(rate)
-        found.append(request_of(f"{tenant}{index}", now, draw.randrange(64, 192), draw.randrange(16, 48), tenant=tenant))
+        found.append(
+            request_of(
+                f"{tenant}{index}",
+                now,
+                draw.randrange(64, 192),
+                draw.randrange(16, 48),
+                tenant=tenant,
+            )
+        )
     return found
 
 
 def flood(tenant, count, at, seed, prompt=(64, 512), output=(64, 256)):
     draw = random.Random(seed)
-    return [request_of(f"{tenant}{i}", at, draw.randrange(*prompt), draw.randrange(*output), tenant=tenant) for i in range(count)]
+    return [
+        request_of(
+            f"{tenant}{i}", at, draw.randrange(*prompt), draw.randrange(*output), tenant=tenant
+        )
+        for i in range(count)
+    ]
 
 
 def test_costs_are_lines_between_the_tables_points():
     costs = StepCosts(((1, 1.0), (3, 2.0), (5, 6.0)))
-    assert [costs.compute_s(n) for n in (0, 1, 2, 3, 4, 5, 6)] == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+    assert [costs.compute_s(n) for n in (0, 1, 2, 3, 4, 5, 6)] == [
+        1.0,
+        1.0,
+        1.5,
+        2.0,
+        4.0,
+        6.0,
+        8.0,
+    ]
 
 
-@pytest.mark.parametrize(("policy", "count"), [("fcfs", 5000), ("fair", 5000), pytest.param("fcfs", 100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("policy", "count"),
+    [("fcfs", 5000), ("fair", 5000), pytest.param("fcfs", 100_000, marks=pytest.mark.slow)],
+)
 def test_a_hundred_thousand_requests_in_a_minute(policy, count):
-    """32 output tokens on average; all end, each with as many tokens as it asked for. Processor time: neighbours are not ours."""
+    """32 output tokens on average; all end, each with as many tokens as it asked for. Processor
+    time: neighbours are not ours.
+    """
     draw = random.Random(0)
     sizes = [(draw.randrange(1, 128), draw.randrange(1, 64)) for _ in range(count)]
     requests = [request_of(str(i), 0.0, *size, tenant=str(i % 3)) for i, size in enumerate(sizes)]
-    sim = simulation(num_blocks=3000, budget=2048, max_num_seqs=256, max_model_len=2048, scheduling_policy=policy)
+    sim = simulation(
+        num_blocks=3000, budget=2048, max_num_seqs=256, max_model_len=2048, scheduling_policy=policy
+    )
     began = time.thread_time()
     sim.run(requests)
     elapsed = time.thread_time() - began
@@ -46,22 +76,38 @@ def test_a_hundred_thousand_requests_in_a_minute(policy, count):
 
 
 def test_one_that_floods_holds_up_no_other():
-    """The other tenant's 99th percentile of the time to first token, alone X: at most 2 X and one step beside 200 requests at once."""
+    """The other tenant's 99th percentile of the time to first token, alone X: at most 2 X and one
+    step beside 200 requests at once.
+    """
     options = ROOMY | {"budget": 512, "scheduling_policy": "fair", "max_num_seqs_per_tenant": 24}
     for seed in range(3):
         alone = simulation(**options).run(steady("b", 100, 1.0, seed))
-        both = simulation(**options).run(steady("b", 100, 1.0, seed) + flood("a", 200, 5.0, seed + 50))
-        least, most = (percentile([met.time_to_first_token for met in sim.of("b")], 99) for sim in (alone, both))
+        both = simulation(**options).run(
+            steady("b", 100, 1.0, seed) + flood("a", 200, 5.0, seed + 50)
+        )
+        least, most = (
+            percentile([met.time_to_first_token for met in sim.of("b")], 99)
+            for sim in (alone, both)
+        )
         assert most <= 2 * least + both.longest_step_s
-    first_come = simulation(**ROOMY, budget=512).run(steady("b", 100, 1.0, 0) + flood("a", 200, 5.0, 50))
+    first_come = simulation(**ROOMY, budget=512).run(
+        steady("b", 100, 1.0, 0) + flood("a", 200, 5.0, 50)
+    )
     assert percentile([met.time_to_first_token for met in first_come.of("b")], 99) > 100 * least
 
 
 @pytest.mark.parametrize("weight", [1, 3])
 def test_tokens_in_ten_seconds_are_as_the_weights(weight):
-    options = ROOMY | {"budget": 512, "max_num_seqs": 16, "scheduling_policy": "fair", "tenant_weight": (f"a={weight}",)}
+    options = ROOMY | {
+        "budget": 512,
+        "max_num_seqs": 16,
+        "scheduling_policy": "fair",
+        "tenant_weight": (f"a={weight}",),
+    }
     sizes = {"prompt": (32, 256), "output": (8, 64)}
-    sim = simulation(**options).run(flood("a", 3000, 0.0, 1, **sizes) + flood("b", 3000, 0.0, 2, **sizes), until=110)
+    sim = simulation(**options).run(
+        flood("a", 3000, 0.0, 1, **sizes) + flood("b", 3000, 0.0, 2, **sizes), until=110
+    )
     for window in range(10):
         counts = sim.tokens[window]
         assert counts["a"] / counts["b"] == pytest.approx(weight, rel=0.1)
@@ -71,22 +117,32 @@ def test_idle_time_is_not_saved_up():
     """A tenant that comes late shares from then on; it does not get all until it has caught up."""
     options = ROOMY | {"budget": 512, "max_num_seqs": 16, "scheduling_policy": "fair"}
     sizes = {"prompt": (32, 256), "output": (8, 64)}
-    sim = simulation(**options).run(flood("a", 3000, 0.0, 1, **sizes) + flood("b", 3000, 30.0, 2, **sizes), until=70)
+    sim = simulation(**options).run(
+        flood("a", 3000, 0.0, 1, **sizes) + flood("b", 3000, 30.0, 2, **sizes), until=70
+    )
     for window in (4, 5):
         assert sim.tokens[window]["a"] == pytest.approx(sim.tokens[window]["b"], rel=0.1)
 
 
 def test_lower_priorities_go_first_and_the_others_end_too():
     requests = [request_of(str(i), 0.0, 100, 30, priority=i % 3) for i in range(90)]
-    sim = simulation(**ROOMY | {"max_num_seqs": 8}, budget=256, scheduling_policy="priority").run(requests)
-    last = {p: max(sim.met[str(i)].first_token_time for i in range(90) if i % 3 == p) for p in range(3)}
-    first = {p: min(sim.met[str(i)].first_token_time for i in range(90) if i % 3 == p) for p in range(3)}
+    sim = simulation(**ROOMY | {"max_num_seqs": 8}, budget=256, scheduling_policy="priority").run(
+        requests
+    )
+    last = {
+        p: max(sim.met[str(i)].first_token_time for i in range(90) if i % 3 == p) for p in range(3)
+    }
+    first = {
+        p: min(sim.met[str(i)].first_token_time for i in range(90) if i % 3 == p) for p in range(3)
+    }
     assert last[0] < last[1] < last[2] and last[0] <= first[2]
 
 
 def test_decoding_goes_on_beside_long_prompts():
     """In chunks, a prompt of 1,500 tokens lengthens nobody's step beyond the budget's."""
-    requests = [request_of("chat", 0.0, 20, 300)] + [request_of(f"long{i}", 0.5 * i, 1500, 4) for i in range(20)]
+    requests = [request_of("chat", 0.0, 20, 300)] + [
+        request_of(f"long{i}", 0.5 * i, 1500, 4) for i in range(20)
+    ]
     whole = simulation(**ROOMY, budget=2048, enable_chunked_prefill=False).run(requests)
     chunked = simulation(**ROOMY, budget=128).run(requests)
     assert chunked.longest_step_s < 0.15 < 0.9 < whole.longest_step_s
@@ -94,9 +150,16 @@ def test_decoding_goes_on_beside_long_prompts():
 
 
 def test_the_delay_keeps_whole_prompts_from_starving_those_that_decode():
-    requests = [request_of("chat", 0.0, 20, 300)] + [request_of(f"long{i}", 0.05 * i, 1000, 1) for i in range(100)]
+    requests = [request_of("chat", 0.0, 20, 300)] + [
+        request_of(f"long{i}", 0.05 * i, 1000, 1) for i in range(100)
+    ]
     ends = [
-        simulation(**ROOMY, budget=1024, enable_chunked_prefill=False, scheduler_delay_factor=factor).run(requests).met["chat"].end_time
+        simulation(
+            **ROOMY, budget=1024, enable_chunked_prefill=False, scheduler_delay_factor=factor
+        )
+        .run(requests)
+        .met["chat"]
+        .end_time
         for factor in (0.0, 0.5, 2.0)
     ]
     assert ends[0] > ends[1] > ends[2]
@@ -105,22 +168,37 @@ def test_the_delay_keeps_whole_prompts_from_starving_those_that_decode():
 def test_kinds_of_batching_against_each_other():
     """The same 200 requests: continuous batching is ahead of static, static of one at a time."""
     requests = flood("a", 200, 0.0, 3)
-    took = {kind: simulation(**ROOMY, budget=512, batching=kind).run(requests).clock.now for kind in ("continuous", "static", "none")}
+    took = {
+        kind: simulation(**ROOMY, budget=512, batching=kind).run(requests).clock.now
+        for kind in ("continuous", "static", "none")
+    }
     assert took["continuous"] < took["static"] < took["none"]
 
 
 def test_dynamic_batching_waits_for_its_window_and_no_longer():
-    requests = [request_of("a", 1.0, 20, 4), request_of("b", 1.04, 20, 4), request_of("c", 1.2, 20, 4)]
+    requests = [
+        request_of("a", 1.0, 20, 4),
+        request_of("b", 1.04, 20, 4),
+        request_of("c", 1.2, 20, 4),
+    ]
     sim = simulation(**ROOMY, budget=512, batching="dynamic", batch_window_ms=50).run(requests)
     scheduled = {name: met.first_token_time for name, met in sim.met.items()}
     assert 1.05 < scheduled["a"] == scheduled["b"] < 1.1 < 1.25 < scheduled["c"]
-    full = simulation(**ROOMY | {"max_num_seqs": 2}, budget=512, batching="dynamic", batch_window_ms=10_000).run(requests[:2])
+    full = simulation(
+        **ROOMY | {"max_num_seqs": 2}, budget=512, batching="dynamic", batch_window_ms=10_000
+    ).run(requests[:2])
     assert full.met["a"].first_token_time < 1.1, "a full batch does not wait"
 
 
 def test_swapping_is_chosen_where_copies_are_cheap_and_recomputing_where_they_are_dear():
     requests = [request_of(str(i), 0.0, 200, 200) for i in range(40)]
-    options = {"num_blocks": 256, "num_host_blocks": 256, "max_num_seqs": 16, "max_model_len": 2048, "budget": 256}
+    options = {
+        "num_blocks": 256,
+        "num_host_blocks": 256,
+        "max_num_seqs": 16,
+        "max_model_len": 2048,
+        "budget": 256,
+    }
     for move_s, swaps_most in ((1e-5, True), (1.0, False)):
         sim = simulation(costs=StepCosts(move_s=move_s), **options).run(requests)
         stats = sim.core.scheduler.stats()
@@ -130,8 +208,12 @@ def test_swapping_is_chosen_where_copies_are_cheap_and_recomputing_where_they_ar
 
 
 def milliseconds_a_step(num_requests, num_steps=300):
-    """Of `schedule` and `update`, at the median of decode steps; a step in 16 names every request's block and takes a new one."""
-    sim = simulation(num_blocks=80 * num_requests, budget=1 << 20, max_num_seqs=num_requests, max_model_len=1200)
+    """Of `schedule` and `update`, at the median of decode steps; a step in 16 names every request's
+    block and takes a new one.
+    """
+    sim = simulation(
+        num_blocks=80 * num_requests, budget=1 << 20, max_num_seqs=num_requests, max_model_len=1200
+    )
     for index in range(num_requests):
         sim.core.add(request_of(str(index), 0.0, 100, 1000))
     sim.core.step()

@@ -1,6 +1,7 @@
-"""With asynchronous scheduling and without, the same tokens, logprobs and ends, bitwise: torch on the CPU, batch-invariant, through the
-path that CUDA takes (last tokens kept on the device, results fetched later); the reference backend in a thread that computes a step
-while the next one is planned.
+"""With asynchronous scheduling and without, the same tokens, logprobs and ends, bitwise: torch on
+the CPU, batch-invariant, through the path that CUDA takes (last tokens kept on the device, results
+fetched later); the reference backend in a thread that computes a step while the next one is
+planned.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ PARAMS = [
     SamplingParams(**VARIED),
     SamplingParams(**VARIED | {"n": 2, "top_k": 30}),
     SamplingParams(**VARIED | {"min_tokens": 4, "prompt_logprobs": 1, "top_p": 0.9}),
-    SamplingParams(**VARIED | {"ignore_eos": True, "stop_token_ids": None, "max_tokens": 11, "logit_bias": {7: 3.0}}),
+    SamplingParams(
+        **VARIED
+        | {"ignore_eos": True, "stop_token_ids": None, "max_tokens": 11, "logit_bias": {7: 3.0}}
+    ),
     SamplingParams(temperature=0, max_tokens=9, allowed_token_ids=list(range(5, 200))),
 ]
 
 
 class InAThread:
-    """Implements `ports.AsyncExecutor` over any executor, whose rows find last tokens on the host: the step before has been computed."""
+    """Implements `ports.AsyncExecutor` over any executor, whose rows find last tokens on the host:
+    the step before has been computed.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -61,7 +67,9 @@ def core_of(llm: LLM) -> EngineCore:
     return llm._front.client._core  # type: ignore[attr-defined, no-any-return]
 
 
-def engine(backend: str, *, ahead: bool, family: str = "llama", num_blocks: int = 200, **options: Any) -> LLM:
+def engine(
+    backend: str, *, ahead: bool, family: str = "llama", num_blocks: int = 200, **options: Any
+) -> LLM:
     options["async_scheduling"] = "on" if ahead and backend == "torch" else "off"
     llm = Setup(backend, family, "as packed").llm_of_blocks(num_blocks, **options)
     if ahead and backend != "torch":
@@ -70,7 +78,9 @@ def engine(backend: str, *, ahead: bool, family: str = "llama", num_blocks: int 
     return llm
 
 
-def mixed(llm: LLM, seed: int, params: list[SamplingParams], num_requests: int = 12) -> dict[int, Any]:
+def mixed(
+    llm: LLM, seed: int, params: list[SamplingParams], num_requests: int = 12
+) -> dict[int, Any]:
     """What requests that come one after the other are given; some of them leave early."""
     draw = random.Random(seed)
     shared = prompts_of(40)[0]
@@ -85,7 +95,9 @@ def mixed(llm: LLM, seed: int, params: list[SamplingParams], num_requests: int =
             if output is None or not patience[index]:
                 streams.pop(index).close()
 
-    tails = [[draw.randrange(3, 240) for _ in range(draw.randint(1, 12))] for _ in range(num_requests)]
+    tails = [
+        [draw.randrange(3, 240) for _ in range(draw.randint(1, 12))] for _ in range(num_requests)
+    ]
     prompts = [shared[: draw.choice([0, 16, 37, 40])] + tail for tail in tails]
     patience = [draw.choice([5, 1000, 1000, 1000]) for _ in prompts]
     for index, prompt in enumerate(prompts):
@@ -100,7 +112,12 @@ def mixed(llm: LLM, seed: int, params: list[SamplingParams], num_requests: int =
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_mix_of_requests_gets_the_same(backend: str, family: str) -> None:
-    options = {"family": family, "max_model_len": 128, "max_num_batched_tokens": 48, "max_num_seqs": 5}
+    options = {
+        "family": family,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 5,
+    }
     with engine(backend, ahead=False, **options) as llm:
         roomy = mixed(llm, 1, PARAMS)
     assert {sample[2] for found in roomy.values() for sample in found[:-1]} == {"stop", "length"}
@@ -109,7 +126,9 @@ def test_a_mix_of_requests_gets_the_same(backend: str, family: str) -> None:
             found, stats = mixed(llm, 1, PARAMS), core_of(llm).scheduler.stats()
             assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
         both = found.keys() & roomy.keys()
-        assert len(both) > 6 and {index: found[index] for index in both} == {index: roomy[index] for index in both}
+        assert len(both) > 6 and {index: found[index] for index in both} == {
+            index: roomy[index] for index in both
+        }
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -119,7 +138,10 @@ def test_steps_do_run_ahead(backend: str) -> None:
     with engine(backend, ahead=True) as llm:
         executor = core_of(llm).executor
         launch = executor.launch  # type: ignore[attr-defined]
-        executor.launch = lambda plan: (taken.append([row.from_device for row in plan.rows]), launch(plan))[1]  # type: ignore[attr-defined]
+        executor.launch = lambda plan: (
+            taken.append([row.from_device for row in plan.rows]),
+            launch(plan),
+        )[1]  # type: ignore[attr-defined]
         llm.generate(prompts_of(5, 9), GREEDY, use_tqdm=False)
         assert taken == [[False, False], *[[True, True]] * 7]
         taken.clear()
@@ -130,12 +152,19 @@ def test_steps_do_run_ahead(backend: str) -> None:
 def test_a_recording_that_ran_ahead_is_made_again(tmp_path) -> None:
     """By an executor that does one step after the other, too."""
     path = tmp_path / "log"
-    options = {"backend": "torch", "kv_cache_memory_bytes": "256KiB", "max_model_len": 128, "max_num_batched_tokens": 64}
+    options = {
+        "backend": "torch",
+        "kv_cache_memory_bytes": "256KiB",
+        "max_model_len": 128,
+        "max_num_batched_tokens": 64,
+    }
     with make_llm(record=str(path), async_scheduling="on", **options) as llm:
         llm.generate(prompts_of(40, 50, 41), PARAMS[:3], use_tqdm=False)
     began, events = read_log(path)
     events = list(events)
-    assert any(row.from_device for event in events if isinstance(event, Planned) for row in event.plan.rows)
+    assert any(
+        row.from_device for event in events if isinstance(event, Planned) for row in event.plan.rows
+    )
     executor = build_executor(began, model=None, report=lambda text: None)
     assert Replay(began, executor).run(events).differences == []
     executor.close()
@@ -144,9 +173,15 @@ def test_a_recording_that_ran_ahead_is_made_again(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "native"}, "async_scheduling: got 'on', but the native backend computes where the plans are made"),
+        (
+            {"backend": "native"},
+            "async_scheduling: got 'on', but the native backend computes where the plans are made",
+        ),
         ({"backend": "reference"}, "the reference backend computes where"),
-        ({"backend": "torch", "tensor_parallel_size": 2}, r"got 'on', but ranks \(tensor_parallel_size\) carry out one step at a time"),
+        (
+            {"backend": "torch", "tensor_parallel_size": 2},
+            r"got 'on', but ranks \(tensor_parallel_size\) carry out one step at a time",
+        ),
         ({"backend": "torch", "kv_cache": False}, r"without the KV cache \(kv_cache\)"),
         (
             {"backend": "torch", "scheduler_delay_factor": 1.0, "enable_chunked_prefill": False},
@@ -156,7 +191,11 @@ def test_a_recording_that_ran_ahead_is_made_again(tmp_path) -> None:
 )
 def test_where_it_cannot_be_it_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        derive(EngineConfig.from_options(async_scheduling="on", **options), model_context_tokens=100, num_threads=1)
+        derive(
+            EngineConfig.from_options(async_scheduling="on", **options),
+            model_context_tokens=100,
+            num_threads=1,
+        )
     assert caught.value.hint == "leave async_scheduling at auto"
     derive(EngineConfig.from_options(**options), model_context_tokens=100, num_threads=1)
 

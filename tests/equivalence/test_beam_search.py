@@ -1,4 +1,6 @@
-"""Beam search: equal to transformers' (sequences and scores), and bitwise the same alone, in company, in chunks and after preemptions."""
+"""Beam search: equal to transformers' (sequences and scores), and bitwise the same alone, in
+company, in chunks and after preemptions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ STOPS = list(range(3, 40, 3))
 SEARCH = SamplingParams(n=3, beam_width=4, max_tokens=30, stop_token_ids=STOPS[:2], logprobs=2)
 SEARCHES = [
     SEARCH,
-    msgspec.structs.replace(SEARCH, beam_width=3, length_penalty=2.0, min_tokens=10, stop_token_ids=STOPS),
+    msgspec.structs.replace(
+        SEARCH, beam_width=3, length_penalty=2.0, min_tokens=10, stop_token_ids=STOPS
+    ),
     msgspec.structs.replace(SEARCH, n=1, beam_width=2, early_stopping=True, logprobs=None),
     msgspec.structs.replace(SEARCH, n=5, beam_width=5, early_stopping="never", prompt_logprobs=1),
 ]
@@ -62,7 +66,14 @@ def theirs(model: Any, prompt: list[int], params: SamplingParams) -> list[tuple[
     found = []
     for row, score in zip(made.sequences.tolist(), made.sequences_scores.tolist(), strict=True):
         tokens = row[len(prompt) :]
-        found.append((tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))], score))
+        found.append(
+            (
+                tokens[
+                    : next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+                ],
+                score,
+            )
+        )
     return found
 
 
@@ -85,8 +96,12 @@ def test_it_finds_what_transformers_finds(backend: str, family: str) -> None:
             )
             for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
                 expected = theirs(tiny.model, prompt, params)
-                assert [beam.token_ids for beam in output.outputs] == [tokens for tokens, _ in expected]
-                assert [beam.score for beam in output.outputs] == pytest.approx([score for _, score in expected], abs=1e-4)
+                assert [beam.token_ids for beam in output.outputs] == [
+                    tokens for tokens, _ in expected
+                ]
+                assert [beam.score for beam in output.outputs] == pytest.approx(
+                    [score for _, score in expected], abs=1e-4
+                )
 
 
 def searched(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
@@ -94,11 +109,19 @@ def searched(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
     return [(output.outputs, output.prompt_logprobs) for output in llm.generate(prompts, params)]
 
 
-SETUPS = [Setup("reference", "llama", "as packed"), Setup("native", "llama", "bf16"), Setup("native", "gemma3_text", "int8")]
+SETUPS = [
+    Setup("reference", "llama", "as packed"),
+    Setup("native", "llama", "bf16"),
+    Setup("native", "gemma3_text", "int8"),
+]
 PROMPTS = prompts_of(20, 33, 47, 5)
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: f"{setup.backend}-{setup.model}-{setup.precision}")
+@pytest.fixture(
+    scope="module",
+    params=SETUPS,
+    ids=lambda setup: f"{setup.backend}-{setup.model}-{setup.precision}",
+)
 def setup(request: pytest.FixtureRequest) -> Setup:
     return request.param
 
@@ -129,7 +152,9 @@ def whole(setup: Setup) -> list[Any]:
     ids=str,
 )
 def test_company_changes_nothing(setup: Setup, whole: list[Any], options: dict[str, Any]) -> None:
-    """Among samples and greedy requests, in chunks smaller than the beams are many, with the prefix cache and without."""
+    """Among samples and greedy requests, in chunks smaller than the beams are many, with the prefix
+    cache and without.
+    """
     with setup.llm(max_model_len=96, **options) as llm:
         others = [*prompts_of(40, 11)]
         for _ in range(2):
@@ -139,10 +164,23 @@ def test_company_changes_nothing(setup: Setup, whole: list[Any], options: dict[s
 
 
 @pytest.mark.parametrize(
-    ("mode", "caching", "budget"), [("swap", True, 2048), ("swap", False, 21), ("recompute", True, 21), ("recompute", False, 2048)]
+    ("mode", "caching", "budget"),
+    [
+        ("swap", True, 2048),
+        ("swap", False, 21),
+        ("recompute", True, 21),
+        ("recompute", False, 2048),
+    ],
 )
-def test_a_preempted_search_goes_on_as_it_would_have(setup: Setup, whole: list[Any], mode: str, caching: bool, budget: int) -> None:
-    options = {"max_model_len": 96, "enable_prefix_caching": caching, "preemption_mode": mode, "max_num_batched_tokens": budget}
+def test_a_preempted_search_goes_on_as_it_would_have(
+    setup: Setup, whole: list[Any], mode: str, caching: bool, budget: int
+) -> None:
+    options = {
+        "max_model_len": 96,
+        "enable_prefix_caching": caching,
+        "preemption_mode": mode,
+        "max_num_batched_tokens": budget,
+    }
     with setup.llm_of_blocks(17, **options) as llm:
         outputs = llm.generate([*PROMPTS, *PROMPTS], SEARCHES * 2)
         stats = llm.get_metrics()
@@ -161,7 +199,12 @@ def test_one_beam_is_greedy(backend: str) -> None:
         beams = llm.generate(prompts, msgspec.structs.replace(greedy, beam_width=1))
     for one, other in zip(plain, beams, strict=True):
         (a,), (b,) = one.outputs, other.outputs
-        assert (a.token_ids, a.logprobs, a.finish_reason, a.stop_reason) == (b.token_ids, b.logprobs, b.finish_reason, b.stop_reason)
+        assert (a.token_ids, a.logprobs, a.finish_reason, a.stop_reason) == (
+            b.token_ids,
+            b.logprobs,
+            b.finish_reason,
+            b.stop_reason,
+        )
         assert b.score == pytest.approx(a.cumulative_logprob / len(a.token_ids))
 
 
@@ -170,26 +213,37 @@ def test_logprobs_are_those_of_the_chosen_tokens() -> None:
         (output,) = llm.generate(prompts_of(20), SEARCH)
         for beam in output.outputs:
             forced = llm.generate(
-                [*output.prompt_token_ids, *beam.token_ids], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+                [*output.prompt_token_ids, *beam.token_ids],
+                SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2),
             )
             own = forced[0].prompt_logprobs[len(output.prompt_token_ids) :]
-            assert [{token: entry.logprob for token, entry in step.items()} for step in beam.logprobs] == [
-                {token: entry.logprob for token, entry in step.items()} for step in own
-            ]
+            assert [
+                {token: entry.logprob for token, entry in step.items()} for step in beam.logprobs
+            ] == [{token: entry.logprob for token, entry in step.items()} for step in own]
             assert beam.cumulative_logprob == pytest.approx(
                 sum(step[token].logprob for token, step in zip(beam.token_ids, own, strict=True))
             )
 
 
-@pytest.mark.parametrize(("width", "penalty", "early"), [(3, 1.0, False), (4, 0.0, "never"), (2, 1.0, True)])
+@pytest.mark.parametrize(
+    ("width", "penalty", "early"), [(3, 1.0, False), (4, 0.0, "never"), (2, 1.0, True)]
+)
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_stop_strings_end_beams_as_transformers_has_it(backend: str, width: int, penalty: float, early: Any) -> None:
-    """Letters the search likes to write, so that the strings are met; where it ends decides which beams go on."""
+def test_stop_strings_end_beams_as_transformers_has_it(
+    backend: str, width: int, penalty: float, early: Any
+) -> None:
+    """Letters the search likes to write, so that the strings are met; where it ends decides which
+    beams go on.
+    """
     path = tiny_model_with_text()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
-    params = BeamSearchParams(beam_width=width, max_tokens=20, length_penalty=penalty, early_stopping=early)
-    with make_llm(model_path=path, skip_tokenizer_init=False, backend=backend, dtype="float32") as llm:
+    params = BeamSearchParams(
+        beam_width=width, max_tokens=20, length_penalty=penalty, early_stopping=early
+    )
+    with make_llm(
+        model_path=path, skip_tokenizer_init=False, backend=backend, dtype="float32"
+    ) as llm:
         prompts = ["Hello", "Beams of light"]
         plain = llm.beam_search(prompts, params)
         written = [
@@ -200,7 +254,9 @@ def test_stop_strings_end_beams_as_transformers_has_it(backend: str, width: int,
         ]
         stops = sorted({piece.decode() for piece in written[::2] if piece.strip()})[:6]
         found = llm.beam_search(prompts, msgspec.structs.replace(params, stop=stops))
-        kept = llm.beam_search(prompts, msgspec.structs.replace(params, stop=stops, include_stop_str_in_output=True))
+        kept = llm.beam_search(
+            prompts, msgspec.structs.replace(params, stop=stops, include_stop_str_in_output=True)
+        )
     ended = 0
     for prompt, output, whole in zip(prompts, found, kept, strict=True):
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
@@ -219,12 +275,22 @@ def test_stop_strings_end_beams_as_transformers_has_it(backend: str, width: int,
             return_dict_in_generate=True,
             output_scores=True,
         )
-        assert [beam.score for beam in output.outputs] == pytest.approx(made.sequences_scores.tolist(), abs=1e-4)
-        for beam, same, row in zip(output.outputs, whole.outputs, made.sequences.tolist(), strict=True):
-            assert beam.token_ids == same.token_ids == row[len(ids[0]) : len(ids[0]) + len(beam.token_ids)]
+        assert [beam.score for beam in output.outputs] == pytest.approx(
+            made.sequences_scores.tolist(), abs=1e-4
+        )
+        for beam, same, row in zip(
+            output.outputs, whole.outputs, made.sequences.tolist(), strict=True
+        ):
+            assert (
+                beam.token_ids
+                == same.token_ids
+                == row[len(ids[0]) : len(ids[0]) + len(beam.token_ids)]
+            )
             if isinstance(beam.stop_reason, str):
                 ended += 1
-                assert same.text.endswith(beam.stop_reason) and beam.text == same.text.removesuffix(beam.stop_reason)
+                assert same.text.endswith(beam.stop_reason) and beam.text == same.text.removesuffix(
+                    beam.stop_reason
+                )
                 assert not any(stop in beam.text for stop in stops)
     assert ended
 
@@ -234,12 +300,30 @@ def test_stop_strings_end_beams_as_transformers_has_it(backend: str, width: int,
     [
         ({"beam_width": 0}, "beam_width: got 0, allowed is None, or a whole number from 1 to 1024"),
         ({"beam_width": 2, "n": 3}, "n: got 3, allowed is at most the beam_width"),
-        ({"beam_width": 2, "temperature": 0.7}, "temperature: got 0.7, allowed is 0.0 in a beam search"),
-        ({"beam_width": 2, "repetition_penalty": 1.2}, "repetition_penalty: got 1.2, allowed is 1.0 in a beam search"),
-        ({"beam_width": 2, "early_stopping": "soon"}, "early_stopping: got 'soon', allowed is True, False or 'never'"),
-        ({"beam_width": 2, "length_penalty": "x"}, "length_penalty: got 'x', allowed is a number from -10 to 10"),
-        ({"beam_width": 2, "length_penalty": 400}, "length_penalty: got 400, allowed is a number from -10 to 10"),
-        ({"beam_width": 2, "length_penalty": -400.0}, "length_penalty: got -400.0, allowed is a number from -10 to 10"),
+        (
+            {"beam_width": 2, "temperature": 0.7},
+            "temperature: got 0.7, allowed is 0.0 in a beam search",
+        ),
+        (
+            {"beam_width": 2, "repetition_penalty": 1.2},
+            "repetition_penalty: got 1.2, allowed is 1.0 in a beam search",
+        ),
+        (
+            {"beam_width": 2, "early_stopping": "soon"},
+            "early_stopping: got 'soon', allowed is True, False or 'never'",
+        ),
+        (
+            {"beam_width": 2, "length_penalty": "x"},
+            "length_penalty: got 'x', allowed is a number from -10 to 10",
+        ),
+        (
+            {"beam_width": 2, "length_penalty": 400},
+            "length_penalty: got 400, allowed is a number from -10 to 10",
+        ),
+        (
+            {"beam_width": 2, "length_penalty": -400.0},
+            "length_penalty: got -400.0, allowed is a number from -10 to 10",
+        ),
     ],
 )
 def test_what_a_search_cannot_honour_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -252,12 +336,21 @@ def test_what_can_never_fit_is_refused_by_name() -> None:
     params = SamplingParams(beam_width=9)
     with (
         make_llm() as llm,
-        pytest.raises(InvalidRequest, match=r"beam_width: got 9, allowed are at most 8 sequences at once \(max_num_seqs\)"),
+        pytest.raises(
+            InvalidRequest,
+            match=r"beam_width: got 9, allowed are at most 8 sequences at once \(max_num_seqs\)",
+        ),
     ):
         llm.generate([[5]], params)
     alone = {"kv_layout": "virtual", "enable_prefix_caching": False}
-    with make_llm(backend="native", **alone) as llm, pytest.raises(InvalidRequest, match="beams share KV blocks"):
+    with (
+        make_llm(backend="native", **alone) as llm,
+        pytest.raises(InvalidRequest, match="beams share KV blocks"),
+    ):
         llm.generate([[5]], msgspec.structs.replace(params, beam_width=2))
     small = Setup("native", "llama", "fp32").llm_of_blocks(8, max_model_len=128)
-    with small as llm, pytest.raises(InvalidRequest, match="too few for so many beams after a prompt of 100"):
+    with (
+        small as llm,
+        pytest.raises(InvalidRequest, match="too few for so many beams after a prompt of 100"),
+    ):
         llm.generate(prompts_of(100), msgspec.structs.replace(params, beam_width=4))

@@ -1,4 +1,6 @@
-"""n of best_of samples: the most likely ones by cumulative logprob, best first, each as it would be among n = best_of."""
+"""n of best_of samples: the most likely ones by cumulative logprob, best first, each as it would be
+among n = best_of.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CHOSEN = msgspec.structs.replace(MANY, n=2, best_of=6)
 def test_the_best_are_the_most_likely_of_all(backend: str) -> None:
     with make_llm(backend=backend) as llm:
         prompts = prompts_of(20, 7)
-        for every, chosen in zip(llm.generate(prompts, MANY), llm.generate(prompts, CHOSEN), strict=True):
+        for every, chosen in zip(
+            llm.generate(prompts, MANY), llm.generate(prompts, CHOSEN), strict=True
+        ):
             ranked = sorted(every.outputs, key=lambda sample: -(sample.cumulative_logprob or 0.0))
             assert [sample.index for sample in chosen.outputs] == [0, 1]
             for best, sample in zip(ranked, chosen.outputs, strict=False):
@@ -32,9 +36,16 @@ def test_the_best_are_the_most_likely_of_all(backend: str) -> None:
 def test_without_logprobs_the_same_are_chosen() -> None:
     with make_llm() as llm:
         prompt = prompts_of(20)[0]
-        wanted, plain = llm.generate([prompt, prompt], [CHOSEN, msgspec.structs.replace(CHOSEN, logprobs=None)])
-    assert [sample.token_ids for sample in plain.outputs] == [sample.token_ids for sample in wanted.outputs]
-    assert all(sample.logprobs is None and sample.cumulative_logprob is not None for sample in plain.outputs)
+        wanted, plain = llm.generate(
+            [prompt, prompt], [CHOSEN, msgspec.structs.replace(CHOSEN, logprobs=None)]
+        )
+    assert [sample.token_ids for sample in plain.outputs] == [
+        sample.token_ids for sample in wanted.outputs
+    ]
+    assert all(
+        sample.logprobs is None and sample.cumulative_logprob is not None
+        for sample in plain.outputs
+    )
 
 
 def test_a_stream_has_nothing_to_show_before_the_end() -> None:
@@ -44,8 +55,12 @@ def test_a_stream_has_nothing_to_show_before_the_end() -> None:
 
 
 def test_best_of_is_checked() -> None:
-    with pytest.raises(InvalidRequest, match=r"best_of: got 2, allowed is None, or a whole number from n \(3\)"):
+    with pytest.raises(
+        InvalidRequest, match=r"best_of: got 2, allowed is None, or a whole number from n \(3\)"
+    ):
         SamplingParams(n=3, best_of=2)
-    with pytest.raises(InvalidRequest, match="best_of: got 2, allowed is 1 when the temperature is 0"):
+    with pytest.raises(
+        InvalidRequest, match="best_of: got 2, allowed is 1 when the temperature is 0"
+    ):
         SamplingParams(best_of=2, temperature=0)
     assert SamplingParams(n=2, best_of=2).is_ranked is False

@@ -1,4 +1,6 @@
-"""Several decode steps in one native call yield bitwise what single steps do, whatever comes and goes between them."""
+"""Several decode steps in one native call yield bitwise what single steps do, whatever comes and
+goes between them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,23 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.3, "min_p": 0.01},
     {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 1},
     {"temperature": 0, "presence_penalty": 1.5},
-    {"temperature": 1.0, "min_tokens": 11, "max_tokens": 29, "stop_token_ids": list(range(0, 256, 5))},
+    {
+        "temperature": 1.0,
+        "min_tokens": 11,
+        "max_tokens": 29,
+        "stop_token_ids": list(range(0, 256, 5)),
+    },
     {"temperature": 1.0, "stop_token_ids": list(range(0, 256, 9)), "logprobs": 1},
-    {"temperature": 1.0, "logit_bias": {7: 4.0, 9: -100.0}, "allowed_token_ids": list(range(3, 90))},
-    {"temperature": 1.0, "bad_words_token_ids": [[5], [6, 7]], "allowed_token_ids": list(range(4, 12))},
+    {
+        "temperature": 1.0,
+        "logit_bias": {7: 4.0, 9: -100.0},
+        "allowed_token_ids": list(range(3, 90)),
+    },
+    {
+        "temperature": 1.0,
+        "bad_words_token_ids": [[5], [6, 7]],
+        "allowed_token_ids": list(range(4, 12)),
+    },
     {"temperature": 1.1, "n": 2},
     {"temperature": 0, "prompt_logprobs": 1},
 ]
@@ -41,19 +56,39 @@ def steps_of_any_length(monkeypatch):
 
 
 def llm_of(family: str, num_steps: int, **options: Any) -> LLM:
-    return make_llm(family, backend="native", num_scheduler_steps=num_steps, **{"max_num_seqs": 5, "threads": 2} | options)
+    return make_llm(
+        family,
+        backend="native",
+        num_scheduler_steps=num_steps,
+        **{"max_num_seqs": 5, "threads": 2} | options,
+    )
 
 
 def requests_of(draw: random.Random, count: int) -> list[tuple[list[int], SamplingParams]]:
     prompts = prompts_of(*(draw.randint(1, 60) for _ in range(count)))
-    kinds = [{"max_tokens": draw.randint(1, 45), "seed": draw.randrange(1000)} | draw.choice(KINDS) for _ in range(count)]
-    return [(prompt, SamplingParams(**{"ignore_eos": draw.random() < 0.5} | kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+    kinds = [
+        {"max_tokens": draw.randint(1, 45), "seed": draw.randrange(1000)} | draw.choice(KINDS)
+        for _ in range(count)
+    ]
+    return [
+        (prompt, SamplingParams(**{"ignore_eos": draw.random() < 0.5} | kind))
+        for prompt, kind in zip(prompts, kinds, strict=True)
+    ]
 
 
 class Traffic:
-    """Requests that come, and some that are aborted, at any moment: between steps, and between the steps of one call."""
+    """Requests that come, and some that are aborted, at any moment: between steps, and between the
+    steps of one call.
+    """
 
-    def __init__(self, llm: LLM, requests: list[tuple[list[int], SamplingParams]], draw: random.Random, *, aborts: bool) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        requests: list[tuple[list[int], SamplingParams]],
+        draw: random.Random,
+        *,
+        aborts: bool,
+    ) -> None:
         self._front = llm._front
         self._draw = draw
         self._aborts = aborts
@@ -107,23 +142,36 @@ class Traffic:
 @pytest.mark.parametrize("family", SCARCE)
 @pytest.mark.parametrize("seed", range(4))
 def test_many_steps_in_a_call_are_single_steps(family, seed):
-    """Stops, lengths, samples, penalties, bans; arrivals and aborts; with and without memory for all."""
+    """Stops, lengths, samples, penalties, bans; arrivals and aborts; with and without memory for
+    all.
+    """
     draw = random.Random(seed)
     requests = requests_of(draw, 24)
     with llm_of(family, 1) as llm:
         wanted = {
-            str(index): fingerprint(llm.generate(prompt, params, use_tqdm=False)[0]) for index, (prompt, params) in enumerate(requests)
+            str(index): fingerprint(llm.generate(prompt, params, use_tqdm=False)[0])
+            for index, (prompt, params) in enumerate(requests)
         }
-    scarce = {"kv_cache_memory_bytes": SCARCE[family], "max_model_len": 112, "swap_space": "64KiB"} if seed % 2 else {}
+    scarce = (
+        {"kv_cache_memory_bytes": SCARCE[family], "max_model_len": 112, "swap_space": "64KiB"}
+        if seed % 2
+        else {}
+    )
     with llm_of(family, 8, **scarce) as llm:
         traffic = Traffic(llm, requests, draw, aborts=seed >= 2)
         found = traffic.run()
         stats = llm._front.client._core.scheduler.stats()
-    assert traffic.num_early > 50 and stats.num_used_blocks == 0 and (stats.num_preemptions > 0 or seed != 1)
+    assert (
+        traffic.num_early > 50
+        and stats.num_used_blocks == 0
+        and (stats.num_preemptions > 0 or seed != 1)
+    )
     assert set(found) == set(wanted) and (seed < 2 or traffic.aborted)
     for request_id, output in found.items():
         if request_id in traffic.aborted:
-            for (_, tokens, _, _), (_, expected, _, _) in zip(output[:-1], wanted[request_id][:-1], strict=True):
+            for (_, tokens, _, _), (_, expected, _, _) in zip(
+                output[:-1], wanted[request_id][:-1], strict=True
+            ):
                 assert tokens == expected[: len(tokens)]
         else:
             assert output == wanted[request_id]
@@ -159,18 +207,24 @@ def test_a_call_ends_with_what_comes():
         step = front.client.receive(take_early=take)
         assert taken == [1] * 3 and [len(output.token_ids) for output in step.outputs] == [1]
         step = front.client.receive(take_early=take)
-        assert len(taken) == 3 and [len(output.token_ids) for output in step.outputs] == [1, 1], "the second's prompt"
+        assert len(taken) == 3 and [len(output.token_ids) for output in step.outputs] == [1, 1], (
+            "the second's prompt"
+        )
         step = front.client.receive(take_early=take)
         assert taken[3:] == [2, 2] and [len(output.token_ids) for output in step.outputs] == [1, 1]
         step = front.client.receive(take_early=take)
-        assert [output.finish_reason for output in step.outputs if output.finish_reason] == ["abort"]
+        assert [output.finish_reason for output in step.outputs if output.finish_reason] == [
+            "abort"
+        ]
 
 
 def test_steps_of_a_recording_are_made_again(tmp_path):
     from octavo.wiring import build_executor
 
     draw, path = random.Random(7), tmp_path / "log"
-    with llm_of("llama", 8, record=str(path), kv_cache_memory_bytes="192KiB", max_model_len=128) as llm:
+    with llm_of(
+        "llama", 8, record=str(path), kv_cache_memory_bytes="192KiB", max_model_len=128
+    ) as llm:
         Traffic(llm, requests_of(draw, 12), draw, aborts=True).run()
     began, events = read_log(path)
     events = list(events)

@@ -1,7 +1,8 @@
-"""However a request is scheduled and wherever its KV lies, its tokens and logprobs are bitwise those of the request alone.
+"""However a request is scheduled and wherever its KV lies, its tokens and logprobs are bitwise
+those of the request alone.
 
-One table of ways, each with the evidence that things went that way; other files take each of them apart. Through LLM, on tiny models
-(windows among them) on every backend, and on the real SmolLM2.
+One table of ways, each with the evidence that things went that way; other files take each of them
+apart. Through LLM, on tiny models (windows among them) on every backend, and on the real SmolLM2.
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
 
     def llm(self, *, num_blocks: int | None = None, **options: Any) -> LLM:
-        """`num_blocks`: in every group, since no window bounds it where so many requests may run."""
+        """`num_blocks`: in every group, since no window bounds it where so many requests may
+        run."""
         if num_blocks is not None:
             with self.llm(kv_cache_memory_bytes=1 << 26, max_num_seqs=4096) as llm:
                 block_bytes = (1 << 26) // (llm.info.kv_capacity_tokens // 16)
             options["kv_cache_memory_bytes"] = block_bytes * num_blocks
         path = resolve("smollm2") if self.model == "smollm2" else None
-        return make_llm(self.model, model_path=path, backend=self.backend, **{"max_model_len": 192, **self.options, **options})
+        return make_llm(
+            self.model,
+            model_path=path,
+            backend=self.backend,
+            **{"max_model_len": 192, **self.options, **options},
+        )
 
     def refuses(self, **options: Any) -> bool:
         """Whether these are not for the backend; that it says so is seen here."""
@@ -51,17 +58,28 @@ SETUPS = [
     pytest.param(Setup("native", "llama", {"quantization": "int8"}), id="native-llama-int8"),
     pytest.param(Setup("native", "gemma3_text", {"dtype": "bfloat16"}), id="native-gemma3-bf16"),
     pytest.param(Setup("torch", "llama"), id="torch-llama", marks=pytest.mark.slow),
-    pytest.param(Setup("native", "smollm2"), id="native-smollm2", marks=(pytest.mark.model, pytest.mark.slow)),
+    pytest.param(
+        Setup("native", "smollm2"), id="native-smollm2", marks=(pytest.mark.model, pytest.mark.slow)
+    ),
 ]
 
 PROMPTS = prompts_of(150, 33, 47, 20, 90)
 PARAMS = [
     msgspec.structs.replace(given, max_tokens=24)
-    for given in (SAMPLED, GREEDY, SamplingParams(n=3, temperature=1.2, seed=7, ignore_eos=True, logprobs=2), PENALISED, SAMPLED)
+    for given in (
+        SAMPLED,
+        GREEDY,
+        SamplingParams(n=3, temperature=1.2, seed=7, ignore_eos=True, logprobs=2),
+        PENALISED,
+        SAMPLED,
+    )
 ]
 
 
-BEAMS = [given if index in (0, 3) else SamplingParams(n=2, beam_width=3, max_tokens=24, logprobs=1) for index, given in enumerate(PARAMS)]
+BEAMS = [
+    given if index in (0, 3) else SamplingParams(n=2, beam_width=3, max_tokens=24, logprobs=1)
+    for index, given in enumerate(PARAMS)
+]
 """Three searches beside two samples."""
 
 
@@ -102,7 +120,9 @@ WAYS: dict[str, Way] = {
     "recomputed": Way(RECOMPUTED, was_recomputed),
     "found in the prefix cache": Way({}, lambda stats: stats.prefix_hit_tokens > 300, num_rounds=2),
     "found in host memory": Way(
-        {"num_blocks": 16, "kv_offloading_size": "64MiB", "max_num_seqs": 1}, lambda stats: stats.connector.num_loaded > 10, num_rounds=2
+        {"num_blocks": 16, "kv_offloading_size": "64MiB", "max_num_seqs": 1},
+        lambda stats: stats.connector.num_loaded > 10,
+        num_rounds=2,
     ),
     "found on disk": Way({}, lambda stats: stats.connector.num_fetched > 10, num_engines=2),
     "contiguous": Way(CONTIGUOUS),
@@ -145,7 +165,9 @@ def test_is_plain(setup: Setup, plain: list[Any], way: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layout", ["paged", "virtual"])
-def test_forked_is_plain(setup: Setup, plain: list[Any], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_is_plain(
+    setup: Setup, plain: list[Any], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The two samples beside the first share its blocks, where blocks can be shared."""
     forks: list[str] = []
     fork = BlockManager.fork
@@ -161,15 +183,24 @@ def test_forked_is_plain(setup: Setup, plain: list[Any], layout: str, monkeypatc
 def plain_beams(setup: Setup) -> list[Any]:
     """Each search by itself: its beams are what runs at once."""
     with setup.llm(max_num_seqs=3, enable_prefix_caching=False) as llm:
-        return [fingerprint(llm.generate(prompt, params)[0]) for prompt, params in zip(PROMPTS, BEAMS, strict=True)]
+        return [
+            fingerprint(llm.generate(prompt, params)[0])
+            for prompt, params in zip(PROMPTS, BEAMS, strict=True)
+        ]
 
 
-SHARING = [way for way, given in WAYS.items() if given.options.get("kv_cache", True) and "kv_layout" not in given.options]
+SHARING = [
+    way
+    for way, given in WAYS.items()
+    if given.options.get("kv_cache", True) and "kv_layout" not in given.options
+]
 
 
 @pytest.mark.parametrize("way", [way for way in SHARING if way != "no batches"])
 def test_beams_are_plain(setup: Setup, plain_beams: list[Any], way: str, tmp_path: Path) -> None:
-    """Where requests may share blocks, and three sequences run at once; elsewhere beams are refused by name."""
+    """Where requests may share blocks, and three sequences run at once; elsewhere beams are refused
+    by name.
+    """
     given = WAYS[way]
     options = {**given.options, "max_num_seqs": max(3, given.options.get("max_num_seqs", 8))}
     if given.num_engines > 1:
@@ -187,5 +218,8 @@ def test_beams_are_plain(setup: Setup, plain_beams: list[Any], way: str, tmp_pat
 def test_beams_that_could_share_nothing_are_refused(setup: Setup, way: str) -> None:
     if setup.refuses(**WAYS[way].options):
         return
-    with setup.llm(**WAYS[way].options) as llm, pytest.raises(InvalidRequest, match="beams share KV blocks, and here nobody does"):
+    with (
+        setup.llm(**WAYS[way].options) as llm,
+        pytest.raises(InvalidRequest, match="beams share KV blocks, and here nobody does"),
+    ):
         llm.generate(PROMPTS[1], BEAMS[1])

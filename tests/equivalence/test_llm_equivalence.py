@@ -1,6 +1,8 @@
-"""A request's tokens and logprobs do not depend on its company, chunks, threads, the prefix cache, preemption or forks.
+"""A request's tokens and logprobs do not depend on its company, chunks, threads, the prefix cache,
+preemption or forks.
 
-All of it bitwise, through LLM, on tiny models of each family in each precision, on every backend (torch: batch-invariant), and on SmolLM2.
+All of it bitwise, through LLM, on tiny models of each family in each precision, on every backend
+(torch: batch-invariant), and on SmolLM2.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.checkpoint.catalogue import resolve
-from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, alone, fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import (
+    GREEDY,
+    PENALISED,
+    SAMPLED,
+    alone,
+    fingerprint,
+    make_llm,
+    prompts_of,
+)
 from tests.support.tiny_models import tiny_model
 
 torch.set_num_threads(1)
@@ -52,19 +62,32 @@ class Setup:
     num_requests: int = len(LENGTHS)
 
     def llm(self, **options: Any) -> LLM:
-        path = resolve("smollm2") if self.model == "smollm2" else tiny_model(self.model, **UNTIED.get(self.model, {})).path
-        options = {"max_model_len": CONTEXT, "max_num_seqs": 16, **PRECISIONS[self.precision], **options}
+        path = (
+            resolve("smollm2")
+            if self.model == "smollm2"
+            else tiny_model(self.model, **UNTIED.get(self.model, {})).path
+        )
+        options = {
+            "max_model_len": CONTEXT,
+            "max_num_seqs": 16,
+            **PRECISIONS[self.precision],
+            **options,
+        }
         return make_llm(model_path=path, backend=self.backend, **options)
 
     def llm_of_blocks(self, num_blocks: int, **options: Any) -> LLM:
-        """One whose KV cache has so many blocks in every group: no window bounds them where so many requests may run."""
+        """One whose KV cache has so many blocks in every group: no window bounds them where so many
+        requests may run.
+        """
         with self.llm(kv_cache_memory_bytes=1 << 26, **options | {"max_num_seqs": 4096}) as llm:
             block_bytes = (1 << 26) // (llm.info.kv_capacity_tokens // 16)
         return self.llm(kv_cache_memory_bytes=block_bytes * num_blocks, **options)
 
     @property
     def requests(self) -> tuple[list[list[int]], list[SamplingParams]]:
-        return prompts_of(*LENGTHS[: self.num_requests]), list(itertools.islice(itertools.cycle(PARAMS), self.num_requests))
+        return prompts_of(*LENGTHS[: self.num_requests]), list(
+            itertools.islice(itertools.cycle(PARAMS), self.num_requests)
+        )
 
     def param(self, *marks: pytest.MarkDecorator) -> Any:
         return pytest.param(self, id=f"{self.backend}-{self.model}-{self.precision}", marks=marks)
@@ -84,7 +107,10 @@ SETUPS = [
         for precision in ("bf16", "int8")
     ),
     *(Setup("native", family, "int8 KV").param() for family in ("qwen3", "gemma3_text")),
-    *(Setup("native", "smollm2", precision).param(pytest.mark.model, pytest.mark.slow) for precision in PRECISIONS),
+    *(
+        Setup("native", "smollm2", precision).param(pytest.mark.model, pytest.mark.slow)
+        for precision in PRECISIONS
+    ),
 ]
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -119,7 +145,10 @@ def fingerprints(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
 
 def found_again(output: RequestOutput) -> int:
     """Tokens of its prompt in full blocks of the prompt and what followed; never the last one."""
-    num_prompt_tokens, num_output_tokens = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    num_prompt_tokens, num_output_tokens = (
+        len(output.prompt_token_ids),
+        len(output.outputs[0].token_ids),
+    )
     return min(num_prompt_tokens - 1, (num_prompt_tokens + num_output_tokens - 1) // 16 * 16)
 
 
@@ -135,13 +164,17 @@ def test_a_prefix_that_is_found_is_as_good_as_computed(setup: Setup, whole: list
         first = llm.generate(prompts, params)
         second = llm.generate(prompts, params)
     assert [output.num_cached_tokens for output in first] == [0] * len(prompts)
-    hits = [0 if given is SCORED else found_again(output) for output, given in zip(first, params, strict=True)]
+    hits = [
+        0 if given is SCORED else found_again(output)
+        for output, given in zip(first, params, strict=True)
+    ]
     assert [output.num_cached_tokens for output in second] == hits
     assert [fingerprint(output) for output in second] == whole
 
 
 def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
-    """Tails of several lengths behind one long prefix, after its owner is done and while it runs."""
+    """Tails of several lengths behind one long prefix, after its owner is done and while it
+    runs."""
     prefix, *tails = prompts_of(100, 1, 12, 13, 30, 170)
     prompts = [prefix + tail for tail in tails]
     with setup.llm(enable_prefix_caching=False) as llm:
@@ -154,12 +187,16 @@ def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
         owner.close()
         outputs = llm.generate(prompts, SAMPLED)
     assert [fingerprint(output) for output in outputs] == expected
-    assert [output.num_cached_tokens for output in outputs] == [max(len(prefix), found_again(output)) for output in outputs]
+    assert [output.num_cached_tokens for output in outputs] == [
+        max(len(prefix), found_again(output)) for output in outputs
+    ]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_prefix_read_together_is_as_good_as_read_alone(setup: Setup, threads: int) -> None:
-    """Over whole splits of 256 keys; decoded beside each other, beside one that shares nothing, and in chunks."""
+    """Over whole splits of 256 keys; decoded beside each other, beside one that shares nothing, and
+    in chunks.
+    """
     prefix, other, *tails = prompts_of(290, 20, 1, 12, 13, 40)
     prompts = [other, *(prefix + tail for tail in tails)]
     with setup.llm(enable_prefix_caching=False, shared_prefix_attention=False) as llm:
@@ -178,7 +215,9 @@ def test_prompts_that_part_inside_a_block_share_its_beginning(setup: Setup) -> N
         with setup.llm() as llm:
             llm.generate(prompt, GREEDY)
             output = llm.generate(other, SAMPLED)[0]
-        assert output.num_cached_tokens == next(index for index, token in enumerate(other) if token == 238)
+        assert output.num_cached_tokens == next(
+            index for index, token in enumerate(other) if token == 238
+        )
         assert fingerprint(output) == fingerprint_alone
 
 
@@ -187,22 +226,32 @@ def test_prompt_logprobs_from_a_start_on_are_those_of_the_whole(setup: Setup) ->
     with setup.llm() as llm:
         whole = llm.generate(prompt, SCORED)[0].prompt_logprobs
         for start in (0, 1, 16, 17, 60, 69):
-            output = llm.generate(prompt, msgspec.structs.replace(SCORED, prompt_logprob_start=start))[0]
+            output = llm.generate(
+                prompt, msgspec.structs.replace(SCORED, prompt_logprob_start=start)
+            )[0]
             assert output.prompt_logprobs == [*[None] * max(1, start), *whole[max(1, start) :]]
             assert output.num_cached_tokens == min(64, max(0, start - 1))
 
 
 @pytest.mark.parametrize(
-    ("mode", "caching", "budget"), [("swap", True, 2048), ("swap", False, 7), ("recompute", True, 7), ("recompute", False, 2048)]
+    ("mode", "caching", "budget"),
+    [("swap", True, 2048), ("swap", False, 7), ("recompute", True, 7), ("recompute", False, 2048)],
 )
 def test_preempted_is_uninterrupted(setup: Setup, mode: str, caching: bool, budget: int) -> None:
     prompts = prompts_of(20, 25, 30, 33)
     long = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
     change = msgspec.structs.replace
-    params = [long, change(long, prompt_logprobs=1), change(PENALISED, max_tokens=40), change(long, n=2)]
+    params = [
+        long,
+        change(long, prompt_logprobs=1),
+        change(PENALISED, max_tokens=40),
+        change(long, n=2),
+    ]
     options = {"max_model_len": 80, "enable_prefix_caching": caching, "preemption_mode": mode}
     with setup.llm(**options) as llm:
-        expected = [alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)]
+        expected = [
+            alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)
+        ]
     with setup.llm_of_blocks(8, max_num_batched_tokens=budget, **options) as llm:
         outputs = llm.generate(prompts, params)
         stats = llm.get_metrics()
@@ -214,7 +263,9 @@ def test_preempted_is_uninterrupted(setup: Setup, mode: str, caching: bool, budg
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
 def test_forks_are_separate_requests(setup: Setup, length: int) -> None:
-    """n samples share their prompt's blocks; each equals the sample that is computed with no block shared."""
+    """n samples share their prompt's blocks; each equals the sample that is computed with no block
+    shared.
+    """
     prompt = prompts_of(length)[0]
     with setup.llm() as llm:
         together = alone(llm, prompt, FORKED)
@@ -227,7 +278,9 @@ def test_forks_are_separate_requests(setup: Setup, length: int) -> None:
 
 
 def test_neighbours_that_are_aborted_change_nothing(setup: Setup) -> None:
-    """Half of the requests leave at different moments, some while their prompt is still being computed."""
+    """Half of the requests leave at different moments, some while their prompt is still being
+    computed.
+    """
     prompts = prompts_of(5, 90, 17, 120, 33, 250)
     params = msgspec.structs.replace(SAMPLED, max_tokens=25)
     with setup.llm() as llm:
@@ -244,18 +297,27 @@ def test_neighbours_that_are_aborted_change_nothing(setup: Setup) -> None:
                     del streams[index]
                 else:
                     final[index] = output
-        assert [fingerprint(final[index]) for index in (0, 2, 4)] == [expected[index] for index in (0, 2, 4)]
+        assert [fingerprint(final[index]) for index in (0, 2, 4)] == [
+            expected[index] for index in (0, 2, 4)
+        ]
         assert llm.reset_prefix_cache(), "no block is held"
 
 
 @pytest.mark.model
 def test_the_real_model_in_short() -> None:
-    """The tests above on SmolLM2 take minutes (`-m slow`); these few requests meet most of what can happen to one."""
+    """The tests above on SmolLM2 take minutes (`-m slow`); these few requests meet most of what can
+    happen to one.
+    """
     setup = Setup("native", "smollm2", "as packed")
     prompts = prompts_of(5, 33, 47, 20)
-    params = [msgspec.structs.replace(given, max_tokens=12) for given in (SAMPLED, SCORED, PENALISED, FORKED)]
+    params = [
+        msgspec.structs.replace(given, max_tokens=12)
+        for given in (SAMPLED, SCORED, PENALISED, FORKED)
+    ]
     with setup.llm() as llm:
-        expected = [alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)]
+        expected = [
+            alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)
+        ]
     with setup.llm_of_blocks(7, max_model_len=96, max_num_batched_tokens=23, threads=3) as llm:
         for _ in range(2):
             assert fingerprints(llm, prompts, params) == expected
@@ -272,16 +334,29 @@ def test_prompt_logprobs_name_the_prompts_own_tokens(setup: Setup, whole: list[A
             assert [step[0][0] for step in found[-1][1:]] == prompt[1:]
 
 
-@pytest.mark.parametrize("backend", ["reference", "native", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["reference", "native", pytest.param("torch", marks=pytest.mark.slow)]
+)
 def test_a_window_of_few_blocks_is_as_good_as_one_of_many(backend: str) -> None:
-    """Windows of 24 tokens beside full attention: contexts of 300, in a group that has blocks for a fraction of them."""
+    """Windows of 24 tokens beside full attention: contexts of 300, in a group that has blocks for a
+    fraction of them.
+    """
     setup = Setup(backend, "gemma3_text", "as packed")
     prompts = prompts_of(200, 150, 260)
-    params = [msgspec.structs.replace(given, max_tokens=40) for given in (GREEDY, SAMPLED, PENALISED)]
+    params = [
+        msgspec.structs.replace(given, max_tokens=40) for given in (GREEDY, SAMPLED, PENALISED)
+    ]
     with setup.llm() as llm:
-        expected = [alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)]
+        expected = [
+            alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)
+        ]
     with setup.llm(max_num_seqs=3, max_num_batched_tokens=32, swap_space=0) as llm:
         full, window = llm._front.client._core.scheduler.blocks.pools  # type: ignore[attr-defined]
-        assert window.num_blocks < 20 < sum(len(prompt) + 40 for prompt in prompts) / 16 < full.num_blocks
+        assert (
+            window.num_blocks
+            < 20
+            < sum(len(prompt) + 40 for prompt in prompts) / 16
+            < full.num_blocks
+        )
         for _ in range(2):
             assert fingerprints(llm, prompts, params) == expected

@@ -1,4 +1,6 @@
-"""The prefix cache off the device, in host memory and on disk: what is found there is bitwise what is computed, whatever happens to it."""
+"""The prefix cache off the device, in host memory and on disk: what is found there is bitwise what
+is computed, whatever happens to it.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,23 @@ from octavo import LLM, AsyncLLM, SamplingParams
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.step import ConnectorStats
 from octavo.worker.connectors.block_directory import BlockDirectory
-from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of, small_options
+from tests.support.llm_tools import (
+    GREEDY,
+    PENALISED,
+    SAMPLED,
+    fingerprint,
+    make_llm,
+    prompts_of,
+    small_options,
+)
 
 SETUPS = [
     *(("reference", family, {}) for family in ("llama", "gemma3_text")),
-    *(("native", family, {"dtype": dtype}) for family in ("llama", "gemma3_text", "gpt2") for dtype in ("float32", "bfloat16")),
+    *(
+        ("native", family, {"dtype": dtype})
+        for family in ("llama", "gemma3_text", "gpt2")
+        for dtype in ("float32", "bfloat16")
+    ),
     ("native", "qwen3", {"quantization": "int8"}),
     ("native", "qwen3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
     ("torch", "gemma3_text", {"dtype": "bfloat16"}),
@@ -35,7 +49,9 @@ PROMPTS = prompts_of(120, 130, 17, 200)
 PARAMS = [GREEDY, SAMPLED, PENALISED, SAMPLED]
 
 
-@pytest.fixture(params=SETUPS, ids=lambda setup: f"{setup[0]}-{setup[1]}-{'-'.join(setup[2].values())}")
+@pytest.fixture(
+    params=SETUPS, ids=lambda setup: f"{setup[0]}-{setup[1]}-{'-'.join(setup[2].values())}"
+)
 def setup(request):
     return request.param
 
@@ -47,7 +63,9 @@ def make(setup: Any = SETUPS[2], **options: Any) -> LLM:
 
 def answers(llm: LLM, prompts: Any = PROMPTS, params: Any = PARAMS) -> tuple[list[Any], list[int]]:
     outputs = llm.generate(prompts, params)
-    return [fingerprint(output) for output in outputs], [output.num_cached_tokens for output in outputs]
+    return [fingerprint(output) for output in outputs], [
+        output.num_cached_tokens for output in outputs
+    ]
 
 
 def plain(setup: Any = SETUPS[2], prompts: Any = PROMPTS, params: Any = PARAMS) -> list[Any]:
@@ -76,7 +94,12 @@ def test_found_in_host_memory_is_as_good_as_computed(setup):
     """A device so small that the second prompt takes the first one's blocks."""
     prompts = prompts_of(230, 231, 233)
     expected = plain(setup, prompts, SAMPLED)
-    options = {"kv_cache_memory_bytes": kv_bytes(setup, 16), "kv_offloading_size": "16MiB", "max_num_seqs": 1, "swap_space": 0}
+    options = {
+        "kv_cache_memory_bytes": kv_bytes(setup, 16),
+        "kv_offloading_size": "16MiB",
+        "max_num_seqs": 1,
+        "swap_space": 0,
+    }
     with make(setup, **options) as llm:
         for _ in range(3):
             for prompt, one in zip(prompts, expected, strict=True):
@@ -104,7 +127,7 @@ def test_a_stored_prefix_is_shared_by_forks_and_longer_prompts(setup, tmp_path):
         assert stats_of(llm).num_fetched == stats_of(llm).num_loaded, "read once for all"
 
 
-# -- what may go wrong with files -------------------------------------------------------------------------------------------------
+# -- what may go wrong with files ------------------------------------------------------------------
 
 
 def damage(path: Path, how: str) -> None:
@@ -135,7 +158,9 @@ def test_a_damaged_file_is_computed_anew_reported_and_replaced(tmp_path, caplog,
         llm.generate(PROMPTS[2], GREEDY)
         assert stats_of(llm).stored.num_damaged == (how != "gone")
     assert (str(victim) in caplog.text) == (how != "gone")
-    assert all(path.read_bytes() == content for path, content in before.items()), "it was written again, with the same bytes"
+    assert all(path.read_bytes() == content for path, content in before.items()), (
+        "it was written again, with the same bytes"
+    )
     with make(prefix_cache_dir=str(tmp_path)) as llm:
         assert answers(llm, prompt, GREEDY) == (expected, [112])
 
@@ -160,12 +185,19 @@ def test_killed_while_it_writes(tmp_path):
     """Whatever had been written is sound, whatever was half written is not found."""
     prompts = prompts_of(*range(60, 240, 9))
     expected = plain(prompts=prompts, params=GREEDY)
-    options = small_options() | {"backend": "native", "dtype": "float32", "max_num_batched_tokens": 64, "prefix_cache_dir": str(tmp_path)}
+    options = small_options() | {
+        "backend": "native",
+        "dtype": "float32",
+        "max_num_batched_tokens": 64,
+        "prefix_cache_dir": str(tmp_path),
+    }
     given = json.dumps({"options": options, "prompts": prompts_of(*range(60, 240))}).encode()
     counts = []
     for delay in (0.0, 0.02, 0.05, 0.1, 0.2):
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        writer = subprocess.Popen([sys.executable, "-c", WRITER], env=os.environ | {"PYTHONPATH": os.getcwd()}, **pipes)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER], env=os.environ | {"PYTHONPATH": os.getcwd()}, **pipes
+        )
         writer.stdin.write(given)
         writer.stdin.close()
         assert writer.stdout.readline() == b"ready\n"
@@ -183,14 +215,18 @@ def test_killed_while_it_writes(tmp_path):
 
 
 def test_two_engines_at_once_on_one_directory(tmp_path):
-    """Each finds what the other has written, where it is there; both are small enough to remove each other's blocks all the time."""
+    """Each finds what the other has written, where it is there; both are small enough to remove
+    each other's blocks all the time.
+    """
     prompts = prompts_of(*range(60, 240, 9))
     expected = plain(prompts=prompts, params=GREEDY)
     results: dict[int, Any] = {}
 
     def work(index: int) -> None:
         order = list(range(len(prompts)))[:: 1 - 2 * index]
-        with make(prefix_cache_dir=str(tmp_path), prefix_cache_size="600KiB", max_num_seqs=2) as llm:
+        with make(
+            prefix_cache_dir=str(tmp_path), prefix_cache_size="600KiB", max_num_seqs=2
+        ) as llm:
             for _ in range(3):
                 found = answers(llm, [prompts[i] for i in order], GREEDY)[0]
                 results[index] = [found[order.index(i)] for i in range(len(order))]
@@ -245,7 +281,11 @@ def test_a_slow_disk_holds_up_only_who_waits_for_it(tmp_path, monkeypatch):
 
 
 async def _overtake(tmp_path: Path, slow: threading.Event, expected: list[Any]) -> None:
-    options = small_options() | {"backend": "native", "dtype": "float32", "prefix_cache_dir": str(tmp_path)}
+    options = small_options() | {
+        "backend": "native",
+        "dtype": "float32",
+        "prefix_cache_dir": str(tmp_path),
+    }
     llm = AsyncLLM.from_options(in_process=True, **options)
     try:
         stored = llm.submit({"prompt_token_ids": PROMPTS[0]}, GREEDY)
@@ -293,11 +333,17 @@ def test_a_disk_that_hangs_is_given_up(tmp_path, monkeypatch):
         hangs.set()
 
 
-# -- options ----------------------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def test_other_options_find_nothing(tmp_path):
-    first, *others = [SETUPS[2], SETUPS[3], SETUPS[0], (*SETUPS[2][:2], {"dtype": "float32", "kv_cache_dtype": "bf16"}), SETUPS[-1]]
+    first, *others = [
+        SETUPS[2],
+        SETUPS[3],
+        SETUPS[0],
+        (*SETUPS[2][:2], {"dtype": "float32", "kv_cache_dtype": "bf16"}),
+        SETUPS[-1],
+    ]
     with make(first, prefix_cache_dir=str(tmp_path)) as llm:
         llm.generate(PROMPTS[0], GREEDY)
     for other in others:
@@ -308,7 +354,9 @@ def test_other_options_find_nothing(tmp_path):
 def test_another_salt_finds_nothing(tmp_path):
     for salt, hit in (("one", 0), ("two", 0), ("one", 112)):
         with make(prefix_cache_dir=str(tmp_path)) as llm:
-            assert answers(llm, {"prompt_token_ids": PROMPTS[0], "cache_salt": salt}, GREEDY)[1] == [hit]
+            assert answers(llm, {"prompt_token_ids": PROMPTS[0], "cache_salt": salt}, GREEDY)[
+                1
+            ] == [hit]
 
 
 def test_resetting_the_device_leaves_the_disk_and_resetting_all_does_not(tmp_path):
@@ -322,7 +370,7 @@ def test_resetting_the_device_leaves_the_disk_and_resetting_all_does_not(tmp_pat
     assert files_of(tmp_path) == []
 
 
-# -- pins -------------------------------------------------------------------------------------------------------------------------
+# -- pins ------------------------------------------------------------------------------------------
 
 
 SMALL = "120KiB"
@@ -364,28 +412,55 @@ def test_a_pin_ends_with_its_time_or_by_a_word(tmp_path, ttls):
 
 def test_pins_are_of_one_salt_and_bounded(tmp_path):
     with make(prefix_cache_dir=str(tmp_path), prefix_cache_size=SMALL) as llm:
-        assert llm.pin_prefix({"prompt_token_ids": prompts_of(33)[0], "cache_salt": "mine"}, ttl_s=60) == 32
+        assert (
+            llm.pin_prefix({"prompt_token_ids": prompts_of(33)[0], "cache_salt": "mine"}, ttl_s=60)
+            == 32
+        )
         assert llm.pin_prefix([5] * 15) == 0, "nothing in whole blocks"
-        assert [llm.pin_prefix([5] * 32, ttl_s=ttl_s) for ttl_s in (60, 120, None)] == [32] * 3, "it counts once"
+        assert [llm.pin_prefix([5] * 32, ttl_s=ttl_s) for ttl_s in (60, 120, None)] == [32] * 3, (
+            "it counts once"
+        )
         assert llm.pin_prefix([6] * 1) == 0
-        with pytest.raises(InvalidRequest, match="blocks have 24,576 bytes, and 49,152 are pinned; allowed are 61,440"):
+        with pytest.raises(
+            InvalidRequest,
+            match="blocks have 24,576 bytes, and 49,152 are pinned; allowed are 61,440",
+        ):
             llm.pin_prefix([6] * 32)
         assert llm.pin_prefix([5] * 32, ttl_s=0) == 32, "there is always room for less"
         assert llm.pin_prefix([6] * 32) == 32
     with make(prefix_cache_dir=str(tmp_path), prefix_cache_size=SMALL) as llm:
         assert llm.pin_prefix([6] * 32) == 32, "it knows what was pinned before it"
-        with pytest.raises(InvalidRequest, match=r"the prompt's blocks have [\d,]+ bytes, and [\d,]+ are pinned; allowed are 61,440"):
+        with pytest.raises(
+            InvalidRequest,
+            match=(
+                r"the prompt's blocks have [\d,]+ bytes, and [\d,]+ are pinned; allowed are 61,440"
+            ),
+        ):
             llm.pin_prefix(prompts_of(200)[0])
         with pytest.raises(InvalidRequest, match="ttl_s: got -1"):
             llm.pin_prefix([5] * 20, ttl_s=-1)
-    with make() as llm, pytest.raises(InvalidRequest, match="nothing can be pinned: this engine keeps no blocks on disk"):
+    with (
+        make() as llm,
+        pytest.raises(
+            InvalidRequest, match="nothing can be pinned: this engine keeps no blocks on disk"
+        ),
+    ):
         llm.pin_prefix([5] * 20)
 
 
 BAD_OPTIONS = {
-    "caching": ({"enable_prefix_caching": False}, "prefix_cache_dir: allowed only where the KV cache and prefix caching are on"),
-    "size": ({"prefix_cache_size": 100}, "prefix_cache_size: got 100, allowed is at least one block of each cache group"),
-    "slots": ({"kv_offloading_size": 100}, "kv_offloading_size: got 100 B, allowed is at least one block"),
+    "caching": (
+        {"enable_prefix_caching": False},
+        "prefix_cache_dir: allowed only where the KV cache and prefix caching are on",
+    ),
+    "size": (
+        {"prefix_cache_size": 100},
+        "prefix_cache_size: got 100, allowed is at least one block of each cache group",
+    ),
+    "slots": (
+        {"kv_offloading_size": 100},
+        "kv_offloading_size: got 100 B, allowed is at least one block",
+    ),
 }
 
 

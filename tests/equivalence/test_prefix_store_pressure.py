@@ -1,4 +1,6 @@
-"""The prefix cache off the device while there is too little of everything: requests preempted and forked, contexts exactly full."""
+"""The prefix cache off the device while there is too little of everything: requests preempted and
+forked, contexts exactly full.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ HELD = [setup for setup in SETUPS if setup[0] != "torch"]
 """Backends on which chunks, batches and preemption change no bit without an option."""
 
 
-@pytest.fixture(params=HELD, ids=lambda setup: f"{setup[0]}-{setup[1]}-{'-'.join(setup[2].values())}")
+@pytest.fixture(
+    params=HELD, ids=lambda setup: f"{setup[0]}-{setup[1]}-{'-'.join(setup[2].values())}"
+)
 def setup(request):
     return request.param
 
@@ -30,9 +34,16 @@ def test_hits_from_disk_then_preempted(setup: Any, tmp_path: Any, mode: str) -> 
     prompts = [system + user for user in users]
     params = [LONG, FORKED, LONG, FORKED]
     expected = plain(setup, prompts, params)
-    small = {"kv_cache_memory_bytes": kv_bytes(setup, 11), "max_model_len": 160, "preemption_mode": mode, "max_num_batched_tokens": 40}
+    small = {
+        "kv_cache_memory_bytes": kv_bytes(setup, 11),
+        "max_model_len": 160,
+        "preemption_mode": mode,
+        "max_num_batched_tokens": 40,
+    }
     for round in range(3):
-        with make(setup, prefix_cache_dir=str(tmp_path), kv_offloading_size="256KiB", **small) as llm:
+        with make(
+            setup, prefix_cache_dir=str(tmp_path), kv_offloading_size="256KiB", **small
+        ) as llm:
             found, hits = answers(llm, prompts, params)
             stats = llm.get_metrics()
         assert found == expected and (min(hits) >= 48) == (round > 0)
@@ -42,14 +53,18 @@ def test_hits_from_disk_then_preempted(setup: Any, tmp_path: Any, mode: str) -> 
 
 
 def test_a_context_exactly_full(setup: Any, tmp_path: Any) -> None:
-    """Of eight blocks, on a device that has eight: with the prompt's last block full, nearly, or just begun; stored or not."""
+    """Of eight blocks, on a device that has eight: with the prompt's last block full, nearly, or
+    just begun; stored or not.
+    """
     change = {"max_model_len": 128, "kv_cache_memory_bytes": kv_bytes(setup, 8)}
     rest = SamplingParams(temperature=0.9, seed=11, max_tokens=None, ignore_eos=True, logprobs=2)
     two = SamplingParams(n=2, temperature=0.9, seed=11, max_tokens=None, ignore_eos=True)
     prompts, params = prompts_of(127, 113, 112, 111, 16), [rest, two, rest, rest, two]
     with make(setup, enable_prefix_caching=False, max_model_len=128) as llm:
         expected = answers(llm, prompts, params)[0]
-    assert [len(tokens) for _, tokens, reason, _ in (one[0] for one in expected) if reason == "length"] == [1, 15, 16, 17, 112]
+    assert [
+        len(tokens) for _, tokens, reason, _ in (one[0] for one in expected) if reason == "length"
+    ] == [1, 15, 16, 17, 112]
     for hits in ([0] * 5, [112, 112, 96, 96, 0]):
         with make(setup, prefix_cache_dir=str(tmp_path), **change) as llm:
             assert answers(llm, prompts, params) == (expected, hits)

@@ -1,4 +1,5 @@
-"""Two ranks (gloo on this CPU) give the tokens of one: whatever the scheduler does, wherever the reference's best two lie 1e-3 apart.
+"""Two ranks (gloo on this CPU) give the tokens of one: whatever the scheduler does, wherever the
+reference's best two lie 1e-3 apart.
 
 The reference in float64 says what comes next and how clearly; the ranks compute in fp32.
 """
@@ -40,7 +41,9 @@ GREEDY = greedy(16)
 GROWING = (20, 25, 30, 33)
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3"]
 
-every_family = pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])])
+every_family = pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])]
+)
 
 
 UNTIED = {"gemma3_text": {"tie_word_embeddings": False}}
@@ -53,12 +56,16 @@ def path_of(family: str) -> Path:
 
 def ranked(family: str, **options: Any) -> LLM:
     return make_llm(
-        model_path=path_of(family), **{"backend": "torch", "device": "cpu", "tensor_parallel_size": 2, "batch_invariant": False} | options
+        model_path=path_of(family),
+        **{"backend": "torch", "device": "cpu", "tensor_parallel_size": 2, "batch_invariant": False}
+        | options,
     )
 
 
 @cache
-def wanted(family: str, lengths: tuple[int, ...] = LENGTHS, max_tokens: int = 16) -> list[RequestOutput]:
+def wanted(
+    family: str, lengths: tuple[int, ...] = LENGTHS, max_tokens: int = 16
+) -> list[RequestOutput]:
     with make_llm(model_path=path_of(family), backend="reference") as llm:
         return llm.generate(prompts_of(*lengths), greedy(max_tokens))
 
@@ -75,11 +82,16 @@ def assert_same_tokens(found: list[RequestOutput], expected: list[RequestOutput]
         assert output.finished and output.error is None, output.error
         ours, theirs = output.outputs[0], reference.outputs[0]
         for place, (mine, token) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)):
-            best, second = sorted((entry.logprob for entry in theirs.logprobs[place].values()), reverse=True)[:2]
+            best, second = sorted(
+                (entry.logprob for entry in theirs.logprobs[place].values()), reverse=True
+            )[:2]
             if mine != token:
                 assert best - second <= GAP, f"token {place} is {mine}, not {token}"
                 break
-            assert abs(ours.logprobs[place][mine].logprob - theirs.logprobs[place][token].logprob) < BOUND
+            assert (
+                abs(ours.logprobs[place][mine].logprob - theirs.logprobs[place][token].logprob)
+                < BOUND
+            )
 
 
 @every_family
@@ -93,16 +105,22 @@ def test_tokens_prefix_hits_and_forks(family: str) -> None:
         forked = msgspec.structs.replace(SAMPLED, n=3, temperature=1.5, max_tokens=30)
         together = llm.generate(prompts[1], forked)[0]
         assert llm.reset_prefix_cache()
-    with make_llm(model_path=path_of(family), backend="torch", device="cpu", batch_invariant=False) as llm:
+    with make_llm(
+        model_path=path_of(family), backend="torch", device="cpu", batch_invariant=False
+    ) as llm:
         one = llm.generate(prompts[1], forked)[0]
-    assert [sample.token_ids for sample in together.outputs] == [sample.token_ids for sample in one.outputs]
+    assert [sample.token_ids for sample in together.outputs] == [
+        sample.token_ids for sample in one.outputs
+    ]
     assert len({tuple(sample.token_ids) for sample in one.outputs}) == 3
 
 
 @every_family
 @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_chunks_and_preemption(family: str, mode: str) -> None:
-    """Room for two of four requests as they grow, 13 tokens a step: blocks are swapped on both ranks."""
+    """Room for two of four requests as they grow, 13 tokens a step: blocks are swapped on both
+    ranks.
+    """
     options = {"max_model_len": 80, "preemption_mode": mode, "max_num_batched_tokens": 13}
     with ranked(family, kv_cache_memory_bytes=8 * block_bytes(family), **options) as llm:
         found = llm.generate(prompts_of(*GROWING), greedy(40))
@@ -129,20 +147,34 @@ def test_the_first_rank_draws_for_all(llama: LLM) -> None:
     """Penalties, bans, logprobs of the prompt and beams: whatever is drawn with."""
     prompt = prompts_of(20)[0]
     params = SamplingParams(
-        temperature=0.8, seed=3, max_tokens=12, repetition_penalty=1.2, logit_bias={7: 2.0}, prompt_logprobs=1, logprobs=1
+        temperature=0.8,
+        seed=3,
+        max_tokens=12,
+        repetition_penalty=1.2,
+        logit_bias={7: 2.0},
+        prompt_logprobs=1,
+        logprobs=1,
     )
     with make_llm("llama", backend="torch", device="cpu") as one:
         expected = one.generate(prompt, params)[0]
     found = llama.generate(prompt, params)[0]
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     for mine, theirs in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
-        assert all(abs(mine[token].logprob - entry.logprob) < BOUND for token, entry in theirs.items())
+        assert all(
+            abs(mine[token].logprob - entry.logprob) < BOUND for token, entry in theirs.items()
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"quantization": "int8"}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}],
+    ids=str,
+)
 def test_precisions(options: dict[str, str]) -> None:
-    """As one rank in the same precision, where that one is clear; bf16 rounds each rank's sum, so its tokens may part at a wider gap."""
+    """As one rank in the same precision, where that one is clear; bf16 rounds each rank's sum, so
+    its tokens may part at a wider gap.
+    """
     prompts = prompts_of(*LENGTHS)
     with make_llm("llama", backend="torch", device="cpu", batch_invariant=False, **options) as llm:
         expected = llm.generate(prompts, GREEDY)
@@ -168,14 +200,28 @@ def test_more_ranks_than_kv_heads() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "reference", "device": None}, "tensor_parallel_size: got 2, allowed only with the torch backend, got 'reference'"),
+        (
+            {"backend": "reference", "device": None},
+            "tensor_parallel_size: got 2, allowed only with the torch backend, got 'reference'",
+        ),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: got 3, but the model has 2 KV heads"),
-        ({"kv_offloading_size": 1 << 20}, "kv_offloading_size: allowed only where tensor_parallel_size is 1, got 2"),
-        ({"prefix_cache_dir": "/nowhere"}, "prefix_cache_dir: allowed only where tensor_parallel_size is 1, got 2"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size: got 0, allowed is a whole number of at least 1"),
+        (
+            {"kv_offloading_size": 1 << 20},
+            "kv_offloading_size: allowed only where tensor_parallel_size is 1, got 2",
+        ),
+        (
+            {"prefix_cache_dir": "/nowhere"},
+            "prefix_cache_dir: allowed only where tensor_parallel_size is 1, got 2",
+        ),
+        (
+            {"tensor_parallel_size": 0},
+            "tensor_parallel_size: got 0, allowed is a whole number of at least 1",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_starts(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ranked("llama", **options)
 

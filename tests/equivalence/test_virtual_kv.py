@@ -1,4 +1,6 @@
-"""`kv_layout="virtual"`: bitwise what paged gives, and memory that the system really gives and takes back."""
+"""`kv_layout="virtual"`: bitwise what paged gives, and memory that the system really gives and
+takes back.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ SETUPS = [
 """The last one has windows of 24 tokens beside full attention."""
 
 PROMPTS = prompts_of(5, 33, 47, 20, 150)
-LONG = [msgspec.structs.replace(given, max_tokens=40) for given in (GREEDY, SAMPLED, PENALISED, SAMPLED, GREEDY)]
+LONG = [
+    msgspec.structs.replace(given, max_tokens=40)
+    for given in (GREEDY, SAMPLED, PENALISED, SAMPLED, GREEDY)
+]
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,7 +40,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "static": {"batching": "static"},
     "no KV cache": {"kv_cache": False},
     "swapped": {"preemption_mode": "swap", "num_blocks": 14, "max_model_len": 192},
-    "recomputed": {"preemption_mode": "recompute", "num_blocks": 14, "max_model_len": 192, "max_num_batched_tokens": 30},
+    "recomputed": {
+        "preemption_mode": "recompute",
+        "num_blocks": 14,
+        "max_model_len": 192,
+        "max_num_batched_tokens": 30,
+    },
 }
 
 
@@ -44,10 +54,18 @@ def setup(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def make(setup: Any, layout: str = "virtual", *, num_blocks: int | None = None, **options: Any) -> LLM:
+def make(
+    setup: Any, layout: str = "virtual", *, num_blocks: int | None = None, **options: Any
+) -> LLM:
     """`num_blocks`: in every group, since no window bounds it where so many requests may run."""
     backend, family, precision = setup
-    options = {"backend": backend, "kv_layout": layout, "enable_prefix_caching": False, **precision, **options}
+    options = {
+        "backend": backend,
+        "kv_layout": layout,
+        "enable_prefix_caching": False,
+        **precision,
+        **options,
+    }
     if num_blocks is None:
         return make_llm(family, **options)
     with make(setup, "paged", kv_cache_memory_bytes=1 << 26, max_num_seqs=4096) as llm:
@@ -66,18 +84,22 @@ def test_virtual_is_paged(setup: Any, paged: list[Any], way: str) -> None:
     with make(setup, **WAYS[way]) as llm:
         assert [fingerprint(output) for output in llm.generate(PROMPTS, LONG)] == paged
         stats = llm.get_metrics()
-    assert (stats.num_preemptions > 0) == ("num_blocks" in WAYS[way]) and (stats.num_swaps > 0) == (way == "swapped")
+    assert (stats.num_preemptions > 0) == ("num_blocks" in WAYS[way]) and (stats.num_swaps > 0) == (
+        way == "swapped"
+    )
 
 
 def test_samples_of_one_prompt_are_those_that_share_blocks(setup: Any) -> None:
-    forked = SamplingParams(n=4, temperature=1.2, seed=7, max_tokens=20, ignore_eos=True, logprobs=2)
+    forked = SamplingParams(
+        n=4, temperature=1.2, seed=7, max_tokens=20, ignore_eos=True, logprobs=2
+    )
     with make(setup, "paged") as llm:
         expected = fingerprint(llm.generate(PROMPTS[2], forked)[0])
     with make(setup) as llm:
         assert fingerprint(llm.generate(PROMPTS[2], forked)[0]) == expected
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def cache_engine(llm: LLM) -> CacheEngine:
@@ -89,13 +111,19 @@ def given_bytes(llm: LLM) -> int:
     """What the system has given for K and V, by its own word (mincore)."""
     kv: Any = cache_engine(llm).kv
     groups = range(2 if "gemma" in llm.config.model.model else 1)
-    return sum(_resident_bytes(address, num_bytes) for group in groups for address, num_bytes in kv.spans(group))
+    return sum(
+        _resident_bytes(address, num_bytes)
+        for group in groups
+        for address, num_bytes in kv.spans(group)
+    )
 
 
 def _resident_bytes(address: int, num_bytes: int) -> int:
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages) == 0, ctypes.get_errno()
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages) == 0, (
+        ctypes.get_errno()
+    )
     return mmap.PAGESIZE * sum(page & 1 for page in pages)
 
 
@@ -112,7 +140,9 @@ def test_memory_is_given_as_requests_grow_and_taken_back_when_they_leave(setup: 
             seen.append(given_bytes(llm))
             assert seen[-1] <= places.num_bytes, "never more than is counted, in whole pages"
         kv: Any = cache_engine(llm).kv
-        assert 0 < max(seen) < sum(num_bytes for _, num_bytes in kv.spans(0)) / 3, "addresses are not memory"
+        assert 0 < max(seen) < sum(num_bytes for _, num_bytes in kv.spans(0)) / 3, (
+            "addresses are not memory"
+        )
         llm.generate(PROMPTS[0], GREEDY)
         one = given_bytes(llm)
         assert one <= places.num_bytes and one < max(seen) / 3, "all others' is given back"
@@ -142,22 +172,32 @@ def test_a_window_gives_back_what_it_has_passed() -> None:
     with make(setup, max_num_batched_tokens=16, max_num_seqs=1) as llm:
         llm.generate(prompts_of(200)[0], GREEDY)
         kv: Any = cache_engine(llm).kv
-        full, window = (sum(_resident_bytes(*span) for span in kv.spans(group)) for group in range(2))
+        full, window = (
+            sum(_resident_bytes(*span) for span in kv.spans(group)) for group in range(2)
+        )
         blocks = llm._front.client._core.scheduler.blocks.pools[1].num_blocks  # type: ignore[attr-defined]
     assert blocks < 10 and 0 < window < full
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_prefix_caching_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="kv_layout: virtual gives each request addresses of its own, prefix caching needs shared blocks"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "kv_layout: virtual gives each request addresses of its own, prefix caching needs"
+            " shared blocks"
+        ),
+    ):
         make_llm(kv_layout="virtual")
 
 
 @pytest.mark.parametrize("option", ["prefix_cache_dir", "kv_offloading_size"])
 def test_so_is_the_prefix_cache_off_the_device(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option}: allowed only where the KV cache and prefix caching are on"):
+    with pytest.raises(
+        ConfigError, match=f"{option}: allowed only where the KV cache and prefix caching are on"
+    ):
         make_llm(kv_layout="virtual", enable_prefix_caching=False, **{option: "1MiB"})
 
 

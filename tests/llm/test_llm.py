@@ -1,4 +1,6 @@
-"""LLM as a user meets it: forms of prompts, order, messages, and what happens to a request that fails."""
+"""LLM as a user meets it: forms of prompts, order, messages, and what happens to a request that
+fails.
+"""
 
 import itertools
 import json
@@ -25,7 +27,9 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     outputs = llm.generate(prompts, params)
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 9, 4]
-    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert all(
+        output.finished and output.outputs[0].finish_reason == "length" for output in outputs
+    )
 
 
 def test_a_step_shows_that_it_gets_ahead(backend):
@@ -41,7 +45,12 @@ def test_forms_of_a_prompt(llm):
     one = fingerprint(llm.generate(ids, GREEDY)[0])
     assert fingerprint(llm.generate([ids], GREEDY)[0]) == one
     assert fingerprint(llm.generate({"prompt_token_ids": ids}, GREEDY)[0]) == one
-    assert fingerprint(llm.generate([{"prompt_token_ids": tuple(ids), "cache_salt": "mine"}], GREEDY)[0]) == one
+    assert (
+        fingerprint(
+            llm.generate([{"prompt_token_ids": tuple(ids), "cache_salt": "mine"}], GREEDY)[0]
+        )
+        == one
+    )
     assert llm.generate([], GREEDY) == []
 
 
@@ -49,7 +58,12 @@ def test_metrics_and_times(llm):
     output = llm.generate(prompts_of(9), GREEDY)[0]
     metrics = output.metrics
     assert metrics.num_generation_tokens == 8
-    assert metrics.arrival_time <= metrics.scheduled_ts <= metrics.first_token_ts <= metrics.last_token_ts
+    assert (
+        metrics.arrival_time
+        <= metrics.scheduled_ts
+        <= metrics.first_token_ts
+        <= metrics.last_token_ts
+    )
     stats = llm.get_metrics()
     assert stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
     assert stats.generation_tokens >= 8 and stats.busy_s > 0
@@ -57,7 +71,9 @@ def test_metrics_and_times(llm):
 
 def test_without_params_the_models_defaults_hold(tmp_path):
     shutil.copytree(tiny_model("llama").path, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 7, "max_new_tokens": 3, "eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.25, "top_k": 7, "max_new_tokens": 3, "eos_token_id": 2})
+    )
     with make_llm(model_path=tmp_path) as llm:
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 7, 3)
@@ -75,7 +91,9 @@ def test_unseeded_requests_draw_seeds_from_the_engines(llm):
 
 
 def test_logprobs_name_the_sampled_token_and_the_best(llm):
-    step = llm.generate(prompts_of(6), SamplingParams(temperature=1.5, seed=1, max_tokens=1, logprobs=2))[0].outputs[0]
+    step = llm.generate(
+        prompts_of(6), SamplingParams(temperature=1.5, seed=1, max_tokens=1, logprobs=2)
+    )[0].outputs[0]
     entries = step.logprobs[0]
     assert next(iter(entries)) == step.token_ids[0] and len(entries) in (2, 3)
     assert sorted(entry.rank for entry in entries.values())[:2] == [1, 2]
@@ -85,15 +103,32 @@ def test_logprobs_name_the_sampled_token_and_the_best(llm):
 def test_bans_are_kept(llm):
     prompt = prompts_of(6)[0]
     free = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
-    allowed = llm.generate(prompt, SamplingParams(temperature=1, seed=2, max_tokens=8, allowed_token_ids=[5, 9], ignore_eos=True))[0]
+    allowed = llm.generate(
+        prompt,
+        SamplingParams(
+            temperature=1, seed=2, max_tokens=8, allowed_token_ids=[5, 9], ignore_eos=True
+        ),
+    )[0]
     assert set(allowed.outputs[0].token_ids) <= {5, 9}
-    biased = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3, logit_bias={7: 100}, ignore_eos=True))[0]
+    biased = llm.generate(
+        prompt, SamplingParams(temperature=0, max_tokens=3, logit_bias={7: 100}, ignore_eos=True)
+    )[0]
     assert biased.outputs[0].token_ids == [7, 7, 7]
-    stopped = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[free[3]], ignore_eos=True))[0].outputs[0]
+    stopped = llm.generate(
+        prompt,
+        SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[free[3]], ignore_eos=True),
+    )[0].outputs[0]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", free[3])
     first = free.index(free[3])
-    late = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, min_tokens=6, stop_token_ids=[free[3]], ignore_eos=True))[0]
-    assert len(late.outputs[0].token_ids) > 6 > first and free[3] not in late.outputs[0].token_ids[:6]
+    late = llm.generate(
+        prompt,
+        SamplingParams(
+            temperature=0, max_tokens=8, min_tokens=6, stop_token_ids=[free[3]], ignore_eos=True
+        ),
+    )[0]
+    assert (
+        len(late.outputs[0].token_ids) > 6 > first and free[3] not in late.outputs[0].token_ids[:6]
+    )
 
 
 BAD_PROMPTS = {
@@ -102,8 +137,14 @@ BAD_PROMPTS = {
     "outside": ([3, 320], r"prompt: got the token id 320, allowed are 0 to 319"),
     "float": ([3, 1.5], r"got 1.5 among token ids"),
     "number": (7, "prompt: got int"),
-    "ids as text": ({"prompt_token_ids": "abc"}, "prompt_token_ids: got a text, allowed are token ids"),
-    "key": ({"prompt_ids": [1]}, "got the key 'prompt_ids', allowed are prompt, prompt_token_ids, cache_salt"),
+    "ids as text": (
+        {"prompt_token_ids": "abc"},
+        "prompt_token_ids: got a text, allowed are token ids",
+    ),
+    "key": (
+        {"prompt_ids": [1]},
+        "got the key 'prompt_ids', allowed are prompt, prompt_token_ids, cache_salt",
+    ),
     "empty dict": ({}, "a dict without a prompt"),
     "salt": ({"prompt_token_ids": [1], "cache_salt": 5}, "cache_salt: got 5"),
     "text": ("hello", "a text prompt needs a tokenizer, and this engine has none"),
@@ -120,11 +161,20 @@ def test_bad_prompts_are_named(llm, name):
 
 
 BAD_PARAMS = {
-    "stop_token_ids": ({"stop_token_ids": [320]}, "stop_token_ids: got the token id 320, allowed are 0 to 319"),
-    "allowed_token_ids": ({"allowed_token_ids": [5000]}, "allowed_token_ids: got the token id 5000"),
+    "stop_token_ids": (
+        {"stop_token_ids": [320]},
+        "stop_token_ids: got the token id 320, allowed are 0 to 319",
+    ),
+    "allowed_token_ids": (
+        {"allowed_token_ids": [5000]},
+        "allowed_token_ids: got the token id 5000",
+    ),
     "logit_bias": ({"logit_bias": {"999": 1}}, "logit_bias: got the token id 999"),
     "logprobs": ({"logprobs": 21}, "logprobs: got 21, allowed are at most 20"),
-    "whole vocabulary": ({"prompt_logprobs": -1}, r"prompt_logprobs: got -1 \(the whole vocabulary, 320\), allowed are at most 20"),
+    "whole vocabulary": (
+        {"prompt_logprobs": -1},
+        r"prompt_logprobs: got -1 \(the whole vocabulary, 320\), allowed are at most 20",
+    ),
     "prompt_logprob_start": (
         {"prompt_logprobs": 1, "prompt_logprob_start": 3},
         "prompt_logprob_start: got 3, the prompt has 3 tokens; allowed are 0 to 2",
@@ -143,29 +193,54 @@ def test_params_are_checked_against_the_model(llm, name):
 
 def test_whole_vocabulary_where_it_is_allowed():
     with make_llm(max_logprobs=320) as llm:
-        output = llm.generate(prompts_of(3), SamplingParams(max_tokens=1, logprobs=-1, temperature=0))[0].outputs[0]
+        output = llm.generate(
+            prompts_of(3), SamplingParams(max_tokens=1, logprobs=-1, temperature=0)
+        )[0].outputs[0]
     assert len(output.logprobs[0]) == 320
     assert sum(np.exp(entry.logprob) for entry in output.logprobs[0].values()) == pytest.approx(1)
 
 
 def test_a_prompt_longer_than_the_context(llm):
-    with pytest.raises(ContextTooLong, match="maximum context length is 256 tokens, the prompt has 256; allowed are at most 255"):
+    with pytest.raises(
+        ContextTooLong,
+        match="maximum context length is 256 tokens, the prompt has 256; allowed are at most 255",
+    ):
         llm.generate(prompts_of(256), GREEDY)
-    output = llm.generate(prompts_of(250), SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0].outputs[0]
+    output = llm.generate(
+        prompts_of(250), SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    )[0].outputs[0]
     assert (len(output.token_ids), output.finish_reason) == (6, "length")
 
 
 def test_params_for_each_prompt_must_match_in_number(llm):
-    with pytest.raises(InvalidRequest, match="got 2, allowed is one, or one for each of the 3 prompts"):
+    with pytest.raises(
+        InvalidRequest, match="got 2, allowed is one, or one for each of the 3 prompts"
+    ):
         llm.generate(prompts_of(1, 2, 3), [GREEDY, GREEDY])
 
 
 SETUPS = {
-    "unknown option": ({"thread": 2}, ConfigError, "unknown option 'thread'\nhint: did you mean threads?"),
-    "context": ({"max_model_len": 4096}, ConfigError, "max_model_len: got 4096, allowed is at most the model's context, 2048"),
+    "unknown option": (
+        {"thread": 2},
+        ConfigError,
+        "unknown option 'thread'\nhint: did you mean threads?",
+    ),
+    "context": (
+        {"max_model_len": 4096},
+        ConfigError,
+        "max_model_len: got 4096, allowed is at most the model's context, 2048",
+    ),
     "short": ({"max_model_len": 1}, ConfigError, "max_model_len: got 1, allowed is at least 2"),
-    "memory": ({"kv_cache_memory_bytes": "100KiB"}, ConfigError, "kv_cache_memory_bytes: got 100.0 KiB, needed are"),
-    "backend": ({"backend": "cuda"}, ConfigError, "backend: got 'cuda', allowed is 'native' or 'torch' or 'reference'"),
+    "memory": (
+        {"kv_cache_memory_bytes": "100KiB"},
+        ConfigError,
+        "kv_cache_memory_bytes: got 100.0 KiB, needed are",
+    ),
+    "backend": (
+        {"backend": "cuda"},
+        ConfigError,
+        "backend: got 'cuda', allowed is 'native' or 'torch' or 'reference'",
+    ),
 }
 
 
@@ -186,12 +261,18 @@ def test_the_start_says_what_fits():
     lines = []
     with make_llm(report=lines.append):
         pass
-    assert lines[-1].startswith("KV cache ") and " tokens, " in lines[-1] and lines[-1].endswith("requests of 256")
+    assert (
+        lines[-1].startswith("KV cache ")
+        and " tokens, " in lines[-1]
+        and lines[-1].endswith("requests of 256")
+    )
 
 
 def test_leaving_a_stream_aborts_it(llm):
     seen = []
-    for output in llm.stream(prompts_of(5)[0], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)):
+    for output in llm.stream(
+        prompts_of(5)[0], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    ):
         seen.append(len(output.outputs[0].token_ids))
         if len(seen) == 3:
             break
@@ -206,7 +287,9 @@ def test_a_stream_ends_in_one_final_output(llm):
 
 
 def test_streams_may_be_read_in_turns(llm):
-    """Each gives its own request's outputs, though any of them may be the one that steps the engine; so does `generate` meanwhile."""
+    """Each gives its own request's outputs, though any of them may be the one that steps the
+    engine; so does `generate` meanwhile.
+    """
     prompts = prompts_of(5, 20, 33)
     expected = [alone(llm, prompt, GREEDY) for prompt in prompts]
     final = {}
@@ -220,7 +303,9 @@ def test_streams_may_be_read_in_turns(llm):
 
 
 def test_samples_are_indexed_and_counted(llm):
-    output = llm.generate(prompts_of(20), SamplingParams(n=4, temperature=1.2, seed=9, max_tokens=5, ignore_eos=True))[0]
+    output = llm.generate(
+        prompts_of(20), SamplingParams(n=4, temperature=1.2, seed=9, max_tokens=5, ignore_eos=True)
+    )[0]
     assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
     assert output.metrics.num_generation_tokens == 20
 
@@ -241,7 +326,13 @@ def test_chat_and_tokenizer_need_a_tokenizer(llm):
 
 
 def test_model_may_be_the_first_argument():
-    with LLM(str(tiny_model("llama").path), backend="reference", skip_tokenizer_init=True, max_model_len=64, report=str) as llm:
+    with LLM(
+        str(tiny_model("llama").path),
+        backend="reference",
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        report=str,
+    ) as llm:
         assert llm.config.model.max_model_len == 64
         assert llm.config.model.served_model_name == llm.config.model.model
         assert llm.config.backend.threads >= 1

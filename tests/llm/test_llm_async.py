@@ -34,7 +34,11 @@ async def final(llm, prompt, params, request_id=None):
 async def settled(llm):
     """Steps go on until nobody runs."""
     for _ in range(500):
-        if llm.num_unfinished == 0 and (await final(llm, [3], GREEDY)) and llm.stats().num_running == llm.stats().num_used_blocks == 0:
+        if (
+            llm.num_unfinished == 0
+            and (await final(llm, [3], GREEDY))
+            and llm.stats().num_running == llm.stats().num_used_blocks == 0
+        ):
             return True
         await asyncio.sleep(0.01)
     return False
@@ -48,7 +52,9 @@ def test_concurrent_streams_equal_one_by_one(llm):
 
     outputs = asyncio.run(run())
     with make_llm() as offline:
-        assert [fingerprint(output) for output in outputs] == [alone(offline, prompt, GREEDY) for prompt in prompts]
+        assert [fingerprint(output) for output in outputs] == [
+            alone(offline, prompt, GREEDY) for prompt in prompts
+        ]
 
 
 def test_beams_and_the_best_of_several_come_at_the_end(llm):
@@ -60,9 +66,16 @@ def test_beams_and_the_best_of_several_come_at_the_end(llm):
         expected = plain.generate(prompts, [beams, best])
 
     async def main():
-        streams = [[output async for output in llm.generate(prompt, params)] for prompt, params in zip(prompts, (beams, best), strict=True)]
-        assert [[output.outputs for output in outputs] for outputs in streams] == [[output.outputs] for output in expected]
-        task = asyncio.create_task(final(llm, prompts[0], SamplingParams(beam_width=3, max_tokens=200, ignore_eos=True)))
+        streams = [
+            [output async for output in llm.generate(prompt, params)]
+            for prompt, params in zip(prompts, (beams, best), strict=True)
+        ]
+        assert [[output.outputs for output in outputs] for outputs in streams] == [
+            [output.outputs] for output in expected
+        ]
+        task = asyncio.create_task(
+            final(llm, prompts[0], SamplingParams(beam_width=3, max_tokens=200, ignore_eos=True))
+        )
         await asyncio.sleep(0.05)
         task.cancel()
         assert await settled(llm)
@@ -71,8 +84,12 @@ def test_beams_and_the_best_of_several_come_at_the_end(llm):
 
 
 def test_deltas_add_up_to_the_whole(llm):
-    """For one who reads at once and one who skips; a sample that has ended before the others is not told twice."""
-    params = SamplingParams(n=3, temperature=1, seed=5, max_tokens=24, logprobs=1, stop_token_ids=list(range(0, 320, 9)))
+    """For one who reads at once and one who skips; a sample that has ended before the others is not
+    told twice.
+    """
+    params = SamplingParams(
+        n=3, temperature=1, seed=5, max_tokens=24, logprobs=1, stop_token_ids=list(range(0, 320, 9))
+    )
     prompt = prompts_of(9)[0]
 
     async def run():
@@ -86,10 +103,15 @@ def test_deltas_add_up_to_the_whole(llm):
             assert parts[-1].finished and len(parts[-1].outputs) == 3
             for index, sample in enumerate(whole.outputs):
                 gained = [part.outputs[index] for part in parts]
-                assert [token_id for one in gained for token_id in one.token_ids] == sample.token_ids
+                assert [
+                    token_id for one in gained for token_id in one.token_ids
+                ] == sample.token_ids
                 assert [entry for one in gained for entry in one.logprobs] == sample.logprobs
                 assert "".join(one.text for one in gained) == sample.text
-                assert (gained[-1].finish_reason, gained[-1].stop_reason) == (sample.finish_reason, sample.stop_reason)
+                assert (gained[-1].finish_reason, gained[-1].stop_reason) == (
+                    sample.finish_reason,
+                    sample.stop_reason,
+                )
 
     asyncio.run(run())
 
@@ -175,7 +197,9 @@ def test_a_full_queue_is_refused():
 
     async def run():
         streams = [llm.submit([5], LONG) for _ in range(3)]
-        with pytest.raises(Overloaded, match="the queue is full: 2 requests are waiting, allowed are 2"):
+        with pytest.raises(
+            Overloaded, match="the queue is full: 2 requests are waiting, allowed are 2"
+        ):
             llm.submit([5], GREEDY)
         for stream in streams:
             await stream.aclose()
@@ -236,11 +260,25 @@ def test_text_and_stop_strings():
     ids = [llm.get_tokenizer().encode(letter, add_special_tokens=False)[0] for letter in "abcd"]
 
     async def run():
-        params = SamplingParams(temperature=1, seed=2, max_tokens=20, allowed_token_ids=ids, ignore_eos=True)
+        params = SamplingParams(
+            temperature=1, seed=2, max_tokens=20, allowed_token_ids=ids, ignore_eos=True
+        )
         whole = (await final(llm, "Hello", params)).outputs[0].text
         stop = whole[6:9]
-        cut = (await final(llm, "Hello", SamplingParams(temperature=1, seed=2, max_tokens=20, allowed_token_ids=ids, stop=stop))).outputs[0]
-        assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole.split(stop)[0], "stop", stop)
+        cut = (
+            await final(
+                llm,
+                "Hello",
+                SamplingParams(
+                    temperature=1, seed=2, max_tokens=20, allowed_token_ids=ids, stop=stop
+                ),
+            )
+        ).outputs[0]
+        assert (cut.text, cut.finish_reason, cut.stop_reason) == (
+            whole.split(stop)[0],
+            "stop",
+            stop,
+        )
         prompt = llm.chat_prompt([{"role": "user", "content": "hi"}])
         assert len((await final(llm, prompt, params)).outputs[0].text) == 20
         assert await settled(llm)

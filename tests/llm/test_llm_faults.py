@@ -1,4 +1,6 @@
-"""What goes wrong while a request is computed ends that request alone: its neighbours' bits, the blocks and the engine stay sound."""
+"""What goes wrong while a request is computed ends that request alone: its neighbours' bits, the
+blocks and the engine stay sound.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,28 @@ from octavo.backends.native.backend import NativeProgram
 from octavo.backends.reference import ReferenceRunnable
 from octavo.backends.torch.program import TorchProgram
 from octavo.worker.cache_engine import CacheEngine
-from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, alone, fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import (
+    GREEDY,
+    PENALISED,
+    SAMPLED,
+    alone,
+    fingerprint,
+    make_llm,
+    prompts_of,
+)
 from tests.support.tiny_models import tiny_model
 
 MakeError = Callable[[], Exception]
 
 BAD = 240
-"""In none of the prompts, and never drawn: the token whose embedding is NaN, or whose presence in a step raises."""
+"""In none of the prompts, and never drawn: the token whose embedding is NaN, or whose presence in a
+step raises.
+"""
 
-PARAMS = [msgspec.structs.replace(params, logit_bias={BAD: -100.0}) for params in (GREEDY, SAMPLED, PENALISED)]
+PARAMS = [
+    msgspec.structs.replace(params, logit_bias={BAD: -100.0})
+    for params in (GREEDY, SAMPLED, PENALISED)
+]
 PROMPTS = prompts_of(5, 40, 33)
 
 
@@ -33,7 +48,9 @@ PROMPTS = prompts_of(5, 40, 33)
 def poisoned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, its output layer apart from its embeddings, in which BAD is NaN."""
     path = tmp_path_factory.mktemp("poisoned")
-    shutil.copytree(tiny_model(request.param, tie_word_embeddings=False).path, path, dirs_exist_ok=True)
+    shutil.copytree(
+        tiny_model(request.param, tie_word_embeddings=False).path, path, dirs_exist_ok=True
+    )
     weights = load_file(path / "model.safetensors")
     name = next(name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight")))
     weights[name][BAD] = np.nan
@@ -63,7 +80,9 @@ def test_nan_fails_its_own_request(make: Callable[..., LLM]) -> None:
         outputs = llm.generate([*bad, *PROMPTS], PARAMS * 2)
         for failed in outputs[:3]:
             assert failed.finished and "are not numbers (NaN)" in failed.error
-            assert [(sample.finish_reason, sample.token_ids) for sample in failed.outputs] == [("error", [])]
+            assert [(sample.finish_reason, sample.token_ids) for sample in failed.outputs] == [
+                ("error", [])
+            ]
         assert [fingerprint(output) for output in outputs[3:]] == expected
         assert llm.get_metrics().num_used_blocks == 0
         scored = llm.generate(bad[1], SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
@@ -71,23 +90,35 @@ def test_nan_fails_its_own_request(make: Callable[..., LLM]) -> None:
 
 
 def test_nan_in_the_midst_of_an_answer(make: Callable[..., LLM]) -> None:
-    """The bad token is the only one it may say; all n samples fail, each after one token, and the request says so once."""
-    says_bad = SamplingParams(temperature=1, seed=1, max_tokens=8, n=3, allowed_token_ids=[BAD], ignore_eos=True)
+    """The bad token is the only one it may say; all n samples fail, each after one token, and the
+    request says so once.
+    """
+    says_bad = SamplingParams(
+        temperature=1, seed=1, max_tokens=8, n=3, allowed_token_ids=[BAD], ignore_eos=True
+    )
     with make() as llm:
         expected = expected_of(llm)
         failed, *outputs = llm.generate([PROMPTS[1], *PROMPTS], [says_bad, *PARAMS])
         assert "NaN" in failed.error
-        assert [(sample.finish_reason, sample.token_ids) for sample in failed.outputs] == [("error", [BAD])] * 3
+        assert [(sample.finish_reason, sample.token_ids) for sample in failed.outputs] == [
+            ("error", [BAD])
+        ] * 3
         assert [fingerprint(output) for output in outputs] == expected
 
 
 @pytest.mark.parametrize("budget", [2048, 16])
 def test_what_a_failed_request_wrote_reaches_nobody(make: Callable[..., LLM], budget: int) -> None:
-    """Neither through the prefix cache nor from blocks that are used again, which still hold NaN behind a request's last token."""
+    """Neither through the prefix cache nor from blocks that are used again, which still hold NaN
+    behind a request's last token.
+    """
     bad = poison(PROMPTS[1], 32)
     with make() as llm:
         expected = expected_of(llm)
-    with make(max_model_len=64, kv_cache_memory_bytes=bytes_of_blocks(make, 6), max_num_batched_tokens=budget) as llm:
+    with make(
+        max_model_len=64,
+        kv_cache_memory_bytes=bytes_of_blocks(make, 6),
+        max_num_batched_tokens=budget,
+    ) as llm:
         for _ in range(3):
             for failed in llm.generate([bad, poison(PROMPTS[2], 1)], GREEDY):
                 assert failed.error is not None and failed.num_cached_tokens == 0
@@ -104,7 +135,9 @@ def bytes_of_blocks(make: Callable[..., LLM], num_blocks: int) -> int:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[MakeError], None]:
-    """Lets every step that computes BAD raise, after it has written its KV. Anew each time: a raised error keeps its frames alive."""
+    """Lets every step that computes BAD raise, after it has written its KV. Anew each time: a
+    raised error keeps its frames alive.
+    """
 
     def break_with(error: MakeError) -> None:
         for kind in (NativeProgram, ReferenceRunnable, TorchProgram):
@@ -125,10 +158,15 @@ def _raising(run: Callable[..., Any], error: MakeError) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(lambda: RuntimeError("kernel fault"), "the step failed: RuntimeError: kernel fault"), (MemoryError, "the step ran out of memory")],
+    [
+        (lambda: RuntimeError("kernel fault"), "the step failed: RuntimeError: kernel fault"),
+        (MemoryError, "the step ran out of memory"),
+    ],
     ids=["fault", "memory"],
 )
-def test_an_exception_within_a_step_fails_the_request_that_raises_it(backend: str, broken: Any, error: MakeError, message: str) -> None:
+def test_an_exception_within_a_step_fails_the_request_that_raises_it(
+    backend: str, broken: Any, error: MakeError, message: str
+) -> None:
     with make_llm(backend=backend) as llm:
         expected = expected_of(llm)
         assert llm.reset_prefix_cache()
@@ -136,20 +174,26 @@ def test_an_exception_within_a_step_fails_the_request_that_raises_it(backend: st
         outputs = llm.generate([poison(PROMPTS[1], 20), *PROMPTS], [GREEDY, *PARAMS])
         assert outputs[0].error == message
         assert [fingerprint(output) for output in outputs[1:]] == expected
-        again = llm.generate([poison(PROMPTS[1], 20), *PROMPTS], [msgspec.structs.replace(SAMPLED, n=3), *PARAMS])
+        again = llm.generate(
+            [poison(PROMPTS[1], 20), *PROMPTS], [msgspec.structs.replace(SAMPLED, n=3), *PARAMS]
+        )
         assert again[0].error == message and again[0].num_cached_tokens == 0
         assert [fingerprint(output) for output in again[1:]] == expected
         assert [output.num_cached_tokens for output in again[1:]] == [0, 32, 32]
         assert llm.get_metrics().num_used_blocks == 0 and llm.reset_prefix_cache()
 
 
-def test_an_exception_outside_of_the_rows_fails_the_step_and_not_the_engine(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_outside_of_the_rows_fails_the_step_and_not_the_engine(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with make_llm(backend=backend) as llm:
         expected = expected_of(llm)
         with monkeypatch.context() as patch:
             patch.setattr(CacheEngine, "apply", lambda self, moves: 1 / 0)
             outputs = llm.generate(PROMPTS, PARAMS)
-        assert [output.error for output in outputs] == ["the step failed: ZeroDivisionError: division by zero"] * 3
+        assert [output.error for output in outputs] == [
+            "the step failed: ZeroDivisionError: division by zero"
+        ] * 3
         assert llm.get_metrics().num_used_blocks == 0
         assert expected_of(llm) == expected
 
@@ -160,6 +204,7 @@ def test_bans_that_leave_no_token_fail_the_request(backend: str) -> None:
         expected = expected_of(llm)
         failed, *outputs = llm.generate([PROMPTS[0], *PROMPTS], [banned, *PARAMS])
         assert failed.error.startswith(
-            "no token can be drawn after 5 tokens: allowed_token_ids, logit_bias, bad_words and min_tokens leave none"
+            "no token can be drawn after 5 tokens: allowed_token_ids, logit_bias, bad_words and"
+            " min_tokens leave none"
         )
         assert [fingerprint(output) for output in outputs] == expected

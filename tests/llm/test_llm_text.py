@@ -16,7 +16,9 @@ LETTERS = [f"{letter}" for letter in "abcdefgh"]
 
 @pytest.fixture(scope="module")
 def llm(backend):
-    with make_llm(model_path=tiny_model_with_text(), skip_tokenizer_init=False, backend=backend) as llm:
+    with make_llm(
+        model_path=tiny_model_with_text(), skip_tokenizer_init=False, backend=backend
+    ) as llm:
         yield llm
 
 
@@ -26,7 +28,13 @@ def only_letters(llm):
     ids = [llm.get_tokenizer().encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
 
     def make(**options):
-        given = {"temperature": 1.0, "seed": 4, "max_tokens": 12, "allowed_token_ids": ids, "ignore_eos": True}
+        given = {
+            "temperature": 1.0,
+            "seed": 4,
+            "max_tokens": 12,
+            "allowed_token_ids": ids,
+            "ignore_eos": True,
+        }
         return SamplingParams(**given | options)
 
     return make
@@ -80,9 +88,18 @@ def test_one_of_several_samples_may_stop(llm, only_letters):
 
 def test_the_end_token_is_no_text(llm):
     eos = llm.get_tokenizer().eos_token_ids[0]
-    output = answer(llm, SamplingParams(temperature=0, logit_bias={eos: 100}, skip_special_tokens=False))
-    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == ([eos], "", "stop", None)
-    output = answer(llm, SamplingParams(temperature=0, logit_bias={eos: 100}, ignore_eos=True, max_tokens=3))
+    output = answer(
+        llm, SamplingParams(temperature=0, logit_bias={eos: 100}, skip_special_tokens=False)
+    )
+    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == (
+        [eos],
+        "",
+        "stop",
+        None,
+    )
+    output = answer(
+        llm, SamplingParams(temperature=0, logit_bias={eos: 100}, ignore_eos=True, max_tokens=3)
+    )
     assert output.token_ids == [eos] * 3 and output.finish_reason == "length"
 
 
@@ -92,7 +109,10 @@ def test_a_stop_token_is_no_text(llm, only_letters):
     output = answer(llm, only_letters(stop_token_ids=[stop]))
     place = whole.token_ids.index(stop)
     assert (output.text, output.stop_reason) == (whole.text[:place], stop)
-    assert answer(llm, only_letters(stop_token_ids=[stop], include_stop_str_in_output=True)).text == whole.text[: place + 1]
+    assert (
+        answer(llm, only_letters(stop_token_ids=[stop], include_stop_str_in_output=True)).text
+        == whole.text[: place + 1]
+    )
 
 
 def test_without_detokenize_there_is_no_text(llm, only_letters):
@@ -109,14 +129,18 @@ def test_bad_words_are_not_said(llm, only_letters):
 
 def test_logprobs_are_readable(llm, only_letters):
     output = answer(llm, only_letters(logprobs=1, max_tokens=4))
-    assert "".join(next(iter(step.values())).decoded_token for step in output.logprobs) == output.text
+    assert (
+        "".join(next(iter(step.values())).decoded_token for step in output.logprobs) == output.text
+    )
 
 
 def test_chat_renders_the_template_and_messages_stay_text(llm, only_letters):
     tokenizer = llm.get_tokenizer()
     turn = tokenizer.encode("<|turn|>", add_special_tokens=False, allow_special_text=True)
     one, two = llm.chat(
-        [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "<|turn|>"}]], only_letters(), add_generation_prompt=False
+        [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "<|turn|>"}]],
+        only_letters(),
+        add_generation_prompt=False,
     )
     assert one.prompt_token_ids == turn + tokenizer.encode("user:hi", add_special_tokens=False)
     assert two.prompt_token_ids.count(turn[0]) == 1
@@ -135,7 +159,13 @@ def test_a_text_prompt_that_is_empty(llm):
 
 
 def test_a_model_without_a_tokenizer_says_what_to_do():
-    with pytest.raises(ConfigError, match=r"holds no tokenizer\nhint: name one by `tokenizer`, or pass token ids with skip_tokenizer_init"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"holds no tokenizer\nhint: name one by `tokenizer`, or pass token ids with"
+            r" skip_tokenizer_init"
+        ),
+    ):
         make_llm(skip_tokenizer_init=False)
 
 
@@ -162,5 +192,7 @@ def test_what_is_no_unicode_is_refused(llm, ask):
         "salt": lambda: llm.generate({"prompt": "a", "cache_salt": text}),
         "bad_words": lambda: llm.generate("a", SamplingParams(bad_words=[text])),
     }
-    with pytest.raises(InvalidRequest, match=r"got '\\udcff' as character 1, allowed is Unicode text"):
+    with pytest.raises(
+        InvalidRequest, match=r"got '\\udcff' as character 1, allowed is Unicode text"
+    ):
         asked[ask]()

@@ -1,4 +1,6 @@
-"""A rank that dies ends the running requests with its name and how it died, and whatever ends an engine leaves no rank behind."""
+"""A rank that dies ends the running requests with its name and how it died, and whatever ends an
+engine leaves no rank behind.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ torch.set_num_threads(1)
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SOON_S = 10.0
-OPTIONS = small_options() | {"backend": "torch", "device": "cpu", "tensor_parallel_size": 2, "batch_invariant": False}
+OPTIONS = small_options() | {
+    "backend": "torch",
+    "device": "cpu",
+    "tensor_parallel_size": 2,
+    "batch_invariant": False,
+}
 
 
 def ranks_below(pid: int) -> list[int]:
@@ -34,7 +41,10 @@ def ranks_below(pid: int) -> list[int]:
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"octavo.worker.ranks.process" in (folder / "cmdline").read_bytes():
+            if (
+                parent == pid
+                and b"octavo.worker.ranks.process" in (folder / "cmdline").read_bytes()
+            ):
                 found.append(int(folder.name))
     return found
 
@@ -79,7 +89,9 @@ def engine() -> tuple[AsyncLLM, int, int]:
     return llm, core, rank
 
 
-async def until_dead(llm: AsyncLLM, kill: Callable[[], None]) -> tuple[list[BaseException | None], float]:
+async def until_dead(
+    llm: AsyncLLM, kill: Callable[[], None]
+) -> tuple[list[BaseException | None], float]:
     """How three requests end when something is killed while they run, and after how long."""
     streams = [llm.submit(prompt, LONG) for prompt in prompts_of(5, 20, 33)]
     for stream in streams:
@@ -87,7 +99,9 @@ async def until_dead(llm: AsyncLLM, kill: Callable[[], None]) -> tuple[list[Base
     kill()
     began = time.monotonic()
     ends = await asyncio.gather(*(stream.final() for stream in streams), return_exceptions=True)
-    return [end if isinstance(end, BaseException) else None for end in ends], time.monotonic() - began
+    return [
+        end if isinstance(end, BaseException) else None for end in ends
+    ], time.monotonic() - began
 
 
 def test_behind_a_front() -> None:
@@ -95,7 +109,11 @@ def test_behind_a_front() -> None:
     try:
         errors, took_s = asyncio.run(until_dead(llm, lambda: os.kill(rank, signal.SIGKILL)))
         assert took_s < SOON_S
-        assert all(isinstance(error, EngineDead) and "rank 1 of 2 has ended (killed by signal 9)" in error.message for error in errors)
+        assert all(
+            isinstance(error, EngineDead)
+            and "rank 1 of 2 has ended (killed by signal 9)" in error.message
+            for error in errors
+        )
         with pytest.raises(EngineDead, match="killed by signal 9"):
             llm.check_health()
         wait_until(lambda: not is_there(core) and not is_there(rank))
@@ -126,13 +144,19 @@ def test_of_an_idle_engine() -> None:
         llm.close()
 
 
-@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["rank runs", "rank is stopped"])
+@pytest.mark.parametrize(
+    "stopped",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["rank runs", "rank is stopped"],
+)
 def test_a_core_that_is_killed_takes_its_ranks_along(stopped: bool) -> None:
     llm, core, rank = engine()
     try:
         if stopped:
             os.kill(rank, signal.SIGSTOP)
-        assert "the engine process has ended (killed by signal 9)" in asyncio.run(end_with(llm, core))
+        assert "the engine process has ended (killed by signal 9)" in asyncio.run(
+            end_with(llm, core)
+        )
         wait_until(lambda: not is_there(rank))
     finally:
         llm.close()
@@ -152,7 +176,9 @@ async def end_with(llm: AsyncLLM, core: int) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_replaced_with_its_engine() -> None:
-    """The front sees that no step gets ahead; the others' requests go on in the next engine, whose ranks are new."""
+    """The front sees that no step gets ahead; the others' requests go on in the next engine, whose
+    ranks are new.
+    """
     llm = AsyncLLM.from_options(**OPTIONS | {"stall_timeout": 3.0}, report=lambda text: None)
     core = llm._front.client.pid  # type: ignore[attr-defined]
     (rank,) = ranks_below(core)
@@ -178,7 +204,8 @@ def test_a_rank_that_hangs_is_replaced_with_its_engine() -> None:
 SCRIPT = """
 import signal, sys
 from octavo import LLM, SamplingParams
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell turns off for what it runs in the background
+# A shell turns SIGINT off for what it runs in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 llm = LLM(**eval(sys.argv[1]), report=lambda text: None)
 print("ready", flush=True)
 while True:
@@ -186,12 +213,21 @@ while True:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, *(pytest.param(how, marks=pytest.mark.slow) for how in (signal.SIGTERM, signal.SIGKILL))])
+@pytest.mark.parametrize(
+    "how",
+    [
+        signal.SIGINT,
+        *(pytest.param(how, marks=pytest.mark.slow) for how in (signal.SIGTERM, signal.SIGKILL)),
+    ],
+)
 def test_a_program_that_ends_leaves_no_rank(how: signal.Signals) -> None:
     """Ctrl-C reaches the whole group, as a terminal sends it."""
     options = OPTIONS | {"model": str(tiny_model("llama").path)}
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, repr(options)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, "-c", SCRIPT, repr(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     assert process.stdout is not None
     try:

@@ -11,7 +11,10 @@ from octavo.errors import InvalidRequest
 REFUSED = [
     ({"stop": 5}, "stop: got 5, allowed is one text or a list of texts"),
     ({"stop": [5]}, "stop: got 5"),
-    ({"stop": ("a", "")}, "stop: got '', allowed is one text or a list of texts, none of them empty"),
+    (
+        {"stop": ("a", "")},
+        "stop: got '', allowed is one text or a list of texts, none of them empty",
+    ),
     ({"stop_token_ids": 5}, "stop_token_ids: got 5, allowed is a list of token ids"),
     ({"stop_token_ids": "ab"}, "stop_token_ids: got 'ab', allowed is a list of token ids"),
     ({"allowed_token_ids": {3}}, r"allowed_token_ids: got \{3\}, allowed is a list of token ids"),
@@ -36,14 +39,25 @@ def test_what_cannot_be_honoured_is_refused(fields, message):
 
 
 def test_what_means_the_same():
-    params = SamplingParams(stop="a", seed=-1, top_k=-1, logprobs=True, stop_token_ids=[3, 3], logit_bias={"4": 1000, 5: -1000})
+    params = SamplingParams(
+        stop="a",
+        seed=-1,
+        top_k=-1,
+        logprobs=True,
+        stop_token_ids=[3, 3],
+        logit_bias={"4": 1000, 5: -1000},
+    )
     assert (params.stop_strings, params.seed, params.top_k, params.logprobs) == (["a"], None, 0, 1)
     assert params.stop_token_ids == [3] and params.logit_bias == {4: 100.0, 5: -100.0}
     assert SamplingParams(stop=("a", "b")).stop_strings == ["a", "b"]
 
 
 def test_one_prompt_or_several():
-    assert prompt_list("a") == ["a"] and prompt_list([1, 2]) == [[1, 2]] and prompt_list(["a", [1]]) == ["a", [1]]
+    assert (
+        prompt_list("a") == ["a"]
+        and prompt_list([1, 2]) == [[1, 2]]
+        and prompt_list(["a", [1]]) == ["a", [1]]
+    )
     assert prompt_list({"prompt": "a"}) == [{"prompt": "a"}] and prompt_list([]) == []
     with pytest.raises(InvalidRequest, match="prompts: got int, allowed are a text"):
         prompt_list(5)

@@ -1,5 +1,6 @@
-"""Every family's Program on the backends that run them all, against transformers in float64, which casts nothing to float32 here
-(`tiny_models.double_precision`). Tolerance 1e-9 of the largest logit on the reference, 3e-5 on torch in fp32."""
+"""Every family's Program on the backends that run them all, against transformers in float64, which
+casts nothing to float32 here (`tiny_models.double_precision`). Tolerance 1e-9 of the largest logit
+on the reference, 3e-5 on torch in fp32."""
 
 from functools import cache
 
@@ -14,7 +15,12 @@ torch.set_num_threads(1)
 
 TOLERANCE = {"reference": 1e-9, "torch": 3e-5}
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FACTORS = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 8.0]
 LONGROPE = {
     "rope_type": "longrope",
@@ -26,8 +32,19 @@ LONGROPE = {
 }
 CASES = {
     **{family: (family, {}) for family in FAMILIES if family != "t5"},
-    "llama-bias-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu"}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}}),
+    "llama-bias-tied": (
+        "llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+        },
+    ),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}},
+    ),
     "llama-llama3": (
         "llama",
         {
@@ -42,9 +59,15 @@ CASES = {
         },
     ),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
-    "llama-yarn-factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 20.0, "truncate": False}}),
+    "llama-yarn-factor": (
+        "llama",
+        {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 20.0, "truncate": False}},
+    ),
     "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
-    "llama-old-keys": ("llama", {"rope_theta": 20000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "llama-old-keys": (
+        "llama",
+        {"rope_theta": 20000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
     "mistral-window": (
         "mistral",
         {
@@ -57,9 +80,15 @@ CASES = {
             "sliding_window": 20,
         },
     ),
-    "qwen2-upper-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen2-upper-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
     "qwen3-bias": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
-    "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 3.0, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3-softcap": (
+        "gemma3_text",
+        {"final_logit_softcapping": 3.0, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "gemma3-rope-scaling": (
         "gemma3_text",
         {
@@ -69,10 +98,36 @@ CASES = {
             }
         },
     ),
-    "gpt2-scales": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False, "activation_function": "gelu"}),
-    "qwen2_moe-variants": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [], "qkv_bias": False}),
-    "deepseek-yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
-    "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True}),
+    "gpt2-scales": (
+        "gpt2",
+        {
+            "scale_attn_by_inverse_layer_idx": True,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+        },
+    ),
+    "qwen2_moe-variants": (
+        "qwen2_moe",
+        {
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "qkv_bias": False,
+        },
+    ),
+    "deepseek-yarn": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek-plain": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
 }
 
 

@@ -8,12 +8,22 @@ from octavo.models.registry import FAMILIES, build_programs
 from octavo.program.ops import Attention, GroupedLinear, Rope
 from tests.support.tiny_models import tiny_model
 
-YARN = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 0.7}
+YARN = {
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 
 
 def old_spelling(config):
     """The same model as transformers 4 wrote it."""
-    old = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype", "layer_types")}
+    old = {
+        name: value
+        for name, value in config.items()
+        if name not in ("rope_parameters", "dtype", "layer_types")
+    }
     old["torch_dtype"] = config["dtype"]
     rope = dict(config["rope_parameters"])
     old["rope_theta"] = rope.pop("rope_theta")
@@ -22,8 +32,17 @@ def old_spelling(config):
     return old
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_moe", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("rope", [None, {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0}, {"rope_type": "yarn"} | YARN])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "qwen2_moe", "gpt_oss", "deepseek_v3"]
+)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        None,
+        {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
+        {"rope_type": "yarn"} | YARN,
+    ],
+)
 def test_old_and_new_keys_build_the_same_program(family, rope):
     config = tiny_model(family, **({"rope_parameters": rope} if rope else {})).config
     assert build_programs(old_spelling(config)) == build_programs(config)
@@ -36,16 +55,34 @@ def test_old_gemma3_scales_the_full_layers_only():
     }
     layer_types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     new = tiny_model("gemma3_text", rope_parameters=rope, layer_types=layer_types).config
-    old = {name: value for name, value in new.items() if name not in ("rope_parameters", "layer_types", "_sliding_window_pattern")}
-    old |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    old = {
+        name: value
+        for name, value in new.items()
+        if name not in ("rope_parameters", "layer_types", "_sliding_window_pattern")
+    }
+    old |= {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
     assert build_programs(old | {"sliding_window_pattern": 3}) == build_programs(new)
 
 
 def test_windows_have_a_cache_group_of_their_own():
     program = build_programs(tiny_model("gemma3_text").config)["decoder"]
-    assert [(group.kind, group.num_layers, group.window) for group in program.groups] == [("full", 1, None), ("window", 3, 24)]
-    layers = [(op.group, op.layer, op.mask, op.window) for op in program.ops if isinstance(op, Attention)]
-    assert layers == [("window", 0, "window", 24), ("window", 1, "window", 24), ("full", 0, "causal", None), ("window", 2, "window", 24)]
+    assert [(group.kind, group.num_layers, group.window) for group in program.groups] == [
+        ("full", 1, None),
+        ("window", 3, 24),
+    ]
+    layers = [
+        (op.group, op.layer, op.mask, op.window) for op in program.ops if isinstance(op, Attention)
+    ]
+    assert layers == [
+        ("window", 0, "window", 24),
+        ("window", 1, "window", 24),
+        ("full", 0, "causal", None),
+        ("window", 2, "window", 24),
+    ]
 
 
 def test_experts_are_read_one_tensor_each():
@@ -63,35 +100,97 @@ def test_tied_heads_are_the_embedding():
 
 
 REFUSED = [
-    ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type dynamic needs the number factor, got None"),
-    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope needs short_factor, a list of 8 numbers"),
     (
         "llama",
-        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}},
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        "rope type dynamic needs the number factor, got None",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope type longrope needs short_factor, a list of 8 numbers",
+    ),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1] * 8,
+                "long_factor": [2] * 8,
+            }
+        },
         "longrope is supported only where short_factor and long_factor are the same",
     ),
-    ("llama", {"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional' is not supported, known are default, lin"),
-    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope type linear needs the number factor, got None"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "proportional"}},
+        "rope type 'proportional' is not supported, known are default, lin",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear"}},
+        "rope type linear needs the number factor, got None",
+    ),
     ("llama", {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("llama", {"hidden_act": "mish"}, "hidden_act is 'mish', supported are silu"),
     ("llama", {"hidden_size": None}, "hidden_size is missing, llama needs it"),
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', allowed is a whole number"),
-    ("llama", {"num_hidden_layers": 1 << 31}, "num_hidden_layers is 2147483648, allowed is a whole number from 1 to 10,000"),
+    (
+        "llama",
+        {"num_hidden_layers": 1 << 31},
+        "num_hidden_layers is 2147483648, allowed is a whole number from 1 to 10,000",
+    ),
     ("llama", {"head_dim": 0}, "head_dim is 0, allowed is a whole number from 1 to 1,048,576"),
-    ("qwen3", {"head_dim": 11}, "11 columns of a head are to turn in pairs, allowed is an even number"),
+    (
+        "qwen3",
+        {"head_dim": 11},
+        "11 columns of a head are to turn in pairs, allowed is an even number",
+    ),
     ("deepseek_v3", {"qk_rope_head_dim": 7}, "7 columns of a head are to turn in pairs"),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0.0, allowed is a number above 0"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+        "factor is 0.0, allowed is a number above 0",
+    ),
     ("llama", {"rope_parameters": 3}, "rope_parameters is 3, allowed is an object"),
     ("gpt2", {"n_head": 5}, "n_embd 72 is no multiple of n_head 5"),
-    ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
-    ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is 'linear_attention'"),
-    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types is '1 layers', allowed is a list of 2"),
-    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4096}, "sliding_window is 4096"),
-    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, supported is null for gemma3_text"),
-    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True, supported is False"),
+    (
+        "llama",
+        {"num_key_value_heads": 3},
+        "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+    ),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention", "linear_attention"]},
+        "layer_types is 'linear_attention'",
+    ),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention"]},
+        "layer_types is '1 layers', allowed is a list of 2",
+    ),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4096},
+        "sliding_window is 4096",
+    ),
+    (
+        "gemma3_text",
+        {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping is 50.0, supported is null for gemma3_text",
+    ),
+    (
+        "gemma3_text",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention is True, supported is False",
+    ),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
-    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', supported is 'sigmoid'"),
+    (
+        "deepseek_v3",
+        {"scoring_func": "softmax"},
+        "scoring_func is 'softmax', supported is 'sigmoid'",
+    ),
     ("t5", {"feed_forward_proj": "gated-gelu-x"}, "feed_forward_proj"),
 ]
 
@@ -103,14 +202,37 @@ def test_refused_by_name(family, changes, message):
     assert message in str(error.value)
 
 
-DAMAGE = [0, -1, 1, 10**9, 2**70, 1.5, float("nan"), "x", [], [1], {"a": 1}, True, {"rope_type": "yarn", "factor": 2}, {"rope_type": 5}]
+DAMAGE = [
+    0,
+    -1,
+    1,
+    10**9,
+    2**70,
+    1.5,
+    float("nan"),
+    "x",
+    [],
+    [1],
+    {"a": 1},
+    True,
+    {"rope_type": "yarn", "factor": 2},
+    {"rope_type": 5},
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_damaged_value_does_worse_than_being_refused(family):
     """Nor does it build Programs without end."""
     config = tiny_model("llama" if family == "mistral" else family).config | {"model_type": family}
-    for key in [*config, "rope_scaling", "sliding_window", "layer_types", "n_inner", "rope_theta", "eos_token_id"]:
+    for key in [
+        *config,
+        "rope_scaling",
+        "sliding_window",
+        "layer_types",
+        "n_inner",
+        "rope_theta",
+        "eos_token_id",
+    ]:
         for value in DAMAGE:
             try:
                 model_info({**config, key: value})
@@ -129,9 +251,20 @@ def test_unknown_family_lists_the_known():
 
 
 def test_model_info():
-    config = {"model_type": "gpt2", "n_positions": 1024, "vocab_size": 9, "eos_token_id": 3, "torch_dtype": "bfloat16"}
+    config = {
+        "model_type": "gpt2",
+        "n_positions": 1024,
+        "vocab_size": 9,
+        "eos_token_id": 3,
+        "torch_dtype": "bfloat16",
+    }
     info = model_info(config, {"eos_token_id": [4, 5], "bos_token_id": None})
-    assert (info.max_context_tokens, info.eos_token_ids, info.dtype, info.bos_token_id) == (1024, (4, 5), "bfloat16", None)
+    assert (info.max_context_tokens, info.eos_token_ids, info.dtype, info.bos_token_id) == (
+        1024,
+        (4, 5),
+        "bfloat16",
+        None,
+    )
     assert model_info(config).eos_token_ids == (3,)
     with pytest.raises(UnsupportedModel, match="dtype is 'float8'"):
         model_info(config | {"torch_dtype": "float8"})
@@ -147,4 +280,7 @@ def test_null_counts_as_missing():
 def test_rope_covers_the_rotary_columns_only():
     program = build_programs(tiny_model("deepseek_v3").config)["decoder"]
     ropes = [op for op in program.ops if isinstance(op, Rope)]
-    assert {(op.num_heads, op.rotary_dim, op.style) for op in ropes} == {(4, 8, "interleaved"), (1, 8, "interleaved")}
+    assert {(op.num_heads, op.rotary_dim, op.style) for op in ropes} == {
+        (4, 8, "interleaved"),
+        (1, 8, "interleaved"),
+    }

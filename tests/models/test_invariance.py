@@ -1,5 +1,5 @@
-"""A request's logits are bitwise the same whole or chunked, alone or in a batch, whatever blocks it has: on the reference backend and, with
-batch_invariant, on torch."""
+"""A request's logits are bitwise the same whole or chunked, alone or in a batch, whatever blocks it
+has: on the reference backend and, with batch_invariant, on torch."""
 
 from functools import cache
 
@@ -28,7 +28,9 @@ def whole(family, backend="reference"):
 
 
 def runner_of(family, backend, **options):
-    return PagedRunner(tiny_model(family).path, backend_named(backend, batch_invariant=True), **options)
+    return PagedRunner(
+        tiny_model(family).path, backend_named(backend, batch_invariant=True), **options
+    )
 
 
 def lengths(backend):
@@ -44,7 +46,9 @@ BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 255, 257])
 def test_chunked_is_whole(family, chunk, backend):
     runner = runner_of(family, backend, seed=chunk, padding=chunk % 3)
-    np.testing.assert_array_equal(runner.logits(tokens(family, lengths(backend)), chunk), whole(family, backend))
+    np.testing.assert_array_equal(
+        runner.logits(tokens(family, lengths(backend)), chunk), whole(family, backend)
+    )
 
 
 @BACKENDS
@@ -55,14 +59,21 @@ def test_batched_is_alone(family, backend):
     last = lengths(backend)
     prompts = [tokens(family, last), tokens(family, 40, seed=5), tokens(family, 41, seed=6)]
     a, b, c = (runner.add(prompt) for prompt in prompts)
-    steps = [[(a, 0, 100), (b, 0, 40)], [(a, 100, 101), (c, 0, 39)], [(c, 39, 40), (a, 101, last - 1)], [(c, 40, 41), (a, last - 1, last)]]
+    steps = [
+        [(a, 0, 100), (b, 0, 40)],
+        [(a, 100, 101), (c, 0, 39)],
+        [(c, 39, 40), (a, 101, last - 1)],
+        [(c, 40, 41), (a, last - 1, last)],
+    ]
     found = {id(request): [] for request in (a, b, c)}
     for spans in steps:
         rows = iter(runner.step(spans)["logits"])
         for request, start, stop in spans:
             found[id(request)] += [next(rows) for _ in range(start, stop)]
     for request, prompt in zip((a, b, c), prompts, strict=True):
-        alone = whole(family, backend) if request is a else runner_of(family, backend).logits(prompt)
+        alone = (
+            whole(family, backend) if request is a else runner_of(family, backend).logits(prompt)
+        )
         np.testing.assert_array_equal(np.stack(found[id(request)]), alone)
 
 
@@ -79,12 +90,18 @@ def test_a_prefix_computed_by_another_request_is_as_good_as_ones_own():
     runner.step([(first, 0, 64)])
     second = runner.add(ids)
     second.blocks[:, :4] = first.blocks[:, :4]
-    np.testing.assert_array_equal(runner.step([(second, 64, 100)])["logits"], PagedRunner(path).logits(ids)[64:])
+    np.testing.assert_array_equal(
+        runner.step([(second, 64, 100)])["logits"], PagedRunner(path).logits(ids)[64:]
+    )
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.3), ("int8", 0.3)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.3), ("int8", 0.3)]
+)
 def test_kv_is_read_as_stored(kv_cache_dtype, tolerance):
-    """Rounded in prefill too, so chunks still equal the whole; the tolerance is of the logits (std 1.2) against float64 K and V."""
+    """Rounded in prefill too, so chunks still equal the whole; the tolerance is of the logits (std
+    1.2) against float64 K and V.
+    """
     path, ids = tiny_model("llama").path, tokens("llama")
     backend = ReferenceBackend(BackendOptions(kv_cache_dtype=kv_cache_dtype))
     rounded = PagedRunner(path, backend).logits(ids)

@@ -1,4 +1,6 @@
-"""T5's encoder and decoder Programs against transformers in float64. Tolerance as in test_families.py."""
+"""T5's encoder and decoder Programs against transformers in float64. Tolerance as in
+test_families.py.
+"""
 
 import json
 
@@ -22,32 +24,52 @@ DECODER_IDS = np.random.default_rng(3).integers(3, 250, 40)
 
 def oracle(model, encoder_ids=ENCODER_IDS, decoder_ids=DECODER_IDS):
     with double_precision():
-        return model(torch.tensor(encoder_ids)[None], decoder_input_ids=torch.tensor(decoder_ids)[None]).logits[0].numpy()
+        return (
+            model(
+                torch.tensor(encoder_ids)[None], decoder_input_ids=torch.tensor(decoder_ids)[None]
+            )
+            .logits[0]
+            .numpy()
+        )
 
 
 def start(runner, encoder_ids=ENCODER_IDS, decoder_ids=DECODER_IDS):
     """A request whose encoder half has run."""
     request = runner.add(decoder_ids, context=max(len(encoder_ids), len(decoder_ids)))
-    runner.step([(Request(encoder_ids, request.blocks, request.written), 0, len(encoder_ids))], program="encoder")
+    runner.step(
+        [(Request(encoder_ids, request.blocks, request.written), 0, len(encoder_ids))],
+        program="encoder",
+    )
     return request
 
 
 def logits(runner, chunk=40):
     request = start(runner)
-    return np.concatenate([runner.step([(request, i, min(i + chunk, 40))])["logits"] for i in range(0, 40, chunk)])
+    return np.concatenate(
+        [runner.step([(request, i, min(i + chunk, 40))])["logits"] for i in range(0, 40, chunk)]
+    )
 
 
 BACKENDS = pytest.mark.parametrize("backend", TOLERANCE)
 
 
 @BACKENDS
-@pytest.mark.parametrize("overrides", [{}, {"feed_forward_proj": "gelu"}, {"relative_attention_num_buckets": 20, "num_decoder_layers": 1}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"feed_forward_proj": "gelu"},
+        {"relative_attention_num_buckets": 20, "num_decoder_layers": 1},
+    ],
+)
 def test_version_1_0(overrides, backend):
     tiny = tiny_model("t5", **overrides)
     wanted = oracle(in_float64(tiny.model))
     for chunk in (40, 7):
         found = logits(PagedRunner(tiny.path, backend_named(backend)), chunk)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE[backend] * abs(wanted).max())
+        np.testing.assert_allclose(
+            found, wanted, rtol=0, atol=TOLERANCE[backend] * abs(wanted).max()
+        )
 
 
 @BACKENDS
@@ -57,10 +79,23 @@ def test_version_1_1_has_its_own_unscaled_head(tmp_path, old_keys, backend):
     head = torch.randn(250, 48, generator=torch.Generator().manual_seed(5))
     model = in_float64(tiny.model)
     model.lm_head.weight = torch.nn.Parameter(head.double())
-    save_file({**{name: t for name, t in tiny.model.state_dict().items() if "embed_tokens" not in name}, "lm_head.weight": head},
-              tmp_path / "model.safetensors")  # fmt: skip
-    config = {name: value for name, value in tiny.config.items() if name != "scale_decoder_outputs"} if old_keys else tiny.config
-    (tmp_path / "config.json").write_text(json.dumps(config | ({"tie_word_embeddings": False} if old_keys else {})))
+    save_file(
+        {
+            **{
+                name: t for name, t in tiny.model.state_dict().items() if "embed_tokens" not in name
+            },
+            "lm_head.weight": head,
+        },
+        tmp_path / "model.safetensors",
+    )
+    config = (
+        {name: value for name, value in tiny.config.items() if name != "scale_decoder_outputs"}
+        if old_keys
+        else tiny.config
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | ({"tie_word_embeddings": False} if old_keys else {}))
+    )
     wanted = oracle(model)
     found = logits(PagedRunner(tmp_path, backend_named(backend)))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE[backend] * abs(wanted).max())
@@ -78,11 +113,18 @@ def test_requests_of_different_lengths_in_one_batch_are_bitwise_alone():
     pairs = [(ENCODER_IDS[:n], DECODER_IDS[:m]) for n, m in ((90, 3), (1, 20), (33, 17))]
     alone = []
     for encoder_ids, decoder_ids in pairs:
-        alone.append(runner.step([(start(runner, encoder_ids, decoder_ids), 0, len(decoder_ids))])["logits"])
+        alone.append(
+            runner.step([(start(runner, encoder_ids, decoder_ids), 0, len(decoder_ids))])["logits"]
+        )
     requests = [runner.add(d, context=90) for _, d in pairs]
-    encoders = [(Request(e, request.blocks, request.written), 0, len(e)) for (e, _), request in zip(pairs, requests, strict=True)]
+    encoders = [
+        (Request(e, request.blocks, request.written), 0, len(e))
+        for (e, _), request in zip(pairs, requests, strict=True)
+    ]
     runner.step(encoders, program="encoder")
-    batched = runner.step([(request, 0, len(d)) for (_, d), request in zip(pairs, requests, strict=True)])["logits"]
+    batched = runner.step(
+        [(request, 0, len(d)) for (_, d), request in zip(pairs, requests, strict=True)]
+    )["logits"]
     np.testing.assert_array_equal(batched, np.concatenate(alone))
 
 
@@ -93,6 +135,8 @@ def test_buckets_are_those_of_transformers_in_float32(bidirectional, num_buckets
     from transformers.models.t5.modeling_t5 import T5Attention
 
     distance = np.arange(-2000, 2000)
-    wanted = T5Attention._relative_position_bucket(torch.tensor(distance), bidirectional, num_buckets, max_distance).numpy()
+    wanted = T5Attention._relative_position_bucket(
+        torch.tensor(distance), bidirectional, num_buckets, max_distance
+    ).numpy()
     bias = T5Bias(Weight("table", (num_buckets, 1)), num_buckets, max_distance, bidirectional)
     np.testing.assert_array_equal(t5_buckets(distance, bias), wanted)

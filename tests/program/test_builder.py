@@ -57,7 +57,12 @@ def test_rows_of_a_checkpoint_tensor():
     assert Weight("w", (4, 9)).row_indices is None
     assert Weight("w", (3, 9), source_rows=9, row_start=3).row_indices == (3, 4, 5)
     assert Weight("w", (2, 3, 9), source_rows=6, row_start=1, row_step=2).row_indices == (1, 3, 5)
-    assert Weight("w", (4, 9), source_rows=10, row_start=3, row_step=5, row_run=2).row_indices == (3, 4, 8, 9)
+    assert Weight("w", (4, 9), source_rows=10, row_start=3, row_step=5, row_run=2).row_indices == (
+        3,
+        4,
+        8,
+        9,
+    )
     assert Weight("w", (2, 3), source_rows=6, row_step=2, rows_last=True).row_indices == (0, 2, 4)
 
 
@@ -77,5 +82,9 @@ def test_ops_know_what_they_read_and_make():
     a, b, out = (Value(name, "tokens", 2) for name in "abo")
     assert Add(a, b, out).inputs == (a, b) and Add(a, b, out).outputs == (out,)
     linear = Linear(a, (b, out), (Weight("w", (4, 2)),), (None,), residual=b)
-    assert linear.inputs == (a, b) and linear.outputs == (b, out) and [w.name for w in linear.weights] == ["w"]
+    assert (
+        linear.inputs == (a, b)
+        and linear.outputs == (b, out)
+        and [w.name for w in linear.weights] == ["w"]
+    )
     assert Program("p", {"hidden": a}, {"x": a}, ()).weights == ()

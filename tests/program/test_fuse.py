@@ -1,4 +1,6 @@
-"""The fuse pass: a fused Program computes what the Program computes (reference backend, 1e-9), and folds what it is there to fold."""
+"""The fuse pass: a fused Program computes what the Program computes (reference backend, 1e-9), and
+folds what it is there to fold.
+"""
 
 from collections import Counter
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from octavo.backends.base import StepBatch
+from octavo.backends.batch import StepBatch
 from octavo.backends.reference import ReferenceBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
@@ -34,21 +36,27 @@ def batch_of(rows, sampled=None):
         context_lens=np.array([[rows]], np.int32),
         slots=np.arange(rows, dtype=np.int32)[None],
         block_tables=np.arange(8, dtype=np.int32)[None, None],
-        sample_rows=np.arange(rows, dtype=np.int32) if sampled is None else np.array(sampled, np.int32),
+        sample_rows=np.arange(rows, dtype=np.int32)
+        if sampled is None
+        else np.array(sampled, np.int32),
     )
 
 
 def logits_of(program, weights, sampled=None):
     backend = ReferenceBackend()
     runnable = backend.prepare(program, lambda weight: PackedWeight.plain(weights[weight.name]))
-    return runnable.run(batch_of(NUM_ROWS, sampled), backend.allocate(program.groups, [8] * len(program.groups))).arrays["logits"]
+    return runnable.run(
+        batch_of(NUM_ROWS, sampled), backend.allocate(program.groups, [8] * len(program.groups))
+    ).arrays["logits"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(random_programs())
 def test_fused_is_unfused(made):
     wanted = logits_of(made.program, made.weights)
-    np.testing.assert_allclose(logits_of(fuse(made.program), made.weights), wanted, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        logits_of(fuse(made.program), made.weights), wanted, rtol=1e-9, atol=1e-9
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,18 +74,29 @@ def test_families(family):
     wanted = runner.logits(ids)
     program = fuse(runner.programs["decoder"])
     assert len(program.ops) < len(runner.programs["decoder"].ops)
-    runner.runnables["decoder"] = runner.backend.prepare(program, WeightReader(open_checkpoint(path)).load)
+    runner.runnables["decoder"] = runner.backend.prepare(
+        program, WeightReader(open_checkpoint(path)).load
+    )
     np.testing.assert_allclose(runner.logits(ids), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_what_a_llama_layer_becomes():
-    """Norms, gates and sums are gone; four products a layer remain (q+k+v, o, gate+up, down) and the logits'."""
+    """Norms, gates and sums are gone; four products a layer remain (q+k+v, o, gate+up, down) and
+    the logits'.
+    """
     config = open_checkpoint(tiny_model("llama").path).config
     program = fuse(build_programs(config)["decoder"])
     kinds = Counter(op.kind for op in program.ops)
     layers = tiny_model("llama").config["num_hidden_layers"]
     assert kinds == Counter(
-        {"Embedding": 1, "Linear": 4 * layers + 1, "Rope": 2 * layers, "KvWrite": layers, "Attention": layers, "GatherRows": 1}
+        {
+            "Embedding": 1,
+            "Linear": 4 * layers + 1,
+            "Rope": 2 * layers,
+            "KvWrite": layers,
+            "Attention": layers,
+            "GatherRows": 1,
+        }
     )
     linears = [op for op in program.ops if isinstance(op, ops.Linear)]
     assert [len(op.weights_) for op in linears] == [3, 1, 2, 1] * layers + [1]
@@ -86,14 +105,16 @@ def test_what_a_llama_layer_becomes():
     assert [op.gate is not None for op in linears] == [False, False, True, False] * layers + [False]
 
 
-# -- what must stay as it is --------------------------------------------------------------------------------------------------------
+# -- what must stay as it is -----------------------------------------------------------------------
 
 X, NORMED, Y, Z, OUT = (Value(name, "tokens", 8) for name in ("x", "normed", "y", "z", "out"))
 W1, W2 = Weight("w1", (8, 8)), Weight("w2", (8, 8))
 
 
 def fused(*body, outputs=(OUT,)):
-    return fuse(Program("test", {"hidden": X}, {f"out{i}": value for i, value in enumerate(outputs)}, body)).ops
+    return fuse(
+        Program("test", {"hidden": X}, {f"out{i}": value for i, value in enumerate(outputs)}, body)
+    ).ops
 
 
 def test_a_norm_that_others_read_stays():
@@ -121,8 +142,15 @@ def test_a_gate_the_other_way_round_stays():
 
 def test_a_sum_with_what_is_made_later_stays():
     late = ops.Scale(Y, Z, 2.0)
-    assert [op.kind for op in fused(ops.Linear(X, (Y,), (W1,)), late, ops.Add(Y, Z, OUT))] == ["Linear", "Scale", "Add"]
+    assert [op.kind for op in fused(ops.Linear(X, (Y,), (W1,)), late, ops.Add(Y, Z, OUT))] == [
+        "Linear",
+        "Scale",
+        "Add",
+    ]
 
 
 def test_a_sum_of_a_value_with_itself_stays():
-    assert [op.kind for op in fused(ops.Linear(X, (Y,), (W1,)), ops.Add(Y, Y, OUT))] == ["Linear", "Add"]
+    assert [op.kind for op in fused(ops.Linear(X, (Y,), (W1,)), ops.Add(Y, Y, OUT))] == [
+        "Linear",
+        "Add",
+    ]

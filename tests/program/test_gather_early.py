@@ -1,4 +1,6 @@
-"""The gather pass: the same logits (reference backend, 1e-9), and behind the last attention no product of rows that nobody samples."""
+"""The gather pass: the same logits (reference backend, 1e-9), and behind the last attention no
+product of rows that nobody samples.
+"""
 
 from collections import Counter
 
@@ -29,7 +31,9 @@ def test_whatever_may_move_computes_the_same(made):
     gather = next(op for op in program.ops if isinstance(op, ops.GatherRows))
     early = gathered_before(program, gather, wanted_by(gather, program))
     wanted = logits_of(made.program, made.weights, SAMPLED)
-    np.testing.assert_allclose(logits_of(early, made.weights, SAMPLED), wanted, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        logits_of(early, made.weights, SAMPLED), wanted, rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2_moe", "deepseek_v3"])
@@ -53,7 +57,9 @@ def test_a_llama_gathers_two_values():
     layers = tiny_model("llama").config["num_hidden_layers"]
     early = gather_early(program)
     gathers = [op for op in early.ops if isinstance(op, ops.GatherRows)]
-    on_samples = [op for op in early.ops if isinstance(op, ops.Linear) and op.outs[0].axis == "samples"]
+    on_samples = [
+        op for op in early.ops if isinstance(op, ops.Linear) and op.outs[0].axis == "samples"
+    ]
     assert len(gathers) == 2 and len(on_samples) == 4
     assert sum(isinstance(op, ops.Linear) for op in early.ops) == 4 * layers + 1
 

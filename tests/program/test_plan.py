@@ -40,11 +40,17 @@ def share_memory(a, b):
 
 
 def takes_over(op, value, program):
-    """The op writes its out exactly where it reads `value`, element by element, and nobody reads that later."""
-    elementwise = (isinstance(op, IN_PLACE) and op.x == value) or (isinstance(op, Linear) and op.residual == value and op.x != value)
+    """The op writes its out exactly where it reads `value`, element by element, and nobody reads
+    that later.
+    """
+    elementwise = (isinstance(op, IN_PLACE) and op.x == value) or (
+        isinstance(op, Linear) and op.residual == value and op.x != value
+    )
     later = program.ops[program.ops.index(op) + 1 :]
     outputs = program.outputs.values()
-    return elementwise and value not in outputs and not any(value in other.inputs for other in later)
+    return (
+        elementwise and value not in outputs and not any(value in other.inputs for other in later)
+    )
 
 
 def check(program):

@@ -1,4 +1,6 @@
-"""The shard pass: ranks in threads together compute what the whole Program computes (reference backend, 1e-9), each a part of it."""
+"""The shard pass: ranks in threads together compute what the whole Program computes (reference
+backend, 1e-9), each a part of it.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,19 @@ torch.set_num_threads(1)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES if family != "t5"},
-    "llama-bias-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-bias-tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "llama-4-kv-heads": ("llama", {"num_key_value_heads": 4}),
-    "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 3.0, "attention_bias": True, "tie_word_embeddings": False}),
-    "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True}),
+    "gemma3-softcap": (
+        "gemma3_text",
+        {"final_logit_softcapping": 3.0, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "deepseek-plain": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+    ),
 }
 
 
@@ -61,13 +72,18 @@ def in_threads(num_ranks: int, run: Callable[[int, ReferenceBackend], NDArray]) 
     for thread in threads:
         thread.join()
     if errors:
-        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (error for error in errors if not isinstance(error, threading.BrokenBarrierError)),
+            errors[0],
+        )
     return [found[rank] for rank in range(num_ranks)]
 
 
 def sharded_logits(path: Path, ids: NDArray, num_ranks: int, **options: Any) -> list[NDArray]:
     def run(rank: int, backend: ReferenceBackend) -> NDArray:
-        return PagedRunner(path, backend, rewrite=partial(shard, rank=rank, num_ranks=num_ranks), **options).logits(ids)
+        return PagedRunner(
+            path, backend, rewrite=partial(shard, rank=rank, num_ranks=num_ranks), **options
+        ).logits(ids)
 
     return in_threads(num_ranks, run)
 
@@ -81,8 +97,12 @@ def test_ranks_together_are_the_whole(case, num_ranks):
     wanted = PagedRunner(tiny.path).logits(ids)
     heads = tiny.config.get("num_attention_heads") or tiny.config["n_head"]
     kv_heads = 1 if family == "deepseek_v3" else tiny.config.get("num_key_value_heads", heads)
-    if heads < num_ranks or (family != "deepseek_v3" and kv_heads < num_ranks and num_ranks % kv_heads):
-        with pytest.raises(ConfigError, match=rf"tensor_parallel_size: got {num_ranks}, but the model has"):
+    if heads < num_ranks or (
+        family != "deepseek_v3" and kv_heads < num_ranks and num_ranks % kv_heads
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"tensor_parallel_size: got {num_ranks}, but the model has"
+        ):
             sharded_logits(tiny.path, ids, num_ranks)
         return
     found = sharded_logits(tiny.path, ids, num_ranks)
@@ -95,7 +115,12 @@ def test_an_encoder_and_its_decoder():
     """T5: heads of every kind of attention, and of the table of its biases."""
     path = tiny_model("t5").path
     whole = t5_logits(PagedRunner(path))
-    found = in_threads(2, lambda rank, backend: t5_logits(PagedRunner(path, backend, rewrite=partial(shard, rank=rank, num_ranks=2))))
+    found = in_threads(
+        2,
+        lambda rank, backend: t5_logits(
+            PagedRunner(path, backend, rewrite=partial(shard, rank=rank, num_ranks=2))
+        ),
+    )
     np.testing.assert_allclose(found[0], whole, rtol=0, atol=1e-9 * abs(whole).max())
 
 
@@ -117,7 +142,9 @@ GROUPS_FOR_TWO: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
 def test_what_is_packed_at_load_is_the_same_bits_in_parts(family, quantization):
-    """Scales of one output are made of all its inputs, those of the other ranks too; groups of 32 are cut between groups."""
+    """Scales of one output are made of all its inputs, those of the other ranks too; groups of 32
+    are cut between groups.
+    """
     tiny = tiny_model(family, **WIDTHS_OF_32[family] | GROUPS_FOR_TWO[family])
     program = build_programs(tiny.config)["decoder"]
     reader = WeightReader(open_checkpoint(tiny.path), "auto", quantization, program)
@@ -130,14 +157,18 @@ def test_what_is_packed_at_load_is_the_same_bits_in_parts(family, quantization):
         return PagedRunner(tiny.path, backend, load=reader.load, rewrite=rewrite).logits(ids)
 
     if quantization == "int4" and family == "qwen2_moe":
-        with pytest.raises(ConfigError, match=r"has 32 columns, which can only be cut at multiples of 32"):
+        with pytest.raises(
+            ConfigError, match=r"has 32 columns, which can only be cut at multiples of 32"
+        ):
             in_threads(2, run)
         return
     np.testing.assert_allclose(in_threads(2, run)[1], wanted, rtol=0, atol=1e-9 * abs(wanted).max())
 
 
 def test_what_two_ranks_of_a_llama_are():
-    """A sum behind the embedding and each of a layer's two halves, the logits gathered; every part is a half, but for the norms."""
+    """A sum behind the embedding and each of a layer's two halves, the logits gathered; every part
+    is a half, but for the norms.
+    """
     config = open_checkpoint(tiny_model("llama").path).config
     whole = build_programs(config)["decoder"]
     layers = config["num_hidden_layers"]
@@ -159,7 +190,10 @@ def test_what_two_ranks_of_a_llama_are():
         gated = next(op for op in part.ops if isinstance(op, ops.Linear) and op.gate is not None)
         assert [weight.cut.rows for weight in gated.weights_] == [(50 * rank, 50 * rank + 50)] * 2
         assert {weight.whole for weight in part.weights} == set(whole.weights)
-    sizes = [sum(math.prod(weight.shape) for weight in program.weights if len(weight.shape) > 1) for program in (whole, *parts)]
+    sizes = [
+        sum(math.prod(weight.shape) for weight in program.weights if len(weight.shape) > 1)
+        for program in (whole, *parts)
+    ]
     assert sizes[0] == sizes[1] + sizes[2]
 
 
@@ -171,15 +205,20 @@ def test_a_tied_table_is_cut_once():
 
 
 def test_biases_of_sums_are_added_once():
-    """gpt_oss: q, k, v, the router, gate and up on both ranks; o's and the experts' down on the first alone."""
+    """gpt_oss: q, k, v, the router, gate and up on both ranks; o's and the experts' down on the
+    first alone.
+    """
     whole = build_programs(open_checkpoint(tiny_model("gpt_oss").path).config)["decoder"]
     first, second = (shard(whole, rank, 2) for rank in range(2))
-    names = [{weight.name.split(".", 3)[-1] for weight in part.weights if "bias" in weight.name} for part in (first, second)]
+    names = [
+        {weight.name.split(".", 3)[-1] for weight in part.weights if "bias" in weight.name}
+        for part in (first, second)
+    ]
     assert names[0] - names[1] == {"self_attn.o_proj.bias", "mlp.experts.down_proj_bias"}
     assert {"self_attn.q_proj.bias", "mlp.router.bias", "mlp.experts.gate_up_proj_bias"} <= names[1]
 
 
-# -- shares -----------------------------------------------------------------------------------------------------------------------
+# -- shares ----------------------------------------------------------------------------------------
 
 
 def test_shares_are_even_and_whole_units():
@@ -203,7 +242,7 @@ def test_query_heads_stay_with_their_kv_heads():
     assert query_spans(3, group_of(1), 2) == ((0, 2), (2, 3))
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 X, Y, Z = (Value(name, "tokens", 32) for name in ("x", "y", "z"))
 
@@ -218,7 +257,14 @@ ATTENTION = ops.Attention(Y, Z, "full", 0, 4, 1.0)
 @pytest.mark.parametrize(
     ("family", "num_ranks", "message"),
     [
-        ("llama", 3, "got 3, but the model has 2 KV heads: they can neither be shared out nor each be given to as many ranks"),
+        (
+            "llama",
+            3,
+            (
+                "got 3, but the model has 2 KV heads: they can neither be shared out nor each be"
+                " given to as many ranks"
+            ),
+        ),
         ("llama", 8, "got 8, but the model has only 4 attention heads"),
         ("deepseek_v3", 5, "got 5, but the model has only 4 attention heads"),
     ],
@@ -233,7 +279,10 @@ def test_heads_that_do_not_suffice_are_refused(family, num_ranks, message):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ((ops.RmsNorm(X, Y, Weight("n", (32,)), 1e-5), ATTENTION), "Attention reads y, which cannot be made in parts of whole heads"),
+        (
+            (ops.RmsNorm(X, Y, Weight("n", (32,)), 1e-5), ATTENTION),
+            "Attention reads y, which cannot be made in parts of whole heads",
+        ),
         ((ops.Lora(X, X, Z, "q"),), "the op Lora cannot be split over ranks"),
     ],
 )
@@ -250,7 +299,10 @@ def test_groups_of_inputs_are_not_cut():
     )
     program = program_of(*body, out=Value("o", "tokens", 32))
     assert shard(program, 0, 2, lambda weight: 16).weights[1].shape == (32, 16)
-    with pytest.raises(ConfigError, match=r"got 2, which cuts o_proj at input 16, but its scales are of 32 inputs each") as refused:
+    with pytest.raises(
+        ConfigError,
+        match=r"got 2, which cuts o_proj at input 16, but its scales are of 32 inputs each",
+    ) as refused:
         shard(program, 0, 2, lambda weight: 32)
     assert "--dtype bfloat16" in refused.value.hint
 
@@ -263,4 +315,6 @@ def test_one_rank_is_the_whole():
 def test_native_refuses_by_name():
     whole = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
     with pytest.raises(BackendUnavailable, match="the native backend cannot run the op AllReduce"):
-        NativeBackend(BackendOptions()).prepare(shard(whole, 0, 2), WeightReader(open_checkpoint(tiny_model("llama").path)).load)
+        NativeBackend(BackendOptions()).prepare(
+            shard(whole, 0, 2), WeightReader(open_checkpoint(tiny_model("llama").path)).load
+        )

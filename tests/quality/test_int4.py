@@ -1,7 +1,8 @@
 """int4 made at load, of weights that no grid of 32 neighbours fits already.
 
-SmolLM2's file is Q4_1, whose grid packing at load finds again, so its channels are put in another order first, which changes nothing of
-what the model computes: the hidden ones everywhere, those inside each MLP, and those of each value head.
+SmolLM2's file is Q4_1, whose grid packing at load finds again, so its channels are put in another
+order first, which changes nothing of what the model computes: the hidden ones everywhere, those
+inside each MLP, and those of each value head.
 """
 
 import json
@@ -23,14 +24,18 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model in fp32, its channels in another order."""
     checkpoint = open_checkpoint(resolve("smollm2"))
     config, rng = checkpoint.config, np.random.default_rng(0)
-    num_heads, num_kv_heads, head_dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    num_heads, num_kv_heads, head_dim = (
+        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     hidden = rng.permutation(config["hidden_size"])
     made = {}
     for layer in range(config["num_hidden_layers"]):
         inner = rng.permutation(config["intermediate_size"])
         heads = [rng.permutation(head_dim) for _ in range(num_kv_heads)]
         values = np.concatenate([head * head_dim + heads[head] for head in range(num_kv_heads)])
-        attended = np.concatenate([head * head_dim + heads[head * num_kv_heads // num_heads] for head in range(num_heads)])
+        attended = np.concatenate(
+            [head * head_dim + heads[head * num_kv_heads // num_heads] for head in range(num_heads)]
+        )
         orders = {
             "self_attn.q_proj": (None, hidden),
             "self_attn.k_proj": (None, hidden),
@@ -45,7 +50,10 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made |= {f"model.layers.{layer}.{name}.weight": order for name, order in orders.items()}
     made |= {"model.embed_tokens.weight": (None, hidden), "model.norm.weight": (hidden, None)}
     assert made.keys() == set(checkpoint.names())
-    tensors = {name: reordered(checkpoint.tensor(name).dequantize(), *order) for name, order in made.items()}
+    tensors = {
+        name: reordered(checkpoint.tensor(name).dequantize(), *order)
+        for name, order in made.items()
+    }
     path = tmp_path_factory.mktemp("shuffled")
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
@@ -71,7 +79,9 @@ def test_the_order_of_channels_changes_nothing(shuffled: Path) -> None:
 
 
 def test_int4_of_three_windows(shuffled: Path) -> None:
-    assert 1.0 < rise_when_shuffled(shuffled, 3, quantization="int4") <= 5.5, "below 1% the file's own grid was found again"
+    assert 1.0 < rise_when_shuffled(shuffled, 3, quantization="int4") <= 5.5, (
+        "below 1% the file's own grid was found again"
+    )
 
 
 @pytest.mark.slow

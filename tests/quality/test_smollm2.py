@@ -1,6 +1,8 @@
-"""The real model's quality on the native backend: fp32 equals transformers, every format stays within its bound.
+"""The real model's quality on the native backend: fp32 equals transformers, every format stays
+within its bound.
 
-Perplexity is over Newton's Opticks (tests/data); the expected fp32 value is transformers' on the dequantised weights.
+Perplexity is over Newton's Opticks (tests/data); the expected fp32 value is transformers' on the
+dequantised weights.
 """
 
 import importlib.util
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.backends.base import BackendOptions, StepBatch
+from octavo.backends.base import BackendOptions
+from octavo.backends.batch import StepBatch
 from octavo.backends.native.backend import NativeBackend
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.open import open_checkpoint
@@ -30,11 +33,27 @@ def oracle() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(resolve("smollm2"))
-    keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    keep = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     sizes = {name: checkpoint.config[name] for name in keep}
-    config = LlamaConfig(**sizes, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100000.0, tie_word_embeddings=True)
+    config = LlamaConfig(
+        **sizes,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    )
     network = LlamaForCausalLM(config).eval()
-    weights = {name: torch.from_numpy(checkpoint.tensor(name).dequantize().copy()) for name in checkpoint.names()}
+    weights = {
+        name: torch.from_numpy(checkpoint.tensor(name).dequantize().copy())
+        for name in checkpoint.names()
+    }
     missing, unexpected = network.load_state_dict(weights, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     network.tie_weights()
@@ -42,9 +61,13 @@ def oracle() -> torch.nn.Module:
 
 
 def test_greedy_tokens_equal_transformers(oracle: torch.nn.Module) -> None:
-    """48 tokens of each prompt, fp32 on both sides: each is the best of transformers' logits after those before it."""
+    """48 tokens of each prompt, fp32 on both sides: each is the best of transformers' logits after
+    those before it.
+    """
     with LLM("smollm2", dtype="float32", max_model_len=256, report=lambda text: None) as llm:
-        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+        outputs = llm.generate(
+            PROMPTS, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+        )
     for output in outputs:
         made = output.outputs[0].token_ids
         assert len(made) == 48
@@ -55,7 +78,9 @@ def test_greedy_tokens_equal_transformers(oracle: torch.nn.Module) -> None:
 
 
 def perplexity_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("perplexity", Path(__file__).parents[2] / "benchmarks" / "perplexity.py")
+    spec = importlib.util.spec_from_file_location(
+        "perplexity", Path(__file__).parents[2] / "benchmarks" / "perplexity.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -74,7 +99,9 @@ CASES = [
 
 @pytest.mark.parametrize(("options", "bound_percent"), CASES)
 def test_perplexity_of_two_windows(options: dict[str, str], bound_percent: float) -> None:
-    """The quick form of the one below: of two windows the bound is widened by a half percent, for they are a small sample."""
+    """The quick form of the one below: of two windows the bound is widened by a half percent, for
+    they are a small sample.
+    """
     found = perplexity_script().measure(2, model="smollm2", **options)
     slack = 0.0 if options.get("dtype") == "float32" else 0.5
     assert abs(found["rise_percent"]) <= bound_percent + slack, found
@@ -91,16 +118,27 @@ def test_perplexity(options: dict[str, str], bound_percent: float) -> None:
 
 @pytest.mark.slow
 def test_logits_cosine_as_packed() -> None:
-    """The 5th percentile, over all 20,480 positions, of the cosine between the packed model's logits and fp32's is above 0.995."""
+    """The 5th percentile, over all 20,480 positions, of the cosine between the packed model's
+    logits and fp32's is above 0.995.
+    """
     with LLM("smollm2", report=lambda text: None, max_model_len=256) as llm:
-        token_ids = llm.get_tokenizer().encode((DATA / "opticks.txt").read_text(encoding="utf-8"), add_special_tokens=False)
-    cosines = np.concatenate([_cosines(np.array(token_ids[start : start + 1024], np.int32)) for start in range(0, 20480, 1024)])
+        token_ids = llm.get_tokenizer().encode(
+            (DATA / "opticks.txt").read_text(encoding="utf-8"), add_special_tokens=False
+        )
+    cosines = np.concatenate(
+        [
+            _cosines(np.array(token_ids[start : start + 1024], np.int32))
+            for start in range(0, 20480, 1024)
+        ]
+    )
     assert np.percentile(cosines, 5) > 0.995
 
 
 def _cosines(ids: np.ndarray) -> np.ndarray:
     exact, packed = (_logits(ids, dtype) for dtype in ("float32", "auto"))
-    return (exact * packed).sum(1) / (np.linalg.norm(exact, axis=1) * np.linalg.norm(packed, axis=1))
+    return (exact * packed).sum(1) / (
+        np.linalg.norm(exact, axis=1) * np.linalg.norm(packed, axis=1)
+    )
 
 
 _RUNNABLES: dict[str, tuple] = {}

@@ -14,7 +14,11 @@ QUANTISED = [number for number, kind in BLOCK_TYPES.items() if kind.dtype is Non
 def random_blocks(number: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Random bytes whose fp16 fields are finite (their top exponent bit is cleared)."""
     kind = BLOCK_TYPES[number]
-    raw = np.random.default_rng(seed).integers(0, 256, kind.num_bytes(shape), dtype=np.uint8).reshape(-1, kind.block_bytes)
+    raw = (
+        np.random.default_rng(seed)
+        .integers(0, 256, kind.num_bytes(shape), dtype=np.uint8)
+        .reshape(-1, kind.block_bytes)
+    )
     halves = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind.name, [0, 2])
     for start in halves:
         raw[:, start + 1] &= 0xBF
@@ -50,7 +54,10 @@ def test_inputs_are_cut_between_blocks(number: int) -> None:
         part = packed.inputs(first, last)
         assert part.shape == (2, 3, last - first)
         assert part.dequantize().tobytes() == packed.dequantize()[..., first:last].tobytes()
-    with pytest.raises(ValueError, match=f"inputs {size // 2} to {size} cannot be cut from a weight of groups of {size}"):
+    with pytest.raises(
+        ValueError,
+        match=f"inputs {size // 2} to {size} cannot be cut from a weight of groups of {size}",
+    ):
         packed.inputs(size // 2, size)
 
 
@@ -61,11 +68,16 @@ def test_floats_are_views(name: str) -> None:
     raw = values.reshape(-1).view(np.uint8)
     packed = BLOCK_TYPES[number].tensor(raw, (3, 8))
     assert np.shares_memory(packed.codes, raw)
-    expected = gguf.quants.dequantize(raw.view(values.dtype) if name != "BF16" else raw, gguf.GGMLQuantizationType(number))
+    expected = gguf.quants.dequantize(
+        raw.view(values.dtype) if name != "BF16" else raw, gguf.GGMLQuantizationType(number)
+    )
     assert packed.dequantize().tobytes() == expected.astype(np.float32).tobytes()
 
 
 def test_numbers_and_sizes_are_ggmls() -> None:
     for number, kind in BLOCK_TYPES.items():
         assert gguf.GGMLQuantizationType(number).name == kind.name
-        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (kind.block_size, kind.block_bytes)
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (
+            kind.block_size,
+            kind.block_bytes,
+        )

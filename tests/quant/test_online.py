@@ -1,4 +1,5 @@
-"""Packing at load: error bounds, exactness where the input is already on such a grid, odd shapes."""
+"""Packing at load: error bounds, exactness where the input is already on such a grid, odd
+shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def relative_error(packed: PackedWeight, weight: np.ndarray) -> float:
     return float(np.sqrt(np.square(packed.dequantize() - weight).mean()) / weight.std())
 
 
-@pytest.mark.parametrize(("pack", "bound"), [(pack_int8, 0.008), (pack_fp8, 0.03), (pack_int4, 0.085)])
+@pytest.mark.parametrize(
+    ("pack", "bound"), [(pack_int8, 0.008), (pack_fp8, 0.03), (pack_int4, 0.085)]
+)
 @pytest.mark.parametrize("shape", [(1, 32), (300, 576), (4, 7, 96)], ids=str)
 def test_error_of_normal_weights(pack, bound: float, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)
@@ -43,20 +46,33 @@ def test_fp8_has_one_scale_an_output_and_keeps_zeros_and_what_is_damaged() -> No
     weight = normal(5, 40)
     weight[2], weight[3, 1] = 0, np.nan
     packed = pack_fp8(weight)
-    assert packed.scales is not None and packed.scales.values.shape == (5, 1) and packed.codes.dtype.name == "float8_e4m3fn"
+    assert (
+        packed.scales is not None
+        and packed.scales.values.shape == (5, 1)
+        and packed.codes.dtype.name == "float8_e4m3fn"
+    )
     assert (packed.code, packed.activation, packed.num_bytes) == ("e4m3", "per_token", 5 * 44)
     assert not packed.dequantize()[2].any() and np.isnan(packed.dequantize()[3]).any()
-    np.testing.assert_allclose(packed.dequantize()[[0, 1, 4]], weight[[0, 1, 4]], rtol=1 / 16, atol=1e-3 * abs(weight[[0, 1, 4]]).max())
+    np.testing.assert_allclose(
+        packed.dequantize()[[0, 1, 4]],
+        weight[[0, 1, 4]],
+        rtol=1 / 16,
+        atol=1e-3 * abs(weight[[0, 1, 4]]).max(),
+    )
 
 
 def test_fp8_of_an_fp8_grid_is_exact() -> None:
     """What a checkpoint with a scale an output holds is made again."""
     packed = pack_fp8(normal(6, 64))
-    np.testing.assert_array_equal(pack_fp8(packed.dequantize()).codes.view(np.uint8), packed.codes.view(np.uint8))
+    np.testing.assert_array_equal(
+        pack_fp8(packed.dequantize()).codes.view(np.uint8), packed.codes.view(np.uint8)
+    )
 
 
 def test_int4_refuses_short_groups() -> None:
-    with pytest.raises(UnsupportedModel, match="int4: a matrix has 40 inputs, allowed is a multiple of 32"):
+    with pytest.raises(
+        UnsupportedModel, match="int4: a matrix has 40 inputs, allowed is a multiple of 32"
+    ):
         pack_int4(normal(5, 40))
 
 
@@ -67,20 +83,31 @@ def test_int4_keeps_constant_groups() -> None:
 
 
 def test_int4_of_a_q4_1_grid_is_nearly_exact() -> None:
-    """What Q4_1 made is made again: nothing is lost by packing a dequantised file. Tolerance: fp16 rounding of the scale."""
+    """What Q4_1 made is made again: nothing is lost by packing a dequantised file. Tolerance: fp16
+    rounding of the scale.
+    """
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 16, (8, 96), dtype=np.uint8)
     codes[:, ::32], codes[:, 1::32] = 0, 15
     scales = rng.uniform(0.01, 0.02, (8, 3)).astype(np.float16)
-    origin = PackedWeight((8, 96), 8, "uint", codes, 32, Levels(scales), Levels(-scales * np.float16(7)))
-    np.testing.assert_allclose(pack_int4(origin.dequantize()).dequantize(), origin.dequantize(), atol=2e-4)
+    origin = PackedWeight(
+        (8, 96), 8, "uint", codes, 32, Levels(scales), Levels(-scales * np.float16(7))
+    )
+    np.testing.assert_allclose(
+        pack_int4(origin.dequantize()).dequantize(), origin.dequantize(), atol=2e-4
+    )
 
 
 def test_int4_errs_where_inputs_are_weak() -> None:
     """Of importance only shares within a group count."""
-    weight, importance = normal(200, 128), np.exp2(np.random.default_rng(3).integers(-8, 3, 128)).astype(np.float32)
+    weight, importance = (
+        normal(200, 128),
+        np.exp2(np.random.default_rng(3).integers(-8, 3, 128)).astype(np.float32),
+    )
     packed, plain = pack_int4(weight, importance), pack_int4(weight)
-    errors = [(importance * np.square(each.dequantize() - weight)).sum() for each in (packed, plain)]
+    errors = [
+        (importance * np.square(each.dequantize() - weight)).sum() for each in (packed, plain)
+    ]
     assert errors[0] < 0.8 * errors[1]
     again = pack_int4(weight, importance * np.repeat([0.25, 1, 2, 64], 32).astype(np.float32))
     np.testing.assert_array_equal(again.dequantize(), packed.dequantize())
@@ -93,14 +120,18 @@ def test_int4_with_one_input_that_matters() -> None:
     weight, importance = normal(50, 32), np.full(32, 1e-6, np.float32)
     importance[5] = 1
     packed = pack_int4(weight, importance).dequantize()
-    assert abs(packed - weight)[:, 5].max() < 0.01 and relative_error(pack_int4(weight, importance), weight) < 0.15
+    assert (
+        abs(packed - weight)[:, 5].max() < 0.01
+        and relative_error(pack_int4(weight, importance), weight) < 0.15
+    )
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.floats(1e-6, 1e3))
 def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> None:
-    """Against codes from min and max alone, per group, but for what rounding scale and min to fp16 costs: thousandths of the error,
-    or where they are subnormal half a step of 2^-24 for each of 15 codes and for the min."""
+    """Against codes from min and max alone, per group, but for what rounding scale and min to fp16
+    costs: thousandths of the error, or where they are subnormal half a step of 2^-24 for each of 15
+    codes and for the min."""
     weight = (np.random.default_rng(seed).standard_t(3, (4, 32)) * spread).astype(np.float32)
     low, high = weight.min(1, keepdims=True), weight.max(1, keepdims=True)
     scale = ((high - low) / 15).astype(np.float16).astype(np.float32)
@@ -109,19 +140,25 @@ def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> No
     plain = np.clip(np.rint((weight - start) * inverse), 0, 15) * scale + start
     error = np.square(pack_int4(weight).dequantize() - weight).sum(1)
     rounding = 16 * 2.0**-25 * 32**0.5 if spread < 1e-3 else 0.0
-    assert (np.sqrt(error) <= np.sqrt(np.square(plain - weight).sum(1) * 1.01 + 1e-12) + rounding).all()
+    assert (
+        np.sqrt(error) <= np.sqrt(np.square(plain - weight).sum(1) * 1.01 + 1e-12) + rounding
+    ).all()
 
 
 @pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
 def test_damaged_weights_stay_damaged(damage: float) -> None:
-    """They fail the requests that meet them; as zeros nobody would notice. The groups and rows beside them are not touched."""
+    """They fail the requests that meet them; as zeros nobody would notice. The groups and rows
+    beside them are not touched.
+    """
     weight = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     sound4, sound8 = pack_int4(weight).dequantize(), pack_int8(weight).dequantize()
     weight[1, 5] = damage
     with np.errstate(invalid="ignore"):
         made4, made8 = pack_int4(weight).dequantize(), pack_int8(weight).dequantize()
     assert not np.isfinite(made4[1, :32]).any() and not np.isfinite(made8[1]).any()
-    np.testing.assert_array_equal(np.delete(made4.reshape(8, 32), 2, axis=0), np.delete(sound4.reshape(8, 32), 2, axis=0))
+    np.testing.assert_array_equal(
+        np.delete(made4.reshape(8, 32), 2, axis=0), np.delete(sound4.reshape(8, 32), 2, axis=0)
+    )
     np.testing.assert_array_equal(np.delete(made8, 1, axis=0), np.delete(sound8, 1, axis=0))
 
 

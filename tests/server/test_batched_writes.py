@@ -42,7 +42,11 @@ def test_one_write_for_each_connection_after_whatever_is_ready():
         assert calls == ["ran", "ran", ("a", b"12"), ("b", b"3")]
         second.write(b"4")
         second.close()
-        assert calls[4:] == [("b", b"4"), ("b", None)] and second.is_closing() and not first.is_closing()
+        assert (
+            calls[4:] == [("b", b"4"), ("b", None)]
+            and second.is_closing()
+            and not first.is_closing()
+        )
         first.write(b"5")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -53,7 +57,9 @@ def test_one_write_for_each_connection_after_whatever_is_ready():
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_connection_that_is_gone_keeps_nobody_waiting(run):
-    """What was written to it is dropped; uvloop refuses to write to it, and those behind it in the batch must not pay for that."""
+    """What was written to it is dropped; uvloop refuses to write to it, and those behind it in the
+    batch must not pay for that.
+    """
 
     async def main():
         loop, batch, transports, faults = asyncio.get_running_loop(), WriteBatch(), {}, []
@@ -61,10 +67,14 @@ def test_a_connection_that_is_gone_keeps_nobody_waiting(run):
 
         class Server(asyncio.Protocol):
             def connection_made(self, transport):
-                transports[transport.get_extra_info("peername")] = BatchedTransport(transport, batch)
+                transports[transport.get_extra_info("peername")] = BatchedTransport(
+                    transport, batch
+                )
 
         server = await loop.create_server(Server, "127.0.0.1", 0)
-        clients = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)]
+        clients = [
+            await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)
+        ]
         while len(transports) < 2:
             await asyncio.sleep(0.01)
         gone, there = (transports[writer.get_extra_info("sockname")] for _, writer in clients)

@@ -1,4 +1,6 @@
-"""The prefix cache over HTTP: a system prompt that is pinned is found by the next server, and what is found is counted."""
+"""The prefix cache over HTTP: a system prompt that is pinned is found by the next server, and what
+is found is counted.
+"""
 
 import os
 import re
@@ -22,7 +24,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    server = LiveServer(str(tiny_model_with_text()), f"--prefix-cache-dir={folder}", "--served-model-name=tiny", "--max-model-len=2048")
+    server = LiveServer(
+        str(tiny_model_with_text()),
+        f"--prefix-cache-dir={folder}",
+        "--served-model-name=tiny",
+        "--max-model-len=2048",
+    )
     yield server
     assert server.stop() == 0
 
@@ -35,7 +42,11 @@ def http(server):
 
 def complete(http: httpx.Client, prompt: str, **fields) -> int:
     """How many tokens of the prompt were found."""
-    body = {"prompt": prompt, **{name: value for name, value in READABLE.items() if name != "extra_body"}, **fields}
+    body = {
+        "prompt": prompt,
+        **{name: value for name, value in READABLE.items() if name != "extra_body"},
+        **fields,
+    }
     usage = http.post("/v1/completions", json=body).json()["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -49,7 +60,10 @@ def test_a_pinned_prompt_is_found_after_a_restart(http, folder):
         assert complete(second, SYSTEM + " Hello?") >= answer["pinned_tokens"]
         found = second.get("/v1/cache").json()
     assert other.stop() == 0
-    assert found["hit_tokens_off_device"] >= answer["pinned_tokens"] and found["hit_tokens"] >= found["hit_tokens_off_device"]
+    assert (
+        found["hit_tokens_off_device"] >= answer["pinned_tokens"]
+        and found["hit_tokens"] >= found["hit_tokens_off_device"]
+    )
     assert found["disk"]["pinned_bytes"] > 0 and found["disk"]["damaged_files"] == 0
     assert any("blocks of this model" in line for line in other.lines)
 
@@ -68,13 +82,22 @@ def test_what_is_found_is_counted(http, server):
     for _ in range(2):
         complete(http, "A prompt of more than sixteen tokens, twice.")
     after = http.get("/v1/cache").json()
-    assert after["hit_tokens"] - before["hit_tokens"] == 43 and after["queried_tokens"] - before["queried_tokens"] == 88
+    assert (
+        after["hit_tokens"] - before["hit_tokens"] == 43
+        and after["queried_tokens"] - before["queried_tokens"] == 88
+    )
     assert server.metric("prefix_cache_hits_total") == after["hit_tokens"]
-    assert server.metric("external_prefix_cache_queries_total") > server.metric("external_prefix_cache_hits_total") >= 0
+    assert (
+        server.metric("external_prefix_cache_queries_total")
+        > server.metric("external_prefix_cache_hits_total")
+        >= 0
+    )
 
 
 def test_who_shares_blocks_is_told(server, http):
-    """Eight samples of a prompt of five blocks, all but the last of them full. The engine stands still while it is looked at."""
+    """Eight samples of a prompt of five blocks, all but the last of them full. The engine stands
+    still while it is looked at.
+    """
     body = LONG | {"prompt": "x" * 70, "n": 8, "max_tokens": 1900, "stream": True}
     with server.http() as other, http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
@@ -96,7 +119,9 @@ def test_who_shares_blocks_is_told(server, http):
 
 
 def test_two_servers_on_one_directory(tmp_path):
-    """Both write and remove all the time, in a directory that holds a fraction of what they use; what they answer is the same."""
+    """Both write and remove all the time, in a directory that holds a fraction of what they use;
+    what they answer is the same.
+    """
     options = (
         f"--prefix-cache-dir={tmp_path}",
         "--prefix-cache-size=400KiB",
@@ -107,8 +132,15 @@ def test_two_servers_on_one_directory(tmp_path):
     prompts = [f"{index % 13}: {SYSTEM} {index}" for index in range(26)]
     with ThreadPoolExecutor(16) as pool, servers[0].http() as one, servers[1].http() as other:
         first = [list(pool.map(partial(text_of, http), prompts)) for http in (one, other)]
-        again = pool.map(text_of, [one, other] * len(prompts), [prompt for prompt in prompts[::-1] for _ in range(2)])
-        assert list(again) == [text for text in first[0][::-1] for _ in range(2)] and first[0] == first[1]
+        again = pool.map(
+            text_of,
+            [one, other] * len(prompts),
+            [prompt for prompt in prompts[::-1] for _ in range(2)],
+        )
+        assert (
+            list(again) == [text for text in first[0][::-1] for _ in range(2)]
+            and first[0] == first[1]
+        )
         disks = [http.get("/v1/cache").json()["disk"] for http in (one, other)]
     assert [server.stop() for server in servers] == [0, 0]
     assert sum(disk["blocks_read"] for disk in disks) > 0
@@ -135,25 +167,41 @@ def test_resetting(http):
     [
         ({}, "prompt: needed is one of prompt and messages"),
         ({"prompt": "a", "messages": []}, "prompt: needed is one of prompt and messages"),
-        ({"prompt": "a", "ttl_s": -3}, "ttl_s: got -3.0, allowed is None (for good) or seconds from 0"),
+        (
+            {"prompt": "a", "ttl_s": -3},
+            "ttl_s: got -3.0, allowed is None (for good) or seconds from 0",
+        ),
         ({"prompt": "a", "ttl": 3}, "ttl: no such field (hint: did you mean ttl_s?)"),
-        ({"prompt": "a", "ttl_s": "1h"}, "ttl_s: got '1h', allowed is seconds; null is for good, 0 ends a pin"),
+        (
+            {"prompt": "a", "ttl_s": "1h"},
+            "ttl_s: got '1h', allowed is seconds; null is for good, 0 ends a pin",
+        ),
         ({"prompt": ""}, "prompt: got no token"),
         ({"messages": []}, "messages: "),
         ({"prompt": [5, -1]}, "-1"),
-        ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs: allowed only with messages"),
+        (
+            {"prompt": "a", "chat_template_kwargs": {}},
+            "chat_template_kwargs: allowed only with messages",
+        ),
         ({"prompt": [5] * 5000}, "context"),
     ],
 )
 def test_bad_pins_are_named(http, body, message):
     response = http.post("/v1/cache/pin", json=body)
     error = response.json()["error"]
-    assert response.status_code == error["code"] == 400 and error["type"] == "BadRequestError" and message in error["message"]
+    assert (
+        response.status_code == error["code"] == 400
+        and error["type"] == "BadRequestError"
+        and message in error["message"]
+    )
 
 
 def test_bad_resets_and_models_are_named(http):
     response = http.post("/v1/cache/reset", json={"connector": True})
-    assert response.status_code == 400 and "connector: no such field" in response.json()["error"]["message"]
+    assert (
+        response.status_code == 400
+        and "connector: no such field" in response.json()["error"]["message"]
+    )
     response = http.post("/v1/cache/pin", json={"prompt": "a", "model": "other"})
     assert response.status_code == 404 and response.json()["error"]["type"] == "NotFoundError"
     assert http.get("/v1/cache/pin").status_code == 405
@@ -174,4 +222,7 @@ def test_without_a_directory_there_is_nothing_to_pin_in():
         assert http.get("/v1/cache").json()["disk"] is None
     assert server.stop() == 0
     assert response.status_code == 400
-    assert "keeps no blocks on disk (hint: start it with prefix_cache_dir)" in response.json()["error"]["message"]
+    assert (
+        "keeps no blocks on disk (hint: start it with prefix_cache_dir)"
+        in response.json()["error"]["message"]
+    )

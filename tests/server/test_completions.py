@@ -23,7 +23,11 @@ def streamed(client, **options):
 
 def test_a_text(client):
     answer = complete(client)
-    assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == "tiny"
+    assert (
+        answer.id.startswith("cmpl-")
+        and answer.object == "text_completion"
+        and answer.model == "tiny"
+    )
     (choice,) = answer.choices
     assert len(choice.text) == 24 and set(choice.text) <= set("abcdefgh")
     assert choice.finish_reason == "length" and choice.logprobs is None
@@ -48,7 +52,9 @@ def test_several_prompts_are_answered_in_order(client, as_ids):
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3, 4, 5]
     for index, prompt in enumerate(prompts):
         alone = complete(client, prompt, n=2)
-        assert [choice.text for choice in answer.choices[2 * index : 2 * index + 2]] == [choice.text for choice in alone.choices]
+        assert [choice.text for choice in answer.choices[2 * index : 2 * index + 2]] == [
+            choice.text for choice in alone.choices
+        ]
     assert answer.usage.prompt_tokens == 18 and answer.usage.completion_tokens == 6 * 24
 
 
@@ -64,9 +70,20 @@ def test_a_stream_says_what_the_whole_answer_says(client):
     assert set(reasons.values()) == {"length"}
     assert len({chunk.id for chunk in chunks}) == 1
     for choice in whole.choices:
-        parts = [part.logprobs for chunk in chunks for part in chunk.choices if part.index == choice.index and part.logprobs]
-        assert [value for part in parts for value in part.token_logprobs] == pytest.approx(choice.logprobs.token_logprobs, abs=ROUNDING)
-        assert [value for part in parts for value in part.text_offset] == choice.logprobs.text_offset == list(range(24))
+        parts = [
+            part.logprobs
+            for chunk in chunks
+            for part in chunk.choices
+            if part.index == choice.index and part.logprobs
+        ]
+        assert [value for part in parts for value in part.token_logprobs] == pytest.approx(
+            choice.logprobs.token_logprobs, abs=ROUNDING
+        )
+        assert (
+            [value for part in parts for value in part.text_offset]
+            == choice.logprobs.text_offset
+            == list(range(24))
+        )
         tops = [value for part in parts for value in part.top_logprobs]
         assert tops == [pytest.approx(top, abs=ROUNDING) for top in choice.logprobs.top_logprobs]
 
@@ -75,32 +92,55 @@ def test_usage_at_the_end_of_a_stream(client):
     *chunks, last = streamed(client, stream_options={"include_usage": True})[2]
     assert last.choices == [] and last.usage.completion_tokens == 24
     assert all(chunk.usage is None for chunk in chunks)
-    *chunks, last = streamed(client, stream_options={"include_usage": True, "continuous_usage_stats": True})[2]
+    *chunks, last = streamed(
+        client, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )[2]
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens == 24
 
 
 def test_the_best_of_several(client):
-    """Those of the n samples that are the most likely, in that order; all that were made are paid for."""
+    """Those of the n samples that are the most likely, in that order; all that were made are paid
+    for.
+    """
     every = complete(client, n=5, logprobs=0).choices
     ranked = sorted(every, key=lambda choice: -sum(choice.logprobs.token_logprobs))
     answer = complete(client, n=2, best_of=5)
     assert [choice.text for choice in answer.choices] == [choice.text for choice in ranked[:2]]
-    assert [choice.index for choice in answer.choices] == [0, 1] and answer.choices[0].logprobs is None
+    assert [choice.index for choice in answer.choices] == [0, 1] and answer.choices[
+        0
+    ].logprobs is None
     assert answer.usage.completion_tokens == 5 * 24
 
 
 def test_a_beam_search(http):
-    """As vLLM's clients ask for one: n of as many beams; or with a width of their own. The best first, each with its score."""
-    body = {"model": "tiny", "prompt": "Hello", "use_beam_search": True, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
-    every = http.post("/v1/completions", json=body | {"n": 4, "length_penalty": 0.5, "early_stopping": "never"}).json()
+    """As vLLM's clients ask for one: n of as many beams; or with a width of their own. The best
+    first, each with its score.
+    """
+    body = {
+        "model": "tiny",
+        "prompt": "Hello",
+        "use_beam_search": True,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    every = http.post(
+        "/v1/completions", json=body | {"n": 4, "length_penalty": 0.5, "early_stopping": "never"}
+    ).json()
     scores = [choice["score"] for choice in every["choices"]]
-    assert [choice["index"] for choice in every["choices"]] == [0, 1, 2, 3] and scores == sorted(scores, reverse=True)
+    assert [choice["index"] for choice in every["choices"]] == [0, 1, 2, 3] and scores == sorted(
+        scores, reverse=True
+    )
     one = http.post(
-        "/v1/completions", json=body | {"beam_width": 4, "length_penalty": 0.5, "early_stopping": "never", "logprobs": 1}
+        "/v1/completions",
+        json=body
+        | {"beam_width": 4, "length_penalty": 0.5, "early_stopping": "never", "logprobs": 1},
     ).json()
     assert [choice["token_ids"] for choice in one["choices"]] == [every["choices"][0]["token_ids"]]
-    assert sum(one["choices"][0]["logprobs"]["token_logprobs"]) / 12**0.5 == pytest.approx(scores[0])
+    assert sum(one["choices"][0]["logprobs"]["token_logprobs"]) / 12**0.5 == pytest.approx(
+        scores[0]
+    )
     assert (
         every["usage"]["completion_tokens"] == 4 * 12
         and "score" not in http.post("/v1/completions", json={"prompt": "x"}).json()["choices"][0]
@@ -129,8 +169,14 @@ def test_echo(client):
 
 def test_echo_with_logprobs_scores_the_prompt(client):
     scored = complete(client, echo=True, logprobs=1).choices[0].logprobs
-    assert scored.tokens[:5] == list("Hello") and len(scored.tokens) == 29 and scored.text_offset == list(range(29))
-    assert scored.token_logprobs[0] is None and all(value <= 0 for value in scored.token_logprobs[1:])
+    assert (
+        scored.tokens[:5] == list("Hello")
+        and len(scored.tokens) == 29
+        and scored.text_offset == list(range(29))
+    )
+    assert scored.token_logprobs[0] is None and all(
+        value <= 0 for value in scored.token_logprobs[1:]
+    )
     only = complete(client, echo=True, logprobs=1, max_tokens=0)
     assert only.choices[0].text == "Hello" and only.usage.completion_tokens == 0
     assert only.choices[0].logprobs.token_logprobs == scored.token_logprobs[:5]
@@ -138,15 +184,27 @@ def test_echo_with_logprobs_scores_the_prompt(client):
 
 def test_logprobs_hold_the_token_and_the_best(client):
     scored = complete(client, logprobs=3).choices[0].logprobs
-    for token, value, top in zip(scored.tokens, scored.token_logprobs, scored.top_logprobs, strict=True):
+    for token, value, top in zip(
+        scored.tokens, scored.token_logprobs, scored.top_logprobs, strict=True
+    ):
         assert top[token] == value and len(top) in (3, 4)
 
 
 def test_prompt_logprobs_and_token_ids(http):
-    body = {"prompt": "Hello", "prompt_logprobs": 0, "return_token_ids": True, "max_tokens": 3, "allowed_token_ids": LETTERS}
+    body = {
+        "prompt": "Hello",
+        "prompt_logprobs": 0,
+        "return_token_ids": True,
+        "max_tokens": 3,
+        "allowed_token_ids": LETTERS,
+    }
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
-    assert choice["prompt_token_ids"] == ids_of("Hello") and choice["token_ids"] == ids_of(choice["text"])
-    assert choice["prompt_logprobs"][0] is None and choice["prompt_logprobs"][1].keys() == {str(ids_of("e")[0])}
+    assert choice["prompt_token_ids"] == ids_of("Hello") and choice["token_ids"] == ids_of(
+        choice["text"]
+    )
+    assert choice["prompt_logprobs"][0] is None and choice["prompt_logprobs"][1].keys() == {
+        str(ids_of("e")[0])
+    }
     body = {"prompt": "Hello", "logprobs": 1, "return_tokens_as_token_ids": True, "max_tokens": 3}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert all(token.startswith("token_id:") for token in choice["logprobs"]["tokens"])
@@ -183,10 +241,18 @@ def test_seeds_and_extras(client):
     assert complete(client).choices[0].text == complete(client).choices[0].text
     assert complete(client, seed=4).choices[0].text != complete(client).choices[0].text
     only = {**READABLE["extra_body"], "top_k": 1}
-    assert complete(client, extra_body=only).choices[0].text == complete(client, temperature=0).choices[0].text
+    assert (
+        complete(client, extra_body=only).choices[0].text
+        == complete(client, temperature=0).choices[0].text
+    )
     (a,) = ids_of("a")
     assert complete(client, logit_bias={str(a): 100}).choices[0].text == "a" * 24
-    bad = {**READABLE["extra_body"], "bad_words": list("abcdefg"), "repetition_penalty": 1.2, "min_p": 0.1}
+    bad = {
+        **READABLE["extra_body"],
+        "bad_words": list("abcdefg"),
+        "repetition_penalty": 1.2,
+        "min_p": 0.1,
+    }
     assert complete(client, extra_body=bad).choices[0].text == "h" * 24
 
 
@@ -196,7 +262,10 @@ def test_a_request_may_bring_its_id(http):
 
 
 def test_the_form_of_a_stream(http):
-    response = http.post("/v1/completions", json={"prompt": "Hello", "stream": True, "max_tokens": 4, "allowed_token_ids": LETTERS})
+    response = http.post(
+        "/v1/completions",
+        json={"prompt": "Hello", "stream": True, "max_tokens": 4, "allowed_token_ids": LETTERS},
+    )
     assert response.headers["content-type"].startswith("text/event-stream")
     assert events_of(response.iter_lines())[-1]["choices"][0]["finish_reason"] == "length"
 
@@ -204,19 +273,25 @@ def test_the_form_of_a_stream(http):
 def test_long_prompts_are_tokenized_all_the_same(http):
     answer = http.post("/v1/completions", json={"prompt": "x" * 30_000})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens, the prompt has 30000")
+    assert answer.json()["error"]["message"].startswith(
+        "This model's maximum context length is 512 tokens, the prompt has 30000"
+    )
 
 
 def test_timings_say_where_the_time_went(http, client):
     fields = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
     assert "timings" not in http.post("/v1/completions", json=fields).json()
-    timings = http.post("/v1/completions", json=fields | {"timings": True, "n": 3, "temperature": 1}).json()["timings"]
+    timings = http.post(
+        "/v1/completions", json=fields | {"timings": True, "n": 3, "temperature": 1}
+    ).json()["timings"]
     assert timings["num_steps"] == 3 * 4 and timings["max_batch_size"] == 3
     assert timings["prefill_s"] > 0 and timings["decode_s"] > 0 and timings["num_preemptions"] == 0
     assert set(timings) >= {"queued_s", "cached_tokens", "num_swaps", "waits", "reason"}
     *_, last = complete(client, stream=True, extra_body=READABLE["extra_body"] | {"timings": True})
     assert last.choices == [] and last.timings["num_steps"] == 24 and last.usage is None
-    stopped = complete(client, stop=["a", "b", "c", "d"], extra_body=READABLE["extra_body"] | {"timings": True})
+    stopped = complete(
+        client, stop=["a", "b", "c", "d"], extra_body=READABLE["extra_body"] | {"timings": True}
+    )
     assert stopped.choices[0].finish_reason == "stop" and 0 < stopped.timings["num_steps"] <= 24
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "timings": True}
     assert http.post("/v1/chat/completions", json=chat).json()["timings"]["num_steps"] <= 2

@@ -1,4 +1,6 @@
-"""Errors: one form of body, one message that says what, got and allowed, no traceback, and the server goes on."""
+"""Errors: one form of body, one message that says what, got and allowed, no traceback, and the
+server goes on.
+"""
 
 import openai
 import pytest
@@ -13,48 +15,135 @@ def error_of(response, status):
     assert response.headers["content-type"] == "application/json"
     body = response.json()
     assert body.keys() == {"error"} and body["error"].keys() == {"message", "type", "param", "code"}
-    assert body["error"]["code"] == status and "Traceback" not in response.text and "\n" not in body["error"]["message"]
+    assert (
+        body["error"]["code"] == status
+        and "Traceback" not in response.text
+        and "\n" not in body["error"]["message"]
+    )
     return body["error"]
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"temperature": -1}, "temperature", "temperature: got -1.0, allowed is a number from 0 to 2 (hint: 0 is greedy)"),
+        (
+            {"temperature": -1},
+            "temperature",
+            "temperature: got -1.0, allowed is a number from 0 to 2 (hint: 0 is greedy)",
+        ),
         ({"temperature": "hot"}, "temperature", "temperature: got 'hot', allowed is a number"),
-        ({"temprature": 1}, "temprature", "temprature: no such field (hint: did you mean temperature?)"),
+        (
+            {"temprature": 1},
+            "temprature",
+            "temprature: no such field (hint: did you mean temperature?)",
+        ),
         ({"top_p": 0}, "top_p", "top_p: got 0.0, allowed is a number above 0 and at most 1"),
-        ({"top_k": -2}, "top_k", "top_k: got -2, allowed is 0 or -1 (off), or a whole number from 1 up"),
+        (
+            {"top_k": -2},
+            "top_k",
+            "top_k: got -2, allowed is 0 or -1 (off), or a whole number from 1 up",
+        ),
         ({"top_k": 1.5}, "top_k", "top_k: got 1.5, allowed is a whole number"),
         ({"n": 0}, "n", "n: got 0, allowed is a whole number from 1 to 16384"),
         ({"n": 2, "temperature": 0}, "n", "n: got 2, allowed is 1 when the temperature is 0"),
-        ({"max_tokens": -3}, "max_tokens", "max_tokens: got -3, allowed is a whole number from 1 up"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens: got 0, allowed only with echo and without stream"),
+        (
+            {"max_tokens": -3},
+            "max_tokens",
+            "max_tokens: got -3, allowed is a whole number from 1 up",
+        ),
+        (
+            {"max_tokens": 0},
+            "max_tokens",
+            "max_tokens: got 0, allowed only with echo and without stream",
+        ),
         ({"logprobs": 21}, "logprobs", "logprobs: got 21, allowed are at most 20"),
         ({"logprobs": -1}, "logprobs", "logprobs: got -1, allowed is a whole number from 0 up"),
         ({"seed": 2**70}, "seed", "seed: got 1180591620717411303424, allowed is a"),
-        ({"stop": [""]}, "stop", "stop: got '', allowed is one text or a list of texts, none of them empty"),
+        (
+            {"stop": [""]},
+            "stop",
+            "stop: got '', allowed is one text or a list of texts, none of them empty",
+        ),
         ({"stop": [1]}, "stop", "stop: got [1], allowed is a text or a list of texts"),
-        ({"stop_token_ids": [999]}, "stop_token_ids", "stop_token_ids: got the token id 999, allowed are 0 to 319"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias: got the key 'a', allowed are token ids"),
+        (
+            {"stop_token_ids": [999]},
+            "stop_token_ids",
+            "stop_token_ids: got the token id 999, allowed are 0 to 319",
+        ),
+        (
+            {"logit_bias": {"a": 1}},
+            "logit_bias",
+            "logit_bias: got the key 'a', allowed are token ids",
+        ),
         ({"prompt": []}, "prompt", "prompt: got an empty list, needed is at least one prompt"),
         ({"prompt": ""}, "prompt", "prompt: got no token, needed is at least one"),
         ({"prompt": [5, 320]}, "prompt", "prompt: got the token id 320, allowed are 0 to 319"),
         ({"prompt": [5, -1]}, "prompt", "prompt: got the token id -1, allowed are 0 to 319"),
-        ({"prompt": {"text": 1}}, "prompt", "prompt: got {'text': 1}, allowed is a text, token ids, or a list of either"),
-        ({"prompt": [5] * 512}, "prompt", "This model's maximum context length is 512 tokens, the prompt has 512; allowed are at most 511"),
+        (
+            {"prompt": {"text": 1}},
+            "prompt",
+            "prompt: got {'text': 1}, allowed is a text, token ids, or a list of either",
+        ),
+        (
+            {"prompt": [5] * 512},
+            "prompt",
+            (
+                "This model's maximum context length is 512 tokens, the prompt has 512; allowed are"
+                " at most 511"
+            ),
+        ),
         ({"suffix": "end"}, "suffix", "suffix: this server does not insert text"),
-        ({"n": 3, "best_of": 2}, "best_of", "best_of: got 2, allowed is None, or a whole number from n (3) to 16384"),
-        ({"best_of": 3, "temperature": 0}, "best_of", "best_of: got 3, allowed is 1 when the temperature is 0"),
-        ({"best_of": 3, "stream": True}, "best_of", "best_of: got 3 with stream, allowed is the value of n (1)"),
-        ({"use_beam_search": True, "stream": True}, "stream", "stream: got true with use_beam_search, allowed is false"),
-        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "n", "n: got 3, allowed is at most the beam_width (2)"),
-        ({"use_beam_search": True, "beam_width": 65}, "beam_width", "beam_width: got 65, allowed are at most 64 sequences at once"),
-        ({"use_beam_search": True, "top_p": 0.5}, "top_p", "top_p: got 0.5, allowed is 1.0 in a beam search"),
-        ({"length_penalty": 1.0}, "length_penalty", "length_penalty: allowed only where use_beam_search is true"),
+        (
+            {"n": 3, "best_of": 2},
+            "best_of",
+            "best_of: got 2, allowed is None, or a whole number from n (3) to 16384",
+        ),
+        (
+            {"best_of": 3, "temperature": 0},
+            "best_of",
+            "best_of: got 3, allowed is 1 when the temperature is 0",
+        ),
+        (
+            {"best_of": 3, "stream": True},
+            "best_of",
+            "best_of: got 3 with stream, allowed is the value of n (1)",
+        ),
+        (
+            {"use_beam_search": True, "stream": True},
+            "stream",
+            "stream: got true with use_beam_search, allowed is false",
+        ),
+        (
+            {"use_beam_search": True, "n": 3, "beam_width": 2},
+            "n",
+            "n: got 3, allowed is at most the beam_width (2)",
+        ),
+        (
+            {"use_beam_search": True, "beam_width": 65},
+            "beam_width",
+            "beam_width: got 65, allowed are at most 64 sequences at once",
+        ),
+        (
+            {"use_beam_search": True, "top_p": 0.5},
+            "top_p",
+            "top_p: got 0.5, allowed is 1.0 in a beam search",
+        ),
+        (
+            {"length_penalty": 1.0},
+            "length_penalty",
+            "length_penalty: allowed only where use_beam_search is true",
+        ),
         ({"store": True}, "store", "store: this server does not support it"),
-        ({"stream_options": {"include": 1}, "stream": True}, "stream_options.include", "stream_options.include: no such field"),
-        ({"request_id": ""}, "request_id", "request_id: got '', allowed is a text of 1 to 200 characters"),
+        (
+            {"stream_options": {"include": 1}, "stream": True},
+            "stream_options.include",
+            "stream_options.include: no such field",
+        ),
+        (
+            {"request_id": ""},
+            "request_id",
+            "request_id: got '', allowed is a text of 1 to 200 characters",
+        ),
     ],
 )
 def test_a_bad_field_is_named(http, fields, param, message):
@@ -69,14 +158,18 @@ def test_a_missing_field_is_named(http):
     assert (error["param"], error["message"]) == ("prompt", "prompt: needed, and not given")
 
 
-@pytest.mark.parametrize("body", [b'{"prompt": ', b"", b"[1]", b'"text"', b"\xff", rb'{"prompt": "\ud800"}'])
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": ', b"", b"[1]", b'"text"', b"\xff", rb'{"prompt": "\ud800"}']
+)
 def test_a_body_that_is_no_json_object(http, body):
     assert "JSON" in error_of(http.post("/v1/completions", content=body), 400)["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-Infinity"])
 def test_numbers_that_are_not_finite(http, number):
-    error = error_of(http.post("/v1/completions", content=f'{{"prompt": "Hello", "temperature": {number}}}'), 400)
+    error = error_of(
+        http.post("/v1/completions", content=f'{{"prompt": "Hello", "temperature": {number}}}'), 400
+    )
     assert error["param"] == "temperature"
 
 
@@ -115,5 +208,7 @@ def test_one_bad_prompt_of_several_refuses_them_all(server, http):
 
 def test_openai_raises_its_own_kinds(client):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="Hello", **READABLE | {"temperature": 1.9, "top_p": 3})
+        client.completions.create(
+            model="tiny", prompt="Hello", **READABLE | {"temperature": 1.9, "top_p": 3}
+        )
     assert caught.value.param == "top_p"

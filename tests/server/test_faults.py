@@ -1,4 +1,6 @@
-"""Our own faults: a request that cannot be computed fails alone, and nobody learns what the inside looks like."""
+"""Our own faults: a request that cannot be computed fails alone, and nobody learns what the inside
+looks like.
+"""
 
 import asyncio
 import shutil
@@ -21,7 +23,13 @@ from tests.support.live_server import LETTERS, LiveServer, events_of, ids_of
 from tests.support.llm_tools import small_options
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
-GOOD = {"prompt": "Hello", "max_tokens": 40, "seed": 1, "allowed_token_ids": LETTERS, "ignore_eos": True}
+GOOD = {
+    "prompt": "Hello",
+    "max_tokens": 40,
+    "seed": 1,
+    "allowed_token_ids": LETTERS,
+    "ignore_eos": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +39,11 @@ def sick(tmp_path_factory):
     weights = load_file(model / "model.safetensors")
     embeddings = weights["model.embed_tokens.weight"].copy()
     embeddings[ids_of("Z")] = float("nan")
-    save_file(weights | {"model.embed_tokens.weight": embeddings}, model / "model.safetensors", {"format": "pt"})
+    save_file(
+        weights | {"model.embed_tokens.weight": embeddings},
+        model / "model.safetensors",
+        {"format": "pt"},
+    )
     server = LiveServer(str(model), "--served-model-name=tiny")
     yield server
     server.stop()
@@ -41,7 +53,10 @@ def test_nan_logits_fail_their_own_request_only(sick):
     async def ask_all():
         async with sick.async_http() as client:
             return await asyncio.gather(
-                *(client.post("/v1/completions", json=GOOD | {"prompt": prompt}) for prompt in ("Hello", "Zero") * 8)
+                *(
+                    client.post("/v1/completions", json=GOOD | {"prompt": prompt})
+                    for prompt in ("Hello", "Zero") * 8
+                )
             )
 
     async def ask():
@@ -53,7 +68,10 @@ def test_nan_logits_fail_their_own_request_only(sick):
     for response in answers[0::2]:
         assert response.json()["choices"][0]["text"] == expected
     for response in answers[1::2]:
-        assert response.status_code == 500 and response.json()["error"]["type"] == "InternalServerError"
+        assert (
+            response.status_code == 500
+            and response.json()["error"]["type"] == "InternalServerError"
+        )
         assert "NaN" in response.json()["error"]["message"]
     assert sick.metric("kv_cache_usage_perc") == 0
 
@@ -116,23 +134,43 @@ def test_a_request_that_hangs_the_engine_fails_and_the_others_go_on(hanging, str
             await asyncio.sleep(0.02)
 
     async def ask_all():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(hanging)), base_url="http://app", timeout=60) as client:
-            body = {"max_tokens": 20, "ignore_eos": True, "return_token_ids": True, "stream": stream, "timings": True}
-            asked = [client.post("/v1/completions", json=body | {"prompt": prompt}) for prompt in prompts.values()]
-            return dict(zip(prompts, (await asyncio.gather(watch(client), *asked))[1:], strict=True))
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(create_app(hanging)), base_url="http://app", timeout=60
+        ) as client:
+            body = {
+                "max_tokens": 20,
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "stream": stream,
+                "timings": True,
+            }
+            asked = [
+                client.post("/v1/completions", json=body | {"prompt": prompt})
+                for prompt in prompts.values()
+            ]
+            return dict(
+                zip(prompts, (await asyncio.gather(watch(client), *asked))[1:], strict=True)
+            )
 
     answers = asyncio.run(ask_all())
     for name in ("good", "other"):
         events = events_of(answers[name].text.splitlines()) if stream else [answers[name].json()]
         choices = [choice for event in events for choice in event.get("choices", ())]
-        assert [token for choice in choices for token in choice["token_ids"]] == expected_tokens(prompts[name], 20)
+        assert [token for choice in choices for token in choice["token_ids"]] == expected_tokens(
+            prompts[name], 20
+        )
         assert "the engine hung and was replaced" in events[-1]["timings"]["waits"]
-    error = (events_of(answers["bad"].text.splitlines())[-1] if stream else answers["bad"].json())["error"]
+    error = (events_of(answers["bad"].text.splitlines())[-1] if stream else answers["bad"].json())[
+        "error"
+    ]
     assert (error["code"], error["type"]) == (500, "InternalServerError")
     assert "made no progress for 1 s (stall_timeout); this request is given up" in error["message"]
     codes = [answer.status_code for answer in health]
     assert codes[:3] == [200, 503, 200] and set(codes) == {200, 503}
-    assert "made no progress for 1 s (stall_timeout): another engine is being started" in health[1].json()["error"]["message"]
+    assert (
+        "made no progress for 1 s (stall_timeout): another engine is being started"
+        in health[1].json()["error"]["message"]
+    )
 
 
 def test_a_bug_shows_nothing_of_the_inside():
@@ -144,7 +182,12 @@ def test_a_bug_shows_nothing_of_the_inside():
 
     response = ask_app(app, "GET", "/bug")
     assert response.status_code == 500
-    assert response.json()["error"] == {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
+    assert response.json()["error"] == {
+        "message": "Internal server error",
+        "type": "InternalServerError",
+        "param": None,
+        "code": 500,
+    }
 
 
 @pytest.mark.parametrize(
@@ -161,10 +204,16 @@ def test_before_and_after_there_is_an_engine_the_answer_is_503(method, path, bod
     slot = EngineSlot()
     slot.report("loading tiny")
     loading = ask_app(create_app(slot), method, path, json=body)
-    assert loading.status_code == 503 and "not ready yet: loading tiny" in loading.json()["error"]["message"]
+    assert (
+        loading.status_code == 503
+        and "not ready yet: loading tiny" in loading.json()["error"]["message"]
+    )
     slot.drain()
     stopping = ask_app(create_app(slot), method, path, json=body)
-    assert stopping.status_code == 503 and stopping.json()["error"]["message"] == "the server is stopping"
+    assert (
+        stopping.status_code == 503
+        and stopping.json()["error"]["message"] == "the server is stopping"
+    )
 
 
 def test_metrics_are_there_before_the_engine():
@@ -173,5 +222,8 @@ def test_metrics_are_there_before_the_engine():
 
 def test_keys_may_be_several():
     app = create_app(EngineSlot(), ServerSettings(api_key=("one", "two")))
-    statuses = [ask_app(app, "GET", "/version", headers={"Authorization": f"Bearer {key}"}).status_code for key in ("one", "two", "three")]
+    statuses = [
+        ask_app(app, "GET", "/version", headers={"Authorization": f"Bearer {key}"}).status_code
+        for key in ("one", "two", "three")
+    ]
     assert statuses == [200, 200, 401]

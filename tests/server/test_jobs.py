@@ -4,7 +4,13 @@ import pytest
 
 from tests.support.live_server import LETTERS, LONG, until
 
-SHORT = {"prompt": "Hello", "max_tokens": 6, "seed": 1, "allowed_token_ids": LETTERS, "ignore_eos": True}
+SHORT = {
+    "prompt": "Hello",
+    "max_tokens": 6,
+    "seed": 1,
+    "allowed_token_ids": LETTERS,
+    "ignore_eos": True,
+}
 
 
 def start(http, **body):
@@ -22,7 +28,9 @@ def test_a_job_is_answered_later(http):
     assert until(lambda: result(http, request_id)["state"] == "finished")
     report = result(http, request_id)
     whole = http.post("/v1/completions", json=SHORT | {"n": 2}).json()
-    assert [output["text"] for output in report["outputs"]] == [choice["text"] for choice in whole["choices"]]
+    assert [output["text"] for output in report["outputs"]] == [
+        choice["text"] for choice in whole["choices"]
+    ]
     assert [output["finish_reason"] for output in report["outputs"]] == ["length", "length"]
     assert report["usage"] == {"prompt_tokens": 5, "completion_tokens": 12}
     assert result(http, request_id) == report
@@ -32,7 +40,11 @@ def test_a_job_says_where_its_time_went(http):
     request_id = start(http, timings=True)
     assert until(lambda: result(http, request_id)["state"] == "finished")
     timings = result(http, request_id)["timings"]
-    assert timings["num_steps"] == 6 and timings["prefill_s"] > 0 and isinstance(timings["reason"], str)
+    assert (
+        timings["num_steps"] == 6
+        and timings["prefill_s"] > 0
+        and isinstance(timings["reason"], str)
+    )
 
 
 @pytest.mark.alone
@@ -41,7 +53,10 @@ def test_a_running_job_shows_what_there_is_and_can_be_forgotten(server, http):
     assert result(http, request_id)["state"] in ("waiting", "running")
     assert until(lambda: result(http, request_id).get("outputs"))
     assert result(http, request_id)["outputs"][0]["finish_reason"] is None
-    assert http.delete(f"/result/{request_id}").json() == {"request_id": request_id, "state": "forgotten"}
+    assert http.delete(f"/result/{request_id}").json() == {
+        "request_id": request_id,
+        "state": "forgotten",
+    }
     assert until(lambda: server.metric("num_requests_running") == 0, seconds=1)
     assert http.get(f"/result/{request_id}").status_code == 404
 
@@ -59,8 +74,16 @@ def test_an_unknown_job(http):
 
 @pytest.mark.parametrize(
     ("body", "param"),
-    [({"stream": True}, "stream"), ({"prompt": [[1], [2]]}, "prompt"), ({"echo": True}, "echo"), ({"model": "x"}, "model")],
+    [
+        ({"stream": True}, "stream"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"model": "x"}, "model"),
+    ],
 )
 def test_what_a_job_cannot_do(http, body, param):
     response = http.post("/generate", json=SHORT | body)
-    assert response.status_code == (404 if param == "model" else 400) and response.json()["error"]["param"] == param
+    assert (
+        response.status_code == (404 if param == "model" else 400)
+        and response.json()["error"]["param"] == param
+    )

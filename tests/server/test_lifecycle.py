@@ -26,7 +26,9 @@ def start():
     started = []
 
     def start(*arguments, model=None, **options):
-        server = LiveServer(str(model or tiny_model_with_text()), "--served-model-name=tiny", *arguments, **options)
+        server = LiveServer(
+            str(model or tiny_model_with_text()), "--served-model-name=tiny", *arguments, **options
+        )
         started.append(server)
         return server
 
@@ -51,13 +53,19 @@ def test_the_routes_that_only_tell(server, http, client):
 
 
 def test_it_says_what_it_does_and_a_line_to_try(server):
-    assert server.lines[0].startswith("loading ") and server.lines[1].startswith("KV cache 64.0 MiB: ")
+    assert server.lines[0].startswith("loading ") and server.lines[1].startswith(
+        "KV cache 64.0 MiB: "
+    )
     assert server.lines[3].startswith(f"try: curl {server.url}/v1/chat/completions ")
 
 
 def family_of(pid):
     """A process and all that it and its own have started."""
-    children = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    children = [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
     return [pid, *(member for child in children for member in family_of(child))]
 
 
@@ -83,12 +91,23 @@ def test_keys_guard_everything_but_health(start):
             ("POST", "/generate"),
             ("GET", "/none"),
         ]:
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": "Basic secret"},
+            ):
                 response = stranger.request(method, path, headers=headers)
-                assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+                assert (
+                    response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+                )
                 assert response.json()["error"]["type"] == "AuthenticationError"
         assert stranger.get("/health").status_code == 200
-    assert server.openai().completions.create(model="tiny", prompt="Hello", max_tokens=2).usage.prompt_tokens == 5
+    assert (
+        server.openai()
+        .completions.create(model="tiny", prompt="Hello", max_tokens=2)
+        .usage.prompt_tokens
+        == 5
+    )
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
     assert "secret" not in "\n".join(server.lines)
@@ -97,7 +116,10 @@ def test_keys_guard_everything_but_health(start):
 def test_lenient_servers_name_what_they_ignore(start):
     with start("--lenient").http() as http:
         response = http.post("/v1/completions", json=GOOD | {"unheard": 1, "store": True})
-        assert response.status_code == 200 and response.headers["x-octavo-ignored-fields"] == "unheard, store"
+        assert (
+            response.status_code == 200
+            and response.headers["x-octavo-ignored-fields"] == "unheard, store"
+        )
         assert "x-octavo-ignored-fields" not in http.post("/v1/completions", json=GOOD).headers
 
 
@@ -105,7 +127,10 @@ def test_a_full_queue_asks_for_patience(start):
     server = start("--max-num-queued-reqs=64")
     with server.http() as first, server.http() as second, server.http() as third:
         long = LONG | {"n": 64, "stream": True}
-        with first.stream("POST", "/v1/completions", json=long), second.stream("POST", "/v1/completions", json=long):
+        with (
+            first.stream("POST", "/v1/completions", json=long),
+            second.stream("POST", "/v1/completions", json=long),
+        ):
             refused = third.post("/v1/completions", json=GOOD)
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 10
         assert refused.json()["error"]["type"] == "RateLimitError"
@@ -124,13 +149,17 @@ def test_the_death_of_the_engine_is_told_to_all(start):
         assert last["error"]["code"] == 500 and "killed by signal 9" in last["error"]["message"]
         assert http.post("/v1/completions", json=GOOD).status_code == 500
         health = http.get("/health")
-        assert health.status_code == 503 and "killed by signal 9" in health.json()["error"]["message"]
+        assert (
+            health.status_code == 503 and "killed by signal 9" in health.json()["error"]["message"]
+        )
         assert http.get("/metrics").status_code == 200
     assert server.stop() == 0
 
 
 def test_the_death_of_a_rank_is_told_to_all(start):
-    """The server stays, to say so; the engine and its other ranks have gone. A signal ends it as ever."""
+    """The server stays, to say so; the engine and its other ranks have gone. A signal ends it as
+    ever.
+    """
     server = start("--backend=torch", "--device=cpu", "--tensor-parallel-size=2")
     core, (rank,) = server.core_pid, children_of(server.core_pid)
     with server.http() as http, server.http() as streaming:
@@ -168,9 +197,19 @@ def test_the_death_of_an_idle_engine_is_seen(start):
 
 
 def test_an_engine_that_hangs_is_replaced(start):
-    """A stopped process is one whose step gets nowhere: /health says so until there is another; the answer is what it would have been."""
+    """A stopped process is one whose step gets nowhere: /health says so until there is another; the
+    answer is what it would have been.
+    """
     server = start("--stall-timeout=1")
-    body = {"prompt": "Hello", "n": 4, "max_tokens": 300, "temperature": 1, "seed": 5, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "prompt": "Hello",
+        "n": 4,
+        "max_tokens": 300,
+        "temperature": 1,
+        "seed": 5,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     with server.http() as http, server.http() as streaming:
         expected = http.post("/v1/completions", json=body).json()["choices"]
         hung = server.core_pid
@@ -179,10 +218,23 @@ def test_an_engine_that_hangs_is_replaced(start):
             first = [next(lines), next(lines)]
             os.kill(hung, signal.SIGSTOP)
             assert until(lambda: http.get("/health").status_code == 503)
-            assert "made no progress for 1 s (stall_timeout)" in http.get("/health").json()["error"]["message"]
+            assert (
+                "made no progress for 1 s (stall_timeout)"
+                in http.get("/health").json()["error"]["message"]
+            )
             assert until(lambda: http.get("/health").status_code == 200)
-            choices = [choice for event in events_of([*first, *lines]) for choice in event["choices"]]
-        got = [[token for choice in choices if choice["index"] == index for token in choice["token_ids"]] for index in range(4)]
+            choices = [
+                choice for event in events_of([*first, *lines]) for choice in event["choices"]
+            ]
+        got = [
+            [
+                token
+                for choice in choices
+                if choice["index"] == index
+                for token in choice["token_ids"]
+            ]
+            for index in range(4)
+        ]
         assert got == [choice["token_ids"] for choice in expected]
         assert server.core_pid != hung and server.metric("num_engine_restarts_total") == 1
     assert any("another engine is being started" in line for line in server.lines)
@@ -208,7 +260,10 @@ def test_a_signal_while_the_model_loads_ends_it(start):
 
 def test_streams_that_outlast_the_grace_get_an_error_as_their_end(start):
     server = start("--shutdown-timeout-s=0")
-    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+    with (
+        server.http() as http,
+        http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response,
+    ):
         lines = response.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)
@@ -219,7 +274,10 @@ def test_streams_that_outlast_the_grace_get_an_error_as_their_end(start):
 
 def test_streams_may_end_in_the_grace(start):
     server = start("--shutdown-timeout-s=20")
-    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"n": 4, "stream": True}) as response:
+    with (
+        server.http() as http,
+        http.stream("POST", "/v1/completions", json=LONG | {"n": 4, "stream": True}) as response,
+    ):
         lines = response.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)
@@ -239,7 +297,12 @@ def test_a_port_that_is_taken(start):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"), [("family", "unheard_of"), ("truncated", "model.safetensors"), ("memory", "kv_cache_memory_bytes: got 10.0 KiB")]
+    ("fault", "message"),
+    [
+        ("family", "unheard_of"),
+        ("truncated", "model.safetensors"),
+        ("memory", "kv_cache_memory_bytes: got 10.0 KiB"),
+    ],
 )
 def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, message):
     model = shutil.copytree(tiny_model_with_text(), tmp_path / "model")
@@ -248,7 +311,9 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
         (model / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
     if fault == "truncated":
         os.truncate(model / "model.safetensors", 100_000)
-    server = start(*(["--kv-cache-memory-bytes=10KiB"] if fault == "memory" else []), model=model, wait=False)
+    server = start(
+        *(["--kv-cache-memory-bytes=10KiB"] if fault == "memory" else []), model=model, wait=False
+    )
     assert server.process.wait(20) == 2
     assert until(lambda: any(message in line for line in server.lines), seconds=2), server.lines
     assert not any("Traceback" in line for line in server.lines)
@@ -257,17 +322,25 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--prefix-cache-dir=/proc/nowhere", "prefix_cache_dir: /proc/nowhere cannot be written into"),
+        (
+            "--prefix-cache-dir=/proc/nowhere",
+            "prefix_cache_dir: /proc/nowhere cannot be written into",
+        ),
         ("--prefix-cache-size=1", "prefix_cache_size: got 1, allowed is at least one block"),
         ("--kv-offloading-size=1", "kv_offloading_size: got 1 B, allowed is at least one block"),
-        ("--max-num-seqs=2000000000", "max_num_seqs: got 2,000,000,000, but the token ids of so many requests"),
+        (
+            "--max-num-seqs=2000000000",
+            "max_num_seqs: got 2,000,000,000, but the token ids of so many requests",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(start, tmp_path, flag, message):
     """Before the weights are read."""
     server = start(f"--prefix-cache-dir={tmp_path}", flag, wait=False)
     assert server.process.wait(20) == 2
-    assert until(lambda: any(line.startswith(f"octavo: {message}") for line in server.lines), seconds=2), server.lines
+    assert until(
+        lambda: any(line.startswith(f"octavo: {message}") for line in server.lines), seconds=2
+    ), server.lines
     assert not any(line.startswith("loading ") for line in server.lines)
     assert not any("Traceback" in line for line in server.lines)
 
@@ -276,9 +349,14 @@ def test_a_template_that_fails(start, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('roles must take turns') }}")
     with start(f"--chat-template={template}").http() as http:
-        response = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+        response = http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}
+        )
         assert response.status_code == 400
-        assert response.json()["error"]["message"] == "messages: the chat template failed: roles must take turns"
+        assert (
+            response.json()["error"]["message"]
+            == "messages: the chat template failed: roles must take turns"
+        )
         assert http.post("/v1/completions", json=GOOD).status_code == 200
 
 
@@ -286,11 +364,22 @@ def test_a_model_without_a_tokenizer_serves_token_ids(start):
     server = start("--skip-tokenizer-init", model=tiny_model("llama").path)
     assert '"prompt": [1, 2, 3]' in server.lines[3]
     with server.http() as http:
-        body = {"prompt": [5, 6], "max_tokens": 3, "return_token_ids": True, "logprobs": 1, "ignore_eos": True}
+        body = {
+            "prompt": [5, 6],
+            "max_tokens": 3,
+            "return_token_ids": True,
+            "logprobs": 1,
+            "ignore_eos": True,
+        }
         choice = http.post("/v1/completions", json=body).json()["choices"][0]
         assert len(choice["token_ids"]) == 3 and choice["text"] == ""
-        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
-        for path, refused in [("/v1/completions", GOOD), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})]:
+        assert choice["logprobs"]["tokens"] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        for path, refused in [
+            ("/v1/completions", GOOD),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ]:
             response = http.post(path, json=refused)
             assert response.status_code == 400 and "needs" in response.json()["error"]["message"]
 

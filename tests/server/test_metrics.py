@@ -24,8 +24,17 @@ def test_every_name_is_there(text, prefix):
         assert re.search(rf"^{prefix}:{name}{labels} \d", text, re.MULTILINE), name
     for name in HISTOGRAMS:
         assert re.search(rf"^{prefix}:{name}_count{labels} [1-9]", text, re.MULTILINE), name
-        assert re.search(rf'^{prefix}:{name}_bucket{{engine="0",le="\+Inf",model_name="tiny"}} [1-9]', text, re.MULTILINE), name
-    assert re.search(rf'^{prefix}:request_success_total{{engine="0",finished_reason="length",model_name="tiny"}} [1-9]', text, re.MULTILINE)
+        assert re.search(
+            rf'^{prefix}:{name}_bucket{{engine="0",le="\+Inf",model_name="tiny"}} [1-9]',
+            text,
+            re.MULTILINE,
+        ), name
+    assert re.search(
+        rf'^{prefix}:request_success_total{{engine="0",finished_reason="length",model_name="tiny"}}'
+        r" [1-9]",
+        text,
+        re.MULTILINE,
+    )
 
 
 def test_each_family_is_described_once(text):
@@ -35,9 +44,19 @@ def test_each_family_is_described_once(text):
 
 def test_numbers_add_up(server, http):
     def numbers():
-        names = ("prompt_tokens_total", "generation_tokens_total", "request_generation_tokens_sum", "inter_token_latency_seconds_count")
+        names = (
+            "prompt_tokens_total",
+            "generation_tokens_total",
+            "request_generation_tokens_sum",
+            "inter_token_latency_seconds_count",
+        )
         return [server.metric(name) for name in names]
 
     before = numbers()
     http.post("/v1/completions", json=BODY)
-    assert [after - earlier for after, earlier in zip(numbers(), before, strict=True)] == [5, 5, 5, 4]
+    assert [after - earlier for after, earlier in zip(numbers(), before, strict=True)] == [
+        5,
+        5,
+        5,
+        4,
+    ]

@@ -20,13 +20,22 @@ def text_of(response):
 
 def test_many_streams_at_once_say_what_each_says_alone(server, http):
     bodies = [
-        {"prompt": f"Stream {index}", "max_tokens": 12, "seed": index, "allowed_token_ids": LETTERS, "ignore_eos": True, "stream": True}
+        {
+            "prompt": f"Stream {index}",
+            "max_tokens": 12,
+            "seed": index,
+            "allowed_token_ids": LETTERS,
+            "ignore_eos": True,
+            "stream": True,
+        }
         for index in range(NUM_STREAMS)
     ]
 
     async def ask_all():
         async with server.async_http() as client:
-            return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            return await asyncio.gather(
+                *(client.post("/v1/completions", json=body) for body in bodies)
+            )
 
     together = asyncio.run(ask_all())
     for index in (0, 7, 199):
@@ -40,7 +49,9 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
     def ask():
         with (
             server.http() as leaving,
-            leaving.stream("POST", "/v1/completions", json=LONG | {"stream": stream}, timeout=patience) as response,
+            leaving.stream(
+                "POST", "/v1/completions", json=LONG | {"stream": stream}, timeout=patience
+            ) as response,
         ):
             next(response.iter_lines())
 
@@ -51,7 +62,10 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
     else:
         with pytest.raises(httpx.ReadTimeout):
             ask()
-    assert until(lambda: server.metric("num_requests_running") == 0 == server.metric("kv_cache_usage_perc"), seconds=1)
+    assert until(
+        lambda: server.metric("num_requests_running") == 0 == server.metric("kv_cache_usage_perc"),
+        seconds=1,
+    )
     assert server.metric("generation_tokens_total") - before < 32 * 500
 
 
@@ -61,7 +75,10 @@ def test_a_chat_that_is_left_ends(server):
         "messages": [{"role": "user", "content": "Hi"}],
         "stream": True,
     }
-    with server.http() as leaving, leaving.stream("POST", "/v1/chat/completions", json=body) as response:
+    with (
+        server.http() as leaving,
+        leaving.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
         next(response.iter_lines())
     assert until(lambda: server.metric("num_requests_running") == 0, seconds=1)
 
@@ -75,10 +92,16 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(server, http):
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((host, int(port)))
         raw = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length:"
+            f" {len(raw)}\r\n\r\n"
+        )
         slow.sendall(head.encode() + raw)
         started = time.monotonic()
-        assert http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4}).status_code == 200
+        assert (
+            http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4}).status_code
+            == 200
+        )
         assert time.monotonic() - started < 2
         assert until(lambda: server.metric("num_requests_running") == 0)
         received = b"".join(iter(lambda: slow.recv(65536), b""))
@@ -93,7 +116,13 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(server, http):
 
 def test_many_prompts_stream_together(http):
     prompts = [f"Prompt {index}" for index in range(20)]
-    body = {"prompt": prompts, "max_tokens": 8, "seed": 2, "allowed_token_ids": LETTERS, "ignore_eos": True}
+    body = {
+        "prompt": prompts,
+        "max_tokens": 8,
+        "seed": 2,
+        "allowed_token_ids": LETTERS,
+        "ignore_eos": True,
+    }
     whole = [choice["text"] for choice in http.post("/v1/completions", json=body).json()["choices"]]
     texts = [""] * 20
     for event in events_of(http.post("/v1/completions", json=body | {"stream": True}).iter_lines()):
@@ -106,7 +135,10 @@ def test_metrics_answer_while_streams_run(server):
     seen = []
 
     def watch():
-        with server.http() as watched, watched.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        with (
+            server.http() as watched,
+            watched.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response,
+        ):
             for _ in response.iter_lines():
                 pass
 

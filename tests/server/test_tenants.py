@@ -17,7 +17,9 @@ def start():
     started = []
 
     def start(*arguments):
-        started.append(LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", *arguments))
+        started.append(
+            LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", *arguments)
+        )
         return started[-1]
 
     yield start
@@ -29,24 +31,37 @@ def test_priority_is_refused_where_nobody_looks_at_it(http):
     error = http.post("/v1/completions", json=ASK | {"priority": 3}).json()["error"]
     assert (error["code"], error["param"]) == (400, "priority")
     assert "priority: got 3, allowed is 0 under the policy 'fcfs'" in error["message"]
-    assert http.post("/v1/completions", json=ASK | {"priority": 0, "user": "ada"}).status_code == 200
+    assert (
+        http.post("/v1/completions", json=ASK | {"priority": 0, "user": "ada"}).status_code == 200
+    )
 
 
 def test_priorities_and_users_are_taken_where_the_policy_asks_for_them(start):
     with start("--scheduling-policy=priority").http() as http:
         assert http.post("/v1/completions", json=ASK | {"priority": -5}).status_code == 200
         assert http.post("/v1/completions", json=ASK | {"priority": 1 << 40}).status_code == 400
-    with start("--scheduling-policy=fair", "--tenant-weight=ada=2", "--max-num-seqs-per-tenant=1").http() as http:
-        assert http.post("/v1/completions", json=ASK | {"user": "ada", "n": 3, "temperature": 1}).status_code == 200
+    with start(
+        "--scheduling-policy=fair", "--tenant-weight=ada=2", "--max-num-seqs-per-tenant=1"
+    ).http() as http:
+        assert (
+            http.post(
+                "/v1/completions", json=ASK | {"user": "ada", "n": 3, "temperature": 1}
+            ).status_code
+            == 200
+        )
 
 
 def test_too_many_are_told_when_to_come_again(start):
-    server = start("--max-num-seqs=1", "--max-num-queued-reqs=1", "--batching=dynamic", "--batch-window-ms=1")
+    server = start(
+        "--max-num-seqs=1", "--max-num-queued-reqs=1", "--batching=dynamic", "--batch-window-ms=1"
+    )
 
     async def ask_all():
         async with server.async_http() as http:
             long = {"prompt": [5], "max_tokens": 400, "ignore_eos": True}
-            return await asyncio.gather(*(http.post("/v1/completions", json=long) for _ in range(12)))
+            return await asyncio.gather(
+                *(http.post("/v1/completions", json=long) for _ in range(12))
+            )
 
     answers = asyncio.run(ask_all())
     codes = [answer.status_code for answer in answers]
@@ -58,7 +73,12 @@ def test_too_many_are_told_when_to_come_again(start):
 
 @pytest.mark.parametrize(
     ("keys", "sent", "user", "tenant"),
-    [(["a", "b"], "b", "ada", "key-2"), (["a", "b"], "a", None, "key-1"), (["a"], "a", "ada", "ada"), (["a"], "a", None, "")],
+    [
+        (["a", "b"], "b", "ada", "key-2"),
+        (["a", "b"], "a", None, "key-1"),
+        (["a"], "a", "ada", "ada"),
+        (["a"], "a", None, ""),
+    ],
 )
 def test_a_tenant_is_a_key_where_there_are_several_else_a_user(keys, sent, user, tenant):
     seen = []
@@ -66,7 +86,11 @@ def test_a_tenant_is_a_key_where_there_are_several_else_a_user(keys, sent, user,
     async def app(scope, receive, send):
         seen.append(scope)
 
-    scope = {"type": "http", "path": "/v1/completions", "headers": [(b"authorization", f"Bearer {sent}".encode())]}
+    scope = {
+        "type": "http",
+        "path": "/v1/completions",
+        "headers": [(b"authorization", f"Bearer {sent}".encode())],
+    }
     asyncio.run(ApiKeys(app, keys)(scope, None, None))
 
     class Request:

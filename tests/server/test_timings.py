@@ -9,7 +9,13 @@ from tests.support.tiny_tokenizer import tiny_model_with_text
 NUM_HELD = 4 if chosen_backend("native") == "torch" else 20
 """A step of torch takes many times as long."""
 PROMPTS = [[token] * 400 for token in range(40, 40 + NUM_HELD)]
-HOLD = {"prompt": PROMPTS, "max_tokens": 100, "ignore_eos": True, "stream": True, "return_token_ids": True}
+HOLD = {
+    "prompt": PROMPTS,
+    "max_tokens": 100,
+    "ignore_eos": True,
+    "stream": True,
+    "return_token_ids": True,
+}
 """One runs after the other, since none leaves room for another."""
 WAIT = {"prompt": [6] * 400, "max_tokens": 3, "ignore_eos": True, "timings": True}
 
@@ -17,7 +23,9 @@ WAIT = {"prompt": [6] * 400, "max_tokens": 3, "ignore_eos": True, "timings": Tru
 @pytest.fixture(scope="module")
 def small():
     """A server whose KV cache holds one such request."""
-    server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", "--kv-cache-memory-bytes=512KiB")
+    server = LiveServer(
+        str(tiny_model_with_text()), "--served-model-name=tiny", "--kv-cache-memory-bytes=512KiB"
+    )
     yield server
     server.stop()
 
@@ -44,14 +52,18 @@ def test_a_whole_answer(full):
 
 def test_a_stream(full):
     with full.http() as http:
-        *events, last = events_of(http.post("/v1/completions", json=WAIT | {"stream": True}).iter_lines())
+        *events, last = events_of(
+            http.post("/v1/completions", json=WAIT | {"stream": True}).iter_lines()
+        )
     check(last["timings"])
     assert last["choices"] == [] and not any("timings" in event for event in events)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat(full, stream):
-    body = {key: value for key, value in WAIT.items() if key != "prompt"} | {"messages": [{"role": "user", "content": "x" * 400}]}
+    body = {key: value for key, value in WAIT.items() if key != "prompt"} | {
+        "messages": [{"role": "user", "content": "x" * 400}]
+    }
     with full.http() as http:
         response = http.post("/v1/chat/completions", json=body | {"stream": stream})
     check((events_of(response.iter_lines())[-1] if stream else response.json())["timings"])

@@ -1,4 +1,6 @@
-"""The backend that `pytest --backend` names: the only one of those that tests have as a parameter, and that of tests which name none."""
+"""The backend that `pytest --backend` names: the only one of those that tests have as a parameter,
+and that of tests which name none.
+"""
 
 from __future__ import annotations
 

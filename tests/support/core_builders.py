@@ -35,8 +35,14 @@ class HangingExecutor(FakeExecutor):
 
     def execute(self, plan, between=None):
         for new in plan.new_rows:
-            self.rows.setdefault(new.request_id, FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index))
-        tokens = [self.rows[row.request_id].tokens[row.start : row.start + row.num_tokens] for row in plan.rows]
+            self.rows.setdefault(
+                new.request_id,
+                FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index),
+            )
+        tokens = [
+            self.rows[row.request_id].tokens[row.start : row.start + row.num_tokens]
+            for row in plan.rows
+        ]
         if any(self.bad in some for some in tokens) or sum(SICK in some for some in tokens) > 1:
             time.sleep(3600)
         time.sleep(0.002)
@@ -55,11 +61,18 @@ class LongExecutor(FakeExecutor):
 
 def build(options, report):
     report("loading nothing")
-    kinds = {"die": DyingExecutor, "slow": SlowExecutor, "hang": HangingExecutor, "long": LongExecutor}
+    kinds = {
+        "die": DyingExecutor,
+        "slow": SlowExecutor,
+        "hang": HangingExecutor,
+        "long": LongExecutor,
+    }
     executor = kinds.get(options.get("kind"), FakeExecutor)(tiers=FakeTiers(1, Disk()))
     if "bad" in options:
         executor.bad = options["bad"]
-    return make_core(executor=executor, clock=time.monotonic, num_slots=options.get("num_slots", 0)), INFO
+    return make_core(
+        executor=executor, clock=time.monotonic, num_slots=options.get("num_slots", 0)
+    ), INFO
 
 
 def refuse(options, report):

@@ -1,6 +1,8 @@
-"""A deterministic pseudo-model: the next token is a hash of all tokens before it, read back through block tables as a real one would.
+"""A deterministic pseudo-model: the next token is a hash of all tokens before it, read back through
+block tables as a real one would.
 
-`FakeExecutor` keeps "KV" as (block, offset) -> token, so that a wrong table, a missed copy or a stale hit changes the tokens.
+`FakeExecutor` keeps "KV" as (block, offset) -> token, so that a wrong table, a missed copy or a
+stale hit changes the tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +38,16 @@ NUM_LIKELY = 10
 def pseudo_logprobs(history: list[int]) -> TokenLogprobs:
     """As a worker gives them: the best token, then all of the likely ones, best first."""
     base = pseudo_token(history)
-    ranked = sorted((-0.05 - (base * (token + 3) % 89) / 40 - token / 1000, token) for token in range(NUM_LIKELY))[::-1]
+    ranked = sorted(
+        (-0.05 - (base * (token + 3) % 89) / 40 - token / 1000, token)
+        for token in range(NUM_LIKELY)
+    )[::-1]
     ranked = [ranked[0], *ranked]
-    return TokenLogprobs([token for _, token in ranked], [logprob for logprob, _ in ranked], [1, *range(1, NUM_LIKELY + 1)])
+    return TokenLogprobs(
+        [token for _, token in ranked],
+        [logprob for logprob, _ in ranked],
+        [1, *range(1, NUM_LIKELY + 1)],
+    )
 
 
 @dataclass
@@ -53,7 +62,13 @@ class FakeRow:
 class FakeExecutor:
     """`windows`: per group the keys that a query sees, None for all."""
 
-    def __init__(self, num_groups: int = 1, *, windows: Sequence[int | None] | None = None, tiers: FakeTiers | None = None) -> None:
+    def __init__(
+        self,
+        num_groups: int = 1,
+        *,
+        windows: Sequence[int | None] | None = None,
+        tiers: FakeTiers | None = None,
+    ) -> None:
         self.windows = windows or [None] * num_groups
         self.kv: list[dict[tuple[int, int], int]] = [{} for _ in self.windows]
         self.host: list[dict[tuple[int, int], int]] = [{} for _ in self.windows]
@@ -73,18 +88,33 @@ class FakeExecutor:
             self.rows.pop(request_id, None)
         for new in plan.new_rows:
             tables, ends = [[] for _ in self.kv], frozenset(new.end_token_ids)
-            self.rows[new.request_id] = FakeRow(list(new.token_ids), new.num_prompt_tokens, new.sample_index, ends, tables)
+            self.rows[new.request_id] = FakeRow(
+                list(new.token_ids), new.num_prompt_tokens, new.sample_index, ends, tables
+            )
         for move in plan.moves:
             self._move(move)
         if bad := self.raise_on & {row.request_id for row in plan.rows}:
             raise RuntimeError(f"no luck with {sorted(bad)}")
         self.tiers.begin(plan.connector)
         steps = [[self._run(row) for row in plan.rows]]
-        while len(steps) < plan.num_steps and not any(map(self._ends, steps[-1])) and (between is None or between(steps[-1])):
-            further = [ScheduledRow(row.request_id, row.start + len(steps), 1, [], samples=True) for row in plan.rows]
+        while (
+            len(steps) < plan.num_steps
+            and not any(map(self._ends, steps[-1]))
+            and (between is None or between(steps[-1]))
+        ):
+            further = [
+                ScheduledRow(row.request_id, row.start + len(steps), 1, [], samples=True)
+                for row in plan.rows
+            ]
             steps.append([self._run(row) for row in further])
         results = [_joined(rows) for rows in zip(*steps, strict=True)]
-        return StepResult(plan.step, results, connector=self.tiers.report(), busy_s=self.step_s * len(steps), num_steps=len(steps))
+        return StepResult(
+            plan.step,
+            results,
+            connector=self.tiers.report(),
+            busy_s=self.step_s * len(steps),
+            num_steps=len(steps),
+        )
 
     def _ends(self, result: RowResult) -> bool:
         ends = self.rows[result.request_id].end_token_ids
@@ -94,7 +124,13 @@ class FakeExecutor:
         kv, host, slots = self.kv[move.group], self.host[move.group], self.tiers.slots[move.group]
         if move.kind in ("save", "load"):
             self.tiers.check(move)
-        places = {"copy": (kv, kv), "swap_out": (kv, host), "swap_in": (host, kv), "save": (kv, slots), "load": (slots, kv)}
+        places = {
+            "copy": (kv, kv),
+            "swap_out": (kv, host),
+            "swap_in": (host, kv),
+            "save": (kv, slots),
+            "load": (slots, kv),
+        }
         source, target = places[move.kind]
         for offset in range(BLOCK):
             if (move.source, offset) in source:
@@ -115,15 +151,21 @@ class FakeExecutor:
                 kv[table[position // BLOCK], position % BLOCK] = state.tokens[position]
         prompt_logprobs = None
         if row.num_prompt_logprobs is not None:
-            targets = state.tokens[row.start + 1 : min(row.start + row.num_tokens + 1, state.num_prompt_tokens)]
+            targets = state.tokens[
+                row.start + 1 : min(row.start + row.num_tokens + 1, state.num_prompt_tokens)
+            ]
             prompt_logprobs = [TokenLogprobs([token], [-float(token)], [1]) for token in targets]
         if not row.samples:
             return RowResult(row.request_id, prompt_logprobs=prompt_logprobs)
         end = row.start + row.num_tokens
         for kv, table, window in zip(self.kv, state.tables, self.windows, strict=True):
             first = 0 if window is None else max(0, row.start - window + 1)
-            seen = [kv[table[position // BLOCK], position % BLOCK] for position in range(first, end)]
-            assert seen == state.tokens[first:end], "the KV blocks hold other tokens than the request"
+            seen = [
+                kv[table[position // BLOCK], position % BLOCK] for position in range(first, end)
+            ]
+            assert seen == state.tokens[first:end], (
+                "the KV blocks hold other tokens than the request"
+            )
         if row.search_of:
             logprobs = pseudo_logprobs(state.tokens[:end])
             state.tokens.append(logprobs.token_ids[0])
@@ -139,7 +181,11 @@ class FakeExecutor:
 def _joined(steps: Sequence[RowResult]) -> RowResult:
     last = steps[-1]
     return RowResult(
-        last.request_id, [token for step in steps for token in step.token_ids], last.logprobs, last.prompt_logprobs, last.failure
+        last.request_id,
+        [token for step in steps for token in step.token_ids],
+        last.logprobs,
+        last.prompt_logprobs,
+        last.failure,
     )
 
 
@@ -155,10 +201,14 @@ class Later:
 
 
 class LaunchingExecutor(FakeExecutor):
-    """Takes the next step before it has computed the one before; only what is `from_device` may be unknown when a plan is made."""
+    """Takes the next step before it has computed the one before; only what is `from_device` may be
+    unknown when a plan is made.
+    """
 
     def launch(self, plan: StepPlan) -> Later:
-        known = {name: len(row.tokens) for name, row in self.rows.items()} | {new.request_id: len(new.token_ids) for new in plan.new_rows}
+        known = {name: len(row.tokens) for name, row in self.rows.items()} | {
+            new.request_id: len(new.token_ids) for new in plan.new_rows
+        }
         for row in plan.rows:
             if row.request_id in known:
                 assert row.from_device == (row.start + row.num_tokens > known[row.request_id])
@@ -184,9 +234,15 @@ def make_core(
     runs_ahead: bool = False,
     **options,
 ) -> EngineCore:
-    """`options` are the scheduler's; with `windows` each group has its own; with `num_slots` the executor's tiers are used."""
-    executor = executor or (LaunchingExecutor if runs_ahead else FakeExecutor)(num_groups, windows=windows)
-    groups = [BlockGroup(num_blocks, window, num_host_blocks) for window in windows or [None] * num_groups]
+    """`options` are the scheduler's; with `windows` each group has its own; with `num_slots` the
+    executor's tiers are used.
+    """
+    executor = executor or (LaunchingExecutor if runs_ahead else FakeExecutor)(
+        num_groups, windows=windows
+    )
+    groups = [
+        BlockGroup(num_blocks, window, num_host_blocks) for window in windows or [None] * num_groups
+    ]
     scheduler = build_scheduler(
         SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **options),
         CacheOptions(enable_prefix_caching=caching, kv_cache=kv_cache, kv_layout=kv_layout),
@@ -198,10 +254,32 @@ def make_core(
     return EngineCore(scheduler, executor, clock=clock, runs_ahead=runs_ahead)
 
 
-def make_request(request_id: str, prompt: list[int], *, max_tokens: int | None = 8, eos: tuple[int, ...] = (), **fields) -> EngineRequest:
-    names = ("sample_index", "fork_of", "cache_salt", "priority", "tenant", "arrival_time", "output_token_ids")
+def make_request(
+    request_id: str,
+    prompt: list[int],
+    *,
+    max_tokens: int | None = 8,
+    eos: tuple[int, ...] = (),
+    **fields,
+) -> EngineRequest:
+    names = (
+        "sample_index",
+        "fork_of",
+        "cache_salt",
+        "priority",
+        "tenant",
+        "arrival_time",
+        "output_token_ids",
+    )
     own = {name: fields.pop(name) for name in names if name in fields}
-    return EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, **fields), seed=1, eos_token_ids=list(eos), **own)
+    return EngineRequest(
+        request_id,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, **fields),
+        seed=1,
+        eos_token_ids=list(eos),
+        **own,
+    )
 
 
 def expected_tokens(prompt: list[int], count: int, sample_index: int = 0) -> list[int]:

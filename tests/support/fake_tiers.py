@@ -1,6 +1,8 @@
-"""A connector's worker half with a dict for a disk: what goes on behind the slots is done a job at a time, whenever a report is asked for.
+"""A connector's worker half with a dict for a disk: what goes on behind the slots is done a job at
+a time, whenever a report is asked for.
 
-As `FakeExecutor` has it, a block is its tokens; slots that are still read or written must not be touched by moves.
+As `FakeExecutor` has it, a block is its tokens; slots that are still read or written must not be
+touched by moves.
 """
 
 from __future__ import annotations
@@ -9,7 +11,16 @@ from collections import deque
 from typing import Any
 
 from octavo.engine.kv.tier_connector import Tiers
-from octavo.step import BlockKey, BlockMove, BlockName, BlockPin, ConnectorPlan, ConnectorReport, SlotBlock, StoredBytes
+from octavo.step import (
+    BlockKey,
+    BlockMove,
+    BlockName,
+    BlockPin,
+    ConnectorPlan,
+    ConnectorReport,
+    SlotBlock,
+    StoredBytes,
+)
 
 BLOCK = 16
 BLOCK_BYTES = 20 << 20
@@ -53,7 +64,9 @@ class FakeTiers:
         slot = move.target if move.kind == "save" else move.source
         for kind, what in self._jobs:
             if isinstance(what, SlotBlock) and (what.group, what.slot) == (move.group, slot):
-                assert kind == "keep" and move.kind == "load", f"a slot to {kind} is moved: {move.kind}"
+                assert kind == "keep" and move.kind == "load", (
+                    f"a slot to {kind} is moved: {move.kind}"
+                )
 
     def begin(self, plan: ConnectorPlan | None) -> None:
         if plan is None:
@@ -79,7 +92,11 @@ class FakeTiers:
         if self.disk is not None:
             self._report.found += sorted(set(self.disk) - self._known)
             self._report.gone += sorted(self._known - set(self.disk))
-            self._report.pinned += [BlockPin(*pin) for pin in self.disk.pins.items() if pin[0] in self.disk and pin[1] > self.disk.now]
+            self._report.pinned += [
+                BlockPin(*pin)
+                for pin in self.disk.pins.items()
+                if pin[0] in self.disk and pin[1] > self.disk.now
+            ]
             self._known = set(self.disk)
 
     def _do(self, kind: str, what: Any) -> None:
@@ -127,4 +144,10 @@ class FakeTiers:
 def tiers_of(num_groups: int, tiers: FakeTiers, num_slots: int) -> Tiers:
     """What a connector is made of that knows what is on the disk."""
     tiers.look()
-    return Tiers([BLOCK_BYTES] * num_groups, num_slots, tiers.disk is not None, MAX_PINNED_BLOCKS * BLOCK_BYTES, tiers.report())
+    return Tiers(
+        [BLOCK_BYTES] * num_groups,
+        num_slots,
+        tiers.disk is not None,
+        MAX_PINNED_BLOCKS * BLOCK_BYTES,
+        tiers.report(),
+    )

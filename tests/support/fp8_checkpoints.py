@@ -1,4 +1,6 @@
-"""Tiny models whose projections are stored in fp8, as compressed-tensors and DeepSeek-V3 have them, and what the formats say they mean."""
+"""Tiny models whose projections are stored in fp8, as compressed-tensors and DeepSeek-V3 have them,
+and what the formats say they mean.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,34 @@ E4M3 = torch.float8_e4m3fn
 
 
 def compressed_tensors(strategy: str, *, activations: bool = True) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
-    rows = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True} if activations else None
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    rows = (
+        {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        if activations
+        else None
+    )
     group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}
-    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 def fine_grained(rows: int, columns: int) -> dict[str, Any]:
-    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [rows, columns],
+    }
 
 
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -38,7 +60,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
 def in_fp8(tiny: TinyModel, folder: Path, scheme: str) -> dict[str, torch.Tensor]:
     """Writes the model into the folder; the weights that the file stands for, by name, in fp32."""
     shutil.copytree(tiny.path, folder, dirs_exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(tiny.config | {"quantization_config": SCHEMES[scheme]}))
+    (folder / "config.json").write_text(
+        json.dumps(tiny.config | {"quantization_config": SCHEMES[scheme]})
+    )
     stored, meant = {}, {}
     for name, tensor in load_file(tiny.path / "model.safetensors").items():
         if "_proj" not in name or tensor.ndim != 2:
@@ -61,10 +85,14 @@ def quantised(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Te
         spread = scales.reshape(1, 1)
     elif scheme == "blocks":
         rows, columns = SCHEMES[scheme]["weight_block_size"]
-        padded = torch.zeros(-(-weight.shape[0] // rows) * rows, -(-weight.shape[1] // columns) * columns)
+        padded = torch.zeros(
+            -(-weight.shape[0] // rows) * rows, -(-weight.shape[1] // columns) * columns
+        )
         padded[: weight.shape[0], : weight.shape[1]] = weight
         scales = padded.view(len(padded) // rows, rows, -1, columns).abs().amax(dim=(1, 3)) / 448
-        spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
+        spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[
+            : weight.shape[0], : weight.shape[1]
+        ]
     else:
         scales = (weight.abs().amax(dim=1, keepdim=True) / 448).bfloat16()
         spread = scales.float()

@@ -20,15 +20,32 @@ from tokenizers import pre_tokenizers
 
 from tests.support.backend_choice import backend_flags
 
-ARGUMENTS = ("--threads=1", "--kv-cache-memory-bytes=64MiB", "--max-model-len=512", "--max-num-seqs=64", "--port=0")
+ARGUMENTS = (
+    "--threads=1",
+    "--kv-cache-memory-bytes=64MiB",
+    "--max-model-len=512",
+    "--max-num-seqs=64",
+    "--port=0",
+)
 START_S = 120
 
 
 class LiveServer:
     """Ready when made, unless `wait` is False. `lines` is what it has said on stderr."""
 
-    def __init__(self, model: str, *arguments: str, wait: bool = True, key: str | None = None) -> None:
-        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, *ARGUMENTS, *backend_flags(), *arguments]
+    def __init__(
+        self, model: str, *arguments: str, wait: bool = True, key: str | None = None
+    ) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "octavo.cli.main",
+            "serve",
+            model,
+            *ARGUMENTS,
+            *backend_flags(),
+            *arguments,
+        ]
         environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OCTAVO_API_KEY": key or ""}
         self.lines: list[str] = []
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -67,10 +84,17 @@ class LiveServer:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=60)
 
     def async_http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, headers=self.headers, timeout=60, limits=httpx.Limits(max_connections=None))
+        return httpx.AsyncClient(
+            base_url=self.url,
+            headers=self.headers,
+            timeout=60,
+            limits=httpx.Limits(max_connections=None),
+        )
 
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key or "none", max_retries=0, timeout=60)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=self._key or "none", max_retries=0, timeout=60
+        )
 
     def metric(self, name: str) -> float:
         """A series that has no labels of its own."""
@@ -93,7 +117,11 @@ class LiveServer:
 
 def children_of(pid: int) -> list[int]:
     """Processes that any of its threads has started."""
-    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
 
 
 def runs(pid: int) -> bool:
@@ -124,14 +152,27 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
 def ids_of(text: str) -> list[int]:
     """Token ids of the tiny tokenizer: one for each byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    bytes_as_letters = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    ).pre_tokenize_str(text)[0][0]
     return [4 + letters.index(letter) for letter in bytes_as_letters]
 
 
 LETTERS = sorted(ids_of("abcdefgh"))
 
-READABLE: dict[str, Any] = {"max_tokens": 24, "temperature": 1, "seed": 3, "extra_body": {"allowed_token_ids": LETTERS, "ignore_eos": True}}
+READABLE: dict[str, Any] = {
+    "max_tokens": 24,
+    "temperature": 1,
+    "seed": 3,
+    "extra_body": {"allowed_token_ids": LETTERS, "ignore_eos": True},
+}
 """What a random model writes is one of eight letters, 24 times."""
 
-LONG: dict[str, Any] = {"prompt": "Hello", "n": 32, "max_tokens": 500, "temperature": 1, "ignore_eos": True}
+LONG: dict[str, Any] = {
+    "prompt": "Hello",
+    "n": 32,
+    "max_tokens": 500,
+    "temperature": 1,
+    "ignore_eos": True,
+}
 """Takes a second or two, even with a tiny model."""

@@ -11,7 +11,9 @@ from tests.support.tiny_models import tiny_model
 
 
 def make_llm(family: str = "llama", *, model_path: Path | None = None, **options) -> LLM:
-    """Token-id prompts only, contexts of 256 tokens, on the reference backend, unless said otherwise; torch batch-invariant."""
+    """Token-id prompts only, contexts of 256 tokens, on the reference backend, unless said
+    otherwise; torch batch-invariant.
+    """
     small = small_options(family, model_path=model_path) | options
     small["batch_invariant"] = options.get("batch_invariant", small["backend"] == "torch")
     return LLM(**{"report": lambda text: None} | small)
@@ -32,13 +34,23 @@ def small_options(family: str = "llama", *, model_path: Path | None = None) -> d
 
 def prompts_of(*lengths: int) -> list[list[int]]:
     """Prompts of ids below 240, all different."""
-    return [[(31 * length + 7 * i * i + 3 * i) % 237 + 3 for i in range(length)] for length in lengths]
+    return [
+        [(31 * length + 7 * i * i + 3 * i) % 237 + 3 for i in range(length)] for length in lengths
+    ]
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=11, max_tokens=8, ignore_eos=True, logprobs=2)
+SAMPLED = SamplingParams(
+    temperature=0.9, top_p=0.95, top_k=40, seed=11, max_tokens=8, ignore_eos=True, logprobs=2
+)
 PENALISED = SamplingParams(
-    temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.5, seed=5, max_tokens=8, ignore_eos=True, logprobs=2
+    temperature=0.7,
+    repetition_penalty=1.3,
+    frequency_penalty=0.5,
+    seed=5,
+    max_tokens=8,
+    ignore_eos=True,
+    logprobs=2,
 )
 
 
@@ -50,13 +62,20 @@ def fingerprint(output: RequestOutput) -> list:
             sample.index,
             tuple(sample.token_ids),
             sample.finish_reason,
-            None if sample.logprobs is None else tuple(tuple((t, p.logprob, p.rank) for t, p in step.items()) for step in sample.logprobs),
+            None
+            if sample.logprobs is None
+            else tuple(
+                tuple((t, p.logprob, p.rank) for t, p in step.items()) for step in sample.logprobs
+            ),
         )
         for sample in output.outputs
     ] + [
         None
         if output.prompt_logprobs is None
-        else tuple(None if step is None else tuple((t, p.logprob, p.rank) for t, p in step.items()) for step in output.prompt_logprobs)
+        else tuple(
+            None if step is None else tuple((t, p.logprob, p.rank) for t, p in step.items())
+            for step in output.prompt_logprobs
+        )
     ]
 
 

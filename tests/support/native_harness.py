@@ -1,7 +1,8 @@
-"""One op at a time on the native backend: rows of given numbers go in through embeddings, the op's out comes back as logits.
+"""One op at a time on the native backend: rows of given numbers go in through embeddings, the op's
+out comes back as logits.
 
-An embedding of fp32 rows and a gathered row are copies, so what comes back is what the op made, bit for bit. A table's last row is
-NaN: padded rows (slot -1) hold it.
+An embedding of fp32 rows and a gathered row are copies, so what comes back is what the op made, bit
+for bit. A table's last row is NaN: padded rows (slot -1) hold it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.backends.base import BackendOptions, KvCache, Runnable, StepBatch
+from octavo.backends.base import BackendOptions, Runnable
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import KvCache
 from octavo.backends.native.backend import NativeBackend, supported_levels
 from octavo.backends.reference import ReferenceBackend, ReferenceRunnable
 from octavo.errors import BackendUnavailable
@@ -24,14 +27,18 @@ from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 from octavo.quant.packed import PackedWeight
 
 ROWS = (1, 2, 3, 5, 8, 17, 64, 130, 300)
-"""Either side of: rows that a thread converts for itself (4), the tile unit's least (6), its 16, a chunk of logits (64), a piece (128)."""
+"""Either side of: rows that a thread converts for itself (4), the tile unit's least (6), its 16, a
+chunk of logits (64), a piece (128).
+"""
 
 NUM_ROWS = max(ROWS)
 NOT_BUILT = "not built"
 
 
 def levels() -> list[str]:
-    """Instruction-set levels of this machine, for parametrising; one that fails clearly where the extension is not built."""
+    """Instruction-set levels of this machine, for parametrising; one that fails clearly where the
+    extension is not built.
+    """
     try:
         return supported_levels()
     except BackendUnavailable:
@@ -40,7 +47,11 @@ def levels() -> list[str]:
 
 def require_native(level: str = "") -> None:
     if NOT_BUILT in (level, *levels()):
-        pytest.fail("the native backend is not built; `make test` builds it, or by hand: pip install --editable '.[dev]'", pytrace=False)
+        pytest.fail(
+            "the native backend is not built; `make test` builds it, or by hand: pip install"
+            " --editable '.[dev]'",
+            pytrace=False,
+        )
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -62,9 +73,11 @@ def plain(weights: Mapping[str, NDArray[Any]]) -> dict[str, PackedWeight]:
 
 @dataclass(eq=False)
 class Case:
-    """`inputs [rows, width] fp32` by name, the ops that `make` builds of their Values (the last one's first out counts), and weights.
+    """`inputs [rows, width] fp32` by name, the ops that `make` builds of their Values (the last
+    one's first out counts), and weights.
 
-    `out` names another out than that. One of tokens is gathered to become the logits, one of samples is them. Tolerances are of
+    `out` names another out than that. One of tokens is gathered to become the logits, one of
+    samples is them. Tolerances are of
     |native - reference|: `atol + rtol * |reference|`.
     """
 
@@ -83,15 +96,22 @@ class Case:
     @cached_property
     def program(self) -> Program:
         ids = Value("ids", "tokens", 1, "int")
-        values = {name: Value(name, "tokens", array.shape[1]) for name, array in self.inputs.items()}
-        body: list[Op] = [ops.Embedding(value, table(name, value.width, self.num_rows), ids) for name, value in values.items()]
+        values = {
+            name: Value(name, "tokens", array.shape[1]) for name, array in self.inputs.items()
+        }
+        body: list[Op] = [
+            ops.Embedding(value, table(name, value.width, self.num_rows), ids)
+            for name, value in values.items()
+        ]
         body += self.make(values)
         out = body[-1].outputs[self.out]
         logits = out if out.axis == "samples" else Value("logits", "samples", out.width)
         if logits is not out:
             body.append(ops.GatherRows(out, logits))
         groups = (CacheGroup("kv", "full", 1, 1, 2, 2),)  # its slots tell padding from rows
-        program = Program("test", {"token_ids": ids}, {"logits": logits}, tuple(body), groups, out.width)
+        program = Program(
+            "test", {"token_ids": ids}, {"logits": logits}, tuple(body), groups, out.width
+        )
         program.check()
         return program
 
@@ -99,7 +119,9 @@ class Case:
         name, _, kind = weight.name.rpartition(".")
         if kind == "table":
             rows = self.inputs[name]
-            return PackedWeight.plain(np.concatenate([rows, np.full((1, rows.shape[1]), np.nan, np.float32)]))
+            return PackedWeight.plain(
+                np.concatenate([rows, np.full((1, rows.shape[1]), np.nan, np.float32)])
+            )
         return self.weights[weight.name]
 
     @cached_property
@@ -108,7 +130,9 @@ class Case:
         return self.run(ReferenceBackend().prepare(self.program, self.load), self.num_rows, pad=0)
 
     def native(self, level: str | None, *, threads: int = 1) -> Runnable:
-        options = BackendOptions(num_threads=threads, max_tokens=self.num_rows + 8, kv_cache_dtype="fp32")
+        options = BackendOptions(
+            num_threads=threads, max_tokens=self.num_rows + 8, kv_cache_dtype="fp32"
+        )
         return NativeBackend(options, level=level).prepare(self.program, self.load)
 
     def run(self, runnable: Runnable, rows: int, *, pad: int = 0) -> NDArray[Any]:
@@ -117,13 +141,21 @@ class Case:
 
     def memory(self, runnable: Runnable) -> KvCache:
         """A KV cache as the runnable's backend has them."""
-        backend = ReferenceBackend() if isinstance(runnable, ReferenceRunnable) else NativeBackend(BackendOptions())
+        backend = (
+            ReferenceBackend()
+            if isinstance(runnable, ReferenceRunnable)
+            else NativeBackend(BackendOptions())
+        )
         return backend.allocate(self.program.groups, [32] * len(self.program.groups))
 
     def batch(self, rows: int, pad: int) -> StepBatch:
-        positions = np.arange(self.num_rows, dtype=np.int32) if self.positions is None else self.positions
+        positions = (
+            np.arange(self.num_rows, dtype=np.int32) if self.positions is None else self.positions
+        )
         return StepBatch(
-            token_ids=np.concatenate([np.arange(rows), np.full(pad, self.num_rows)]).astype(np.int32),
+            token_ids=np.concatenate([np.arange(rows), np.full(pad, self.num_rows)]).astype(
+                np.int32
+            ),
             positions=np.concatenate([positions[:rows], np.full(pad, -3)])[None].astype(np.int32),
             query_starts=np.array([0, rows], np.int32),
             context_lens=np.array([[rows]], np.int32),
@@ -134,9 +166,13 @@ class Case:
 
 
 def check_rows(case: Case, level: str) -> None:
-    """Native equals the reference within the case's tolerance; any number of rows, padded or not, gives each row the same bits."""
+    """Native equals the reference within the case's tolerance; any number of rows, padded or not,
+    gives each row the same bits.
+    """
     runnable = case.native(level)
     whole = case.run(runnable, case.num_rows, pad=3)
     np.testing.assert_allclose(whole, case.expected, rtol=case.rtol, atol=case.atol)
     for rows in ROWS:
-        np.testing.assert_array_equal(case.run(runnable, rows, pad=rows % 3), whole[:rows], err_msg=f"{rows} rows")
+        np.testing.assert_array_equal(
+            case.run(runnable, rows, pad=rows % 3), whole[:rows], err_msg=f"{rows} rows"
+        )

@@ -1,4 +1,6 @@
-"""Runs Programs over paged KV in shuffled blocks: whole, in chunks, or many requests at once. For equivalence tests of any backend."""
+"""Runs Programs over paged KV in shuffled blocks: whole, in chunks, or many requests at once. For
+equivalence tests of any backend.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE, Backend, BackendOptions, LoadWeight, StepBatch
+from octavo.backends.base import Backend, BackendOptions, LoadWeight
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.reference import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
@@ -36,7 +40,9 @@ def backend_named(name: str, **options: Any) -> Backend:
 
 
 class PagedRunner:
-    """One model's Programs with a KV cache of their own; `add` makes a request, `step` computes some of its tokens."""
+    """One model's Programs with a KV cache of their own; `add` makes a request, `step` computes
+    some of its tokens.
+    """
 
     def __init__(
         self,
@@ -49,14 +55,18 @@ class PagedRunner:
         padding: int = 0,
         rewrite: Callable[[Program], Program] = lambda program: program,
     ) -> None:
-        """`load` gives weights in another precision than the file's. `padding`: so many rows with slot -1 are put behind every step's.
-        `rewrite`: a pass over each Program.
+        """`load` gives weights in another precision than the file's. `padding`: so many rows with
+        slot -1 are put behind every step's. `rewrite`: a pass over each Program.
         """
         checkpoint = open_checkpoint(path)
         self.backend = backend or ReferenceBackend()
-        self.programs = {name: rewrite(program) for name, program in build_programs(checkpoint.config).items()}
+        self.programs = {
+            name: rewrite(program) for name, program in build_programs(checkpoint.config).items()
+        }
         load = load or WeightReader(checkpoint).load
-        self.runnables = {name: self.backend.prepare(program, load) for name, program in self.programs.items()}
+        self.runnables = {
+            name: self.backend.prepare(program, load) for name, program in self.programs.items()
+        }
         self.groups = self.programs["decoder"].groups
         self.kv = self.backend.allocate(self.groups, [num_blocks] * len(self.groups))
         generator = np.random.default_rng(seed)
@@ -69,8 +79,16 @@ class PagedRunner:
         blocks = np.array([[free.pop() for _ in range(count)] for free in self._free], np.int32)
         return Request(token_ids, blocks)
 
-    def step(self, spans: Iterable[tuple[Request, int, int]], program: str = "decoder", *, sample: bool = True) -> dict[str, NDArray[Any]]:
-        """Computes tokens start .. stop - 1 of each request; every row's outputs, in order (of no row without `sample`)."""
+    def step(
+        self,
+        spans: Iterable[tuple[Request, int, int]],
+        program: str = "decoder",
+        *,
+        sample: bool = True,
+    ) -> dict[str, NDArray[Any]]:
+        """Computes tokens start .. stop - 1 of each request; every row's outputs, in order (of no
+        row without `sample`).
+        """
         spans = list(spans)
         batch = self._batch(spans, self.programs[program])
         if not sample:
@@ -81,12 +99,18 @@ class PagedRunner:
         """[T, V] of one request alone, `chunk` tokens a step."""
         request = self.add(token_ids)
         size = chunk or len(token_ids)
-        spans = [(start, min(start + size, len(token_ids))) for start in range(0, len(token_ids), size)]
-        return np.concatenate([self.step([(request, start, stop)])["logits"] for start, stop in spans])
+        spans = [
+            (start, min(start + size, len(token_ids))) for start in range(0, len(token_ids), size)
+        ]
+        return np.concatenate(
+            [self.step([(request, start, stop)])["logits"] for start, stop in spans]
+        )
 
     def _batch(self, spans: list[tuple[Request, int, int]], program: Program) -> StepBatch:
         written = {op.group for op in program.ops if type(op).__name__ == "KvWrite"}
-        positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans]).astype(np.int32)
+        positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans]).astype(
+            np.int32
+        )
         slots = np.full((len(self.groups), len(positions)), -1, np.int32)
         context_lens = np.zeros((len(self.groups), len(spans)), np.int32)
         row = 0
@@ -94,7 +118,9 @@ class PagedRunner:
             at = np.arange(start, stop)
             for g, group in enumerate(self.groups):
                 if group.name in written:
-                    slots[g, row : row + stop - start] = request.blocks[g, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                    slots[g, row : row + stop - start] = (
+                        request.blocks[g, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                    )
                     request.written[group.name] = stop
                 context_lens[g, index] = request.written.get(group.name, 0)
             row += stop - start
@@ -113,7 +139,9 @@ class PagedRunner:
         tables: NDArray[np.int32],
     ) -> StepBatch:
         pad = self._padding
-        ids = np.concatenate([np.asarray(request.token_ids[start:stop]) for request, start, stop in spans]).astype(np.int32)
+        ids = np.concatenate(
+            [np.asarray(request.token_ids[start:stop]) for request, start, stop in spans]
+        ).astype(np.int32)
         starts = np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int32)
         return StepBatch(
             token_ids=np.concatenate([ids, np.full(pad, 7, np.int32)]),

@@ -1,4 +1,6 @@
-"""Random small Programs of row ops, products, gathered rows: what passes and executors must treat right whatever a family writes."""
+"""Random small Programs of row ops, products, gathered rows: what passes and executors must treat
+right whatever a family writes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class _Growing:
         """Small enough that chains of products stay near one."""
         name = f"w{len(self.weights)}"
         scale = 1.0 if len(shape) == 1 else 1 / shape[-1] ** 0.5
-        self.weights[name] = (np.random.default_rng(len(self.weights)).normal(size=shape) * scale).astype(np.float32)
+        self.weights[name] = (
+            np.random.default_rng(len(self.weights)).normal(size=shape) * scale
+        ).astype(np.float32)
         return Weight(name, shape)
 
     def add(self, op: Op) -> None:
@@ -52,13 +56,17 @@ class _Growing:
 
     def pick(self, *, like: Value | None = None) -> Value:
         """Recent ones more often, as real Programs read them."""
-        fitting = [v for v in self.values if like is None or (v.width, v.axis) == (like.width, like.axis)]
+        fitting = [
+            v for v in self.values if like is None or (v.width, v.axis) == (like.width, like.axis)
+        ]
         return fitting[max(len(fitting) - 1 - self.draw(st.integers(0, 4)), 0)]
 
 
 def _row_op(g: _Growing, x: Value) -> None:
     y = g.fresh(x)
-    kind = g.draw(st.sampled_from(["scale", "softcap", "act", "add", "mul", "gate", "rms", "heads", "layer"]))
+    kind = g.draw(
+        st.sampled_from(["scale", "softcap", "act", "add", "mul", "gate", "rms", "heads", "layer"])
+    )
     if kind == "scale":
         g.add(ops.Scale(x, y, 0.8))
     elif kind == "softcap":
@@ -86,11 +94,20 @@ def _linear(g: _Growing, x: Value) -> None:
     outs = tuple(Value(g.fresh(x).name + f".{i}", x.axis, width) for i, width in enumerate(heights))
     biases = tuple(g.weight(height) if g.draw(st.booleans()) else None for height in heights)
     activation = g.draw(st.sampled_from([None, None, None, "silu"]))
-    g.add(ops.Linear(x, outs, tuple(g.weight(height, x.width) for height in heights), biases if any(biases) else (), activation))
+    g.add(
+        ops.Linear(
+            x,
+            outs,
+            tuple(g.weight(height, x.width) for height in heights),
+            biases if any(biases) else (),
+            activation,
+        )
+    )
 
 
 def _mlp(g: _Growing, x: Value) -> None:
-    """A norm, two products of it, their gate, a product back, a sum: what the fuse pass looks for."""
+    """A norm, two products of it, their gate, a product back, a sum: what the fuse pass looks
+    for."""
     normed, inner = g.fresh(x), g.draw(st.sampled_from(WIDTHS))
     g.add(ops.RmsNorm(x, normed, g.weight(x.width), 1e-5))
     halves = []
@@ -121,7 +138,9 @@ def random_programs(draw: st.DrawFn) -> RandomProgram:
     ids = Value("ids", "tokens", 1, "int")
     for width in WIDTHS:
         value = Value(f"in{width}", "tokens", width)
-        g.weights[value.name] = np.random.default_rng(width).normal(size=(NUM_ROWS + 1, width)).astype(np.float32)
+        g.weights[value.name] = (
+            np.random.default_rng(width).normal(size=(NUM_ROWS + 1, width)).astype(np.float32)
+        )
         g.weights[value.name][-1] = np.nan
         g.add(ops.Embedding(value, Weight(value.name, (NUM_ROWS + 1, width)), ids))
     for _ in range(draw(st.integers(1, 6))):
@@ -134,6 +153,8 @@ def random_programs(draw: st.DrawFn) -> RandomProgram:
             draw(st.sampled_from(STEPS))(g, g.pick())
     logits = next(value for value in reversed(g.values) if value.axis == "samples")
     groups = (CacheGroup("kv", "full", 1, 1, 2, 2),)
-    program = Program("random", {"token_ids": ids}, {"logits": logits}, tuple(g.ops), groups, logits.width)
+    program = Program(
+        "random", {"token_ids": ids}, {"logits": logits}, tuple(g.ops), groups, logits.width
+    )
     program.check()
     return RandomProgram(program, g.weights)

@@ -1,4 +1,6 @@
-"""The real control plane over the simulated executor: requests arrive at their times, and what each met is noted."""
+"""The real control plane over the simulated executor: requests arrive at their times, and what each
+met is noted.
+"""
 
 from __future__ import annotations
 
@@ -88,17 +90,33 @@ class Simulation:
 def simulation(*, costs: StepCosts | None = None, **options) -> Simulation:
     """`options` are `make_core`'s."""
     clock = SimulatedClock()
-    return Simulation(make_core(executor=SimulatedExecutor(clock, costs), clock=clock, **options), clock)
+    return Simulation(
+        make_core(executor=SimulatedExecutor(clock, costs), clock=clock, **options), clock
+    )
 
 
 def request_of(
-    request_id: str, arrival_time: float, num_prompt: int, num_output: int, *, tenant: str = "", priority: int = 0
+    request_id: str,
+    arrival_time: float,
+    num_prompt: int,
+    num_output: int,
+    *,
+    tenant: str = "",
+    priority: int = 0,
 ) -> EngineRequest:
     """Its prompt is shared with nobody."""
     number = hash(request_id) % 100_000
     params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
     prompt = [number + i for i in range(num_prompt)]
-    return EngineRequest(request_id, prompt, params, seed=0, tenant=tenant, priority=priority, arrival_time=arrival_time)
+    return EngineRequest(
+        request_id,
+        prompt,
+        params,
+        seed=0,
+        tenant=tenant,
+        priority=priority,
+        arrival_time=arrival_time,
+    )
 
 
 def percentile(values: Iterable[float], percent: float) -> float:

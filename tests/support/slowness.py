@@ -1,4 +1,6 @@
-"""How slow this machine is just now: bounds on Python's time hold for one that does nothing else, and CI's may do much."""
+"""How slow this machine is just now: bounds on Python's time hold for one that does nothing else,
+and CI's may do much.
+"""
 
 import time
 
@@ -7,7 +9,9 @@ LOOP_US = 80
 
 
 def slowness():
-    """How much longer than there the interpreter takes for a loop of its own, at least 1. The 20th percentile, as of what is measured."""
+    """How much longer than there the interpreter takes for a loop of its own, at least 1. The 20th
+    percentile, as of what is measured.
+    """
     times = []
     for _ in range(200):
         began = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Tiny GGUF files of a transformers model, written by gguf-py as llama.cpp's converter writes them."""
+"""Tiny GGUF files of a transformers model, written by gguf-py as llama.cpp's converter writes
+them."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ SHAPE = {
 def tiny_model(architecture: str) -> PreTrainedModel:
     torch.manual_seed(0)
     if architecture == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, tie_word_embeddings=False))
+        return LlamaForCausalLM(
+            LlamaConfig(**SHAPE, attention_bias=True, tie_word_embeddings=False)
+        )
     if architecture == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**SHAPE))
     if architecture == "qwen3":
@@ -54,12 +57,18 @@ def tiny_model(architecture: str) -> PreTrainedModel:
             if "norm" in name:
                 parameter.data.uniform_(-0.4, 0.4)
         return model
-    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=128))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    )
 
 
 def interleave(array: np.ndarray, heads: int) -> np.ndarray:
     """Rows in halves to rows in rotary pairs, as the converter does for llama."""
-    return array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+    return (
+        array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(array.shape)
+    )
 
 
 def _hyperparameters(writer: gguf.GGUFWriter, architecture: str, config) -> None:
@@ -75,19 +84,33 @@ def _hyperparameters(writer: gguf.GGUFWriter, architecture: str, config) -> None
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(5000.0)
-    writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(
+        config.head_dim
+        if hasattr(config, "head_dim")
+        else config.hidden_size // config.num_attention_heads
+    )
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
 
 
 def write_tiny_gguf(
-    path: Path, architecture: str, model: PreTrainedModel, *, kind: str = "F32", tokens: int = 0, extra: dict[str, object] | None = None
+    path: Path,
+    architecture: str,
+    model: PreTrainedModel,
+    *,
+    kind: str = "F32",
+    tokens: int = 0,
+    extra: dict[str, object] | None = None,
 ) -> Path:
-    """The model's tensors in `kind`, 1-D ones in F32; `tokens` > 0 adds a vocabulary of so many (id 2 is an end of turn)."""
+    """The model's tensors in `kind`, 1-D ones in F32; `tokens` > 0 adds a vocabulary of so many (id
+    2 is an end of turn).
+    """
     writer = gguf.GGUFWriter(path, architecture)
     _hyperparameters(writer, architecture, model.config)
     for key, value in (extra or {}).items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[
+            type(value)
+        ]
         add(key, value)
     if tokens:
         writer.add_tokenizer_model("gpt2")
@@ -104,10 +127,19 @@ def write_tiny_gguf(
             continue
         array = tensor.float().numpy()
         if architecture == "llama" and ("q_proj" in key or "k_proj" in key):
-            array = interleave(array, model.config.num_attention_heads if "q_proj" in key else model.config.num_key_value_heads)
+            array = interleave(
+                array,
+                (
+                    model.config.num_attention_heads
+                    if "q_proj" in key
+                    else model.config.num_key_value_heads
+                ),
+            )
         if architecture == "gemma3" and "norm" in key:
             array = array + 1
-        if architecture == "gpt2" and any(part in key for part in ("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        if architecture == "gpt2" and any(
+            part in key for part in ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        ):
             array = np.ascontiguousarray(array.T)
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if array.ndim == 1 or kind == "F32":

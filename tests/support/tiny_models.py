@@ -1,7 +1,9 @@
-"""Tiny seeded models of every family, built with transformers and saved as Hugging Face directories, once a test session.
+"""Tiny seeded models of every family, built with transformers and saved as Hugging Face
+directories, once a test session.
 
-`tiny_model("llama")` gives its config.json, the directory and the torch model in float32. Weights are drawn wide enough that
-logits differ clearly. `in_float64` gives the same model computing in float64 throughout, as an oracle.
+`tiny_model("llama")` gives its config.json, the directory and the torch model in float32. Weights
+are drawn wide enough that logits differ clearly. `in_float64` gives the same model computing in
+float64 throughout, as an oracle.
 """
 
 from __future__ import annotations
@@ -19,21 +21,82 @@ import torch
 import transformers
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "qwen2": {"vocab_size": 257, "hidden_size": 72, "intermediate_size": 90, "num_hidden_layers": 2, "num_attention_heads": 3},
-    "qwen3": {"vocab_size": 300, "hidden_size": 80, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "gemma3_text": {"vocab_size": 384, "hidden_size": 96, "intermediate_size": 130, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "gpt2": {"vocab_size": 301, "n_embd": 72, "n_layer": 2, "n_head": 3, "n_inner": 150, "n_positions": 1024},
-    "qwen2_moe": {"vocab_size": 264, "hidden_size": 56, "intermediate_size": 70, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "gpt_oss": {"vocab_size": 288, "hidden_size": 60, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 6},
-    "deepseek_v3": {"vocab_size": 270, "hidden_size": 52, "intermediate_size": 66, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "t5": {"vocab_size": 250, "d_model": 48, "d_kv": 10, "d_ff": 70, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4},
+    "llama": {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 100,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    },
+    "qwen2": {
+        "vocab_size": 257,
+        "hidden_size": 72,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    },
+    "qwen3": {
+        "vocab_size": 300,
+        "hidden_size": 80,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "gemma3_text": {
+        "vocab_size": 384,
+        "hidden_size": 96,
+        "intermediate_size": 130,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "gpt2": {
+        "vocab_size": 301,
+        "n_embd": 72,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_inner": 150,
+        "n_positions": 1024,
+    },
+    "qwen2_moe": {
+        "vocab_size": 264,
+        "hidden_size": 56,
+        "intermediate_size": 70,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    },
+    "gpt_oss": {
+        "vocab_size": 288,
+        "hidden_size": 60,
+        "intermediate_size": 44,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+    },
+    "deepseek_v3": {
+        "vocab_size": 270,
+        "hidden_size": 52,
+        "intermediate_size": 66,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    },
+    "t5": {
+        "vocab_size": 250,
+        "d_model": 48,
+        "d_kv": 10,
+        "d_ff": 70,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+        "num_heads": 4,
+    },
 }
 """Widths that are no multiple of 32 on purpose."""
 
 DETAILS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
-    "qwen2": {"num_key_value_heads": 1, "max_position_embeddings": 2048, "tie_word_embeddings": True},
+    "qwen2": {
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
     "qwen3": {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048},
     "gemma3_text": {
         "num_key_value_heads": 1,
@@ -41,7 +104,12 @@ DETAILS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "sliding_window": 24,
         "query_pre_attn_scalar": 32,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": [
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
     },
     "gpt2": {},
     "qwen2_moe": {
@@ -95,7 +163,12 @@ WIDTHS_OF_32: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_size": 96, "intermediate_size": 96},
     "gemma3_text": {"intermediate_size": 128},
     "gpt2": {"n_embd": 96, "n_inner": 160},
-    "qwen2_moe": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
     "deepseek_v3": {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -111,7 +184,9 @@ FAMILIES = tuple(SHAPES)
 
 
 class TinyModel(NamedTuple):
-    """`config` as config.json has it, the directory with it and model.safetensors, and the model in float32, eval mode."""
+    """`config` as config.json has it, the directory with it and model.safetensors, and the model in
+    float32, eval mode.
+    """
 
     config: dict[str, Any]
     path: Path
@@ -132,18 +207,30 @@ def _build(model_type: str, seed: int, overrides: str) -> TinyModel:
         | json.loads(overrides)
     )
     config = transformers.AutoConfig.for_model(model_type, **options)
-    model = _model_class(config)._from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = _model_class(config)._from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     _draw_weights(model, seed)
-    path = Path(_session_directory().name) / f"{model_type}-{len(list(Path(_session_directory().name).iterdir()))}"
+    path = (
+        Path(_session_directory().name)
+        / f"{model_type}-{len(list(Path(_session_directory().name).iterdir()))}"
+    )
     with _quiet():
         model.save_pretrained(path)
     return TinyModel(json.loads((path / "config.json").read_text()), path, model.eval())
 
 
 def in_float64(model: Any) -> Any:
-    """The same model in float64; run it inside `double_precision()`, for transformers casts to float32 here and there."""
+    """The same model in float64; run it inside `double_precision()`, for transformers casts to
+    float32 here and there.
+    """
     with double_precision():
-        twin = type(model)._from_config(model.config, attn_implementation="eager", experts_implementation="eager").double().eval()
+        twin = (
+            type(model)
+            ._from_config(model.config, attn_implementation="eager", experts_implementation="eager")
+            .double()
+            .eval()
+        )
         twin.load_state_dict(model.state_dict())
     return twin
 
@@ -161,12 +248,17 @@ def double_precision() -> Iterator[None]:
 
 
 def _model_class(config: Any) -> Any:
-    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForSeq2SeqLM
+        if config.is_encoder_decoder
+        else transformers.AutoModelForCausalLM
+    )
     return auto._model_mapping[type(config)]
 
 
 def _draw_weights(model: Any, seed: int) -> None:
-    """Matrices at 1.2 / sqrt(inputs), norms near their neutral value, biases and the like not zero."""
+    """Matrices at 1.2 / sqrt(inputs), norms near their neutral value, biases and the like not
+    zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):

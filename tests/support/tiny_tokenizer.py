@@ -1,4 +1,6 @@
-"""A tokenizer of 256 bytes and four special tokens, with a chat template, saved beside a tiny model's weights."""
+"""A tokenizer of 256 bytes and four special tokens, with a chat template, saved beside a tiny
+model's weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.support.tiny_models import tiny_model
 
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<|turn|>"]
 TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}{% if"
+    " add_generation_prompt %}<|turn|>assistant:{% endif %}"
 )
 
 
@@ -21,11 +24,18 @@ def save_tiny_tokenizer(path: Path) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: index for index, text in enumerate([*SPECIALS, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIALS]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+    settings = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "chat_template": TEMPLATE,
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

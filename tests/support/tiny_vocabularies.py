@@ -1,4 +1,6 @@
-"""Small tokenizers trained at test time: byte-level BPE by `tokenizers`, SentencePiece BPE by sentencepiece itself."""
+"""Small tokenizers trained at test time: byte-level BPE by `tokenizers`, SentencePiece BPE by
+sentencepiece itself.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def trained_bpe() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     numbers = " ".join(str(i * 37) for i in range(4000))
     tokenizer.train_from_iterator([TEXT, numbers, "I'LL we'll IT'S " * 200], trainer)
     return tokenizer
@@ -44,7 +48,10 @@ def bpe_source(pre: str, **changes) -> TokenizerSource:
         merges=[" ".join(merge).encode() for merge in model["merges"]],
     )
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    return TokenizerSource(Path("m.gguf"), **{"vocabulary": vocabulary, "special_tokens": special, "eos_token_ids": (2,)} | changes)
+    return TokenizerSource(
+        Path("m.gguf"),
+        **{"vocabulary": vocabulary, "special_tokens": special, "eos_token_ids": (2,)} | changes,
+    )
 
 
 def save_tokenizer_json(path: Path, tokenizer: Tokenizer, **settings) -> Path:
@@ -59,13 +66,17 @@ def save_tokenizer_json(path: Path, tokenizer: Tokenizer, **settings) -> Path:
 
 def bpe_with_specials() -> Tokenizer:
     tokenizer = Tokenizer.from_str(trained_bpe().to_str())
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    )
     return tokenizer
 
 
 @cache
 def trained_sentencepiece(dummy_prefix: bool) -> bytes:
-    """A serialised model: BPE of 900 pieces with byte fallback, user-defined runs of blanks, no normalisation."""
+    """A serialised model: BPE of 900 pieces with byte fallback, user-defined runs of blanks, no
+    normalisation.
+    """
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()),
@@ -84,10 +95,15 @@ def trained_sentencepiece(dummy_prefix: bool) -> bytes:
 
 
 def sentencepiece_source(dummy_prefix: bool, **changes) -> TokenizerSource:
-    """The trained pieces as a GGUF header would hold them (spaces of user-defined pieces as they are)."""
+    """The trained pieces as a GGUF header would hold them (spaces of user-defined pieces as they
+    are).
+    """
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(trained_sentencepiece(dummy_prefix))
-    texts = [piece.piece.replace("\u2581", " ") if piece.type == 4 else piece.piece for piece in proto.pieces]
+    texts = [
+        piece.piece.replace("\u2581", " ") if piece.type == 4 else piece.piece
+        for piece in proto.pieces
+    ]
     vocabulary = Vocabulary(
         model="llama",
         pre="default",
@@ -97,4 +113,7 @@ def sentencepiece_source(dummy_prefix: bool, **changes) -> TokenizerSource:
         add_space_prefix=dummy_prefix,
     )
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    return TokenizerSource(Path("m.gguf"), **{"vocabulary": vocabulary, "special_tokens": special, "eos_token_ids": (2,)} | changes)
+    return TokenizerSource(
+        Path("m.gguf"),
+        **{"vocabulary": vocabulary, "special_tokens": special, "eos_token_ids": (2,)} | changes,
+    )

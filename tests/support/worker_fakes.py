@@ -1,4 +1,6 @@
-"""A Runnable with the pseudo-model of `tests.support.engine_fakes`: it reads its tokens back through slots and block tables, as kernels do."""
+"""A Runnable with the pseudo-model of `tests.support.engine_fakes`: it reads its tokens back
+through slots and block tables, as kernels do.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from mmap import PAGESIZE
 
 import numpy as np
 
-from octavo.backends.base import BLOCK_SIZE, SampleResult, StepBatch, StepOutput
+from octavo.backends.batch import SampleResult, StepBatch, StepOutput
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.worker.block_places import RangeShape, VirtualPlaces
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.request_rows import RequestRows
@@ -43,7 +46,9 @@ class FakeRunnable:
     progress = 0
 
     def __init__(self, windows: Sequence[int | None] | None = None) -> None:
-        """`windows`: per group the keys that a query reads, None for all; at least one group reads all."""
+        """`windows`: per group the keys that a query reads, None for all; at least one group reads
+        all.
+        """
         self.windows = windows
         self.batches: list[StepBatch] = []
         self.raise_on: int | None = None
@@ -60,8 +65,14 @@ class FakeRunnable:
         sampling = batch.sampling
         drawn = [self._draw(batch, kv, entry) for entry in range(len(batch.sample_rows))]
         token_ids = np.array(drawn, np.int32).reshape(-1)
-        token_ids = np.where(sampling.target_ids >= 0, sampling.target_ids, token_ids).astype(np.int32)
-        failed = batch.token_ids[batch.sample_rows] == self.nan_on if self.nan_on is not None else np.zeros(len(token_ids), bool)
+        token_ids = np.where(sampling.target_ids >= 0, sampling.target_ids, token_ids).astype(
+            np.int32
+        )
+        failed = (
+            batch.token_ids[batch.sample_rows] == self.nan_on
+            if self.nan_on is not None
+            else np.zeros(len(token_ids), bool)
+        )
         result = SampleResult(token_ids, failed)
         most = max(sampling.num_logprobs, default=-1)
         if most >= 0:
@@ -80,20 +91,32 @@ class FakeRunnable:
             table = batch.block_tables[group, request]
             window = self.windows[group] if self.windows else None
             seen = range(0 if window is None else max(0, position - window + 1), position + 1)
-            histories.append([int(tokens[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE]) for p in seen])
+            histories.append(
+                [int(tokens[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE]) for p in seen]
+            )
         longest = max(histories, key=len)
         assert all(history == longest[-len(history) :] for history in histories)
         return pseudo_token(longest, int(batch.sampling.sample_indices[entry]))
 
 
 def make_worker(
-    runnable: FakeRunnable, *, num_groups: int = 1, num_blocks: int = 64, max_rows: int = 8, max_model_len: int = 512, virtual: bool = False
+    runnable: FakeRunnable,
+    *,
+    num_groups: int = 1,
+    num_blocks: int = 64,
+    max_rows: int = 8,
+    max_model_len: int = 512,
+    virtual: bool = False,
 ) -> Worker:
-    rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len, num_groups=num_groups, vocab_size=VOCAB)
+    rows = RequestRows(
+        max_rows=max_rows, max_model_len=max_model_len, num_groups=num_groups, vocab_size=VOCAB
+    )
     kv, places = FakeKv(num_groups, num_blocks), None
     if virtual:
         shape = RangeShape.of(num_blocks, -(-max_model_len // BLOCK_SIZE), (PAGESIZE,), 1)
         kv = FakeKv(num_groups, max_rows * shape.num_blocks)
         places = VirtualPlaces(kv, [shape] * num_groups, num_rows=max_rows)
-    cache_engine = CacheEngine(kv, [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups, places=places)
+    cache_engine = CacheEngine(
+        kv, [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups, places=places
+    )
     return Worker(runnable, cache_engine, rows, close=lambda: None)

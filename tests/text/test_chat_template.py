@@ -1,4 +1,6 @@
-"""Conversations to ids: the same as transformers' rendering, and no message can speak for the template. All exact."""
+"""Conversations to ids: the same as transformers' rendering, and no message can speak for the
+template. All exact.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiny_vocabularies import SPECIAL, bpe_source, sentencepiece_source
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] |"
+    " trim + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|im_start|>assistant\n' }}{% endif %}"
 )
 BARE = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}<|im_end|>"
 TOOLS = (
@@ -26,7 +29,10 @@ TALK = [
     {"role": "assistant", "content": "Hm"},
 ]
 
-nasty = st.lists(st.sampled_from([*SPECIAL, "<", "<|", "|>", "<|im_", "end|>", "im_end|>", " ", "a", "\n", "é"]), max_size=6).map("".join)
+nasty = st.lists(
+    st.sampled_from([*SPECIAL, "<", "<|", "|>", "<|im_", "end|>", "im_end|>", " ", "a", "\n", "é"]),
+    max_size=6,
+).map("".join)
 
 
 def tokenizer(template: str | None = CHATML, **changes):
@@ -36,16 +42,27 @@ def tokenizer(template: str | None = CHATML, **changes):
 @pytest.mark.parametrize("generate", [True, False])
 def test_equals_transformers_rendering(generate: bool) -> None:
     ours = tokenizer()
-    rendered, _ = render_jinja_template([TALK], chat_template=CHATML, add_generation_prompt=generate)
+    rendered, _ = render_jinja_template(
+        [TALK], chat_template=CHATML, add_generation_prompt=generate
+    )
     expected = ours.encode(rendered[0], add_special_tokens=False, allow_special_text=True)
     assert ours.apply_chat_template(TALK, add_generation_prompt=generate) == expected
 
 
 def test_tools_and_functions_equal_transformers() -> None:
-    tools = [{"type": "function", "function": {"name": "f", "description": "é <b>'\"", "parameters": {}}}]
-    rendered, _ = render_jinja_template([TALK], chat_template=TOOLS, tools=tools, add_generation_prompt=False)
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": "é <b>'\"", "parameters": {}}}
+    ]
+    rendered, _ = render_jinja_template(
+        [TALK], chat_template=TOOLS, tools=tools, add_generation_prompt=False
+    )
     ours = tokenizer(TOOLS)
-    assert ours.decode(ours.apply_chat_template(TALK, variables={"tools": tools}), skip_special_tokens=False) == rendered[0]
+    assert (
+        ours.decode(
+            ours.apply_chat_template(TALK, variables={"tools": tools}), skip_special_tokens=False
+        )
+        == rendered[0]
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -56,12 +73,18 @@ def test_tools_and_functions_equal_transformers() -> None:
 def test_no_message_can_speak_for_the_template(template: str, role: str, content: str) -> None:
     """As many special ids as for harmless words, and the text is what a plain rendering shows."""
     ours = tokenizer(template)
-    ids = ours.apply_chat_template([{"role": role, "content": content}, {"role": content, "content": role}])
-    harmless = ours.apply_chat_template([{"role": "r", "content": "c"}, {"role": "r", "content": "c"}])
+    ids = ours.apply_chat_template(
+        [{"role": role, "content": content}, {"role": content, "content": role}]
+    )
+    harmless = ours.apply_chat_template(
+        [{"role": "r", "content": "c"}, {"role": "r", "content": "c"}]
+    )
     special = [i for i in ids if i in ours.special_token_ids]
     assert special == [i for i in harmless if i in ours.special_token_ids]
     messages = [{"role": role, "content": content}, {"role": content, "content": role}]
-    rendered, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
+    rendered, _ = render_jinja_template(
+        [messages], chat_template=template, add_generation_prompt=True
+    )
     assert ours.decode(ids, skip_special_tokens=False) == rendered[0]
 
 
@@ -72,7 +95,9 @@ def test_plain_messages_are_encoded_as_one_text(content: str) -> None:
     ours = tokenizer()
     if any(text in content for text in SPECIAL):
         return
-    rendered, _ = render_jinja_template([[{"role": "user", "content": content}]], chat_template=CHATML, add_generation_prompt=True)
+    rendered, _ = render_jinja_template(
+        [[{"role": "user", "content": content}]], chat_template=CHATML, add_generation_prompt=True
+    )
     expected = ours.encode(rendered[0], add_special_tokens=False, allow_special_text=True)
     assert ours.apply_chat_template([{"role": "user", "content": content}]) == expected
 
@@ -80,7 +105,9 @@ def test_plain_messages_are_encoded_as_one_text(content: str) -> None:
 def test_variables_are_guarded_too() -> None:
     ours = tokenizer("{{ documents[0].text }}<|im_end|>")
     ids = ours.apply_chat_template([], variables={"documents": [{"text": "x<|im_end|>"}]})
-    assert ids.count(2) == 1 and ours.decode(ids, skip_special_tokens=False) == "x<|im_end|><|im_end|>"
+    assert (
+        ids.count(2) == 1 and ours.decode(ids, skip_special_tokens=False) == "x<|im_end|><|im_end|>"
+    )
 
 
 def test_space_prefix_after_special_tokens() -> None:
@@ -96,15 +123,24 @@ def test_failures_are_the_callers() -> None:
     with pytest.raises(InvalidRequest, match="the chat template failed: roles must alternate"):
         tokenizer("{{ raise_exception('roles must alternate') }}").apply_chat_template(TALK)
     with pytest.raises(InvalidRequest, match=r"the chat template failed: .*None"):
-        tokenizer("{{ 'a' + messages[0].content }}").apply_chat_template([{"role": "user", "content": None}])
-    with pytest.raises(InvalidRequest, match="the chat template failed: access to attribute '__class__'"):
+        tokenizer("{{ 'a' + messages[0].content }}").apply_chat_template(
+            [{"role": "user", "content": None}]
+        )
+    with pytest.raises(
+        InvalidRequest, match="the chat template failed: access to attribute '__class__'"
+    ):
         tokenizer("{{ ''.__class__.__mro__ }}").apply_chat_template(TALK)
-    with pytest.raises(InvalidRequest, match="no chat template\nhint: give one with --chat-template"):
+    with pytest.raises(
+        InvalidRequest, match="no chat template\nhint: give one with --chat-template"
+    ):
         tokenizer(None).apply_chat_template(TALK)
 
 
 def test_syntax_extensions() -> None:
-    template = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}{% generation %}x{% endgeneration %}"
+    template = (
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}{%"
+        " generation %}x{% endgeneration %}"
+    )
     ours = tokenizer(template)
     assert ours.decode(ours.apply_chat_template([])) == "01x"
 
@@ -112,8 +148,14 @@ def test_syntax_extensions() -> None:
 def test_chat_template_option(tmp_path) -> None:
     (tmp_path / "t.jinja").write_text("from a file {{ bos_token }}")
     ours = load_tokenizer(bpe_source("smollm"), chat_template=str(tmp_path / "t.jinja"))
-    assert ours.decode(ours.apply_chat_template([]), skip_special_tokens=False) == "from a file <|im_start|>"
+    assert (
+        ours.decode(ours.apply_chat_template([]), skip_special_tokens=False)
+        == "from a file <|im_start|>"
+    )
     ours = load_tokenizer(bpe_source("smollm"), chat_template="{{ 1 + 1 }}")
     assert ours.decode(ours.apply_chat_template([])) == "2"
-    with pytest.raises(ConfigError, match=r"chat_template: got 'nowhere\.jinja', allowed is a Jinja template or the path"):
+    with pytest.raises(
+        ConfigError,
+        match=r"chat_template: got 'nowhere\.jinja', allowed is a Jinja template or the path",
+    ):
         load_tokenizer(bpe_source("smollm"), chat_template="nowhere.jinja")

@@ -1,4 +1,6 @@
-"""Streaming equals decoding at once, stop strings are found wherever tokens cut them, and nothing of them is shown early. All exact."""
+"""Streaming equals decoding at once, stop strings are found wherever tokens cut them, and nothing
+of them is shown early. All exact.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,15 @@ def test_never_half_a_character(kind: str, text: str) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text(alphabet="abcd é漢", max_size=40), st.lists(st.text(alphabet="abcd é漢", min_size=1, max_size=5), min_size=1, max_size=3))
+@given(
+    st.text(alphabet="abcd é漢", max_size=40),
+    st.lists(st.text(alphabet="abcd é漢", min_size=1, max_size=5), min_size=1, max_size=3),
+)
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings(include: bool, text: str, stops: list[str]) -> None:
-    """The text ends where the first token that completes a stop string says; no stream shows what is taken back."""
+    """The text ends where the first token that completes a stop string says; no stream shows what
+    is taken back.
+    """
     ours = tokenizer("bpe")
     ids = ours.encode(text)
     detokenizer = Detokenizer(ours, params(stop=stops, include_stop_str_in_output=include))
@@ -72,7 +79,9 @@ def test_stop_strings(include: bool, text: str, stops: list[str]) -> None:
     assert "".join(parts) == expected
 
 
-def reference(ours: TextTokenizer, ids: list[int], stops: list[str], include: bool) -> tuple[str, str | None]:
+def reference(
+    ours: TextTokenizer, ids: list[int], stops: list[str], include: bool
+) -> tuple[str, str | None]:
     """Decodes every prefix anew; bytes of a character that is not whole are left out."""
     for end in range(len(ids) + 1):
         text = b"".join(map(ours.token_bytes, ids[:end])).decode(errors="ignore")
@@ -87,7 +96,10 @@ def test_holds_back_the_longest_stop_less_one() -> None:
     ours = tokenizer("bpe")
     detokenizer = Detokenizer(ours, params(stop=["a", "wxyz"]))
     detokenizer.push(ours.encode("ooooowxy"))
-    assert detokenizer.text(finished=False) == "ooooo" and detokenizer.text(finished=True) == "ooooowxy"
+    assert (
+        detokenizer.text(finished=False) == "ooooo"
+        and detokenizer.text(finished=True) == "ooooowxy"
+    )
     assert detokenizer.push(ours.encode("z!")) == "wxyz"
     assert detokenizer.text(finished=False) == detokenizer.text(finished=True) == "ooooo"
 

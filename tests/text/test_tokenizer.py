@@ -1,4 +1,6 @@
-"""Ids exactly those of the tokenizer a vocabulary came from; text back bit for bit; special text kept apart. All exact."""
+"""Ids exactly those of the tokenizer a vocabulary came from; text back bit for bit; special text
+kept apart. All exact.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ from tests.support.tiny_vocabularies import (
     trained_sentencepiece,
 )
 
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SAMPLES = [
     "",
     "Hello world",
@@ -51,11 +56,15 @@ def original(pre: str) -> Tokenizer:
     tokenizer = Tokenizer.from_str(trained_bpe().to_str())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "smollm":
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), byte_level]
+        )
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
         cut = pre_tokenizers.Split(Regex(QWEN2), "isolated", False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     return tokenizer
 
 
@@ -108,7 +117,9 @@ def test_sentencepiece_ids_are_its_own(dummy_prefix: bool) -> None:
     theirs = sentencepiece.SentencePieceProcessor(model_proto=trained_sentencepiece(dummy_prefix))
 
     @settings(max_examples=500, deadline=None)
-    @given(texts | st.text(alphabet="ab \n<table>", max_size=40) | st.text(alphabet="a ", max_size=60))
+    @given(
+        texts | st.text(alphabet="ab \n<table>", max_size=40) | st.text(alphabet="a ", max_size=60)
+    )
     def check(text: str) -> None:
         assert ours.encode(text) == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == text
@@ -125,14 +136,18 @@ def test_first_tokens() -> None:
     bare = load_tokenizer(sentencepiece_source(True, add_bos_token=False)).encode(text)
     assert load_tokenizer(sentencepiece_source(True)).encode(text) == [1, *bare]
     assert load_tokenizer(sentencepiece_source(True)).encode(text, add_special_tokens=False) == bare
-    assert load_tokenizer(sentencepiece_source(True)).encode("<s>light", allow_special_text=True) == [1, 1, *bare]
+    assert load_tokenizer(sentencepiece_source(True)).encode(
+        "<s>light", allow_special_text=True
+    ) == [1, 1, *bare]
     bare = load_tokenizer(bpe_source("smollm")).encode(text)
     assert load_tokenizer(bpe_source("smollm", add_bos_token=True)).encode(text) == [1, *bare]
     assert load_tokenizer(bpe_source("llama-bpe")).encode(text)[0] == 1
 
 
 @pytest.mark.parametrize(
-    "source", [bpe_source("smollm"), sentencepiece_source(False), sentencepiece_source(True)], ids=["bpe", "spm", "prefix"]
+    "source",
+    [bpe_source("smollm"), sentencepiece_source(False), sentencepiece_source(True)],
+    ids=["bpe", "spm", "prefix"],
 )
 def test_special_text_stays_text_unless_allowed(source) -> None:
     tokenizer = load_tokenizer(source)
@@ -142,11 +157,17 @@ def test_special_text_stays_text_unless_allowed(source) -> None:
     assert tokenizer.special_token_ids.isdisjoint(kept)
     assert tokenizer.decode(kept) == text
     allowed = tokenizer.encode(text, add_special_tokens=False, allow_special_text=True)
-    assert 2 in allowed and tokenizer.decode(allowed) == "ab" and tokenizer.decode(allowed, skip_special_tokens=False) == text
+    assert (
+        2 in allowed
+        and tokenizer.decode(allowed) == "ab"
+        and tokenizer.decode(allowed, skip_special_tokens=False) == text
+    )
 
 
 def test_tokenizer_json_directories(tmp_path: Path) -> None:
-    path = save_tokenizer_json(tmp_path / "m", bpe_with_specials(), chat_template=[{"name": "default", "template": "hi"}])
+    path = save_tokenizer_json(
+        tmp_path / "m", bpe_with_specials(), chat_template=[{"name": "default", "template": "hi"}]
+    )
     source = tokenizer_source(path, {"eos_token_id": 0}, {"eos_token_id": [2, 0]})
     assert source is not None and source.eos_token_ids == (2, 0) and source.chat_template == "hi"
     assert source.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
@@ -165,16 +186,26 @@ def test_end_ids_fall_back_to_the_end_token(tmp_path: Path) -> None:
 
 def test_padded_ids_have_no_bytes() -> None:
     tokenizer = load_tokenizer(bpe_source("smollm"))
-    assert tokenizer.token_bytes(10**6) == b"" and tokenizer.decode([10**6, *tokenizer.encode("x")]) == "x"
+    assert (
+        tokenizer.token_bytes(10**6) == b""
+        and tokenizer.decode([10**6, *tokenizer.encode("x")]) == "x"
+    )
 
 
 def test_unknown_kinds_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="pre-tokenizer 'wild', supported are default, gpt-2, smollm"):
+    with pytest.raises(
+        UnsupportedModel, match="pre-tokenizer 'wild', supported are default, gpt-2, smollm"
+    ):
         load_tokenizer(bpe_source("wild"))
     vocabulary = Vocabulary("bert", "default", [b"a"], [1])
-    with pytest.raises(UnsupportedModel, match="tokenizer model 'bert', supported in GGUF are gpt2, llama"):
+    with pytest.raises(
+        UnsupportedModel, match="tokenizer model 'bert', supported in GGUF are gpt2, llama"
+    ):
         load_tokenizer(bpe_source("smollm", vocabulary=vocabulary))
-    for damaged in (Vocabulary("gpt2", "smollm", [b"a"], [1], merges=[b"a b"]), Vocabulary("gpt2", "smollm", [b"\xff"], [1])):
+    for damaged in (
+        Vocabulary("gpt2", "smollm", [b"a"], [1], merges=[b"a b"]),
+        Vocabulary("gpt2", "smollm", [b"\xff"], [1]),
+    ):
         with pytest.raises(WeightMismatch, match=r"m\.gguf: damaged vocabulary"):
             load_tokenizer(bpe_source("smollm", vocabulary=damaged))
     with pytest.raises(WeightMismatch, match="0 scores for 1 tokens"):
@@ -191,10 +222,15 @@ def test_unknown_kinds_are_named(tmp_path: Path) -> None:
         ({"bos_token": 5}, "bos_token is 5, allowed is a text or an object"),
         ({"eos_token": {"text": "x"}}, "eos_token is {'text': 'x'}, allowed is"),
         ({"chat_template": {"default": "x"}}, "chat_template is a dict, allowed is a text"),
-        ({"chat_template": [{"name": "default", "template": 5}]}, "chat_template is a int, allowed is a text"),
+        (
+            {"chat_template": [{"name": "default", "template": 5}]},
+            "chat_template is a int, allowed is a text",
+        ),
     ],
 )
-def test_damaged_settings_are_named(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+def test_damaged_settings_are_named(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
     path = save_tokenizer_json(tmp_path / "m", bpe_with_specials())
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(WeightMismatch) as error:

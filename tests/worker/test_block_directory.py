@@ -1,4 +1,6 @@
-"""Blocks in files: what is read is what was written or nothing; the least recently used go, the pinned stay; engines share a directory."""
+"""Blocks in files: what is read is what was written or nothing; the least recently used go, the
+pinned stay; engines share a directory.
+"""
 
 import errno
 import os
@@ -17,7 +19,11 @@ from octavo.worker.connectors.fingerprint import DIGESTS, fingerprint
 
 SIZE = 1000
 MODEL = b"m" * 32
-FILE_BYTES = len(block_file.header_of(MODEL, 0, BlockKey(bytes(16), bytes(16), (0,) * 16), SIZE)) + SIZE + block_file.TAIL.size
+FILE_BYTES = (
+    len(block_file.header_of(MODEL, 0, BlockKey(bytes(16), bytes(16), (0,) * 16), SIZE))
+    + SIZE
+    + block_file.TAIL.size
+)
 
 
 class Clock:
@@ -38,7 +44,9 @@ def directory(tmp_path, clock):
     return make(tmp_path, clock)
 
 
-def make(root: Path, clock: Clock, *, num_files: float = 100, model: bytes = MODEL) -> BlockDirectory:
+def make(
+    root: Path, clock: Clock, *, num_files: float = 100, model: bytes = MODEL
+) -> BlockDirectory:
     return BlockDirectory(root, model, max_bytes=int(num_files * FILE_BYTES), clock=clock)
 
 
@@ -172,7 +180,10 @@ def test_a_pin_holds_though_its_block_is_written_again_or_was_damaged(directory,
     directory.pin([BlockPin(block(1).name, clock.now + 10_000)])
     directory.write(block(1), data(1).data)
     directory.look()
-    assert directory.stored().pinned_bytes == FILE_BYTES and directory.stored().foreign_pinned_bytes == 0
+    assert (
+        directory.stored().pinned_bytes == FILE_BYTES
+        and directory.stored().foreign_pinned_bytes == 0
+    )
     stranger = make(tmp_path, clock, model=b"s" * 32)
     assert stranger.look().pinned == [] and stranger.stored().foreign_pinned_bytes == FILE_BYTES
 
@@ -205,7 +216,11 @@ def test_two_engines_share_a_directory_and_its_size(tmp_path, clock):
     write(other, clock, *range(20, 26))
     assert len(there(one)) == 12, "neither has looked since"
     changes = one.look()
-    assert len(there(one)) == 9 and set(changes.gone) == {block(0).name, block(1).name, block(2).name}
+    assert len(there(one)) == 9 and set(changes.gone) == {
+        block(0).name,
+        block(1).name,
+        block(2).name,
+    }
     assert set(changes.found) == {block(number).name for number in range(20, 26)}
     assert read(other, 0) is None and read(other, 5) is not None
     other.touch(block(0).name)
@@ -273,7 +288,10 @@ def test_a_full_disk(small_disk, clock):
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"prefix_cache_dir: .*/file/cache cannot be written into: Not a directory"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prefix_cache_dir: .*/file/cache cannot be written into: Not a directory",
+    ):
         open_root(str(tmp_path / "file" / "cache"))
 
 

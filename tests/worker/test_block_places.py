@@ -1,4 +1,6 @@
-"""The virtual KV layout under the real scheduler and worker, with memory that forgets what is given back; then its arithmetic."""
+"""The virtual KV layout under the real scheduler and worker, with memory that forgets what is given
+back; then its arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,42 @@ import pytest
 from octavo.config.sizes import format_bytes
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
-from octavo.worker.block_places import NOWHERE, RangeShape, VirtualPlaces, check_addressable, describe_ranges
+from octavo.worker.block_places import (
+    NOWHERE,
+    RangeShape,
+    VirtualPlaces,
+    check_addressable,
+    describe_ranges,
+)
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.worker_fakes import FakeKv, FakeRunnable, make_worker
 
-PROMPTS = [[(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))]
+PROMPTS = [
+    [(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))
+]
 
 
 def make(*, num_blocks: int = 64, num_groups: int = 1, **options) -> EngineCore:
     worker = make_worker(FakeRunnable(), num_groups=num_groups, num_blocks=num_blocks, virtual=True)
-    return make_core(num_blocks=num_blocks, num_groups=num_groups, executor=worker, kv_layout="virtual", caching=False, **options)
+    return make_core(
+        num_blocks=num_blocks,
+        num_groups=num_groups,
+        executor=worker,
+        kv_layout="virtual",
+        caching=False,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(("budget", "num_groups"), [(7, 1), (64, 2)])
 @pytest.mark.parametrize(
     ("num_blocks", "options"),
-    [(64, {}), (9, {"preemption_mode": "swap", "num_host_blocks": 9}), (9, {"preemption_mode": "recompute"}), (64, {"kv_cache": False})],
+    [
+        (64, {}),
+        (9, {"preemption_mode": "swap", "num_host_blocks": 9}),
+        (9, {"preemption_mode": "recompute"}),
+        (64, {"kv_cache": False}),
+    ],
 )
 def test_tokens_through_the_worker(budget, num_groups, num_blocks, options):
     core = make(budget=budget, num_groups=num_groups, num_blocks=num_blocks, **options)
@@ -35,14 +57,18 @@ def test_tokens_through_the_worker(budget, num_groups, num_blocks, options):
     for index, prompt in enumerate(PROMPTS):
         assert tokens_of(found[str(index)]) == expected_tokens(prompt, 30)
     stats = core.scheduler.stats()
-    assert (stats.num_preemptions > 0) == (num_blocks == 9) and (stats.num_swaps > 0) == ("num_host_blocks" in options)
+    assert (stats.num_preemptions > 0) == (num_blocks == 9) and (stats.num_swaps > 0) == (
+        "num_host_blocks" in options
+    )
 
 
 def test_samples_of_one_prompt_share_no_block():
     core = make()
     core.add(make_request("p", PROMPTS[4], max_tokens=20))
     for index in (1, 2):
-        core.add(make_request(f"p_{index}", PROMPTS[4], max_tokens=20, sample_index=index, fork_of="p"))
+        core.add(
+            make_request(f"p_{index}", PROMPTS[4], max_tokens=20, sample_index=index, fork_of="p")
+        )
     found = run_all(core)
     for index, request_id in enumerate(("p", "p_1", "p_2")):
         assert tokens_of(found[request_id]) == expected_tokens(PROMPTS[4], 20, index)
@@ -50,13 +76,28 @@ def test_samples_of_one_prompt_share_no_block():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_requests_come_and_go_in_any_order(seed):
-    """A window beside full attention, swaps, aborts: what is read is what was written, and nothing stays."""
+    """A window beside full attention, swaps, aborts: what is read is what was written, and nothing
+    stays.
+    """
     rng = np.random.default_rng(seed)
     windows = (None, 24)
     worker = make_worker(FakeRunnable(windows), num_groups=2, num_blocks=14, virtual=True)
-    options = {"preemption_mode": ("swap", "recompute")[seed % 2], "num_host_blocks": 14, "budget": int(rng.integers(5, 60))}
-    core = make_core(num_blocks=14, windows=windows, executor=worker, kv_layout="virtual", caching=False, **options)
-    prompts = {str(index): rng.integers(0, 900, int(rng.integers(1, 120))).tolist() for index in range(24)}
+    options = {
+        "preemption_mode": ("swap", "recompute")[seed % 2],
+        "num_host_blocks": 14,
+        "budget": int(rng.integers(5, 60)),
+    }
+    core = make_core(
+        num_blocks=14,
+        windows=windows,
+        executor=worker,
+        kv_layout="virtual",
+        caching=False,
+        **options,
+    )
+    prompts = {
+        str(index): rng.integers(0, 900, int(rng.integers(1, 120))).tolist() for index in range(24)
+    }
     found: dict[str, list[int]] = {name: [] for name in prompts}
     waiting, aborted = list(prompts), set()
     while waiting or core.has_work:
@@ -71,13 +112,17 @@ def test_requests_come_and_go_in_any_order(seed):
         assert found[name] == expected_tokens(prompt, 40)[: len(found[name])]
         assert len(found[name]) == 40 or name in aborted
     assert core.scheduler.stats().num_preemptions > 0
-    assert worker._cache_engine.places.num_bytes == 0 and (worker._cache_engine.kv.tokens == -7).all()
+    assert (
+        worker._cache_engine.places.num_bytes == 0 and (worker._cache_engine.kv.tokens == -7).all()
+    )
 
 
-# -- one group's places -----------------------------------------------------------------------------------------------------------
+# -- one group's places ----------------------------------------------------------------------------
 
 
-def places_of(piece_bytes: int, *, num_ids: int = 8, num_rows: int = 3) -> tuple[FakeKv, VirtualPlaces]:
+def places_of(
+    piece_bytes: int, *, num_ids: int = 8, num_rows: int = 3
+) -> tuple[FakeKv, VirtualPlaces]:
     shape = RangeShape.of(num_ids, 6, (piece_bytes,), 2)
     kv = FakeKv(1, num_rows * shape.num_blocks)
     kv.tokens[:] = 0
@@ -88,7 +133,11 @@ def test_a_request_lies_in_one_piece_whatever_its_ids():
     _, places = places_of(PAGESIZE)
     assert places.put(0, 1, 0, [5, 2, 7]).tolist() == [6, 7, 8]
     assert places.put(0, 1, 3, [0]).tolist() == [9]
-    assert places.put(0, 2, 0, [NOWHERE, NOWHERE, 3]).tolist() == [NOWHERE, NOWHERE, 14], "holes stay holes"
+    assert places.put(0, 2, 0, [NOWHERE, NOWHERE, 3]).tolist() == [
+        NOWHERE,
+        NOWHERE,
+        14,
+    ], "holes stay holes"
     assert [places.find(0, block_id) for block_id in (5, 2, 7, 0, 3)] == [6, 7, 8, 9, 14]
 
 
@@ -100,7 +149,9 @@ def test_memory_is_counted_in_whole_pages_and_given_back_when_the_request_leaves
     places.put(0, 2, 0, [6])
     places.clear(0)
     assert places.num_bytes == 2 * PAGESIZE
-    assert (kv.tokens.reshape(3, -1)[0] == -7).all() and not (kv.tokens.reshape(3, -1)[2] == -7).any()
+    assert (kv.tokens.reshape(3, -1)[0] == -7).all() and not (
+        kv.tokens.reshape(3, -1)[2] == -7
+    ).any()
     assert places.find(0, 4) == NOWHERE and places.find(0, 6) == 16
     places.clear(0)
 
@@ -116,7 +167,10 @@ def test_an_id_that_goes_elsewhere_takes_its_memory_along():
     assert places.num_bytes == 2 * 4 * PAGESIZE and places.find(0, 0) == 4
 
 
-@pytest.mark.parametrize(("piece", "num_blocks"), [(PAGESIZE, 6), (2 * PAGESIZE, 6), (PAGESIZE // 4, 8), (PAGESIZE * 3 // 2, 6), (96, 128)])
+@pytest.mark.parametrize(
+    ("piece", "num_blocks"),
+    [(PAGESIZE, 6), (2 * PAGESIZE, 6), (PAGESIZE // 4, 8), (PAGESIZE * 3 // 2, 6), (96, 128)],
+)
 def test_ranges_share_no_page(piece, num_blocks):
     shape = RangeShape.of(8, 6, (piece,), 1)
     assert shape.num_blocks == num_blocks and shape.num_blocks * piece % PAGESIZE == 0
@@ -125,14 +179,19 @@ def test_ranges_share_no_page(piece, num_blocks):
 def test_what_is_said_at_the_start():
     ranges = [RangeShape(8, 8, (1024,), 2), RangeShape(8, 8, (4 * PAGESIZE,), 1)]
     addresses = 4 * 8 * (2 * 1024 + 4 * PAGESIZE)
-    text = f"{format_bytes(addresses)} of addresses for 4 requests; the end of each takes up to {format_bytes(2 * (PAGESIZE - 1024))} more"
+    text = (
+        f"{format_bytes(addresses)} of addresses for 4 requests; the end of each takes up to"
+        f" {format_bytes(2 * (PAGESIZE - 1024))} more"
+    )
     assert text in describe_ranges(ranges, num_rows=4)
 
 
 def test_what_slots_cannot_number_is_refused():
     shape = RangeShape.of(8, 1 << 20, (PAGESIZE,), 1)
     check_addressable([shape], num_rows=127)
-    with pytest.raises(ConfigError, match="kv_layout: virtual takes addresses for 2,147,483,648 tokens"):
+    with pytest.raises(
+        ConfigError, match="kv_layout: virtual takes addresses for 2,147,483,648 tokens"
+    ):
         check_addressable([shape], num_rows=128)
 
 

@@ -1,4 +1,6 @@
-"""What calibration measures, against hooks in transformers' models in float64, and that every run gives the same bits."""
+"""What calibration measures, against hooks in transformers' models in float64, and that every run
+gives the same bits.
+"""
 
 import numpy as np
 import pytest
@@ -9,7 +11,13 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, packing_plan
 from octavo.models.registry import build_programs
 from octavo.worker.calibration import input_powers, mean_squares
-from tests.support.tiny_models import WIDTHS_OF_32, TinyModel, double_precision, in_float64, tiny_model
+from tests.support.tiny_models import (
+    WIDTHS_OF_32,
+    TinyModel,
+    double_precision,
+    in_float64,
+    tiny_model,
+)
 
 FAMILIES = ("llama", "gemma3_text", "gpt2", "qwen2_moe", "deepseek_v3")
 
@@ -24,7 +32,9 @@ def hooked_powers(tiny: TinyModel, token_ids: np.ndarray) -> dict[str, np.ndarra
     network, powers = in_float64(tiny.model), {}
     for name, module in network.named_modules():
         if isinstance(module, torch.nn.Linear | Conv1D):
-            keep = lambda _, inputs, name=name: powers.update({f"{name}.weight": inputs[0].square().flatten(0, -2).mean(0).numpy()})
+            keep = lambda _, inputs, name=name: powers.update(
+                {f"{name}.weight": inputs[0].square().flatten(0, -2).mean(0).numpy()}
+            )
             module.register_forward_pre_hook(keep)
     with double_precision():
         network(torch.tensor(token_ids)[None])
@@ -36,9 +46,15 @@ def test_it_is_what_the_model_multiplies(family):
     """The last of them is measured behind everything else that the model computes."""
     tiny = tiny_model(family)
     token_ids = np.random.default_rng(2).integers(0, tiny.config["vocab_size"], 70).astype(np.int32)
-    expected, found = hooked_powers(tiny, token_ids), mean_squares(*program_and_load(tiny), token_ids)
+    expected, found = (
+        hooked_powers(tiny, token_ids),
+        mean_squares(*program_and_load(tiny), token_ids),
+    )
     shared = expected.keys() & found.keys()
-    assert len(shared) >= 8 and list(found)[-1] in shared | {"model.embed_tokens.weight", "transformer.wte.weight"}
+    assert len(shared) >= 8 and list(found)[-1] in shared | {
+        "model.embed_tokens.weight",
+        "transformer.wte.weight",
+    }
     for name in shared:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
 

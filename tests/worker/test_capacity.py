@@ -15,18 +15,35 @@ from tests.support.tiny_models import tiny_model
 MIB = 1 << 20
 
 
-def capacity(*windows, memory=1000, weights=100, step=20, wanted=None, max_model_len=160, max_num_seqs=8):
-    """In MiB, besides the processes. A full group of blocks of 1 MiB, and one with each of the windows."""
+def capacity(
+    *windows, memory=1000, weights=100, step=20, wanted=None, max_model_len=160, max_num_seqs=8
+):
+    """In MiB, besides the processes. A full group of blocks of 1 MiB, and one with each of the
+    windows.
+    """
     groups = (GroupSize(MIB), *(GroupSize(MIB, window) for window in windows))
-    sizes = {"memory_bytes": PROCESS_BYTES + memory * MIB, "weight_bytes": weights * MIB, "step_bytes": step * MIB}
-    return Capacity(**sizes, groups=groups, load=Load(max_model_len, max_num_seqs, 32), wanted_kv_bytes=wanted and wanted * MIB)
+    sizes = {
+        "memory_bytes": PROCESS_BYTES + memory * MIB,
+        "weight_bytes": weights * MIB,
+        "step_bytes": step * MIB,
+    }
+    return Capacity(
+        **sizes,
+        groups=groups,
+        load=Load(max_model_len, max_num_seqs, 32),
+        wanted_kv_bytes=wanted and wanted * MIB,
+    )
 
 
 def test_what_is_left_goes_to_requests():
     found = capacity()
     assert (found.left_bytes, found.kv_bytes) == (880 * MIB, 792 * MIB)
     assert [found.max_requests(n) for n in (1, 16, 17, 160)] == [792, 792, 396, 79]
-    assert found.kv_token_bytes == MIB / 16 and found.shortfall_bytes == 0 and found.max_context() == 160
+    assert (
+        found.kv_token_bytes == MIB / 16
+        and found.shortfall_bytes == 0
+        and found.max_context() == 160
+    )
     found.check("it")
 
 
@@ -40,13 +57,18 @@ def test_a_shortfall_is_named():
     assert found.shortfall_bytes == 5 * MIB and found.max_context() == 4 * 16
     with pytest.raises(ConfigError) as error:
         found.check("big")
-    assert error.value.message == (
-        "big does not fit: needed are 322.0 MiB (weights 100.0 MiB, a step 20.0 MiB, KV cache 10.0 MiB for one request of 160 tokens), "
-        "free are 317.0 MiB; 5.0 MiB are missing"
+    assert (
+        error.value.message
+        == "big does not fit: needed are 322.0 MiB (weights 100.0 MiB, a step 20.0 MiB, KV cache"
+        " 10.0 MiB for one request of 160 tokens), free are 317.0 MiB; 5.0 MiB are missing"
     )
     assert "octavo plan" in error.value.hint
-    assert capacity(memory=10).max_context() == 0 and capacity(memory=10).shortfall_bytes == 120 * MIB
-    with pytest.raises(ConfigError, match=r"KV cache 900.0 MiB\), free are 1.2 GiB; 20.0 MiB are missing"):
+    assert (
+        capacity(memory=10).max_context() == 0 and capacity(memory=10).shortfall_bytes == 120 * MIB
+    )
+    with pytest.raises(
+        ConfigError, match=r"KV cache 900.0 MiB\), free are 1.2 GiB; 20.0 MiB are missing"
+    ):
         capacity(wanted=900).check("big")
 
 
@@ -62,10 +84,14 @@ def test_work_is_two_multiplications_a_parameter_and_token():
     program = build_programs(config)["decoder"]
     work = work_of(program)
     assert work.per_sample == config["vocab_size"] * config["hidden_size"]
-    assert work.per_token == sum(w.shape[0] * w.shape[1] for w in work.read_by_all) - work.per_sample
+    assert (
+        work.per_token == sum(w.shape[0] * w.shape[1] for w in work.read_by_all) - work.per_sample
+    )
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     assert work.per_pair == {None: layers * heads * 2 * config["hidden_size"] // heads}
-    assert work.pairs(0, 5) == work.per_pair[None] * 15 and work.pairs(3, 5) == work.per_pair[None] * 9
+    assert (
+        work.pairs(0, 5) == work.per_pair[None] * 15 and work.pairs(3, 5) == work.per_pair[None] * 9
+    )
 
 
 def test_experts_and_windows_count_as_far_as_they_are_used():
@@ -82,7 +108,9 @@ def test_the_roofline_is_the_larger_of_reading_and_multiplying():
     read = 1000 * len(work.read_by_all)
 
     def roofline(bandwidth, operations):
-        return Roofline(work, Footprint(sizes, 0, (), "u8"), capacity(), Ceilings(bandwidth, operations))
+        return Roofline(
+            work, Footprint(sizes, 0, (), "u8"), capacity(), Ceilings(bandwidth, operations)
+        )
 
     slow_memory, slow_cores = roofline(1e6, 1e30), roofline(1e30, 1e9)
     assert slow_memory.decode_tokens_per_s(1, 16) == pytest.approx(1e6 / (read + MIB))

@@ -15,7 +15,9 @@ def test_many_engines_of_one_process_may_start_at_once(tmp_path: Path) -> None:
 
     def start(number: int) -> bytes:
         (tmp_path / f"{number}.bin").write_bytes(b"weights")
-        return fingerprint({"dtype": "bf16"}, [weights, tmp_path / f"{number}.bin"], cache=open_root(str(cache)))
+        return fingerprint(
+            {"dtype": "bf16"}, [weights, tmp_path / f"{number}.bin"], cache=open_root(str(cache))
+        )
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(start, range(200)))

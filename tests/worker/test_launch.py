@@ -1,9 +1,11 @@
-"""Steps that are launched before the one before has come back: last tokens that only the device knows, and steps that fail on the way."""
+"""Steps that are launched before the one before has come back: last tokens that only the device
+knows, and steps that fail on the way.
+"""
 
 import numpy as np
 import pytest
 
-from octavo.backends.base import StepOutput
+from octavo.backends.batch import StepOutput
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.worker_fakes import FakeRunnable, make_worker
 
@@ -11,7 +13,9 @@ UNKNOWN = -5
 
 
 class LaunchingRunnable(FakeRunnable):
-    """Computes at once and tells later, as a device does; keeps each row's last token, and lets nobody else know it."""
+    """Computes at once and tells later, as a device does; keeps each row's last token, and lets
+    nobody else know it.
+    """
 
     def __init__(self, **fields):
         super().__init__(**fields)
@@ -57,22 +61,31 @@ def add(core, name, prompt, **fields):
 
 
 def test_last_tokens_are_the_devices(core, runnable):
-    wanted = {"a": add(core, "a", [1, 2, 3]), "b": add(core, "b", list(range(40)), logprobs=2, prompt_logprobs=1)}
+    wanted = {
+        "a": add(core, "a", [1, 2, 3]),
+        "b": add(core, "b", list(range(40)), logprobs=2, prompt_logprobs=1),
+    }
     outputs = run_all(core)
     assert {name: tokens_of(found) for name, found in outputs.items()} == wanted
     sources = [batch.last_tokens.sources.tolist() for batch in runnable.batches]
     assert sources == [[-1] * 43, *[[0, 1]] * 7]
-    assert runnable.batches[0].last_tokens.targets.tolist() == [0, 1] + [-1] * 39, "the prompt's own tokens are nobody's last"
+    assert runnable.batches[0].last_tokens.targets.tolist() == [0, 1] + [-1] * 39, (
+        "the prompt's own tokens are nobody's last"
+    )
     assert len(outputs["b"][0].prompt_logprobs) == 39
 
 
-def test_a_step_that_fails_after_its_launch_is_computed_again_with_what_was_launched_on_it(core, runnable, caplog):
+def test_a_step_that_fails_after_its_launch_is_computed_again_with_what_was_launched_on_it(
+    core, runnable, caplog
+):
     wanted = {"a": add(core, "a", [1, 2, 3]), "b": add(core, "b", [4, 5])}
     for _ in range(2):
         core.step()
     runnable.fail_next = 1
     outputs = run_all(core)
-    assert {name: [*tokens_of(found)][-7:] for name, found in outputs.items()} == {name: tokens[1:] for name, tokens in wanted.items()}
+    assert {name: [*tokens_of(found)][-7:] for name, found in outputs.items()} == {
+        name: tokens[1:] for name, tokens in wanted.items()
+    }
     assert caplog.text.count("a step of 2 requests failed after its launch") == 1
     assert len(runnable.batches) == 8 + 2, "that one, and the next"
 
@@ -112,10 +125,18 @@ def test_a_row_whose_logits_are_no_numbers_ends_and_its_next_step_is_nobodys(cor
 
 
 def test_as_many_as_may_run_end_while_as_many_start():
-    """Who has ended keeps its row until the step in flight is back; the worker has rows for all of them."""
-    core = make_core(executor=make_worker(LaunchingRunnable(), max_rows=8), runs_ahead=True, max_num_seqs=4)
+    """Who has ended keeps its row until the step in flight is back; the worker has rows for all of
+    them.
+    """
+    core = make_core(
+        executor=make_worker(LaunchingRunnable(), max_rows=8), runs_ahead=True, max_num_seqs=4
+    )
     prompts = {str(index): [index, 2 * index + 1] for index in range(40)}
     for name, prompt in prompts.items():
-        core.add(make_request(name, prompt, max_tokens=6, eos=tuple(expected_tokens(prompt, 2)[1:])))
+        core.add(
+            make_request(name, prompt, max_tokens=6, eos=tuple(expected_tokens(prompt, 2)[1:]))
+        )
     outputs = run_all(core)
-    assert {name: tokens_of(found) for name, found in outputs.items()} == {name: expected_tokens(p, 2) for name, p in prompts.items()}
+    assert {name: tokens_of(found) for name, found in outputs.items()} == {
+        name: expected_tokens(p, 2) for name, p in prompts.items()
+    }

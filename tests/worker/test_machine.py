@@ -23,7 +23,10 @@ def four_cpus(monkeypatch):
 
 
 def test_hyperthreads_of_one_core_count_once(tmp_path, four_cpus):
-    topology = {f"sys/devices/system/cpu/cpu{i}/topology/core_cpus_list": f"{i % 2},{i % 2 + 2}\n" for i in range(4)}
+    topology = {
+        f"sys/devices/system/cpu/cpu{i}/topology/core_cpus_list": f"{i % 2},{i % 2 + 2}\n"
+        for i in range(4)
+    }
     assert draw(tmp_path, topology).num_threads() == 2
 
 
@@ -31,7 +34,9 @@ def test_without_topology_every_cpu_counts(tmp_path, four_cpus):
     assert draw(tmp_path, {}).num_threads() == 4
 
 
-@pytest.mark.parametrize(("quota", "threads"), [("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1)])
+@pytest.mark.parametrize(
+    ("quota", "threads"), [("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1)]
+)
 def test_quota_of_cgroup_v2(tmp_path, four_cpus, quota, threads):
     files = {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": quota}
     assert draw(tmp_path, files).num_threads() == threads
@@ -67,10 +72,14 @@ def test_limit_of_cgroup_v2_with_droppable_pages(tmp_path):
     assert draw(tmp_path, MEMINFO | files).available_bytes() == 2 * GIB
 
 
-@pytest.mark.parametrize(("limit", "free"), [(str(3 * GIB), 2 * GIB), ("unlimited", 8 * GIB), (str(GIB // 2), 0)])
+@pytest.mark.parametrize(
+    ("limit", "free"), [(str(3 * GIB), 2 * GIB), ("unlimited", 8 * GIB), (str(GIB // 2), 0)]
+)
 def test_limit_of_the_address_space(tmp_path, limit, free):
     files = {
-        "proc/self/limits": f"Max address space         {limit}   unlimited   bytes\nMax file locks 5 5\n",
+        "proc/self/limits": (
+            f"Max address space         {limit}   unlimited   bytes\nMax file locks 5 5\n"
+        ),
         "proc/self/status": f"Name: x\nVmPeak: 9 kB\nVmSize:\t {GIB // 1024} kB\n",
     }
     assert draw(tmp_path, MEMINFO | files).available_bytes() == free

@@ -8,7 +8,14 @@ from octavo.worker.memory import GroupSize, Load, plan_kv
 MIB = 1 << 20
 
 
-def plan(*windows, max_model_len=160, max_num_seqs=4, max_step_tokens=32, wanted_bytes=None, available_bytes=1 << 40):
+def plan(
+    *windows,
+    max_model_len=160,
+    max_num_seqs=4,
+    max_step_tokens=32,
+    wanted_bytes=None,
+    available_bytes=1 << 40,
+):
     """A full group of blocks of 1 MiB, and one with each of the windows."""
     groups = [GroupSize(MIB), *(GroupSize(MIB, window) for window in windows)]
     load = Load(max_model_len, max_num_seqs, max_step_tokens)
@@ -39,7 +46,10 @@ def test_too_little_given():
 
 
 def test_too_little_free():
-    with pytest.raises(ConfigError, match=r"too little memory: 50% of what is free: got 4.0 MiB, needed are 10.0 MiB"):
+    with pytest.raises(
+        ConfigError,
+        match=r"too little memory: 50% of what is free: got 4.0 MiB, needed are 10.0 MiB",
+    ):
         plan(available_bytes=8 * MIB)
 
 
@@ -57,5 +67,7 @@ def test_windows_alone_take_what_they_can_use():
     load = Load(max_model_len=10_000, max_num_seqs=2, max_step_tokens=32)
     budget = plan_kv([GroupSize(MIB, 64)], load, wanted_bytes=100 * MIB, available_bytes=None)
     assert budget.num_blocks == (2 * 7 + 3,)
-    with pytest.raises(ConfigError, match=r"got 6.0 MiB, needed are 7.0 MiB for one request of 10,000 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"got 6.0 MiB, needed are 7.0 MiB for one request of 10,000 tokens"
+    ):
         plan_kv([GroupSize(MIB, 64)], load, wanted_bytes=6 * MIB, available_bytes=None)

@@ -1,11 +1,13 @@
-"""Python's share of a step, from the schedule to the front's outputs, with a device that takes no time."""
+"""Python's share of a step, from the schedule to the front's outputs, with a device that takes no
+time.
+"""
 
 import time
 
 import numpy as np
 import pytest
 
-from octavo.backends.base import SampleResult, StepOutput
+from octavo.backends.batch import SampleResult, StepOutput
 from octavo.engine.clients.client import InProcessClient
 from octavo.engine.front.input_processor import InputProcessor, ModelLimits
 from octavo.engine.front.output_processor import OutputProcessor
@@ -36,7 +38,9 @@ def _draws(num):
 
 
 def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
-    """The 20th percentile of decode steps, or of calls with several: what else runs on the machine is not ours."""
+    """The 20th percentile of decode steps, or of calls with several: what else runs on the machine
+    is not ours.
+    """
     worker = make_worker(InstantRunnable(), num_blocks=4, max_rows=num_requests, max_model_len=1024)
     core = make_core(
         num_blocks=65 * num_requests,
@@ -48,7 +52,12 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
         clock=time.monotonic,
     )
     client = InProcessClient(core, INFO)
-    inputs = InputProcessor(limits=ModelLimits(VOCAB, PromptLimits(None, 1024, 1 << 30), 20), tokenizer=None, eos_token_ids=[2], seed=0)
+    inputs = InputProcessor(
+        limits=ModelLimits(VOCAB, PromptLimits(None, 1024, 1 << 30), 20),
+        tokenizer=None,
+        eos_token_ids=[2],
+        seed=0,
+    )
     outputs = OutputProcessor(None)
     for index in range(num_requests):
         request = inputs.process(str(index), list(range(100)), SamplingParams(max_tokens=None))
@@ -60,7 +69,10 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
     def take(step):
         nonlocal num_taken
         changes = outputs.process(step.outputs, time.monotonic())
-        assert not any(map(outputs.is_finished, changes.request_ids)) and len(changes.request_ids) == num_requests
+        assert (
+            not any(map(outputs.is_finished, changes.request_ids))
+            and len(changes.request_ids) == num_requests
+        )
         num_taken += 1
         return True
 
@@ -74,20 +86,34 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
 
 @pytest.mark.alone
 def test_pythons_share_of_a_step():
-    """150 microseconds for one running request, 10 for each further one; measured are about 90 and 6 (2 cores of an EPYC, 2026)."""
+    """150 microseconds for one running request, 10 for each further one; measured are about 90 and
+    6 (2 cores of an EPYC, 2026).
+    """
     for _ in range(5):  # a noisy neighbour gets four more chances
-        before, one, many, after = slowness(), microseconds_a_step(1), microseconds_a_step(64), slowness()
+        before, one, many, after = (
+            slowness(),
+            microseconds_a_step(1),
+            microseconds_a_step(64),
+            slowness(),
+        )
         each, slower = (many - one) / 63, max(before, after)
         if one < 150 * slower and each < 10 * slower:
             return
-    raise AssertionError(f"{one:.0f} microseconds for one request, {each:.1f} for each further one, on a machine {slower:.1f} times slower")
+    raise AssertionError(
+        f"{one:.0f} microseconds for one request, {each:.1f} for each further one, on a machine"
+        f" {slower:.1f} times slower"
+    )
 
 
 def test_several_steps_of_a_call_share_it(monkeypatch):
-    """Each token is handed on when it is made, for less than half of what a step by itself takes; measured is a third."""
+    """Each token is handed on when it is made, for less than half of what a step by itself takes;
+    measured is a third.
+    """
     monkeypatch.setattr(multi_step, "MAX_CALL_S", 1e9)
     for _ in range(5):
         single, several = microseconds_a_step(1), microseconds_a_step(1, num_scheduler_steps=8)
         if several < single / 2:
             return
-    raise AssertionError(f"{several:.0f} microseconds a step in calls of eight, {single:.0f} by itself")
+    raise AssertionError(
+        f"{several:.0f} microseconds a step in calls of eight, {single:.0f} by itself"
+    )

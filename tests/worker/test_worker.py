@@ -8,16 +8,22 @@ import pytest
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.worker_fakes import FakeRunnable, make_worker
 
-PROMPTS = [[(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))]
+PROMPTS = [
+    [(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))
+]
 
 
 def make(runnable=None, *, num_blocks=64, num_groups=1, **options):
     runnable = runnable or FakeRunnable()
     worker = make_worker(runnable, num_groups=num_groups, num_blocks=num_blocks)
-    return runnable, make_core(num_blocks=num_blocks, num_groups=num_groups, executor=worker, **options)
+    return runnable, make_core(
+        num_blocks=num_blocks, num_groups=num_groups, executor=worker, **options
+    )
 
 
-@pytest.mark.parametrize(("budget", "num_blocks", "num_groups"), [(1, 64, 1), (7, 64, 2), (64, 9, 2), (255, 64, 1)])
+@pytest.mark.parametrize(
+    ("budget", "num_blocks", "num_groups"), [(1, 64, 1), (7, 64, 2), (64, 9, 2), (255, 64, 1)]
+)
 def test_tokens_through_the_worker(budget, num_blocks, num_groups):
     _, core = make(budget=budget, num_blocks=num_blocks, num_groups=num_groups)
     for index, prompt in enumerate(PROMPTS):
@@ -52,7 +58,9 @@ def test_prompt_logprobs_name_the_prompts_own_tokens(budget):
     assert [entry.ranks for entry in entries] == [[token + 1, 1, 2] for token in prompt[1:]]
     assert found["single"][0].prompt_logprobs == []
     tokens = expected_tokens(prompt, 3)
-    assert [output.logprobs[0].token_ids for output in found["scored"]] == [[token, 0] for token in tokens]
+    assert [output.logprobs[0].token_ids for output in found["scored"]] == [
+        [token, 0] for token in tokens
+    ]
     assert all(output.logprobs is None for output in found["plain"])
 
 
@@ -83,7 +91,10 @@ def test_nan_logits_fail_their_own_request():
     core.add(make_request("bad", [4, 5, 999]))
     core.add(make_request("scored", [4, 999, 5], prompt_logprobs=0))
     found = run_all(core)
-    assert found["bad"][-1].finish_reason == "error" and "after 3 tokens are not numbers" in found["bad"][-1].error
+    assert (
+        found["bad"][-1].finish_reason == "error"
+        and "after 3 tokens are not numbers" in found["bad"][-1].error
+    )
     assert "within the prompt are not numbers" in found["scored"][-1].error
     assert tokens_of(found["good"]) == expected_tokens([1, 2, 3], 8)
 
@@ -104,12 +115,16 @@ def sampling_of(core, runnable, *requests):
 
 
 def csr(starts, *columns):
-    return [tuple(column[a:b].tolist() for column in columns) for a, b in itertools.pairwise(starts)]
+    return [
+        tuple(column[a:b].tolist() for column in columns) for a, b in itertools.pairwise(starts)
+    ]
 
 
 def test_columns_of_a_sampling_batch():
     runnable, core = make()
-    plain = make_request("a", [1, 2, 3], temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, logprobs=-1)
+    plain = make_request(
+        "a", [1, 2, 3], temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, logprobs=-1
+    )
     batch = sampling_of(core, runnable, plain, make_request("b", [4], sample_index=2))
     assert batch.temperatures.tolist() == pytest.approx([0.7, 1.0])
     assert batch.top_ps.tolist() == pytest.approx([0.9, 1.0])
@@ -131,7 +146,10 @@ def test_bias_and_allowed_ids():
         make_request("d", [1], allowed_token_ids=[4, 3]),
         make_request("e", [1], allowed_token_ids=[9]),
     )
-    assert csr(batch.bias_starts, batch.bias_ids, batch.bias_values) == [([5, 7], [2.0, -1.0]), *[([], [])] * 4]
+    assert csr(batch.bias_starts, batch.bias_ids, batch.bias_values) == [
+        ([5, 7], [2.0, -1.0]),
+        *[([], [])] * 4,
+    ]
     assert batch.allowed.tolist() == [-1, -1, 0, 0, 1]
     assert [np.flatnonzero(mask).tolist() for mask in batch.allowed_masks] == [[3, 4], [9]]
 
@@ -140,7 +158,10 @@ def test_end_tokens_are_banned_until_min_tokens():
     runnable, core = make()
     core.add(make_request("a", [1, 2], min_tokens=2, eos=(11,), stop_token_ids=[12], max_tokens=4))
     run_all(core)
-    seen = [csr(b.sampling.bias_starts, b.sampling.bias_ids, b.sampling.bias_values)[0] for b in runnable.batches]
+    seen = [
+        csr(b.sampling.bias_starts, b.sampling.bias_ids, b.sampling.bias_values)[0]
+        for b in runnable.batches
+    ]
     banned = ([11, 12], [-np.inf, -np.inf])
     assert seen == [banned, banned, ([], []), ([], [])]
 
@@ -149,7 +170,9 @@ def test_bad_words_are_banned_after_their_beginning():
     runnable, core = make()
     prompt = [1, 2]
     tokens = expected_tokens(prompt, 4)
-    request = make_request("a", prompt, max_tokens=4, bad_words_token_ids=[[33], [tokens[1], 44], [2, 55]])
+    request = make_request(
+        "a", prompt, max_tokens=4, bad_words_token_ids=[[33], [tokens[1], 44], [2, 55]]
+    )
     core.add(request)
     run_all(core)
     seen = [csr(b.sampling.bias_starts, b.sampling.bias_ids)[0][0] for b in runnable.batches]
@@ -166,4 +189,6 @@ def test_penalties_see_the_distinct_tokens_and_their_counts(num_blocks):
     tokens = expected_tokens(prompt, 39)
     batch = runnable.batches[-1].sampling
     ids, counts = csr(batch.history_starts, batch.history_ids, batch.history_counts)[-1]
-    assert dict(zip(ids, counts, strict=True)) == {token: tokens.count(token) for token in {*prompt, *tokens}}
+    assert dict(zip(ids, counts, strict=True)) == {
+        token: tokens.count(token) for token in {*prompt, *tokens}
+    }

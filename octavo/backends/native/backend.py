@@ -1,6 +1,7 @@
 """The native backend: C++ kernels chosen for this machine, one native call a step, no PyTorch.
 
-Owns the compute threads, the packed weights and the KV memory's layout. Source of the design: csrc/core/executor.h.
+Owns the compute threads, the packed weights and the KV memory's layout. Source of the design:
+csrc/core/executor.h.
 """
 
 from __future__ import annotations
@@ -14,22 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import (
-    BackendOptions,
-    Ceilings,
+from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
+from octavo.backends.batch import (
     DecodeSteps,
-    Footprint,
-    FormatOf,
     GoesOn,
-    KvCache,
-    KvLayout,
-    LoadWeight,
-    OnDemandKvCache,
     SampleResult,
     SamplingBatch,
     StepBatch,
     StepOutput,
 )
+from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
 from octavo.backends.native.footprint import FP8_HINT, native_footprint
 from octavo.backends.native.lower import Lowering, check
 from octavo.errors import BackendUnavailable, ConfigError
@@ -43,7 +38,9 @@ from octavo.quant.packed import Levels, PackedWeight
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
 
 PACKED_AT_ONCE = 64 << 20
-"""Bytes of tiles, which all threads pack without a wait. What they are packed from stays until then."""
+"""Bytes of tiles, which all threads pack without a wait. What they are packed from stays until
+then.
+"""
 
 MANY_ROWS = 32
 """Of a product whose rate is the machine's: two tiles of rows."""
@@ -56,7 +53,10 @@ def native_module() -> Any:
     except ImportError as error:
         raise BackendUnavailable(
             f"the native backend is not built: {error}",
-            hint="run `pip install .` in the source tree; --backend torch and --backend reference run without it",
+            hint=(
+                "run `pip install .` in the source tree; --backend torch and --backend reference"
+                " run without it"
+            ),
         ) from error
 
 
@@ -86,13 +86,21 @@ class NativeBackend:
 
     def __init__(self, options: BackendOptions, *, level: str | None = None) -> None:
         if options.kv_cache_dtype not in KV_DTYPES:
-            got = f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got {options.kv_cache_dtype}"
-            raise BackendUnavailable(got, hint="int8 takes as much memory as fp8 and is the more exact")
+            got = (
+                f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got"
+                f" {options.kv_cache_dtype}"
+            )
+            raise BackendUnavailable(
+                got, hint="int8 takes as much memory as fp8 and is the more exact"
+            )
         self.options = options
         native = native_module()
         supported = supported_levels()
         if level is not None and level not in supported:
-            raise BackendUnavailable(f"cpu_level {level!r}: this machine runs {', '.join(supported)}", hint="leave cpu_level at auto")
+            raise BackendUnavailable(
+                f"cpu_level {level!r}: this machine runs {', '.join(supported)}",
+                hint="leave cpu_level at auto",
+            )
         kernels = Path(native.__file__).parent
         num_threads = options.num_threads or 1
         try:
@@ -112,21 +120,32 @@ class NativeBackend:
         optimized = self._optimize(program)
         check(optimized)
         weights = _Weights(self._device, load, self.options.dtype)
-        executor = native_module().Executor(self._device, self.options.max_tokens, program.vocab_size)
+        executor = native_module().Executor(
+            self._device, self.options.max_tokens, program.vocab_size
+        )
         executor.share_prefixes(self.options.shared_prefix_attention)
         Lowering(optimized, executor, weights).run()
         weights.pack()
-        products = {weight for op in optimized.ops if isinstance(op, Linear) for weight in op.weights_}
+        products = {
+            weight for op in optimized.ops if isinstance(op, Linear) for weight in op.weights_
+        }
         self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
         return NativeProgram(self._device, executor, program.vocab_size, weights.num_bytes)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        found = native_footprint(self._optimize(program), format_of, self._device.row_type, self.options.max_tokens)
-        layouts = tuple(self._layout(group, self._kv_dtype(computes_fp32=found.computes_fp32)) for group in program.groups)
+        found = native_footprint(
+            self._optimize(program), format_of, self._device.row_type, self.options.max_tokens
+        )
+        layouts = tuple(
+            self._layout(group, self._kv_dtype(computes_fp32=found.computes_fp32))
+            for group in program.groups
+        )
         return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
-        return Ceilings(self._device.read_bandwidth(num_bytes), self._device.product_rate(code, MANY_ROWS))
+        return Ceilings(
+            self._device.read_bandwidth(num_bytes), self._device.product_rate(code, MANY_ROWS)
+        )
 
     def kv_layout(self, group: CacheGroup) -> KvLayout:
         return self._layout(group, self._kv_dtype(computes_fp32=self._computes_fp32))
@@ -137,10 +156,14 @@ class NativeBackend:
     def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> KvCache:
         return self._allocate(groups, num_blocks, on_demand=False)
 
-    def allocate_on_demand(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> OnDemandKvCache:
+    def allocate_on_demand(
+        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]
+    ) -> OnDemandKvCache:
         return self._allocate(groups, num_blocks, on_demand=True)
 
-    def _allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], *, on_demand: bool) -> OnDemandKvCache:
+    def _allocate(
+        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], *, on_demand: bool
+    ) -> OnDemandKvCache:
         dtype = self._kv_dtype(computes_fp32=self._computes_fp32)
         shapes = [
             (group.num_layers, group.num_kv_heads, group.k_width, group.v_width, dtype, count)
@@ -149,10 +172,19 @@ class NativeBackend:
         try:
             memory: OnDemandKvCache = native_module().KvMemory(shapes)
         except MemoryError:
-            needed = sum(self.kv_layout(group).block_bytes * count for group, count in zip(groups, num_blocks, strict=True))
+            needed = sum(
+                self.kv_layout(group).block_bytes * count
+                for group, count in zip(groups, num_blocks, strict=True)
+            )
             what = "addresses" if on_demand else "bytes"
-            hint = "lower max_num_seqs or max_model_len" if on_demand else "lower kv_cache_memory_bytes"
-            raise ConfigError(f"the KV cache needs {needed} {what}, which the system does not give", hint=hint) from None
+            hint = (
+                "lower max_num_seqs or max_model_len"
+                if on_demand
+                else "lower kv_cache_memory_bytes"
+            )
+            raise ConfigError(
+                f"the KV cache needs {needed} {what}, which the system does not give", hint=hint
+            ) from None
         return memory
 
     def close(self) -> None:
@@ -165,7 +197,9 @@ class NativeBackend:
         return self._optimized[1]
 
     def _layout(self, group: CacheGroup, dtype: str) -> KvLayout:
-        layer_bytes = native_module().kv_layer_bytes(group.num_kv_heads, group.k_width, group.v_width, dtype)
+        layer_bytes = native_module().kv_layer_bytes(
+            group.num_kv_heads, group.k_width, group.v_width, dtype
+        )
         return KvLayout(layer_bytes, group.num_layers, dtype)
 
     def _kv_dtype(self, *, computes_fp32: bool) -> str:
@@ -198,19 +232,36 @@ class NativeProgram:
         ops = [OpProfile(*row) for row in self._executor.profiled()]
         self._executor.profile(False)
         rates = {op.code: self._device.product_rate(op.code, MANY_ROWS) for op in ops if op.code}
-        return Profile(ops, self._device.read_bandwidth(self._weight_bytes), rates, self._device.hop_seconds())
+        return Profile(
+            ops, self._device.read_bandwidth(self._weight_bytes), rates, self._device.hop_seconds()
+        )
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         draws = batch.sampling is not None
-        result = _empty_result(batch.sampling, len(batch.sample_rows), self._vocab_size) if batch.sampling is not None else None
+        result = (
+            _empty_result(batch.sampling, len(batch.sample_rows), self._vocab_size)
+            if batch.sampling is not None
+            else None
+        )
         logits = None if draws else np.empty((len(batch.sample_rows), self._vocab_size), np.float32)
         self._executor.run(
-            batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.slots, batch.block_tables, batch.sample_rows,
-            batch.sampling, result, logits, kv,
-        )  # fmt: skip
+            batch.token_ids,
+            batch.positions,
+            batch.query_starts,
+            batch.context_lens,
+            batch.slots,
+            batch.block_tables,
+            batch.sample_rows,
+            batch.sampling,
+            result,
+            logits,
+            kv,
+        )
         return StepOutput(result) if logits is None else StepOutput(arrays={"logits": logits})
 
-    def decode(self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, goes_on: GoesOn) -> list[SampleResult]:
+    def decode(
+        self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, goes_on: GoesOn
+    ) -> list[SampleResult]:
         assert batch.sampling is not None
         num_draws = len(batch.sample_rows)
         whole = _empty_result(batch.sampling, num_draws * steps.num_steps, self._vocab_size)
@@ -219,9 +270,21 @@ class NativeProgram:
             return whole.part(index * num_draws, (index + 1) * num_draws)
 
         num_steps = self._executor.decode(
-            batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.slots, batch.block_tables, batch.sample_rows,
-            batch.sampling, whole, kv, steps.end_starts, steps.end_ids, steps.num_steps, lambda index: goes_on(step(index)),
-        )  # fmt: skip
+            batch.token_ids,
+            batch.positions,
+            batch.query_starts,
+            batch.context_lens,
+            batch.slots,
+            batch.block_tables,
+            batch.sample_rows,
+            batch.sampling,
+            whole,
+            kv,
+            steps.end_starts,
+            steps.end_ids,
+            steps.num_steps,
+            lambda index: goes_on(step(index)),
+        )
         return [step(index) for index in range(num_steps)]
 
 
@@ -237,7 +300,9 @@ def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> Sampl
 
 
 class _Weights:
-    """Loads each weight once and packs it as its readers want: tiles for products and tables, floats for norms and biases."""
+    """Loads each weight once and packs it as its readers want: tiles for products and tables,
+    floats for norms and biases.
+    """
 
     def __init__(self, device: Any, load: LoadWeight, dtype: str) -> None:
         self._device = device
@@ -249,7 +314,9 @@ class _Weights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tiles.num_bytes for tiles in self._tiles.values()) + sum(array.nbytes for array in self._floats.values())
+        return sum(tiles.num_bytes for tiles in self._tiles.values()) + sum(
+            array.nbytes for array in self._floats.values()
+        )
 
     def tiles(self, weight: Weight, *, wide: bool = False) -> NativeTiles:
         """With `wide`, codes of 4 bits lie in bytes, for a product beside a weight of 8."""
@@ -258,7 +325,9 @@ class _Weights:
         return self._added(weight, wide)
 
     def gate_and_up(self, gate: Weight, up: Weight, *, wide: bool = False) -> list[NativeTiles]:
-        """The two of a gated product, which reads them together: tile by tile in turns, where they are alike and nobody has them yet."""
+        """The two of a gated product, which reads them together: tile by tile in turns, where they
+        are alike and nobody has them yet.
+        """
         fresh = (gate, wide) not in self._tiles and (up, wide) not in self._tiles
         pair = [self.tiles(gate, wide=wide), self._added(up, wide)]
         if fresh:
@@ -285,9 +354,14 @@ class _Weights:
                 code = {"float32": "fp32", "bfloat16": "bf16"}.get(self._dtype, packed.code)
                 return self._tiles_of(self._packer.values(_typed(packed.codes), code))
             if packed.lookup is not None or packed.input_permutation is not None:
-                raise BackendUnavailable(f"the native backend cannot pack {weight.name}: codes through a table or permuted inputs")
+                raise BackendUnavailable(
+                    f"the native backend cannot pack {weight.name}: codes through a table or"
+                    " permuted inputs"
+                )
             if packed.code == "e4m3":
-                raise BackendUnavailable(f"the native backend cannot pack {weight.name}: fp8 codes", hint=FP8_HINT)
+                raise BackendUnavailable(
+                    f"the native backend cannot pack {weight.name}: fp8 codes", hint=FP8_HINT
+                )
         try:
             handle = self._packer.codes(
                 **_fields(packed),
@@ -297,7 +371,9 @@ class _Weights:
                 whole_rows=isinstance(packed, PackedWeight) and packed.activation == "per_token",
             )
         except ValueError as error:
-            raise BackendUnavailable(f"the native backend cannot pack {weight.name}: {error}") from None
+            raise BackendUnavailable(
+                f"the native backend cannot pack {weight.name}: {error}"
+            ) from None
         return self._tiles_of(handle)
 
     def _tiles_of(self, handle: Any) -> NativeTiles:
@@ -305,7 +381,9 @@ class _Weights:
 
 
 def _fields(weight: StoredWeight) -> dict[str, Any]:
-    """Codes, scales and mins as `pack_codes` takes them: where they lie in a file's blocks, or in arrays of their own."""
+    """Codes, scales and mins as `pack_codes` takes them: where they lie in a file's blocks, or in
+    arrays of their own.
+    """
     if isinstance(weight, BlockWeight):
         return _block_fields(weight)
     assert weight.scales is not None
@@ -326,14 +404,21 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
 
 def _block_fields(weight: BlockWeight) -> dict[str, Any]:
     layout, blocks = weight.layout, weight.blocks
-    numbers = {"scales": layout.scales, "mins": layout.mins, "super_scales": layout.super_scales, "super_mins": layout.super_mins}
+    numbers = {
+        "scales": layout.scales,
+        "mins": layout.mins,
+        "super_scales": layout.super_scales,
+        "super_mins": layout.super_mins,
+    }
     return {
         "codes": blocks.reshape(len(blocks), -1),
         "block": (weight.block_size, blocks.shape[-1]),
         "planes": [(plane.start, plane.bits, plane.run) for plane in layout.planes],
         "is_signed": layout.bits == 8,
         "zero_point": layout.zero_point,
-    } | {name: None if one is None else (one.view(blocks), one.kind) for name, one in numbers.items()}
+    } | {
+        name: None if one is None else (one.view(blocks), one.kind) for name, one in numbers.items()
+    }
 
 
 def _rows(array: NDArray) -> NDArray:
@@ -342,7 +427,9 @@ def _rows(array: NDArray) -> NDArray:
 
 
 def _typed(array: NDArray) -> tuple[NDArray, str]:
-    """The array with its type's name; bfloat16, which DLPack-style exchange does not know here, travels as uint16."""
+    """The array with its type's name; bfloat16, which DLPack-style exchange does not know here,
+    travels as uint16.
+    """
     name = array.dtype.name
     return _rows(array.view(np.uint16) if name == "bfloat16" else array), name
 

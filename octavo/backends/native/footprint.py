@@ -1,7 +1,8 @@
-"""What the native backend would take for a Program, from how its weights are stored: no weight is read, no thread started.
+"""What the native backend would take for a Program, from how its weights are stored: no weight is
+read, no thread started.
 
-The counts are those of the tiles in csrc/core/packing.cpp and of the executor's buffers (csrc/core/executor.cpp); tests hold them to what
-`prepare` really takes.
+The counts are those of the tiles in csrc/core/packing.cpp and of the executor's buffers
+(csrc/core/executor.cpp); tests hold them to what `prepare` really takes.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ CODES: dict[str, tuple[str, float]] = {
     "Q5_K": ("u8", 10),
     "Q6_K": ("u8", 10),
 }
-"""By a tensor's format: its code in tiles, and bits of a weight: 4 or 8 for the code, and for each scale or min of a group of 32 half a
-bit where it is an fp16, one where two levels were multiplied out. "I8" has one scale an output instead."""
+"""By a tensor's format: its code in tiles, and bits of a weight: 4 or 8 for the code, and for each
+scale or min of a group of 32 half a bit where it is an fp16, one where two levels were multiplied
+out. "I8" has one scale an output instead."""
 
 FP8_HINT = (
-    "--dtype bfloat16 turns fp8 weights into floats at load, --quantization int8 packs them anew; --backend torch reads them as they are"
+    "--dtype bfloat16 turns fp8 weights into floats at load, --quantization int8 packs them anew;"
+    " --backend torch reads them as they are"
 )
 
 FP32_CODES = ("fp32", "fp16")
@@ -53,12 +56,23 @@ class NativeFootprint:
     computes_fp32: bool
 
 
-def native_footprint(fused: Program, format_of: FormatOf, row_type_of: Callable[[str], str], max_tokens: int) -> NativeFootprint:
+def native_footprint(
+    fused: Program, format_of: FormatOf, row_type_of: Callable[[str], str], max_tokens: int
+) -> NativeFootprint:
     """`row_type_of`: how products of weights in a code read their rows, at this level."""
     tiled = {weight for op in fused.ops for weight in _matrices(op)}
     codes = {weight: _code(weight, format_of(weight)) for weight in tiled}
-    codes |= {weight: _wide(codes[weight]) for op in fused.ops for weight in _widened(op, codes, row_type_of)}
-    sizes = {weight: _tile_bytes(weight, codes[weight]) if weight in tiled else 4 * math.prod(weight.shape) for weight in fused.weights}
+    codes |= {
+        weight: _wide(codes[weight])
+        for op in fused.ops
+        for weight in _widened(op, codes, row_type_of)
+    }
+    sizes = {
+        weight: (
+            _tile_bytes(weight, codes[weight]) if weight in tiled else 4 * math.prod(weight.shape)
+        )
+        for weight in fused.weights
+    }
     products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
     bytes_of_codes = Counter[str]()
     for weight in tiled:
@@ -82,13 +96,23 @@ def _matrices(op: object) -> tuple[Weight, ...]:
 def _code(weight: Weight, stored: str) -> tuple[str, float]:
     if stored not in CODES:
         hint = FP8_HINT if stored.startswith("F8_") else None
-        raise UnsupportedModel(f"{weight.name} is stored as {stored}, supported are {', '.join(CODES)}", hint=hint)
+        raise UnsupportedModel(
+            f"{weight.name} is stored as {stored}, supported are {', '.join(CODES)}", hint=hint
+        )
     return CODES[stored]
 
 
-def _widened(op: object, codes: dict[Weight, tuple[str, float]], row_type_of: Callable[[str], str]) -> list[Weight]:
-    """Weights of 4 bits whose codes lie in bytes, because they are gate or up of one of 8 that reads its rows otherwise."""
-    if not isinstance(op, Linear) or op.gate is None or {row_type_of(codes[weight][0]) for weight in op.weights_} != {"digits", "int8"}:
+def _widened(
+    op: object, codes: dict[Weight, tuple[str, float]], row_type_of: Callable[[str], str]
+) -> list[Weight]:
+    """Weights of 4 bits whose codes lie in bytes, because they are gate or up of one of 8 that
+    reads its rows otherwise.
+    """
+    if (
+        not isinstance(op, Linear)
+        or op.gate is None
+        or {row_type_of(codes[weight][0]) for weight in op.weights_} != {"digits", "int8"}
+    ):
         return []
     return [weight for weight in op.weights_ if codes[weight][0] == "u4"]
 
@@ -98,17 +122,30 @@ def _wide(code: tuple[str, float]) -> tuple[str, float]:
 
 
 def _tile_bytes(weight: Weight, code: tuple[str, float]) -> int:
-    """Rows are filled up to whole tiles, inputs to whole groups, or pairs of groups where a tile ends with its scales."""
+    """Rows are filled up to whole tiles, inputs to whole groups, or pairs of groups where a tile
+    ends with its scales.
+    """
     *lead, rows, inputs = weight.shape
     if code[0] == "i8":
-        return int(math.prod(lead) * -(-rows // TILE_ROWS) * TILE_ROWS * (-(-inputs // (2 * GROUP)) * 2 * GROUP + 4))
+        return int(
+            math.prod(lead)
+            * -(-rows // TILE_ROWS)
+            * TILE_ROWS
+            * (-(-inputs // (2 * GROUP)) * 2 * GROUP + 4)
+        )
     tiles, groups = -(-rows // TILE_ROWS), -(-inputs // GROUP)
     return int(math.prod(lead) * tiles * TILE_ROWS * groups * GROUP * code[1] / 8)
 
 
 def _step_bytes(fused: Program, max_tokens: int) -> int:
-    """At most: the arena, and two areas of rows converted for products: three bytes for each input, four numbers for each group."""
+    """At most: the arena, and two areas of rows converted for products: three bytes for each input,
+    four numbers for each group.
+    """
     program = body_first(fused)
     floats = plan(program, stages_of(program), ranges_of(program)).row_floats
     widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
-    return max_tokens * (4 * floats.get("tokens", 0) + 4 * floats.get("block", 0) + 2 * (3 * widest + 16 * -(-widest // GROUP)))
+    return max_tokens * (
+        4 * floats.get("tokens", 0)
+        + 4 * floats.get("block", 0)
+        + 2 * (3 * widest + 16 * -(-widest // GROUP))
+    )

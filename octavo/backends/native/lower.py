@@ -1,7 +1,8 @@
-"""Lowering: a fused and planned Program becomes calls on the native executor's builder, one method an op kind.
+"""Lowering: a fused and planned Program becomes calls on the native executor's builder, one method
+an op kind.
 
-Knows how ops are cut into stages (as csrc/core/executor.h does) and which weights want which tiles. What the native kernels
-cannot do is refused here, by name, before anything is packed.
+Knows how ops are cut into stages (as csrc/core/executor.h does) and which weights want which tiles.
+What the native kernels cannot do is refused here, by name, before anything is packed.
 """
 
 from __future__ import annotations
@@ -76,11 +77,15 @@ def _check_attention(program: Program, op: ops.Attention) -> None:
 
 
 def _refusal(program: Program, what: str) -> BackendUnavailable:
-    return BackendUnavailable(f"the native backend cannot run {what} (in {program.name})", hint="try --backend reference")
+    return BackendUnavailable(
+        f"the native backend cannot run {what} (in {program.name})", hint="try --backend reference"
+    )
 
 
 def body_first(program: Program) -> Program:
-    """All ops on tokens, then all on samples, as the executor runs them (no op leads from samples back to tokens)."""
+    """All ops on tokens, then all on samples, as the executor runs them (no op leads from samples
+    back to tokens).
+    """
     return replace(program, ops=tuple(sorted(program.ops, key=lambda op: _axis(op) == "samples")))
 
 
@@ -89,18 +94,27 @@ def stages_of(program: Program) -> list[int]:
     stages: list[int] = []
     previous: Op | None = None
     for op in program.ops:
-        joins = previous is not None and isinstance(op, ROW_LOCAL) and isinstance(previous, ROW_LOCAL) and _axis(op) == _axis(previous)
+        joins = (
+            previous is not None
+            and isinstance(op, ROW_LOCAL)
+            and isinstance(previous, ROW_LOCAL)
+            and _axis(op) == _axis(previous)
+        )
         stages.append((stages[-1] if stages else 0) + (0 if joins else 1))
         previous = op
     return stages
 
 
 def ranges_of(program: Program) -> list[int]:
-    """The range of each op: those that follow one another without an attention, through which a block of rows goes without a barrier."""
+    """The range of each op: those that follow one another without an attention, through which a
+    block of rows goes without a barrier.
+    """
     ranges: list[int] = []
     previous: Op | None = None
     for op in program.ops:
-        alone = previous is None or isinstance(op, ops.Attention) or isinstance(previous, ops.Attention)
+        alone = (
+            previous is None or isinstance(op, ops.Attention) or isinstance(previous, ops.Attention)
+        )
         joins = not alone and previous is not None and _axis(op) == _axis(previous)
         ranges.append((ranges[-1] if ranges else 0) + (0 if joins else 1))
         previous = op
@@ -139,10 +153,16 @@ class Lowering:
         place = self._plan.places[value.name]
         return (place.axis, place.offset, place.width)
 
-    # -- rows ---------------------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
 
     def _lower_Embedding(self, op: ops.Embedding) -> None:
-        self._builder.embedding(self._weights.tiles(op.table).handle, self._span(op.out), op.scale, op.by_position, op.offset)
+        self._builder.embedding(
+            self._weights.tiles(op.table).handle,
+            self._span(op.out),
+            op.scale,
+            op.by_position,
+            op.offset,
+        )
 
     def _lower_RmsNorm(self, op: ops.RmsNorm) -> None:
         norm = (self._floats(op.weight), None, op.eps, op.weight_offset, False)
@@ -158,12 +178,19 @@ class Lowering:
         interleaved = op.style == "interleaved"
         table = self._angles[op.table]
         spans = (self._span(op.x), self._span(op.out))
-        self._builder.rope(*spans, op.num_heads, op.head_width, op.rotary_dim, op.rotary_start, interleaved, table)
+        self._builder.rope(
+            *spans, op.num_heads, op.head_width, op.rotary_dim, op.rotary_start, interleaved, table
+        )
 
     def _lower_KvWrite(self, op: ops.KvWrite) -> None:
         if len(op.k_parts) != 1 or op.v is None:
             raise _refusal(self._program, "a KV write of several parts")
-        self._builder.kv_write(self._span(op.k_parts[0]), self._span(op.v), self._program.group_index(op.group), op.layer)
+        self._builder.kv_write(
+            self._span(op.k_parts[0]),
+            self._span(op.v),
+            self._program.group_index(op.group),
+            op.layer,
+        )
 
     def _lower_Add(self, op: ops.Add) -> None:
         self._elementwise("add", op.a, op.b, op.out)
@@ -181,38 +208,72 @@ class Lowering:
         self._elementwise("activate", op.x, op.x, op.out, gate=ops.Gate(op.activation))
 
     def _lower_ActMul(self, op: ops.ActMul) -> None:
-        self._elementwise("gate", op.gate, op.up, op.out, gate=ops.Gate(op.activation, op.clamp, op.alpha, op.up_offset))
+        self._elementwise(
+            "gate",
+            op.gate,
+            op.up,
+            op.out,
+            gate=ops.Gate(op.activation, op.clamp, op.alpha, op.up_offset),
+        )
 
-    def _elementwise(self, kind: str, a: Value, b: Value, out: Value, *, factor: float = 1.0, gate: ops.Gate | None = None) -> None:
-        self._builder.elementwise(kind, self._span(a), self._span(b), self._span(out), factor, *_gate_numbers(gate))
+    def _elementwise(
+        self,
+        kind: str,
+        a: Value,
+        b: Value,
+        out: Value,
+        *,
+        factor: float = 1.0,
+        gate: ops.Gate | None = None,
+    ) -> None:
+        self._builder.elementwise(
+            kind, self._span(a), self._span(b), self._span(out), factor, *_gate_numbers(gate)
+        )
 
     def _lower_GatherRows(self, op: ops.GatherRows) -> None:
         self._builder.gather(self._span(op.x), self._span(op.out))
 
-    # -- products and attention ---------------------------------------------------------------------------------------------
+    # -- products and attention --------------------------------------------------------------------
 
     def _lower_Linear(self, op: ops.Linear) -> None:
         norm = None
         if op.norm is not None:
-            norm = (self._floats(op.norm.weight), self._optional(op.norm.bias), op.norm.eps, op.norm.weight_offset, op.norm.centered)
+            norm = (
+                self._floats(op.norm.weight),
+                self._optional(op.norm.bias),
+                op.norm.eps,
+                op.norm.weight_offset,
+                op.norm.centered,
+            )
         gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
         products = self._parts_by_rows(op)
         converted = len(products) == 1 and self._comes_converted(op)
         for parts in products:
-            self._builder.linear(self._span(op.x), norm, parts, converted, op.gate is not None, *_gate_numbers(gate))
+            self._builder.linear(
+                self._span(op.x), norm, parts, converted, op.gate is not None, *_gate_numbers(gate)
+            )
 
     def _comes_converted(self, op: ops.Linear) -> bool:
-        """Whether the op before may write x as this product reads it: where nobody else reads x, it is converted in groups of 32, and these
-        are whole there."""
+        """Whether the op before may write x as this product reads it: where nobody else reads x, it
+        is converted in groups of 32, and these are whole there."""
         before = self._before
-        if op.norm is not None or before is None or op.x not in before.outputs or self._num_readers[op.x] > 1:
+        if (
+            op.norm is not None
+            or before is None
+            or op.x not in before.outputs
+            or self._num_readers[op.x] > 1
+        ):
             return False
         if any(tiles.row_type in ("whole", "outliers") for tiles in self._product_tiles(op)):
             return False
         if isinstance(before, ops.Attention):
-            fits = self._program.groups[self._program.group_index(before.group)].v_width % GROUP == 0
+            fits = (
+                self._program.groups[self._program.group_index(before.group)].v_width % GROUP == 0
+            )
         elif isinstance(before, ops.Linear):
-            single = len(before.outputs) == 1 and (before.gate is not None or len(before.weights_) == 1)
+            single = len(before.outputs) == 1 and (
+                before.gate is not None or len(before.weights_) == 1
+            )
             fits = single and before.x not in self._converted
         else:
             fits = False
@@ -222,17 +283,28 @@ class Lowering:
 
     def _parts_by_rows(self, op: ops.Linear) -> list[list[LinearPart]]:
         """The parts of each weight, together where they read their rows in the same type."""
-        out, residual = self._span(op.outs[0]), None if op.residual is None else self._span(op.residual)
+        out, residual = (
+            self._span(op.outs[0]),
+            None if op.residual is None else self._span(op.residual),
+        )
         biases = op.biases or (None,) * len(op.weights_)
         found: dict[str, list[LinearPart]] = {}
         column = 0
         for weight, tiles, bias in zip(op.weights_, self._product_tiles(op), biases, strict=True):
             width = weight.shape[0]
-            part = (tiles.handle, _cut(out, column, width), self._optional(bias), residual and _cut(residual, column, width))
+            part = (
+                tiles.handle,
+                _cut(out, column, width),
+                self._optional(bias),
+                residual and _cut(residual, column, width),
+            )
             found.setdefault(tiles.row_type, []).append(part)
             column += 0 if op.gate is not None else width
         if op.gate is not None and len(found) > 1:
-            raise _refusal(self._program, f"a gate and its up projection in formats as different as {' and '.join(found)}")
+            raise _refusal(
+                self._program,
+                f"a gate and its up projection in formats as different as {' and '.join(found)}",
+            )
         return list(found.values())
 
     def _product_tiles(self, op: ops.Linear) -> list[Any]:
@@ -247,9 +319,16 @@ class Lowering:
     def _lower_Attention(self, op: ops.Attention) -> None:
         window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
         self._builder.attention(
-            self._span(op.q), self._span(op.out), self._program.group_index(op.group), op.layer, op.num_heads, window,
-            op.scale, op.softcap or 0.0, self._optional(op.sinks),
-        )  # fmt: skip
+            self._span(op.q),
+            self._span(op.out),
+            self._program.group_index(op.group),
+            op.layer,
+            op.num_heads,
+            window,
+            op.scale,
+            op.softcap or 0.0,
+            self._optional(op.sinks),
+        )
 
     def _optional(self, weight: Weight | None) -> NDArray[np.float32] | None:
         return None if weight is None else self._floats(weight)

@@ -1,7 +1,9 @@
-"""The attention ops over the paged cache: what every choice of kernels is asked (`AttentionChoice`), and the choice in plain torch.
+"""The attention ops over the paged cache: what every choice of kernels is asked
+(`AttentionChoice`), and the choice in plain torch.
 
-An `AttentionCall` has all that a kernel needs; a choice says which calls it takes, and `sdpa` takes them all. Latent attention is the
-same call over keys and values made of latents. Formulas and sources: `ops.Attention`, `ops.MlaAttention`.
+An `AttentionCall` has all that a kernel needs; a choice says which calls it takes, and `sdpa` takes
+them all. Latent attention is the same call over keys and values made of latents. Formulas and
+sources: `ops.Attention`, `ops.MlaAttention`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import BackendOptions, StepBatch
+from octavo.backends.base import BackendOptions
+from octavo.backends.batch import StepBatch
 from octavo.backends.torch.flashinfer import flashinfer_on
 from octavo.backends.torch.kv_cache import Stored
 from octavo.backends.torch.rope_write import RopeWrite, RopeWriteCall
@@ -39,9 +42,10 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class AttentionCall:
     """One layer's attention of one step. `q [T, H, Dk]`; `k` and `v` of the layer, as stored.
 
-    The group's arrays are on the device: `block_tables [R, B] int32`, `context_lens [R] int32`, `positions [T] int32`; `rows` says the
-    same of the requests on the host. `inputs` has all arrays of the step. `read` is set where keys and values are made of what is
-    gathered (MLA; of the absorbed form `v` is `k`, of which values are the first `v_width` columns).
+    The group's arrays are on the device: `block_tables [R, B] int32`, `context_lens [R] int32`,
+    `positions [T] int32`; `rows` says the same of the requests on the host. `inputs` has all arrays
+    of the step. `read` is set where keys and values are made of what is gathered (MLA; of the
+    absorbed form `v` is `k`, of which values are the first `v_width` columns).
     """
 
     op: ops.Attention | ops.MlaAttention
@@ -72,10 +76,11 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bias:
-    """Added to scores: `make(key positions [..., n], query positions [..., M]) -> [..., H, M, n] fp32`.
+    """Added to scores: `make(key positions [..., n], query positions [..., M]) -> [..., H, M, n]
+    fp32`.
 
-    Either `slopes [H] fp32`, of ALiBi, or `by_distance() [H, 2 d + 1] fp32`, of key position - query position from -d on; beyond d it
-    is constant.
+    Either `slopes [H] fp32`, of ALiBi, or `by_distance() [H, 2 d + 1] fp32`, of key position -
+    query position from -d on; beyond d it is constant.
     """
 
     make: Callable[[Tensor, Tensor], Tensor]
@@ -85,7 +90,9 @@ class Bias:
 
 class ArraysOf(Protocol):
     def __call__(self, batch: StepBatch, *, fixed: bool) -> dict[str, NDArray]:
-        """`fixed`: a captured step, whose arrays' shapes depend on the number of its requests and the width of its tables only."""
+        """`fixed`: a captured step, whose arrays' shapes depend on the number of its requests and
+        the width of its tables only.
+        """
         ...
 
 
@@ -94,12 +101,16 @@ class AttentionChoice(Protocol):
 
     name: str
     for_graphs: bool
-    """Whether it reads contexts' lengths on the device, so that a captured step costs no more than it has keys."""
+    """Whether it reads contexts' lengths on the device, so that a captured step costs no more than
+    it has keys.
+    """
     is_invariant: bool
     """A row's result is the same bits in any company."""
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
-        """Why it cannot take such calls, in words; None where it can. Asked when a Program is prepared."""
+        """Why it cannot take such calls, in words; None where it can. Asked when a Program is
+        prepared.
+        """
         ...
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -111,17 +122,21 @@ class AttentionChoice(Protocol):
         ...
 
     def arrays_of(self, program: Program) -> ArraysOf:
-        """Makes what its kernels read of a step beside `step_arrays`, to go over in the same copy."""
+        """Makes what its kernels read of a step beside `step_arrays`, to go over in the same
+        copy."""
         ...
 
     @property
     def rope_write(self) -> Callable[[RopeWriteCall], Tensor] | None:
-        """Writes keys and values and gives the rotated queries `[T, H, Dk]`; None: an op at a time."""
+        """Writes keys and values and gives the rotated queries `[T, H, Dk]`; None: an op at a
+        time."""
         ...
 
 
 class Sdpa:
-    """Plain torch, on any device: PyTorch's scaled dot product attention, or its formula where an attribute asks for more."""
+    """Plain torch, on any device: PyTorch's scaled dot product attention, or its formula where an
+    attribute asks for more.
+    """
 
     name = "sdpa"
     for_graphs = False
@@ -166,7 +181,9 @@ CHOICES: dict[str, Callable[[BackendOptions, torch.device], AttentionChoice]] = 
 
 
 def choose_attention(options: BackendOptions, device: torch.device) -> tuple[AttentionChoice, ...]:
-    """The one that the options name; "auto": on CUDA triton where it is there, then sdpa for what it does not take; elsewhere sdpa."""
+    """The one that the options name; "auto": on CUDA triton where it is there, then sdpa for what
+    it does not take; elsewhere sdpa.
+    """
     if options.attention_backend != "auto":
         return (CHOICES[options.attention_backend](options, device),)
     sdpa = CHOICES["sdpa"](options, device)
@@ -179,18 +196,29 @@ def choose_attention(options: BackendOptions, device: torch.device) -> tuple[Att
         return (sdpa,)
 
 
-def takes_all(choices: Sequence[AttentionChoice], program: Program, kv_dtype: torch.dtype) -> AttentionChoice:
-    """The first choice that takes all of a Program's attention; BackendUnavailable says why none does. A worse one is logged."""
+def takes_all(
+    choices: Sequence[AttentionChoice], program: Program, kv_dtype: torch.dtype
+) -> AttentionChoice:
+    """The first choice that takes all of a Program's attention; BackendUnavailable says why none
+    does. A worse one is logged.
+    """
     refused: list[str] = []
     for choice in choices:
         calls = [op for op in program.ops if isinstance(op, ops.Attention | ops.MlaAttention)]
         reasons = {why for op in calls if (why := choice.refusal(op, kv_dtype)) is not None}
         if not reasons:
             if refused:
-                logger.warning("attention of the %s is computed with %s, for %s", program.name, choice.name, "; ".join(refused))
+                logger.warning(
+                    "attention of the %s is computed with %s, for %s",
+                    program.name,
+                    choice.name,
+                    "; ".join(refused),
+                )
             return choice
         refused.append(f"{choice.name}: {', '.join(sorted(reasons))}")
-    raise BackendUnavailable(f"the torch backend cannot run attention with {'; '.join(refused)} (in {program.name})")
+    raise BackendUnavailable(
+        f"the torch backend cannot run attention with {'; '.join(refused)} (in {program.name})"
+    )
 
 
 def attention(op: ops.Attention, step: Step) -> Made:
@@ -202,7 +230,9 @@ def attention(op: ops.Attention, step: Step) -> Made:
         q=q.view(len(q), op.num_heads, group.k_width),
         k=cache.k.layer(op.layer),
         v=cache.v.layer(op.layer),
-        **_paging(step, at, full=op.mask == "full", window=op.window if op.mask == "window" else None),
+        **_paging(
+            step, at, full=op.mask == "full", window=op.window if op.mask == "window" else None
+        ),
         scale=op.scale,
         v_width=group.v_width,
         softcap=op.softcap,
@@ -213,10 +243,16 @@ def attention(op: ops.Attention, step: Step) -> Made:
 
 
 def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
-    """Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own keys and values."""
+    """Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own
+    keys and values.
+    """
     at = step.program.group_index(op.group)
     cache = step.kv[at]
-    heads = step.weights.matrix(op.kv_b).floats(step.dtype).view(op.num_heads, op.nope_width + op.v_width, op.latent_width)
+    heads = (
+        step.weights.matrix(op.kv_b)
+        .floats(step.dtype)
+        .view(op.num_heads, op.nope_width + op.v_width, op.latent_width)
+    )
     up_k, up_v = heads[:, : op.nope_width], heads[:, op.nope_width :]
     q_nope, q_rope = step.get(op.q_nope), step.get(op.q_rope)
     q_nope = q_nope.view(len(q_nope), op.num_heads, op.nope_width)
@@ -270,7 +306,10 @@ def _paging(step: Step, at: int, *, full: bool, window: int | None) -> dict[str,
         "batch": step.batch,
         "group": at,
         "once": step.once,
-        "rows": step.once((at, full, window), lambda: rows_of(step.batch, at, full=full, window=window, device=step.device)),
+        "rows": step.once(
+            (at, full, window),
+            lambda: rows_of(step.batch, at, full=full, window=window, device=step.device),
+        ),
         "window": window,
         "full": full,
     }
@@ -282,7 +321,10 @@ def _latents(op: ops.MlaAttention) -> Read:
 
 def _expanded(op: ops.MlaAttention, up_k: Tensor, up_v: Tensor) -> Read:
     def read(k: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        latents, rope = k[..., : op.latent_width].to(up_k.dtype), k[..., op.latent_width :].to(up_k.dtype)
+        latents, rope = (
+            k[..., : op.latent_width].to(up_k.dtype),
+            k[..., op.latent_width :].to(up_k.dtype),
+        )
         own = torch.einsum("...nl,hdl->...nhd", latents[..., 0, :], up_k)
         v = torch.einsum("...nl,hvl->...nhv", latents[..., 0, :], up_v)
         return torch.cat([own, rope.expand(*own.shape[:-1], op.rope_width)], dim=-1), v
@@ -298,11 +340,16 @@ def _bias(bias: ops.T5Bias | ops.AlibiBias | None, step: Step) -> Bias | None:
             far = torch.arange(-bias.max_distance, bias.max_distance + 1, device=step.device)
             return table[t5_buckets(far, bias)].T.contiguous()
 
-        make = lambda keys, queries: table[t5_buckets(_distance(keys, queries), bias)].movedim(-1, -3)  # noqa: E731
+        def make(keys: Tensor, queries: Tensor) -> Tensor:
+            return table[t5_buckets(_distance(keys, queries), bias)].movedim(-1, -3)
+
         return Bias(make, by_distance=lambda: step.once(bias, by_distance))
     if isinstance(bias, ops.AlibiBias):
         slopes = step.weights.constant(bias).float()
-        return Bias(lambda keys, queries: slopes[:, None, None] * _distance(keys, queries)[..., None, :, :], slopes=slopes)
+        return Bias(
+            lambda keys, queries: slopes[:, None, None] * _distance(keys, queries)[..., None, :, :],
+            slopes=slopes,
+        )
     return None
 
 
@@ -314,7 +361,9 @@ def _distance(keys: Tensor, queries: Tensor) -> Tensor:
 def t5_buckets(distance: Tensor, bias: ops.T5Bias) -> Tensor:
     """As `reference_attention.t5_buckets`."""
     num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
-    right = (distance > 0).long() * num_buckets if bias.bidirectional else torch.zeros_like(distance)
+    right = (
+        (distance > 0).long() * num_buckets if bias.bidirectional else torch.zeros_like(distance)
+    )
     away = distance.abs() if bias.bidirectional else (-distance).clamp(min=0)
     exact = num_buckets // 2
     spread = torch.tensor(bias.max_distance / exact, dtype=torch.float64).log()

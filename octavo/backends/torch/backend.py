@@ -1,7 +1,8 @@
 """The torch backend: Programs on any device PyTorch has, computed in fp32, bf16 or fp16.
 
-Owns the choice of device and precision, the weights on the device and the layout of the KV cache. Imported by the factory in `wiring.py`
-only, once `backends/devices.py` has found PyTorch; nothing here or below needs the compiled extension.
+Owns the choice of device and precision, the weights on the device and the layout of the KV cache.
+Imported by the factory in `wiring.py` only, once `backends/devices.py` has found PyTorch; nothing
+here or below needs the compiled extension.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.backends.base import BLOCK_SIZE, BackendOptions, Ceilings, DeviceMemory, Footprint, FormatOf, KvLayout, LoadWeight
+from octavo.backends.base import (
+    BackendOptions,
+    Ceilings,
+    DeviceMemory,
+    Footprint,
+    FormatOf,
+    LoadWeight,
+)
+from octavo.backends.kv import BLOCK_SIZE, KvLayout
 from octavo.backends.torch.attention import choose_attention, takes_all
 from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
 from octavo.backends.torch.fp8 import E4M3
@@ -45,27 +54,47 @@ LEAST_BF16_CAPABILITY = (8, 0)
 
 
 class TorchBackend:
-    """Implements `base.Backend`. `device` as `devices.choose_device` gives it, or one of several; `ranks`: the others, if any."""
+    """Implements `base.Backend`. `device` as `devices.choose_device` gives it, or one of several;
+    `ranks`: the others, if any.
+    """
 
     name = "torch"
 
-    def __init__(self, options: BackendOptions, device: str = "cpu", ranks: TorchRanks | None = None) -> None:
+    def __init__(
+        self, options: BackendOptions, device: str = "cpu", ranks: TorchRanks | None = None
+    ) -> None:
         if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
-            raise BackendUnavailable(f"kv_cache_dtype: the torch backend has {', '.join(KV_DTYPES)}, got {options.kv_cache_dtype}")
+            raise BackendUnavailable(
+                f"kv_cache_dtype: the torch backend has {', '.join(KV_DTYPES)}, got"
+                f" {options.kv_cache_dtype}"
+            )
         self.options = options
         self.device = torch.device(device)
         self.ranks = ranks
         self._dtype = DTYPES.get(options.dtype, torch.float32)
         self._attention = choose_attention(options, self.device)
-        self._kernels = choose_kernels(options.torch_kernels, self.device, fixed_tiles=options.batch_invariant)
+        self._kernels = choose_kernels(
+            options.torch_kernels, self.device, fixed_tiles=options.batch_invariant
+        )
         kernels = " or ".join(choice.name for choice in self._attention)
-        self.numerics = f"torch {torch.__version__} on {self.device_name}, attention with {kernels}, kernels {self._kernels.name}"
+        self.numerics = (
+            f"torch {torch.__version__} on {self.device_name}, attention with {kernels}, kernels"
+            f" {self._kernels.name}"
+        )
         self._uncaptured: list[TorchProgram] = []
-        self._memory = CudaMemory(self.device, options.gpu_memory_utilization) if self.device.type == "cuda" else None
+        self._memory = (
+            CudaMemory(self.device, options.gpu_memory_utilization)
+            if self.device.type == "cuda"
+            else None
+        )
 
     @property
     def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
+        return (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"CPU ({platform.machine()})"
+        )
 
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
         fused, once = optimize(program), _Once(load)
@@ -80,7 +109,8 @@ class TorchBackend:
             attention,
             self._kernels,
             options.batch_invariant,
-            options.batch_invariant and not kernels_suffice(fused, self._kernels, attention, self.device),
+            options.batch_invariant
+            and not kernels_suffice(fused, self._kernels, attention, self.device),
             self._num_threads,
             staging_bytes(options, len(fused.groups)),
             options.max_rows,
@@ -94,7 +124,9 @@ class TorchBackend:
                 self._memory.reserve("graphs", graphs_footprint(fused, sizes, self._dtype) + states)
                 self._uncaptured.append(prepared)
             elif self._wants_graphs(fused) and (why := self.against_graphs(fused)):
-                logger.warning("decode steps of the %s are not captured as graphs: %s", program.name, why)
+                logger.warning(
+                    "decode steps of the %s are not captured as graphs: %s", program.name, why
+                )
         return prepared
 
     @property
@@ -102,7 +134,9 @@ class TorchBackend:
         return self.device.type == "cuda"
 
     def graph_sizes(self, program: Program) -> tuple[int, ...]:
-        """Numbers of requests whose decode steps are captured; () where nothing can be, or is to be."""
+        """Numbers of requests whose decode steps are captured; () where nothing can be, or is to
+        be.
+        """
         if not self._wants_graphs(program) or self.against_graphs(program):
             return ()
         most, expert_rows = self.options.max_requests, self._kernels.captured_rows
@@ -118,10 +152,18 @@ class TorchBackend:
         if self.options.batch_invariant:
             return "not with batch_invariant"
         attention = takes_all(self._attention, program, self._kv_dtype(self._dtype))
-        return "" if attention.for_graphs else f"not with the attention of {attention.name}, which reads lengths on the host"
+        return (
+            ""
+            if attention.for_graphs
+            else f"not with the attention of {attention.name}, which reads lengths on the host"
+        )
 
     def _wants_graphs(self, program: Program) -> bool:
-        return self.device.type == "cuda" and not self.options.enforce_eager and "logits" in program.outputs
+        return (
+            self.device.type == "cuda"
+            and not self.options.enforce_eager
+            and "logits" in program.outputs
+        )
 
     def run_largest_step(self, prepared: TorchProgram) -> None:
         """Over a KV cache of its own, which goes with it."""
@@ -133,12 +175,20 @@ class TorchBackend:
         return None if self._memory is None else self._memory.now()
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        found = torch_footprint(optimize(program), format_of, self.options.max_tokens, DTYPES.get(self.options.dtype), self._packed_dtype)
+        found = torch_footprint(
+            optimize(program),
+            format_of,
+            self.options.max_tokens,
+            DTYPES.get(self.options.dtype),
+            self._packed_dtype,
+        )
         layouts = tuple(layout_of(group, self._kv_dtype(found.dtype)) for group in program.groups)
         return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
-        return measured_ceilings(num_bytes, DTYPES_OF_CODES.get(code, self._packed_dtype), self.device)
+        return measured_ceilings(
+            num_bytes, DTYPES_OF_CODES.get(code, self._packed_dtype), self.device
+        )
 
     def kv_layout(self, group: CacheGroup) -> KvLayout:
         return layout_of(group, self._kv_dtype(self._dtype))
@@ -156,8 +206,13 @@ class TorchBackend:
         try:
             return TorchKvCache(groups, num_blocks, self._kv_dtype(self._dtype), self.device)
         except (MemoryError, RuntimeError) as error:
-            needed = sum(self.kv_layout(group).block_bytes * count for group, count in zip(groups, num_blocks, strict=True))
-            raise ConfigError(f"the KV cache needs {needed} bytes, which the device does not give: {error}") from None
+            needed = sum(
+                self.kv_layout(group).block_bytes * count
+                for group, count in zip(groups, num_blocks, strict=True)
+            )
+            raise ConfigError(
+                f"the KV cache needs {needed} bytes, which the device does not give: {error}"
+            ) from None
 
     def close(self) -> None:
         """Memory goes with the tensors."""
@@ -171,7 +226,11 @@ class TorchBackend:
         """In which products with packed weights are computed, where the options do not say."""
         if self.device.type != "cuda":
             return torch.float32
-        return torch.bfloat16 if torch.cuda.get_device_capability(self.device) >= LEAST_BF16_CAPABILITY else torch.float16
+        return (
+            torch.bfloat16
+            if torch.cuda.get_device_capability(self.device) >= LEAST_BF16_CAPABILITY
+            else torch.float16
+        )
 
     def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """`dtype`: that of Values, in which K and V are kept where the options do not say."""
@@ -180,11 +239,17 @@ class TorchBackend:
     def _dtype_of_products(self, program: Program, load: LoadWeight) -> torch.dtype:
         """auto: what the first product's weight has in the file; it stands for all."""
         first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
-        return self._packed_dtype if first is None else DTYPES_OF_CODES.get(load(first).packed().code, self._packed_dtype)
+        return (
+            self._packed_dtype
+            if first is None
+            else DTYPES_OF_CODES.get(load(first).packed().code, self._packed_dtype)
+        )
 
     def _load(self, program: Program, load: LoadWeight) -> Weights:
         reads = Counter(weight for op in program.ops for weight in op.weights)
-        weights = Weights(load, self.device, self._dtype, {weight for weight, count in reads.items() if count > 1})
+        weights = Weights(
+            load, self.device, self._dtype, {weight for weight, count in reads.items() if count > 1}
+        )
         for op in program.ops:
             _add_weights(op, weights)
         return weights
@@ -201,17 +266,26 @@ class TorchBackend:
             raise _refused(program, f"the op {op.kind}")
         num_ranks = 1 if self.ranks is None else self.ranks.num_ranks
         if isinstance(op, ops.AllGather) and len(op.widths) != num_ranks:
-            raise _refused(program, f"the op AllGather over {len(op.widths)} ranks on one of {num_ranks}")
+            raise _refused(
+                program, f"the op AllGather over {len(op.widths)} ranks on one of {num_ranks}"
+            )
         if isinstance(op, ops.AllReduce) and num_ranks == 1:
             raise _refused(program, "the op AllReduce on one rank")
         if isinstance(op, ops.Attention) and op.mask not in MASKS:
             raise _refused(program, f"attention with the mask {op.mask}")
-        if isinstance(op, ops.Attention) and op.mask == "full" and self.options.batch_invariant and _writes(program, op.group):
+        if (
+            isinstance(op, ops.Attention)
+            and op.mask == "full"
+            and self.options.batch_invariant
+            and _writes(program, op.group)
+        ):
             raise _refused(program, "attention to later tokens with batch_invariant")
 
 
 class _Once:
-    """Keeps the first weight that is asked for, which says how products are computed before it is packed."""
+    """Keeps the first weight that is asked for, which says how products are computed before it is
+    packed.
+    """
 
     def __init__(self, load: LoadWeight) -> None:
         self._load = load

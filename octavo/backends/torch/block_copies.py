@@ -1,8 +1,11 @@
-"""Whole KV blocks, copied in batches: on the device, and to the host and back on a stream of their own while steps compute.
+"""Whole KV blocks, copied in batches: on the device, and to the host and back on a stream of their
+own while steps compute.
 
-A block that leaves is gathered into a staging tensor where it computes, in order with the steps that write it, and from there copied to the
-host on the side: the next step may write to its place at once. One that comes is copied into a staging tensor on the side, and
-from there to its place when the step that reads it is due. So the side never touches the cache, and only what comes is waited for.
+A block that leaves is gathered into a staging tensor where it computes, in order with the steps
+that write it, and from there copied to the host on the side: the next step may write to its place
+at once. One that comes is copied into a staging tensor on the side, and from there to its place
+when the step that reads it is due. So the side never touches the cache, and only what comes is
+waited for.
 """
 
 from __future__ import annotations
@@ -22,11 +25,16 @@ STAGING_BYTES = 64 << 20
 
 
 class BlockCopies:
-    """Implements `base.BlockMover`. `tensors`: per cache group those whose `[L, blocks, ...]` are a block's bytes, in their order."""
+    """Implements `base.BlockMover`. `tensors`: per cache group those whose `[L, blocks, ...]` are a
+    block's bytes, in their order.
+    """
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], streams: Streams) -> None:
-        self._groups = [[tensor.view(torch.uint8).flatten(2) for tensor in group] for group in tensors]
-        """`[L, blocks, bytes of a block in a layer]` each: bytes are what every device can gather."""
+        self._groups = [
+            [tensor.view(torch.uint8).flatten(2) for tensor in group] for group in tensors
+        ]
+        """`[L, blocks, bytes of a block in a layer]` each: bytes are what every device can gather.
+        """
         self._arriving: list[tuple[Tensor, Sequence[NDArray[np.uint8]]]] = []
         """In pinned memory, and where it is to go."""
         self._streams = streams
@@ -55,9 +63,16 @@ class BlockCopies:
             waiting = streams.pinned(*staged.shape)
             self._arriving.append((waiting, into))
             hosts = list(waiting)
-        streams.side(lambda: [host.copy_(block, non_blocking=True) for host, block in zip(hosts, staged, strict=True)])
+        streams.side(
+            lambda: [
+                host.copy_(block, non_blocking=True)
+                for host, block in zip(hosts, staged, strict=True)
+            ]
+        )
 
-    def write(self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]) -> None:
+    def write(
+        self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]
+    ) -> None:
         """Pinned data is read when its turn comes, other data now."""
         for part in self._batches(group, len(block_ids)):
             self._write(group, list(block_ids[part]), data[part])
@@ -71,7 +86,12 @@ class BlockCopies:
                 block.copy_(host)
             hosts = list(known)
         staged = streams.staging(len(block_ids), self._block_bytes(group), on_side=True)
-        streams.side(lambda: [block.copy_(host, non_blocking=True) for block, host in zip(staged, hosts, strict=True)])
+        streams.side(
+            lambda: [
+                block.copy_(host, non_blocking=True)
+                for block, host in zip(staged, hosts, strict=True)
+            ]
+        )
         streams.compute_waits()
         streams.compute(lambda: self._scatter(group, ids, staged))
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts: who gets which row, the experts' products (`kernels.Kernels.grouped`), their weighted sum. Routing is computed
-in fp32. `ops.py` states the formulas.
+"""Mixtures of experts: who gets which row, the experts' products (`kernels.Kernels.grouped`), their
+weighted sum. Routing is computed in fp32. `ops.py` states the formulas.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from octavo.program.program import Op
 
 def route(op: ops.Route, step: Step) -> Made:
     logits = step.get(op.logits).float()
-    scores = torch.sigmoid(logits) if op.score == "sigmoid" else torch.softmax(logits, dim=-1) if op.score == "softmax" else logits
+    scores = (
+        torch.sigmoid(logits)
+        if op.score == "sigmoid"
+        else torch.softmax(logits, dim=-1)
+        if op.score == "softmax"
+        else logits
+    )
     choice = scores if op.bias is None else scores + step.weights.vector(op.bias)
     if op.num_groups > 1:
         choice = _best_groups(choice, op.num_groups, op.top_groups)
@@ -45,7 +51,10 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
     kernels = step.kernels
-    rows = step.once(op.ids.name, lambda: kernels.rows_of_experts(step.get(op.ids).reshape(-1), op.weight.shape[0]))
+    rows = step.once(
+        op.ids.name,
+        lambda: kernels.rows_of_experts(step.get(op.ids).reshape(-1), op.weight.shape[0]),
+    )
     bias = None if op.bias is None else step.weights.vector(op.bias)
     return (kernels.grouped(step.get(op.x), rows, step.weights.matrix(op.weight), bias),)
 

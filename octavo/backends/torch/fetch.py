@@ -1,6 +1,8 @@
-"""A step's results on their way to the host: copied behind its kernels into pinned memory, and waited for when they are asked for.
+"""A step's results on their way to the host: copied behind its kernels into pinned memory, and
+waited for when they are asked for.
 
-So the host can launch the next step before this one is computed; a plain copy to the host would wait for both.
+So the host can launch the next step before this one is computed; a plain copy to the host would
+wait for both.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.backends.base import StepOutput
+from octavo.backends.batch import StepOutput
 from octavo.backends.torch.sampling import Drawn
 
 

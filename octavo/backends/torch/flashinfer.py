@@ -1,8 +1,11 @@
-"""FlashInfer's attention kernels as a choice: paged decode, and paged prefill over ragged queries, planned once a step.
+"""FlashInfer's attention kernels as a choice: paged decode, and paged prefill over ragged queries,
+planned once a step.
 
-A step in which every request has one row goes to the decode wrapper, any other to the prefill wrapper, all requests together. Layers
-that are alike (group, mask, heads, scale, soft cap) share a plan. Windows: blocks before the first key that is seen are left out of the
-tables. Knows FlashInfer's interface and no op's formula. Source: docs.flashinfer.ai, `flashinfer.decode` and `flashinfer.prefill`.
+A step in which every request has one row goes to the decode wrapper, any other to the prefill
+wrapper, all requests together. Layers that are alike (group, mask, heads, scale, soft cap) share a
+plan. Windows: blocks before the first key that is seen are left out of the tables. Knows
+FlashInfer's interface and no op's formula. Source: docs.flashinfer.ai, `flashinfer.decode` and
+`flashinfer.prefill`.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE, StepBatch
+from octavo.backends.batch import StepBatch
 from octavo.backends.devices import require_flashinfer
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Op, Program
@@ -26,7 +30,9 @@ if TYPE_CHECKING:
     from octavo.backends.torch.attention import ArraysOf, AttentionCall
 
 WORKSPACE_BYTES = 128 << 20
-"""Where splits of a long context are kept until they are merged: what FlashInfer recommends. All plans share it, for one runs at a time."""
+"""Where splits of a long context are kept until they are merged: what FlashInfer recommends. All
+plans share it, for one runs at a time.
+"""
 
 HEAD_WIDTHS = (64, 128, 256)
 """That its kernels are built for on every device."""
@@ -38,9 +44,11 @@ LAYOUT = "NHD"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """What the kernels read of each request that has rows and keys. `rows`: those of the step that are theirs, None where all are.
+    """What the kernels read of each request that has rows and keys. `rows`: those of the step that
+    are theirs, None where all are.
 
-    `query_starts [n + 1]`; `starts [n + 1]` into `blocks`, which are `last_lens [n]` tokens full at their end.
+    `query_starts [n + 1]`; `starts [n + 1]` into `blocks`, which are `last_lens [n]` tokens full at
+    their end.
     """
 
     query_starts: NDArray[np.int32]
@@ -56,7 +64,9 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A wrapper that has been told of this step's pages; None where no request has any. `rows` as in `Pages`, on the device."""
+    """A wrapper that has been told of this step's pages; None where no request has any. `rows` as
+    in `Pages`, on the device.
+    """
 
     wrapper: Any
     rows: Tensor | None
@@ -86,12 +96,22 @@ class FlashInfer:
         if not isinstance(op, ops.Attention):
             return "it has no latent attention here"
         if op.sinks is not None or op.bias is not None:
-            return "it has no sinks here" if op.sinks is not None else f"it has no {type(op.bias).__name__}"
+            return (
+                "it has no sinks here"
+                if op.sinks is not None
+                else f"it has no {type(op.bias).__name__}"
+            )
         k_width, v_width = op.q.width // op.num_heads, op.out.width // op.num_heads
         if k_width != v_width or k_width not in HEAD_WIDTHS:
-            return f"heads are {k_width} wide (values {v_width}), it has {', '.join(map(str, HEAD_WIDTHS))}"
+            return (
+                f"heads are {k_width} wide (values {v_width}), it has"
+                f" {', '.join(map(str, HEAD_WIDTHS))}"
+            )
         if kv_dtype not in KV_DTYPES:
-            return f"K and V are in {str(kv_dtype).removeprefix('torch.')}, it reads bfloat16 and float16"
+            return (
+                f"K and V are in {str(kv_dtype).removeprefix('torch.')}, it reads bfloat16 and"
+                " float16"
+            )
         return None
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -99,15 +119,21 @@ class FlashInfer:
         if plan.wrapper is None:
             return torch.zeros_like(call.q)
         q = call.q if plan.rows is None else call.q[plan.rows]
-        made: Tensor = plan.wrapper.run(q.to(call.k.numbers.dtype).contiguous(), (call.k.numbers, call.v.numbers)).to(q.dtype)
-        return made if plan.rows is None else torch.zeros_like(call.q).index_copy_(0, plan.rows, made)
+        made: Tensor = plan.wrapper.run(
+            q.to(call.k.numbers.dtype).contiguous(), (call.k.numbers, call.v.numbers)
+        ).to(q.dtype)
+        return (
+            made if plan.rows is None else torch.zeros_like(call.q).index_copy_(0, plan.rows, made)
+        )
 
     def _plan(self, call: AttentionCall) -> Plan:
         pages = pages_of(call.batch, call.group, full=call.full, window=call.window)
         if not len(pages.last_lens):
             return Plan(None, None)
         kv_dtype = call.k.numbers.dtype
-        tables = [torch.from_numpy(array) for array in (pages.starts, pages.blocks, pages.last_lens)]
+        tables = [
+            torch.from_numpy(array) for array in (pages.starts, pages.blocks, pages.last_lens)
+        ]
         sizes = (call.q.shape[1], call.k.numbers.shape[2], call.v_width, BLOCK_SIZE)
         options = {
             "sm_scale": call.scale,
@@ -120,8 +146,16 @@ class FlashInfer:
         if pages.is_decode:
             wrapper.plan(*tables, *sizes, **options)
         else:
-            wrapper.plan(torch.from_numpy(pages.query_starts), *tables, *sizes, causal=not call.full, **options)
-        return Plan(wrapper, None if pages.rows is None else torch.from_numpy(pages.rows).to(self._device))
+            wrapper.plan(
+                torch.from_numpy(pages.query_starts),
+                *tables,
+                *sizes,
+                causal=not call.full,
+                **options,
+            )
+        return Plan(
+            wrapper, None if pages.rows is None else torch.from_numpy(pages.rows).to(self._device)
+        )
 
     def _wrapper(self, is_decode: bool, kind: Hashable) -> Any:
         """One for each kind of layer, so that their plans stand beside each other in a step."""
@@ -129,7 +163,9 @@ class FlashInfer:
         if key not in self._wrappers:
             kernels = self._kernels
             self._wrappers[key] = (
-                kernels.BatchDecodeWithPagedKVCacheWrapper(self._workspace, LAYOUT, use_tensor_cores=True)
+                kernels.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace, LAYOUT, use_tensor_cores=True
+                )
                 if is_decode
                 else kernels.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)
             )
@@ -140,7 +176,9 @@ def flashinfer_on(device: torch.device) -> FlashInfer:
     """BackendUnavailable where there is no CUDA device, or the package is missing."""
     if device.type != "cuda":
         hint = "--attention-backend sdpa computes on any device"
-        raise BackendUnavailable(f"attention_backend: flashinfer computes on CUDA devices, got {device.type}", hint=hint)
+        raise BackendUnavailable(
+            f"attention_backend: flashinfer computes on CUDA devices, got {device.type}", hint=hint
+        )
     return FlashInfer(require_flashinfer(), device)
 
 
@@ -148,18 +186,30 @@ def pages_of(batch: StepBatch, group: int, *, full: bool, window: int | None) ->
     starts, context, positions = batch.query_starts, batch.context_lens[group], batch.positions[0]
     live = np.flatnonzero((np.diff(starts) > 0) & (context > 0))
     first_rows, num_rows = starts[:-1][live], np.diff(starts)[live]
-    last_keys = context[live] if full else np.minimum(positions[first_rows + num_rows - 1] + 1, context[live])
-    first_keys = np.zeros_like(last_keys) if window is None else np.maximum(0, positions[first_rows] + 1 - window)
+    last_keys = (
+        context[live]
+        if full
+        else np.minimum(positions[first_rows + num_rows - 1] + 1, context[live])
+    )
+    first_keys = (
+        np.zeros_like(last_keys)
+        if window is None
+        else np.maximum(0, positions[first_rows] + 1 - window)
+    )
     first_blocks = first_keys // BLOCK_SIZE
     num_blocks = -(-last_keys // BLOCK_SIZE) - first_blocks
     owners = np.repeat(np.arange(len(live)), num_blocks)
     ends = np.cumsum(num_blocks)
     within = np.arange(len(owners)) - np.repeat(ends - num_blocks, num_blocks)
-    rows = np.repeat(first_rows - (np.cumsum(num_rows) - num_rows), num_rows) + np.arange(num_rows.sum())
+    rows = np.repeat(first_rows - (np.cumsum(num_rows) - num_rows), num_rows) + np.arange(
+        num_rows.sum()
+    )
     return Pages(
         query_starts=_starts(num_rows),
         starts=_starts(num_blocks),
-        blocks=batch.block_tables[group][live[owners], first_blocks[owners] + within].astype(np.int32),
+        blocks=batch.block_tables[group][live[owners], first_blocks[owners] + within].astype(
+            np.int32
+        ),
         last_lens=((last_keys - 1) % BLOCK_SIZE + 1).astype(np.int32),
         rows=None if len(rows) == len(batch.token_ids) else rows.astype(np.int64),
     )

@@ -1,6 +1,8 @@
-"""What the torch backend would take for a Program, from how its weights are stored: no weight is read.
+"""What the torch backend would take for a Program, from how its weights are stored: no weight is
+read.
 
-Weights lie on the device as `PackedWeight` has them; tests hold the counts to what `prepare` really takes.
+Weights lie on the device as `PackedWeight` has them; tests hold the counts to what `prepare` really
+takes.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ PACKED: dict[str, tuple[str, int, int, int]] = {
     "Q6_K": ("u8", 8, 256, 144),
     "F8_E4M3": ("e4m3", 8, WHOLE_ROW, 32),
 }
-"""By a tensor's format: its code, bits of a code, and of how many neighbouring inputs the scales and mins take how many bits. Behind a
-colon a format may say how many inputs these are."""
+"""By a tensor's format: its code, bits of a code, and of how many neighbouring inputs the scales
+and mins take how many bits. Behind a colon a format may say how many inputs these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,30 @@ class TorchFootprint:
 
 
 def torch_footprint(
-    fused: Program, format_of: FormatOf, max_tokens: int, wanted: torch.dtype | None, packed_dtype: torch.dtype
+    fused: Program,
+    format_of: FormatOf,
+    max_tokens: int,
+    wanted: torch.dtype | None,
+    packed_dtype: torch.dtype,
 ) -> TorchFootprint:
-    """`wanted`: the dtype that the options name; `packed_dtype`: that of products with packed weights otherwise."""
+    """`wanted`: the dtype that the options name; `packed_dtype`: that of products with packed
+    weights otherwise.
+    """
     matrices = {weight for op in fused.ops for weight in _matrices(op)}
     first = next((op.weights_[0] for op in fused.ops if isinstance(op, ops.Linear)), None)
     stored = None if first is None else FLOATS.get(format_of(first))
     dtype = wanted or (packed_dtype if stored is None else stored[1])
-    biases = {bias for op in fused.ops if isinstance(op, ops.Linear) for bias in op.biases if bias is not None}
-    sizes = {weight: math.prod(weight.shape) * (dtype.itemsize if weight in biases else 4) for weight in fused.weights}
+    biases = {
+        bias
+        for op in fused.ops
+        if isinstance(op, ops.Linear)
+        for bias in op.biases
+        if bias is not None
+    }
+    sizes = {
+        weight: math.prod(weight.shape) * (dtype.itemsize if weight in biases else 4)
+        for weight in fused.weights
+    }
     sizes |= {weight: _matrix_bytes(weight, format_of(weight), dtype) for weight in matrices}
     codes = Counter[str]()
     for weight in matrices:
@@ -71,8 +88,14 @@ def torch_footprint(
 
 
 def graphs_footprint(fused: Program, sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Of the buffers of the largest, which all share, the logits of each, and what a graph takes by itself."""
-    return _step_bytes(fused, max(sizes), dtype) + sum(sizes) * fused.vocab_size * dtype.itemsize + len(sizes) * GRAPH_BYTES
+    """Of the buffers of the largest, which all share, the logits of each, and what a graph takes by
+    itself.
+    """
+    return (
+        _step_bytes(fused, max(sizes), dtype)
+        + sum(sizes) * fused.vocab_size * dtype.itemsize
+        + len(sizes) * GRAPH_BYTES
+    )
 
 
 def _matrices(op: Op) -> tuple[Weight, ...]:
@@ -88,7 +111,9 @@ def _matrices(op: Op) -> tuple[Weight, ...]:
 def _code(weight: Weight, stored: str) -> str:
     kind = stored.partition(":")[0]
     if stored not in FLOATS and kind not in PACKED:
-        raise UnsupportedModel(f"{weight.name} is stored as {stored}, supported are {', '.join([*FLOATS, *PACKED])}")
+        raise UnsupportedModel(
+            f"{weight.name} is stored as {stored}, supported are {', '.join([*FLOATS, *PACKED])}"
+        )
     return FLOATS[stored][0] if stored in FLOATS else PACKED[kind][0]
 
 
@@ -104,7 +129,9 @@ def _matrix_bytes(weight: Weight, stored: str, dtype: torch.dtype) -> int:
 
 
 def _step_bytes(fused: Program, max_tokens: int, dtype: torch.dtype) -> int:
-    """The Values alive at once, an op's copies of its widest in fp32, the largest matrix unpacked, and the scores of an attention."""
+    """The Values alive at once, an op's copies of its widest in fp32, the largest matrix unpacked,
+    and the scores of an attention.
+    """
     last = {value: at for at, op in enumerate(fused.ops) for value in op.inputs}
     alive, most, widest = 0, 0, 0
     dies = Counter[int]()
@@ -116,5 +143,7 @@ def _step_bytes(fused: Program, max_tokens: int, dtype: torch.dtype) -> int:
                 dies[last.get(value, at)] += value.width
         most, widest = max(most, alive), max(widest, made)
         alive -= dies[at]
-    largest = max((math.prod(weight.shape[-2:]) for op in fused.ops for weight in _matrices(op)), default=0)
+    largest = max(
+        (math.prod(weight.shape[-2:]) for op in fused.ops for weight in _matrices(op)), default=0
+    )
     return max_tokens * (most * dtype.itemsize + 3 * widest * 4) + largest * 8

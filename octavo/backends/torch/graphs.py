@@ -1,8 +1,10 @@
-"""Decode steps captured once for some numbers of requests, and replayed with a step's arrays in the same place.
+"""Decode steps captured once for some numbers of requests, and replayed with a step's arrays in the
+same place.
 
-A graph holds addresses: of the weights, of the KV cache, and of the staging buffer's views, which are the same for equal shapes. So a
-step of one row a request is filled up to the next captured size with rows of slot -1, whose results nobody reads. What records a
-graph is a `Record`: CUDA's own, or in tests one that runs the ops again.
+A graph holds addresses: of the weights, of the KV cache, and of the staging buffer's views, which
+are the same for equal shapes. So a step of one row a request is filled up to the next captured size
+with rows of slot -1, whose results nobody reads. What records a graph is a `Record`: CUDA's own, or
+in tests one that runs the ops again.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE, StepBatch
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Captured numbers of requests: a step is filled up by at most half of its own rows from 16 on."""
@@ -37,11 +40,17 @@ Record = Callable[[Callable[[], Tensor]], Graph]
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
     """The sizes that hold up to so many requests; the last one holds just them."""
-    return (*(size for size in SIZES if size < most), most) if 0 < most <= SIZES[-1] else SIZES[: len(SIZES) if most else 0]
+    return (
+        (*(size for size in SIZES if size < most), most)
+        if 0 < most <= SIZES[-1]
+        else SIZES[: len(SIZES) if most else 0]
+    )
 
 
 class CudaGraphs:
-    """A `Record`. All graphs share one pool of memory, in which the largest, captured first, leaves room for the rest."""
+    """A `Record`. All graphs share one pool of memory, in which the largest, captured first, leaves
+    room for the rest.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -73,7 +82,9 @@ class DecodeGraphs:
     width: int
 
     def padded(self, batch: StepBatch) -> StepBatch | None:
-        """The step as the graph of the next size takes it; None where there is none, or a row is no decode."""
+        """The step as the graph of the next size takes it; None where there is none, or a row is no
+        decode.
+        """
         num = len(batch.token_ids)
         size = next((size for size in sorted(self.graphs) if size >= num), None)
         if size is None or not _is_decode(batch) or batch.block_tables.shape[2] > self.width:
@@ -90,7 +101,9 @@ class DecodeGraphs:
 
 
 def longest_decode(size: int, width: int, num_groups: int) -> StepBatch:
-    """What is captured: rows that write nowhere, whose tables of `width` blocks are full, and whose windows begin at the first."""
+    """What is captured: rows that write nowhere, whose tables of `width` blocks are full, and whose
+    windows begin at the first.
+    """
     context = width * BLOCK_SIZE
     return StepBatch(
         token_ids=np.zeros(size, np.int32),
@@ -106,7 +119,12 @@ def longest_decode(size: int, width: int, num_groups: int) -> StepBatch:
 def _is_decode(batch: StepBatch) -> bool:
     """Every request has one row, and each row is sampled once, in order."""
     num = len(batch.token_ids)
-    if not num or batch.hidden is not None or len(batch.query_starts) != num + 1 or len(batch.sample_rows) != num:
+    if (
+        not num
+        or batch.hidden is not None
+        or len(batch.query_starts) != num + 1
+        or len(batch.sample_rows) != num
+    ):
         return False
     return batch.query_starts[-1] == num and bool((batch.sample_rows == np.arange(num)).all())
 

@@ -1,8 +1,10 @@
-"""How a row's bits are kept from its company: by kernels that never look at it, or by a step for each row alone.
+"""How a row's bits are kept from its company: by kernels that never look at it, or by a step for
+each row alone.
 
-A step taken apart into its rows, each computed as a step of its own, and put together again: no shape that a row is computed in depends on
-anything but its own request, and its bits cannot either, for PyTorch gives the same bits for the same shapes. Only for causal Programs: a
-row sees what was computed before it.
+A step taken apart into its rows, each computed as a step of its own, and put together again: no
+shape that a row is computed in depends on anything but its own request, and its bits cannot either,
+for PyTorch gives the same bits for the same shapes. Only for causal Programs: a row sees what was
+computed before it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from octavo.backends.base import BLOCK_SIZE, LastTokens, SampleResult, StepBatch, StepOutput
+from octavo.backends.batch import LastTokens, SampleResult, StepBatch, StepOutput
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention import AttentionChoice
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.sampling import part_of
@@ -21,10 +24,13 @@ from octavo.program import ops
 from octavo.program.program import Program
 
 
-def kernels_suffice(program: Program, kernels: Kernels, attention: AttentionChoice, device: torch.device) -> bool:
-    """Whether a whole step leaves each row its bits: products, norms, experts, attention and sums of draws by kernels of fixed tiles, and
-    all else element by element. Not on a CPU, whose loops over elements treat a vector's tail otherwise than its middle, and not with
-    latent attention, whose products around the cache are PyTorch's.
+def kernels_suffice(
+    program: Program, kernels: Kernels, attention: AttentionChoice, device: torch.device
+) -> bool:
+    """Whether a whole step leaves each row its bits: products, norms, experts, attention and sums
+    of draws by kernels of fixed tiles, and all else element by element. Not on a CPU, whose loops
+    over elements treat a vector's tail otherwise than its middle, and not with latent attention,
+    whose products around the cache are PyTorch's.
     """
     fixed = kernels.is_invariant and attention.is_invariant and device.type == "cuda"
     return fixed and not any(isinstance(op, ops.MlaAttention) for op in program.ops)
@@ -39,7 +45,9 @@ class Part:
 
 
 def rows_alone(batch: StepBatch) -> Iterator[Part]:
-    """In order, so that each row's keys are there. A row that is sampled twice is computed twice, which writes the same K and V."""
+    """In order, so that each row's keys are there. A row that is sampled twice is computed twice,
+    which writes the same K and V.
+    """
     owners = np.repeat(np.arange(len(batch.query_starts) - 1), np.diff(batch.query_starts)).tolist()
     for row, request in enumerate(owners, start=int(batch.query_starts[0])):
         alone = _alone(batch, row, request)
@@ -47,23 +55,39 @@ def rows_alone(batch: StepBatch) -> Iterator[Part]:
         if not samples:
             yield Part(alone, -1)
         for sample in samples:
-            sampling = None if batch.sampling is None else part_of(batch.sampling, slice(sample, sample + 1))
+            sampling = (
+                None
+                if batch.sampling is None
+                else part_of(batch.sampling, slice(sample, sample + 1))
+            )
             last_tokens = _last_tokens(batch, row, slice(sample, sample + 1))
-            yield Part(replace(alone, sample_rows=np.zeros(1, np.int32), sampling=sampling, last_tokens=last_tokens), sample)
+            yield Part(
+                replace(
+                    alone,
+                    sample_rows=np.zeros(1, np.int32),
+                    sampling=sampling,
+                    last_tokens=last_tokens,
+                ),
+                sample,
+            )
 
 
 def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
     """Of the groups that it writes to it sees the keys up to its own; of others all."""
     own = batch.slots[:, row : row + 1] >= 0
     context = batch.context_lens[:, request : request + 1]
-    context = np.where(own, np.minimum(context, batch.positions[:1, row] + 1), context).astype(np.int32)
+    context = np.where(own, np.minimum(context, batch.positions[:1, row] + 1), context).astype(
+        np.int32
+    )
     return StepBatch(
         token_ids=batch.token_ids[row : row + 1],
         positions=batch.positions[:, row : row + 1],
         query_starts=np.array([0, 1], np.int32),
         context_lens=context,
         slots=batch.slots[:, row : row + 1],
-        block_tables=batch.block_tables[:, request : request + 1, : -(-int(context.max(initial=1)) // BLOCK_SIZE)],
+        block_tables=batch.block_tables[
+            :, request : request + 1, : -(-int(context.max(initial=1)) // BLOCK_SIZE)
+        ],
         sample_rows=np.zeros(0, np.int32),
         hidden=None if batch.hidden is None else batch.hidden[row : row + 1],
         last_tokens=_last_tokens(batch, row, slice(0, 0)),
@@ -79,14 +103,21 @@ def joined(batch: StepBatch, outputs: Sequence[StepOutput]) -> StepOutput:
     """The sampled rows' outputs as those of one step."""
     if batch.sampling is None:
         names = outputs[0].arrays if outputs else {}
-        return StepOutput(arrays={name: np.concatenate([output.arrays[name] for output in outputs]) for name in names})
+        return StepOutput(
+            arrays={
+                name: np.concatenate([output.arrays[name] for output in outputs]) for name in names
+            }
+        )
     results = [output.samples for output in outputs if output.samples is not None]
     count = len(batch.sample_rows)
     whole = SampleResult(np.zeros(count, np.int32), np.zeros(count, np.bool_))
     widths = [result.top_ids.shape[1] for result in results if result.top_ids is not None]
     if widths:
         whole.logprobs, whole.ranks = np.zeros(count, np.float32), np.zeros(count, np.int32)
-        whole.top_ids, whole.top_logprobs = np.zeros((count, max(widths)), np.int32), np.zeros((count, max(widths)), np.float32)
+        whole.top_ids, whole.top_logprobs = (
+            np.zeros((count, max(widths)), np.int32),
+            np.zeros((count, max(widths)), np.float32),
+        )
     for at, result in enumerate(results):
         whole.token_ids[at], whole.failed[at] = result.token_ids[0], result.failed[0]
         if result.logprobs is not None:
@@ -95,8 +126,21 @@ def joined(batch: StepBatch, outputs: Sequence[StepOutput]) -> StepOutput:
 
 
 def _take_logprobs(whole: SampleResult, at: int, result: SampleResult) -> None:
-    assert whole.logprobs is not None and whole.ranks is not None and whole.top_ids is not None and whole.top_logprobs is not None
-    assert result.logprobs is not None and result.ranks is not None and result.top_ids is not None and result.top_logprobs is not None
+    assert (
+        whole.logprobs is not None
+        and whole.ranks is not None
+        and whole.top_ids is not None
+        and whole.top_logprobs is not None
+    )
+    assert (
+        result.logprobs is not None
+        and result.ranks is not None
+        and result.top_ids is not None
+        and result.top_logprobs is not None
+    )
     whole.logprobs[at], whole.ranks[at] = result.logprobs[0], result.ranks[0]
     width = result.top_ids.shape[1]
-    whole.top_ids[at, :width], whole.top_logprobs[at, :width] = result.top_ids[0], result.top_logprobs[0]
+    whole.top_ids[at, :width], whole.top_logprobs[at, :width] = (
+        result.top_ids[0],
+        result.top_logprobs[0],
+    )

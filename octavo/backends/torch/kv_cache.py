@@ -1,6 +1,8 @@
-"""The KV bytes of the torch backend: per cache group K and V of all layers, and one block more, which padded rows write to.
+"""The KV bytes of the torch backend: per cache group K and V of all layers, and one block more,
+which padded rows write to.
 
-Knows whole blocks; what lies in them only attention and `KvWrite` know. How they move is `BlockCopies`' business.
+Knows whole blocks; what lies in them only attention and `KvWrite` know. How they move is
+`BlockCopies`' business.
 """
 
 from __future__ import annotations
@@ -14,13 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE, KvLayout
+from octavo.backends.kv import BLOCK_SIZE, KvLayout
 from octavo.backends.torch.block_copies import BlockCopies
 from octavo.backends.torch.fp8 import E4M3, as_e4m3
 from octavo.backends.torch.streams import streams_of
 from octavo.program.program import CacheGroup
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", E4M3: "fp8"}
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "int8",
+    E4M3: "fp8",
+}
 
 CODES = (torch.int8, E4M3)
 """Kept with a scale for each token and head."""
@@ -28,8 +36,8 @@ CODES = (torch.int8, E4M3)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """K or V of one layer or all: `numbers [(L,) blocks + 1, 16, K, width]`; int8 and e4m3 ones with `scales [(L,) blocks + 1, 16, K]
-    bf16`."""
+    """K or V of one layer or all: `numbers [(L,) blocks + 1, 16, K, width]`; int8 and e4m3 ones
+    with `scales [(L,) blocks + 1, 16, K] bf16`."""
 
     numbers: Tensor
     scales: Tensor | None = None
@@ -47,13 +55,19 @@ class Stored:
         self.scales.flatten(0, 1).index_copy_(0, slots, scales)
 
     def read(self, tables: Tensor) -> Tensor:
-        """Blocks of one layer `[N, B]` as they were stored: `[N, B * 16, K, width]`, codes in fp32."""
+        """Blocks of one layer `[N, B]` as they were stored: `[N, B * 16, K, width]`, codes in
+        fp32."""
         numbers = self._raw[tables].flatten(1, 2).view(self.numbers.dtype)
-        return numbers if self.scales is None else numbers.float() * self.scales[tables].flatten(1, 2)[..., None].float()
+        return (
+            numbers
+            if self.scales is None
+            else numbers.float() * self.scales[tables].flatten(1, 2)[..., None].float()
+        )
 
     @property
     def _raw(self) -> Tensor:
-        """The numbers; e4m3 ones, which PyTorch does not write by index on every device, as bytes."""
+        """The numbers; e4m3 ones, which PyTorch does not write by index on every device, as
+        bytes."""
         return self.numbers.view(torch.uint8) if self.numbers.dtype == E4M3 else self.numbers
 
     @property
@@ -63,7 +77,11 @@ class Stored:
 
 def as_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of `rows [..., width] fp32`, as `reference.as_int8` has them."""
-    absmax = rows.abs().amax(dim=-1, keepdim=True) if rows.shape[-1] else rows.new_zeros(*rows.shape[:-1], 1)
+    absmax = (
+        rows.abs().amax(dim=-1, keepdim=True)
+        if rows.shape[-1]
+        else rows.new_zeros(*rows.shape[:-1], 1)
+    )
     scales = torch.where(absmax.isfinite(), absmax / 127, torch.nan).bfloat16()
     wide = scales.float()
     codes = torch.where(wide > 0, torch.round(rows / wide).clamp(-127, 127), 0.0)
@@ -103,8 +121,17 @@ def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
 class TorchKvCache:
     """Implements `base.BatchedKvCache`."""
 
-    def __init__(self, groups: Sequence[CacheGroup], num_blocks: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.groups = [_group_tensors(group, count, dtype, device) for group, count in zip(groups, num_blocks, strict=True)]
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.groups = [
+            _group_tensors(group, count, dtype, device)
+            for group, count in zip(groups, num_blocks, strict=True)
+        ]
         self.copies = BlockCopies([group.tensors for group in self.groups], streams_of(device))
 
     @property
@@ -124,7 +151,9 @@ class TorchKvCache:
         self.copies.settle()
 
 
-def _group_tensors(group: CacheGroup, num_blocks: int, dtype: torch.dtype, device: torch.device) -> GroupTensors:
+def _group_tensors(
+    group: CacheGroup, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> GroupTensors:
     shape = (group.num_layers, num_blocks + 1, BLOCK_SIZE, group.num_kv_heads)
 
     def stored(width: int) -> Stored:
@@ -135,7 +164,13 @@ def _group_tensors(group: CacheGroup, num_blocks: int, dtype: torch.dtype, devic
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU the system gives the memory page by page, where it is written to: `torch.zeros` writes all of it at once."""
+    """On a CPU the system gives the memory page by page, where it is written to: `torch.zeros`
+    writes all of it at once.
+    """
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )

@@ -1,11 +1,13 @@
-"""What a step is told of the last tokens that its permanent rows have drawn, which the device keeps (`base.LastTokens`)."""
+"""What a step is told of the last tokens that its permanent rows have drawn, which the device keeps
+(`base.LastTokens`).
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import LastTokens
+from octavo.backends.batch import LastTokens
 
 
 def source_arrays(last: LastTokens | None) -> dict[str, NDArray]:

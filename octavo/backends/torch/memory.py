@@ -1,4 +1,5 @@
-"""A CUDA device's memory: what a Program's weights and its largest step take of it, found by running that step once.
+"""A CUDA device's memory: what a Program's weights and its largest step take of it, found by
+running that step once.
 
 `largest_step` is made of the options alone and runs on any device; the counters are CUDA's.
 """
@@ -11,11 +12,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from octavo.backends.base import BLOCK_SIZE, BackendOptions, DeviceMemory, SamplingBatch, StepBatch
+from octavo.backends.base import BackendOptions, DeviceMemory
+from octavo.backends.batch import SamplingBatch, StepBatch
+from octavo.backends.kv import BLOCK_SIZE
 
 
 def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> StepBatch:
-    """As many rows as a step may have, of requests as long as they may be; as many draws as there may be requests."""
+    """As many rows as a step may have, of requests as long as they may be; as many draws as there
+    may be requests.
+    """
     num_rows = options.max_tokens
     lengths = [options.max_context] * (num_rows // options.max_context)
     lengths += [num_rows % options.max_context] if num_rows % options.max_context else []
@@ -31,7 +36,9 @@ def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> S
         token_ids=np.zeros(num_rows, np.int32),
         positions=positions[None],
         query_starts=np.cumsum([0, *lengths]).astype(np.int32),
-        context_lens=np.broadcast_to(np.array(lengths, np.int32), (num_groups, len(lengths))).copy(),
+        context_lens=np.broadcast_to(
+            np.array(lengths, np.int32), (num_groups, len(lengths))
+        ).copy(),
         slots=np.broadcast_to(slots, (num_groups, num_rows)).astype(np.int32),
         block_tables=np.broadcast_to(tables, (num_groups, *tables.shape)).copy(),
         sample_rows=np.arange(options.max_requests, dtype=np.int32) % num_rows,
@@ -46,7 +53,11 @@ def blocks_of(batch: StepBatch) -> int:
 
 def _draws(count: int, vocab_size: int) -> SamplingBatch:
     """Each with top_k, top_p and logprobs, which take the most."""
-    zeros, ones, none = np.zeros(count, np.float32), np.ones(count, np.float32), np.zeros(0, np.int32)
+    zeros, ones, none = (
+        np.zeros(count, np.float32),
+        np.ones(count, np.float32),
+        np.zeros(0, np.int32),
+    )
     return SamplingBatch(
         temperatures=ones,
         top_ks=np.full(count, 50, np.int32),
@@ -80,7 +91,9 @@ class CudaMemory:
         self._parts: dict[str, int] = {}
 
     def measure(self, weight_bytes: int, run: Callable[[], object]) -> None:
-        """Takes note of the weights, and of the most that `run`, the largest step, takes beside what lies there already."""
+        """Takes note of the weights, and of the most that `run`, the largest step, takes beside
+        what lies there already.
+        """
         self._free_caches()
         resting = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)

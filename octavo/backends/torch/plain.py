@@ -1,6 +1,8 @@
-"""The formulas that Triton kernels compute too, in plain torch on any device: norms, gates, products, experts, draws.
+"""The formulas that Triton kernels compute too, in plain torch on any device: norms, gates,
+products, experts, draws.
 
-What a kernel is compared with in tests, and what it falls back to. Knows tensors and weights, no op and no step.
+What a kernel is compared with in tests, and what it falls back to. Knows tensors and weights, no op
+and no step.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ GATHERED_ROWS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """y = x / sqrt(mean(x^2) + eps) * (weight + offset) over groups of `width` columns (the whole row where 0); where `centered`, of
-    x - mean(x), plus `bias`. `weight`, `bias [width] fp32`."""
+    """y = x / sqrt(mean(x^2) + eps) * (weight + offset) over groups of `width` columns (the whole
+    row where 0); where `centered`, of x - mean(x), plus `bias`. `weight`, `bias [width] fp32`."""
 
     weight: Tensor
     eps: float
@@ -65,7 +67,11 @@ class PlainKernels:
         dtype, gate, up = gate.dtype, gate.float(), up.float()
         if how.clamp is not None:
             gate, up = gate.clamp(max=how.clamp), up.clamp(-how.clamp, how.clamp)
-        f = gate * torch.sigmoid(how.alpha * gate) if how.activation == "silu" else ACTIVATIONS[how.activation](gate)
+        f = (
+            gate * torch.sigmoid(how.alpha * gate)
+            if how.activation == "silu"
+            else ACTIVATIONS[how.activation](gate)
+        )
         return (f * (up + how.up_offset)).to(dtype)
 
     def product(self, x: Tensor, product: Product) -> Tensor:
@@ -75,7 +81,9 @@ class PlainKernels:
         return experts
 
     def grouped(self, x: Tensor, rows: Tensor, matrix: DeviceWeight, bias: Tensor | None) -> Tensor:
-        """With few rows each row's matrix is gathered, which needs no word from the device; with many, experts go one by one."""
+        """With few rows each row's matrix is gathered, which needs no word from the device; with
+        many, experts go one by one.
+        """
         y = _gathered(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
         return y if bias is None else (y.float() + bias[rows]).to(x.dtype)
 
@@ -123,7 +131,9 @@ def _one_by_one(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
 
 
 def _cut(z: Tensor, weights: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Of the tokens with a weight the first top_k, of these the shortest beginning that reaches top_p."""
+    """Of the tokens with a weight the first top_k, of these the shortest beginning that reaches
+    top_p.
+    """
     kept = weights > 0
     order = torch.where(kept, z, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     top_ks, top_ps = top_ks.long()[:, None], top_ps.double()[:, None]

@@ -1,4 +1,5 @@
-"""Times each kind of op of some steps. On CUDA every op is waited for while it runs, and nothing is replayed from graphs.
+"""Times each kind of op of some steps. On CUDA every op is waited for while it runs, and nothing is
+replayed from graphs.
 
 Bytes and operations are counted of products with weights; what else an op moves or computes is not.
 """
@@ -48,9 +49,14 @@ class OpTimes:
         times.calls, times.seconds = times.calls + 1, times.seconds + time.perf_counter() - began
         if isinstance(op, Linear):
             times.num_bytes += sum(part.num_bytes for part in self._weights.product(op).parts)
-            times.operations += 2 * num_rows * sum(math.prod(weight.shape) for weight in op.weights_)
+            times.operations += (
+                2 * num_rows * sum(math.prod(weight.shape) for weight in op.weights_)
+            )
 
     def result(self, weight_bytes: int) -> Profile:
-        ops = [OpProfile(name, code, t.calls, t.seconds, t.num_bytes, t.operations) for (name, code), t in self._times.items()]
+        ops = [
+            OpProfile(name, code, t.calls, t.seconds, t.num_bytes, t.operations)
+            for (name, code), t in self._times.items()
+        ]
         ceilings = measured_ceilings(weight_bytes, self._dtype, self._device)
         return Profile(ops, ceilings.bandwidth, {CODES[self._dtype]: ceilings.operations})

@@ -1,7 +1,9 @@
-"""A Program prepared for a PyTorch device, and its steps: inputs in one copy, ops in order, tokens drawn, results back.
+"""A Program prepared for a PyTorch device, and its steps: inputs in one copy, ops in order, tokens
+drawn, results back.
 
-Rows of tokens go through the body once; rows that are sampled go through the head in chunks, so that no `[T, V]` array exists.
-With `rows_alone` every row goes through by itself, and no shape it is computed in depends on its company.
+Rows of tokens go through the body once; rows that are sampled go through the head in chunks, so
+that no `[T, V]` array exists. With `rows_alone` every row goes through by itself, and no shape it
+is computed in depends on its company.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import KvCache, SampleResult, SamplingBatch, StepBatch, StepOutput
+from octavo.backends.batch import SampleResult, SamplingBatch, StepBatch, StepOutput
+from octavo.backends.kv import KvCache
 from octavo.backends.torch.attention import ATTENTION_FORMULAS, AttentionChoice
 from octavo.backends.torch.experts import EXPERT_FORMULAS
 from octavo.backends.torch.fetch import Fetch, UnderWay, out_of_memory_named
@@ -30,7 +33,15 @@ from octavo.backends.torch.profile import OpTimes
 from octavo.backends.torch.ranks import RANK_FORMULAS, TorchRanks, told_by_first
 from octavo.backends.torch.rope_write import with_rope_writes
 from octavo.backends.torch.row_ops import ROW_FORMULAS, norms_ahead
-from octavo.backends.torch.sampling import Drawn, Wants, draw, draw_arrays, part_of, result_of, wants_of
+from octavo.backends.torch.sampling import (
+    Drawn,
+    Wants,
+    draw,
+    draw_arrays,
+    part_of,
+    result_of,
+    wants_of,
+)
 from octavo.backends.torch.step import Made, Staging, Step, step_arrays
 from octavo.backends.torch.weights import Weights
 from octavo.errors import BackendUnavailable
@@ -38,10 +49,14 @@ from octavo.outputs import Profile
 from octavo.program.program import Op, Program, Value
 from octavo.progress import Bar
 
-FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = ROW_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS | RANK_FORMULAS
+FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = (
+    ROW_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS | RANK_FORMULAS
+)
 
 HEAD_ROWS = 128
-"""Sampled rows that go through the head at once: with 150,000 tokens in a vocabulary an fp64 array of them takes 154 MB."""
+"""Sampled rows that go through the head at once: with 150,000 tokens in a vocabulary an fp64 array
+of them takes 154 MB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +85,9 @@ class Engine:
     kernels: Kernels
     batch_invariant: bool
     rows_alone: bool
-    """How batch_invariant is kept: by a step of its own for each row, or (False) by kernels whose tiles do not depend on the company."""
+    """How batch_invariant is kept: by a step of its own for each row, or (False) by kernels whose
+    tiles do not depend on the company.
+    """
     num_threads: int | None
     staging_bytes: int
     """Of the largest step's inputs."""
@@ -99,12 +116,19 @@ class TorchProgram:
         self.program = program
         self._weights = weights
         self._engine = engine
-        self._body, self._head = _instructions(program, write_with_rope=engine.attention.rope_write is not None)
+        self._body, self._head = _instructions(
+            program, write_with_rope=engine.attention.rope_write is not None
+        )
         self._norms_ahead = norms_ahead([instruction.op for instruction in self._body])
         self._attention_arrays = engine.attention.arrays_of(program)
         self._progress = 0
-        self._staging, self._late_staging = Staging(engine.device, engine.staging_bytes), Staging(engine.device)
-        self._last_tokens = torch.zeros(engine.max_rows + 1, dtype=torch.int32, device=engine.device)
+        self._staging, self._late_staging = (
+            Staging(engine.device, engine.staging_bytes),
+            Staging(engine.device),
+        )
+        self._last_tokens = torch.zeros(
+            engine.max_rows + 1, dtype=torch.int32, device=engine.device
+        )
         """`[N + 1]`: what each permanent row has drawn last; the one behind is nobody's."""
         self._graphs: DecodeGraphs | None = None
         self._times: OpTimes | None = None
@@ -144,11 +168,15 @@ class TorchProgram:
                 finish = self._run(batch, kv, fetch)
                 return fetch.then(finish)
             found = [(part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)]
-        sampled = [finish for sample, finish in sorted(found, key=lambda entry: entry[0]) if sample >= 0]
+        sampled = [
+            finish for sample, finish in sorted(found, key=lambda entry: entry[0]) if sample >= 0
+        ]
         return fetch.then(lambda: joined(batch, [finish() for finish in sampled]))
 
     def capture(self, kv: TorchKvCache, sizes: Sequence[int], width: int, record: Record) -> None:
-        """Decode steps of these sizes as graphs, from now on, over this KV cache and block tables of at most `width` blocks."""
+        """Decode steps of these sizes as graphs, from now on, over this KV cache and block tables
+        of at most `width` blocks.
+        """
         graphs: dict[int, Graph] = {}
         with Bar("graphs", len(sizes)) as bar, torch.inference_mode():
             for size in sorted(sizes, reverse=True):
@@ -162,17 +190,39 @@ class TorchProgram:
         """The logits of all rows."""
         step = self._new_step(batch, kv, inputs)
         self._execute(self._body, step)
-        return self._through_head(step, step.inputs["sample_rows"])[self.program.outputs["logits"].name]
+        return self._through_head(step, step.inputs["sample_rows"])[
+            self.program.outputs["logits"].name
+        ]
 
     def _run(self, batch: StepBatch, kv: TorchKvCache, fetch: Fetch) -> Callable[[], StepOutput]:
         """What makes the output of what `fetch` brings."""
-        chunks = [slice(start, min(start + HEAD_ROWS, len(batch.sample_rows))) for start in range(0, len(batch.sample_rows), HEAD_ROWS)]
-        draws = [] if batch.sampling is None else [self._draws(batch, batch.sampling, chunk) for chunk in chunks]
-        padded = self._graphs.padded(batch) if self._graphs is not None and self._times is None else None
-        draw_inputs = {f"{index}/{name}": array for index, part in enumerate(draws) for name, array in part.arrays.items()}
-        inputs = self._put(self._arrays(padded or batch, kv, fixed=padded is not None), draw_inputs | source_arrays(batch.last_tokens))
+        chunks = [
+            slice(start, min(start + HEAD_ROWS, len(batch.sample_rows)))
+            for start in range(0, len(batch.sample_rows), HEAD_ROWS)
+        ]
+        draws = (
+            []
+            if batch.sampling is None
+            else [self._draws(batch, batch.sampling, chunk) for chunk in chunks]
+        )
+        padded = (
+            self._graphs.padded(batch) if self._graphs is not None and self._times is None else None
+        )
+        draw_inputs = {
+            f"{index}/{name}": array
+            for index, part in enumerate(draws)
+            for name, array in part.arrays.items()
+        }
+        inputs = self._put(
+            self._arrays(padded or batch, kv, fixed=padded is not None),
+            draw_inputs | source_arrays(batch.last_tokens),
+        )
         self._take_last_tokens(inputs)
-        values_of = self._replayed(len(padded.token_ids)) if padded is not None else self._computed(self._new_step(batch, kv, inputs))
+        values_of = (
+            self._replayed(len(padded.token_ids))
+            if padded is not None
+            else self._computed(self._new_step(batch, kv, inputs))
+        )
         if batch.sampling is None:
             return self._outputs(chunks, fetch, values_of)
         return self._drawn_outputs(draws, inputs, fetch, values_of)
@@ -188,16 +238,26 @@ class TorchProgram:
 
     def _draws(self, batch: StepBatch, sampling: SamplingBatch, chunk: slice) -> Draws:
         """As many top alternatives as the whole step wants: the chunks' are laid together."""
-        part, num_top = part_of(sampling, chunk), wants_of(sampling, self.program.vocab_size).num_top
+        part, num_top = (
+            part_of(sampling, chunk),
+            wants_of(sampling, self.program.vocab_size).num_top,
+        )
         wants = dataclasses.replace(wants_of(part, self.program.vocab_size), num_top=num_top)
-        return Draws(chunk, wants, draw_arrays(part, wants) | target_arrays(batch.last_tokens, chunk, spare=self._engine.max_rows))
+        return Draws(
+            chunk,
+            wants,
+            draw_arrays(part, wants)
+            | target_arrays(batch.last_tokens, chunk, spare=self._engine.max_rows),
+        )
 
     def _take_last_tokens(self, inputs: dict[str, Tensor]) -> None:
         """In place, where a graph reads them."""
         sources = inputs.get("last_sources")
         if sources is not None:
             token_ids = inputs["token_ids"][: len(sources)]
-            token_ids.copy_(torch.where(sources >= 0, self._last_tokens[sources.clamp(min=0)], token_ids))
+            token_ids.copy_(
+                torch.where(sources >= 0, self._last_tokens[sources.clamp(min=0)], token_ids)
+            )
 
     def _keep_last_tokens(self, inputs: dict[str, Tensor], drawn: Drawn) -> None:
         targets = inputs.get("last_targets")
@@ -229,29 +289,44 @@ class TorchProgram:
             return self._staging.put(arrays | draws)
         return self._staging.put(arrays) | self._late_staging.put(draws)
 
-    def _outputs(self, chunks: list[slice], fetch: Fetch, values_of: ValuesOf) -> Callable[[], StepOutput]:
+    def _outputs(
+        self, chunks: list[slice], fetch: Fetch, values_of: ValuesOf
+    ) -> Callable[[], StepOutput]:
         """The Program's, of the sampled rows. `values_of` some of them."""
         found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
         outputs = self.program.outputs.items()
-        arrays = {name: fetch.take(torch.cat([part[value.name] for part in found]).float()) for name, value in outputs}
+        arrays = {
+            name: fetch.take(torch.cat([part[value.name] for part in found]).float())
+            for name, value in outputs
+        }
         return lambda: StepOutput(arrays={name: array.numpy() for name, array in arrays.items()})
 
-    def _drawn_outputs(self, draws: list[Draws], inputs: dict[str, Tensor], fetch: Fetch, values_of: ValuesOf) -> Callable[[], StepOutput]:
+    def _drawn_outputs(
+        self, draws: list[Draws], inputs: dict[str, Tensor], fetch: Fetch, values_of: ValuesOf
+    ) -> Callable[[], StepOutput]:
         """Tokens of the sampled rows."""
         drawn: list[Drawn] = []
         for index, part in enumerate(draws):
             own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
-            one = self._drawn(values_of(part.chunk)[self.program.outputs["logits"].name], own, part.wants)
+            one = self._drawn(
+                values_of(part.chunk)[self.program.outputs["logits"].name], own, part.wants
+            )
             self._keep_last_tokens(own, one)
             drawn.append(fetch.take_drawn(one))
-        return lambda: StepOutput(result_of(drawn) if drawn else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_)))
+        return lambda: StepOutput(
+            result_of(drawn)
+            if drawn
+            else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
+        )
 
     def _drawn(self, logits: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Drawn:
         """Of several ranks the first one draws, and tells the others."""
         ranks, kernels = self._engine.ranks, self._engine.kernels
         if ranks is None:
             return draw(logits, inputs, wants, kernels)
-        return told_by_first(ranks, draw(logits, inputs, wants, kernels) if ranks.rank == 0 else None, len(logits))
+        return told_by_first(
+            ranks, draw(logits, inputs, wants, kernels) if ranks.rank == 0 else None, len(logits)
+        )
 
     def _through_head(self, step: Step, sample_rows: Tensor) -> dict[str, Tensor]:
         head = dataclasses.replace(step, inputs=step.inputs | {"sample_rows": sample_rows})
@@ -275,22 +350,32 @@ class TorchProgram:
             torch.set_num_threads(wanted)
 
 
-def _instructions(program: Program, *, write_with_rope: bool) -> tuple[list[Instruction], list[Instruction]]:
+def _instructions(
+    program: Program, *, write_with_rope: bool
+) -> tuple[list[Instruction], list[Instruction]]:
     """The body, and the head: what is made of gathered rows."""
     sampled: set[Value] = set()
     head: list[Op] = []
     for op in program.ops:
-        if any(value.axis == "samples" for value in op.outputs) or any(value in sampled for value in op.inputs):
+        if any(value.axis == "samples" for value in op.outputs) or any(
+            value in sampled for value in op.inputs
+        ):
             head.append(op)
             sampled.update(op.outputs)
     in_head = set(map(id, head))
     body = [op for op in program.ops if id(op) not in in_head]
-    kept = {value.name for op in head for value in op.inputs} | {value.name for value in program.outputs.values()}
+    kept = {value.name for op in head for value in op.inputs} | {
+        value.name for value in program.outputs.values()
+    }
     if write_with_rope:
         body = with_rope_writes(body, kept)
     last = {value.name: at for at, op in enumerate(body) for value in op.inputs}
     made = [
-        Instruction(op, FORMULAS[type(op)], tuple({v.name for v in (*op.inputs, *op.outputs) if last.get(v.name, at) == at} - kept))
+        Instruction(
+            op,
+            FORMULAS[type(op)],
+            tuple({v.name for v in (*op.inputs, *op.outputs) if last.get(v.name, at) == at} - kept),
+        )
         for at, op in enumerate(body)
     ]
     return made, [Instruction(op, FORMULAS[type(op)], ()) for op in head]

@@ -1,7 +1,9 @@
-"""The ranks of one engine, each a process with a device, and what they exchange: sums, columns, drawn tokens. By torch.distributed.
+"""The ranks of one engine, each a process with a device, and what they exchange: sums, columns,
+drawn tokens. By torch.distributed.
 
-Gloo on a CPU, NCCL on CUDA, as process groups of their own: nothing of PyTorch's default group is touched, so one process may belong to
-several engines. They meet at a store that listens on 127.0.0.1 only. Knows tensors and no op's meaning beside the two collectives'.
+Gloo on a CPU, NCCL on CUDA, as process groups of their own: nothing of PyTorch's default group is
+touched, so one process may belong to several engines. They meet at a store that listens on
+127.0.0.1 only. Knows tensors and no op's meaning beside the two collectives'.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ MEETING_S = 120.0
 """How long the first rank waits for the last one to start."""
 
 PATIENCE_S = 24 * 3600.0
-"""A collective waits for as long as a step of another rank takes; who watches that steps get ahead is the front (`stall_timeout`)."""
+"""A collective waits for as long as a step of another rank takes; who watches that steps get ahead
+is the front (`stall_timeout`).
+"""
 
 
 class Meeting:
-    """The store of the first rank, at which the others join. `port` is what they have to be told."""
+    """The store of the first rank, at which the others join. `port` is what they have to be
+    told."""
 
     def __init__(self, num_ranks: int) -> None:
         self._listener = socket.create_server((HOST, 0))
@@ -55,8 +60,8 @@ class TorchRanks:
     """This process among the ranks."""
 
     def __init__(self, rank: int, num_ranks: int, device: str, meeting: Meeting | int) -> None:
-        """Waits until all are there. Each of them computes on a CUDA device of its own. `meeting`: on the first rank its own, on the others
-        its port.
+        """Waits until all are there. Each of them computes on a CUDA device of its own. `meeting`:
+        on the first rank its own, on the others its port.
         """
         self.rank = rank
         self.num_ranks = num_ranks
@@ -65,7 +70,9 @@ class TorchRanks:
             self._store = meeting.store
         else:
             timeout = timedelta(seconds=MEETING_S)
-            self._store = dist.TCPStore(HOST, meeting, num_ranks, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._store = dist.TCPStore(
+                HOST, meeting, num_ranks, is_master=False, wait_for_workers=False, timeout=timeout
+            )
         self._group = _nccl(self) if device == "cuda" else _gloo(self)
         self.all_reduce(torch.zeros(1, device=self.device))
 
@@ -81,7 +88,9 @@ class TorchRanks:
         mine = torch.nn.functional.pad(x, (0, widest - x.shape[1])).contiguous()
         parts = [torch.empty_like(mine) for _ in widths]
         self._group.allgather([parts], [mine]).wait()
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        return torch.cat(
+            [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
+        )
 
     def from_first(self, x: Tensor) -> Tensor:
         """What the first rank has there; `x` is written over on the others."""
@@ -89,14 +98,18 @@ class TorchRanks:
         return x
 
     def abort(self) -> None:
-        """Ends a collective that waits for a rank that is gone, with an error. Gloo's ends by itself: its connection breaks."""
+        """Ends a collective that waits for a rank that is gone, with an error. Gloo's ends by
+        itself: its connection breaks.
+        """
         if self.device.type == "cuda":
             with contextlib.suppress(Exception):
                 self._group.abort()
 
 
 def told_by_first(ranks: TorchRanks, drawn: Drawn | None, count: int) -> Drawn:
-    """What the first rank has drawn of `count` rows; the others (None) get its tokens and failures, without logprobs."""
+    """What the first rank has drawn of `count` rows; the others (None) get its tokens and failures,
+    without logprobs.
+    """
     message = torch.zeros(2, count, dtype=torch.int32, device=ranks.device)
     if drawn is not None:
         message.copy_(torch.stack([drawn.token_ids, drawn.failed]))
@@ -114,7 +127,10 @@ def _gloo(ranks: TorchRanks) -> Any:
 
 def _nccl(ranks: TorchRanks) -> Any:
     if not dist.is_nccl_available():
-        raise BackendUnavailable("tensor_parallel_size: this PyTorch is built without NCCL", hint="`octavo doctor` says what is here")
+        raise BackendUnavailable(
+            "tensor_parallel_size: this PyTorch is built without NCCL",
+            hint="`octavo doctor` says what is here",
+        )
     torch.cuda.set_device(ranks.device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=PATIENCE_S)

@@ -1,4 +1,6 @@
-"""What a device gives at most: bytes per second read, operations per second of products. Measured in some tenths of a second."""
+"""What a device gives at most: bytes per second read, operations per second of products. Measured
+in some tenths of a second.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Queries and keys rotated, keys and values written, as one op: what a choice of attention kernels may compute in one launch.
+"""Queries and keys rotated, keys and values written, as one op: what a choice of attention kernels
+may compute in one launch.
 
-Found among a prepared Program's ops by who makes and who reads a Value, like the fuse pass does; made only where the choice has such a
-kernel (`attention.AttentionChoice.rope_write`), so no other backend meets it.
+Found among a prepared Program's ops by who makes and who reads a Value, like the fuse pass does;
+made only where the choice has such a kernel (`attention.AttentionChoice.rope_write`), so no other
+backend meets it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from octavo.program.program import Op, Value
 
 @dataclass(frozen=True, slots=True)
 class RopeWrite(Op):
-    """`Rope` of q (to `out`) and of k, both with these attributes, and `KvWrite` of the rotated k and of v."""
+    """`Rope` of q (to `out`) and of k, both with these attributes, and `KvWrite` of the rotated k
+    and of v.
+    """
 
     q: Value
     k: Value
@@ -37,7 +41,8 @@ class RopeWrite(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeWriteCall:
-    """`q [T, H, Dk]`, `k [T, K, Dk]`, `v [T, K, Dv]` in one dtype, rows at any stride; `cos`, `sin [T, rotary_dim / 2] fp32`.
+    """`q [T, H, Dk]`, `k [T, K, Dk]`, `v [T, K, Dv]` in one dtype, rows at any stride; `cos`, `sin
+    [T, rotary_dim / 2] fp32`.
 
     `slots [T] int64`: where a row's k and v go, -1: nowhere.
     """
@@ -54,7 +59,9 @@ class RopeWriteCall:
 
 
 def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
-    """The ops with every rope, rope and write that can be one made one, where the write stood. `kept`: Values read outside of them."""
+    """The ops with every rope, rope and write that can be one made one, where the write stood.
+    `kept`: Values read outside of them.
+    """
     made = {value.name: at for at, op in enumerate(body) for value in op.outputs}
     read: dict[str, list[int]] = {}
     for at, op in enumerate(body):
@@ -66,9 +73,21 @@ def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
             continue
         k_at = made.get(op.k_parts[0].name, -1)
         k = body[k_at]
-        if k_at < 0 or not isinstance(k, ops.Rope) or read[k.out.name] != [at] or k.out.name in kept:
+        if (
+            k_at < 0
+            or not isinstance(k, ops.Rope)
+            or read[k.out.name] != [at]
+            or k.out.name in kept
+        ):
             continue
-        q_at = next((q for q in range(at - 1, -1, -1) if q != k_at and q not in taken and _alike(body[q], k)), None)
+        q_at = next(
+            (
+                q
+                for q in range(at - 1, -1, -1)
+                if q != k_at and q not in taken and _alike(body[q], k)
+            ),
+            None,
+        )
         if q_at is None:
             continue
         q = body[q_at]
@@ -77,7 +96,18 @@ def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
             continue
         taken |= {q_at: None, k_at: None}
         taken[at] = RopeWrite(
-            q.x, k.x, op.v, q.out, op.group, op.layer, q.num_heads, q.head_width, q.rotary_dim, q.rotary_start, q.table, q.style
+            q.x,
+            k.x,
+            op.v,
+            q.out,
+            op.group,
+            op.layer,
+            q.num_heads,
+            q.head_width,
+            q.rotary_dim,
+            q.rotary_start,
+            q.table,
+            q.style,
         )
     ordered = [taken.get(at, op) for at, op in enumerate(body)]
     return [op for op in ordered if op is not None]

@@ -1,7 +1,9 @@
-"""The ops that take each row by itself, in plain torch on any device; `ROW_FORMULAS` is the dispatch table.
+"""The ops that take each row by itself, in plain torch on any device; `ROW_FORMULAS` is the
+dispatch table.
 
-Each takes the op and the step and returns what the op makes, in the order of its outputs. `ops.py` states the formulas. Values have
-the step's dtype; norms, activations and rotations are computed in fp32 and rounded once.
+Each takes the op and the step and returns what the op makes, in the order of its outputs. `ops.py`
+states the formulas. Values have the step's dtype; norms, activations and rotations are computed in
+fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -60,10 +62,14 @@ def _sum(a: Tensor, b: Tensor, out: Value, step: Step) -> Tensor:
 
 
 def norms_ahead(body: Sequence[Op]) -> dict[str, NormOp]:
-    """By Value: the norm of its whole rows that the very next op begins with, where the Value is a sum."""
+    """By Value: the norm of its whole rows that the very next op begins with, where the Value is a
+    sum.
+    """
     found: dict[str, NormOp] = {}
     for made, reader in pairwise(body):
-        if isinstance(made, ops.Add) or (isinstance(made, ops.Linear) and made.residual is not None):
+        if isinstance(made, ops.Add) or (
+            isinstance(made, ops.Linear) and made.residual is not None
+        ):
             norm = _first_norm(reader, made.outputs[0])
             if norm is not None:
                 found[made.outputs[0].name] = norm
@@ -73,7 +79,9 @@ def norms_ahead(body: Sequence[Op]) -> dict[str, NormOp]:
 def _first_norm(op: Op, x: Value) -> NormOp | None:
     if isinstance(op, ops.Linear):
         return op.norm if op.x == x else None
-    if isinstance(op, ops.LayerNorm) or (isinstance(op, ops.RmsNorm) and op.group_width in (0, op.x.width)):
+    if isinstance(op, ops.LayerNorm) or (
+        isinstance(op, ops.RmsNorm) and op.group_width in (0, op.x.width)
+    ):
         return op if op.x == x else None
     return None
 
@@ -130,14 +138,18 @@ def rope(op: ops.Rope, step: Step) -> Made:
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     else:
         first, second = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+        turned = torch.stack(
+            [first * cos - second * sin, second * cos + first * sin], dim=-1
+        ).flatten(-2)
     out = x.clone()
     out[:, :, op.rotary_start : op.rotary_start + op.rotary_dim] = turned.to(step.dtype)
     return (out.view(len(x), op.x.width),)
 
 
 def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
-    """cos and sin `[T, 1, rotary_dim / 2] fp32`; angles in fp64, for a position of 100,000 leaves fp32 two digits behind the point."""
+    """cos and sin `[T, 1, rotary_dim / 2] fp32`; angles in fp64, for a position of 100,000 leaves
+    fp32 two digits behind the point.
+    """
     angles = step.inputs["positions"].double()[:, None, None] * step.weights.constant(table)
     return (torch.cos(angles) * table.mscale).float(), (torch.sin(angles) * table.mscale).float()
 
@@ -147,7 +159,9 @@ def kv_write(op: ops.KvWrite, step: Step) -> Made:
     tensors, slots = step.kv[at], step.inputs["slots"][at]
     num_heads = step.program.groups[at].num_kv_heads
     parts = [step.get(part).view(len(slots), num_heads, -1) for part in op.k_parts]
-    tensors.k.layer(op.layer).write(slots, parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
+    tensors.k.layer(op.layer).write(
+        slots, parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    )
     if op.v is not None:
         tensors.v.layer(op.layer).write(slots, step.get(op.v).view(len(slots), num_heads, -1))
     return ()
@@ -159,10 +173,18 @@ def gather_rows(op: ops.GatherRows, step: Step) -> Made:
 
 def pool_rows(op: ops.PoolRows, step: Step) -> Made:
     x = step.get(op.x)
-    pooled = torch.zeros(len(step.batch.query_starts) - 1, op.out.width, dtype=step.dtype, device=step.device)
+    pooled = torch.zeros(
+        len(step.batch.query_starts) - 1, op.out.width, dtype=step.dtype, device=step.device
+    )
     for request, (a, b) in enumerate(pairwise(step.batch.query_starts.tolist())):
         if a < b:
-            pooled[request] = x[b - 1] if op.mode == "last" else x[a] if op.mode == "cls" else x[a:b].float().mean(dim=0).to(step.dtype)
+            pooled[request] = (
+                x[b - 1]
+                if op.mode == "last"
+                else x[a]
+                if op.mode == "cls"
+                else x[a:b].float().mean(dim=0).to(step.dtype)
+            )
     return (pooled,)
 
 

@@ -1,6 +1,8 @@
-"""Which rows of a step belong to which request, and which keys they see: worked out on the host, once a step and kind of mask.
+"""Which rows of a step belong to which request, and which keys they see: worked out on the host,
+once a step and kind of mask.
 
-Requests of one row each (decode) go together; those of more go one by one, between their first key and their last.
+Requests of one row each (decode) go together; those of more go one by one, between their first key
+and their last.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE, StepBatch
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.streams import on_device
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows start .. stop - 1 of the request `request`, which see keys from first_key to last_key - 1."""
+    """Rows start .. stop - 1 of the request `request`, which see keys from first_key to last_key -
+    1.
+    """
 
     request: int
     start: int
@@ -33,7 +38,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
-    """`singles [n]`: requests that have one row, with these `rows [n]`; both None where they are all there is, in order."""
+    """`singles [n]`: requests that have one row, with these `rows [n]`; both None where they are
+    all there is, in order.
+    """
 
     spans: tuple[Span, ...]
     num_singles: int
@@ -43,13 +50,22 @@ class RequestRows:
     rows: Tensor | None = None
 
 
-def rows_of(batch: StepBatch, group: int, *, full: bool, window: int | None, device: torch.device) -> RequestRows:
+def rows_of(
+    batch: StepBatch, group: int, *, full: bool, window: int | None, device: torch.device
+) -> RequestRows:
     starts = batch.query_starts
     context, positions = batch.context_lens[group], batch.positions[0]
     num_rows = np.diff(starts)
     singles = np.flatnonzero((num_rows == 1) & (context > 0))
-    firsts = positions[starts[:-1][singles]] + 1 - window if window is not None else np.zeros(len(singles), np.int32)
-    spans = [_span(batch, group, int(r), full=full, window=window) for r in np.flatnonzero((num_rows > 1) & (context > 0))]
+    firsts = (
+        positions[starts[:-1][singles]] + 1 - window
+        if window is not None
+        else np.zeros(len(singles), np.int32)
+    )
+    spans = [
+        _span(batch, group, int(r), full=full, window=window)
+        for r in np.flatnonzero((num_rows > 1) & (context > 0))
+    ]
     first_block = max(0, int(firsts.min(initial=1 << 30))) // BLOCK_SIZE if len(singles) else 0
     last_block = -(-int(context[singles].max(initial=0)) // BLOCK_SIZE)
     if len(singles) == len(num_rows) == len(batch.token_ids):
@@ -60,7 +76,11 @@ def rows_of(batch: StepBatch, group: int, *, full: bool, window: int | None, dev
 
 def _span(batch: StepBatch, group: int, request: int, *, full: bool, window: int | None) -> Span:
     start, stop = int(batch.query_starts[request]), int(batch.query_starts[request + 1])
-    context, first, last = int(batch.context_lens[group, request]), 0, int(batch.positions[0, stop - 1]) + 1
+    context, first, last = (
+        int(batch.context_lens[group, request]),
+        0,
+        int(batch.positions[0, stop - 1]) + 1,
+    )
     if window is not None:
         first = max(0, int(batch.positions[0, start]) + 1 - window)
     return Span(request, start, stop, first, context if full else min(last, context))

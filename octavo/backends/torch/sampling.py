@@ -1,7 +1,8 @@
 """Draws tokens on the device, for all rows at once, after the text of `backends/sampling.py`.
 
-All arithmetic is in fp64, as there; Philox's numbers come from the host, where seeds and positions are known: they are the same on
-every backend. Sums may be added in another order than the reference's, which moves a draw's borders by some 1e-15.
+All arithmetic is in fp64, as there; Philox's numbers come from the host, where seeds and positions
+are known: they are the same on every backend. Sums may be added in another order than the
+reference's, which moves a draw's borders by some 1e-15.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import SampleResult, SamplingBatch
+from octavo.backends.batch import SampleResult, SamplingBatch
 from octavo.backends.sampling import MASK32, PHILOX_MULTIPLIERS, PHILOX_WEYL
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.plain import Cuts
@@ -56,7 +57,10 @@ GREEDY = Wants(draws=False, cuts=False, biased=False, masked=False, penalised=Fa
 def part_of(batch: SamplingBatch, rows: slice) -> SamplingBatch:
     """Neighbouring rows of a batch."""
     columns: dict[str, NDArray] = {name: getattr(batch, name)[rows] for name in ROW_COLUMNS}
-    for kind, names in {"bias": ("bias_ids", "bias_values"), "history": ("history_ids", "history_counts")}.items():
+    for kind, names in {
+        "bias": ("bias_ids", "bias_values"),
+        "history": ("history_ids", "history_counts"),
+    }.items():
         starts = getattr(batch, f"{kind}_starts")[rows.start : rows.stop + 1]
         columns |= {name: getattr(batch, name)[starts[0] : starts[-1]] for name in names}
         columns[f"{kind}_starts"] = starts - starts[0]
@@ -65,7 +69,9 @@ def part_of(batch: SamplingBatch, rows: slice) -> SamplingBatch:
 
 def wants_of(batch: SamplingBatch, vocab_size: int) -> Wants:
     wanted = batch.temperatures > 0
-    asked = len(batch.seeds) > 0 and (int(batch.num_logprobs.max()) >= 0 or int(batch.target_ids.max()) >= 0)
+    asked = len(batch.seeds) > 0 and (
+        int(batch.num_logprobs.max()) >= 0 or int(batch.target_ids.max()) >= 0
+    )
     return Wants(
         draws=bool(wanted.any()),
         cuts=bool((wanted & ((batch.top_ks > 0) | (batch.top_ps < 1))).any()),
@@ -80,16 +86,31 @@ def draw_arrays(batch: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
     """What `draw` reads, to be copied to the device with the step's other arrays."""
     arrays: dict[str, NDArray] = {"target_ids": batch.target_ids}
     if wants.draws:
-        arrays |= {"temperatures": batch.temperatures, "min_ps": batch.min_ps, "uniforms": uniforms(batch)}
+        arrays |= {
+            "temperatures": batch.temperatures,
+            "min_ps": batch.min_ps,
+            "uniforms": uniforms(batch),
+        }
     if wants.cuts:
         arrays |= {"top_ks": batch.top_ks, "top_ps": batch.top_ps}
     if wants.biased:
-        arrays |= {"bias_rows": _rows(batch.bias_starts), "bias_ids": batch.bias_ids, "bias_values": batch.bias_values}
+        arrays |= {
+            "bias_rows": _rows(batch.bias_starts),
+            "bias_ids": batch.bias_ids,
+            "bias_values": batch.bias_values,
+        }
     if wants.masked:
         arrays |= {"allowed": batch.allowed, "allowed_masks": batch.allowed_masks}
     if wants.penalised:
-        arrays |= {"history_rows": _rows(batch.history_starts), "history_ids": batch.history_ids, "history_counts": batch.history_counts}
-        arrays |= {name: getattr(batch, f"{name}_penalties") for name in ("repetition", "presence", "frequency")}
+        arrays |= {
+            "history_rows": _rows(batch.history_starts),
+            "history_ids": batch.history_ids,
+            "history_counts": batch.history_counts,
+        }
+        arrays |= {
+            name: getattr(batch, f"{name}_penalties")
+            for name in ("repetition", "presence", "frequency")
+        }
     return arrays
 
 
@@ -136,11 +157,17 @@ def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kerne
     targets = inputs["target_ids"].long()
     failed = failed | (unbounded & (targets < 0))
     tokens = torch.where(targets >= 0, targets, tokens).masked_fill(failed, 0)
-    return Drawn(tokens, failed, None if wants.num_top < 0 else _logprobs(logits, tokens, wants.num_top, kernels))
+    return Drawn(
+        tokens,
+        failed,
+        None if wants.num_top < 0 else _logprobs(logits, tokens, wants.num_top, kernels),
+    )
 
 
 def _largest(logits: Tensor) -> Drawn:
-    """One pass over the logits as they are: to fp64 and back they stay the same, and a NaN is larger than any number."""
+    """One pass over the logits as they are: to fp64 and back they stay the same, and a NaN is
+    larger than any number.
+    """
     top, tokens = logits.max(dim=1)
     failed = ~top.isfinite()
     return Drawn(tokens.masked_fill(failed, 0), failed, None)
@@ -149,14 +176,20 @@ def _largest(logits: Tensor) -> Drawn:
 def _adjusted(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
     """The logits after bias, mask and penalties; z is written over."""
     if wants.biased:
-        z.index_put_((inputs["bias_rows"], inputs["bias_ids"].long()), inputs["bias_values"].double(), accumulate=True)
+        z.index_put_(
+            (inputs["bias_rows"], inputs["bias_ids"].long()),
+            inputs["bias_values"].double(),
+            accumulate=True,
+        )
     if wants.masked:
         allowed = inputs["allowed"].long()
         banned = ~inputs["allowed_masks"][allowed.clamp(min=0)] & (allowed >= 0)[:, None]
         z.masked_fill_(banned, -torch.inf)
     if wants.penalised:
         rows, ids = inputs["history_rows"], inputs["history_ids"].long()
-        repetition, presence, frequency = (inputs[name].double()[rows] for name in ("repetition", "presence", "frequency"))
+        repetition, presence, frequency = (
+            inputs[name].double()[rows] for name in ("repetition", "presence", "frequency")
+        )
         seen, counts = z[rows, ids], inputs["history_counts"].double()
         seen = torch.where(seen > 0, seen / repetition, seen * repetition)
         z[rows, ids] = seen - frequency * counts - presence * (counts > 0)
@@ -173,20 +206,27 @@ def _drawn(z: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kernels)
     return kernels.pick(z, weights, inputs["uniforms"], cuts)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, num_top: int, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _logprobs(
+    logits: Tensor, tokens: Tensor, num_top: int, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raw = logits.double()
     top = raw.amax(dim=1, keepdim=True)
     logprobs = raw - (top + kernels.sums(torch.exp(raw - top))[:, None].log())
     own = tokens[:, None]
     ranks = 1 + (raw > raw.gather(1, own)).sum(dim=1)
-    best = raw.sort(dim=1, descending=True, stable=True).indices[:, :num_top] if num_top else raw.new_zeros(len(raw), 0).long()
+    best = (
+        raw.sort(dim=1, descending=True, stable=True).indices[:, :num_top]
+        if num_top
+        else raw.new_zeros(len(raw), 0).long()
+    )
     return logprobs.gather(1, own)[:, 0].float(), ranks, best, logprobs.gather(1, best).float()
 
 
 def result_of(parts: list[Drawn]) -> SampleResult:
     """On the host."""
     result = SampleResult(
-        torch.cat([part.token_ids for part in parts]).int().cpu().numpy(), torch.cat([part.failed for part in parts]).cpu().numpy()
+        torch.cat([part.token_ids for part in parts]).int().cpu().numpy(),
+        torch.cat([part.failed for part in parts]).cpu().numpy(),
     )
     found = [part.logprobs for part in parts if part.logprobs is not None]
     if found:

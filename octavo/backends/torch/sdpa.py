@@ -1,6 +1,8 @@
-"""Attention in plain torch: keys gathered through the block tables, then PyTorch's own product, or the formula in fp32.
+"""Attention in plain torch: keys gathered through the block tables, then PyTorch's own product, or
+the formula in fp32.
 
-The formula is used where a soft cap, sinks or a bias ask for it. Scores of at most `MOST_SCORES` numbers are made at a time.
+The formula is used where a soft cap, sinks or a bias ask for it. Scores of at most `MOST_SCORES`
+numbers are made at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE
+from octavo.backends.kv import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from octavo.backends.torch.attention import AttentionCall
@@ -25,7 +27,9 @@ def attend(call: AttentionCall) -> Tensor:
     rows = call.rows
     if rows.singles is None and not rows.spans:
         return _decode(call, call.q, call.positions, call.block_tables, call.context_lens)
-    out = torch.zeros(len(call.q), call.q.shape[1], call.v_width, dtype=call.q.dtype, device=call.q.device)
+    out = torch.zeros(
+        len(call.q), call.q.shape[1], call.v_width, dtype=call.q.dtype, device=call.q.device
+    )
     if rows.num_singles:
         assert rows.singles is not None and rows.rows is not None
         tables, lens = call.block_tables[rows.singles], call.context_lens[rows.singles]
@@ -35,7 +39,9 @@ def attend(call: AttentionCall) -> Tensor:
     return out
 
 
-def _decode(call: AttentionCall, q: Tensor, positions: Tensor, tables: Tensor, context_lens: Tensor) -> Tensor:
+def _decode(
+    call: AttentionCall, q: Tensor, positions: Tensor, tables: Tensor, context_lens: Tensor
+) -> Tensor:
     """One row a request: `q [R, H, Dk]`, all tables as long as the longest."""
     first, last = call.rows.first_block, call.rows.last_block
     at_once = max(1, MOST_SCORES // max(1, (last - first) * BLOCK_SIZE * q.shape[1] * 4))
@@ -74,13 +80,20 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
 
 
 def _gather(call: AttentionCall, tables: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values `[N, n, K, width]` of `tables [N, B]`; zeros where `seen [N, n]` is False, for what lies there may be NaN."""
-    k, v = (stored.read(tables).masked_fill(~seen[:, :, None, None], 0) for stored in (call.k, call.v))
+    """Keys and values `[N, n, K, width]` of `tables [N, B]`; zeros where `seen [N, n]` is False,
+    for what lies there may be NaN.
+    """
+    k, v = (
+        stored.read(tables).masked_fill(~seen[:, :, None, None], 0) for stored in (call.k, call.v)
+    )
     return (k, v) if call.read is None else call.read(k, v)
 
 
-def _product(call: AttentionCall, q: Tensor, kv: tuple[Tensor, Tensor], seen: Tensor, bias: Tensor | None) -> Tensor:
-    """`q [N, M, H, Dk]`, `kv [N, n, K, Dk]` and `[N, n, K, Dv]`, `seen [N, M, n]`: `[N, M, H, Dv]` in q's dtype.
+def _product(
+    call: AttentionCall, q: Tensor, kv: tuple[Tensor, Tensor], seen: Tensor, bias: Tensor | None
+) -> Tensor:
+    """`q [N, M, H, Dk]`, `kv [N, n, K, Dk]` and `[N, n, K, Dv]`, `seen [N, M, n]`: `[N, M, H, Dv]`
+    in q's dtype.
 
     The query heads of one kv head are rows of one product.
     """
@@ -88,7 +101,12 @@ def _product(call: AttentionCall, q: Tensor, kv: tuple[Tensor, Tensor], seen: Te
     kv_heads = kv[0].shape[2]
     share = heads // kv_heads
     kind = torch.promote_types(q.dtype, kv[0].dtype)
-    queries = q.view(num, rows, kv_heads, share, -1).permute(0, 2, 3, 1, 4).reshape(num, kv_heads, share * rows, -1).to(kind)
+    queries = (
+        q.view(num, rows, kv_heads, share, -1)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(num, kv_heads, share * rows, -1)
+        .to(kind)
+    )
     k, v = (part.transpose(1, 2).to(kind) for part in kv)
     mask = seen[:, None].repeat(1, 1, share, 1)
     if call.softcap is None and call.sinks is None and bias is None:
@@ -100,7 +118,9 @@ def _product(call: AttentionCall, q: Tensor, kv: tuple[Tensor, Tensor], seen: Te
     return out.reshape(num, rows, heads, -1).to(q.dtype)
 
 
-def _weights(call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
+def _weights(
+    call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None
+) -> Tensor:
     """Each key's share `[N, K, H / K * M, n] fp32`, of `q [N, K, H / K * M, Dk]`."""
     num, kv_heads, _, _ = q.shape
     scores = (q.float() * call.scale) @ k.float().transpose(-1, -2)
@@ -111,7 +131,9 @@ def _weights(call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor, bias: Tens
     scores = scores.masked_fill(~mask, -torch.inf)
     top = scores.amax(dim=-1, keepdim=True)
     if call.sinks is not None:
-        sinks = call.sinks.view(1, kv_heads, -1, 1).expand(num, -1, -1, scores.shape[2] // (call.sinks.numel() // kv_heads))
+        sinks = call.sinks.view(1, kv_heads, -1, 1).expand(
+            num, -1, -1, scores.shape[2] // (call.sinks.numel() // kv_heads)
+        )
         sinks = sinks.reshape(num, kv_heads, -1, 1)
         top = torch.maximum(top, sinks)
     weights = torch.exp(scores - top)

@@ -1,6 +1,8 @@
-"""One step on the device: the batch's arrays in one staging buffer, the Values made so far, what attention layers share.
+"""One step on the device: the batch's arrays in one staging buffer, the Values made so far, what
+attention layers share.
 
-Owns the copy of a step's inputs: one transfer, asynchronous from pinned memory on CUDA. Knows shapes and no formula.
+Owns the copy of a step's inputs: one transfer, asynchronous from pinned memory on CUDA. Knows
+shapes and no formula.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE, BackendOptions, StepBatch
+from octavo.backends.base import BackendOptions
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import GroupTensors
 from octavo.backends.torch.weights import Weights
@@ -28,7 +32,9 @@ Shared = TypeVar("Shared")
 ALIGN_BYTES = 64
 
 SHARING_BYTES = 36
-"""A request's part of who shares a prefix with whom, and the length of its context: numbers of 4 bytes in each group."""
+"""A request's part of who shares a prefix with whom, and the length of its context: numbers of 4
+bytes in each group.
+"""
 
 TYPES: dict[str, torch.dtype] = {
     "int32": torch.int32,
@@ -48,7 +54,9 @@ class Staging:
         self._make(num_bytes)
 
     def put(self, arrays: Mapping[str, NDArray]) -> dict[str, Tensor]:
-        """The arrays on the device, views of the buffer: good until the next call. Equal shapes lie at equal addresses."""
+        """The arrays on the device, views of the buffer: good until the next call. Equal shapes lie
+        at equal addresses.
+        """
         places, end = _places(arrays)
         if end > len(self._host):
             self._make(max(end, 2 * len(self._host)))
@@ -56,7 +64,9 @@ class Staging:
             self._copied.synchronize()
         host = self._host.numpy()
         for name, array in arrays.items():
-            host[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            host[places[name] : places[name] + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
         if self._on_device is not self._host:
             self._on_device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
@@ -68,19 +78,30 @@ class Staging:
         return _places(arrays)[1] <= len(self._host)
 
     def _view(self, start: int, array: NDArray) -> Tensor:
-        return self._on_device[start : start + array.nbytes].view(TYPES[array.dtype.name]).view(array.shape)
+        return (
+            self._on_device[start : start + array.nbytes]
+            .view(TYPES[array.dtype.name])
+            .view(array.shape)
+        )
 
     def _make(self, num_bytes: int = 1 << 16) -> None:
         cuda = self._device.type == "cuda"
         self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cuda)
-        self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) if cuda else self._host
+        self._on_device = (
+            torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) if cuda else self._host
+        )
 
 
 def staging_bytes(options: BackendOptions, num_groups: int) -> int:
-    """Of the arrays of the largest step, and as much again for how to draw, a mask or a bias aside."""
+    """Of the arrays of the largest step, and as much again for how to draw, a mask or a bias
+    aside."""
     table = options.max_requests * -(-options.max_context // BLOCK_SIZE)
     of_requests = SHARING_BYTES * options.max_requests
-    return 2 * (options.max_tokens * (8 + 8 * num_groups) + 4 * num_groups * (table + of_requests) + (64 << 10))
+    return 2 * (
+        options.max_tokens * (8 + 8 * num_groups)
+        + 4 * num_groups * (table + of_requests)
+        + (64 << 10)
+    )
 
 
 def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
@@ -93,7 +114,9 @@ def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
 
 
 def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
-    """What the ops read of a batch. Padded rows get the id 0, the position 0 and a slot in the block behind each group's last."""
+    """What the ops read of a batch. Padded rows get the id 0, the position 0 and a slot in the
+    block behind each group's last.
+    """
     live = live_rows(batch)
     spare = np.array(num_blocks, np.int32)[:, None] * BLOCK_SIZE
     arrays: dict[str, NDArray] = {
@@ -112,7 +135,11 @@ def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
 
 def live_rows(batch: StepBatch) -> NDArray[np.bool_]:
     """[T]: those that are no padding."""
-    live: NDArray[np.bool_] = np.any(batch.slots >= 0, axis=0) if len(batch.slots) else np.ones(len(batch.token_ids), np.bool_)
+    live: NDArray[np.bool_] = (
+        np.any(batch.slots >= 0, axis=0)
+        if len(batch.slots)
+        else np.ones(len(batch.token_ids), np.bool_)
+    )
     return live
 
 
@@ -143,7 +170,11 @@ class Step:
 
     def __post_init__(self) -> None:
         for name, value in self.program.inputs.items():
-            self.values[value.name] = self.inputs["token_ids"] if name == "token_ids" else self.inputs["hidden"].to(self.dtype)
+            self.values[value.name] = (
+                self.inputs["token_ids"]
+                if name == "token_ids"
+                else self.inputs["hidden"].to(self.dtype)
+            )
 
     def get(self, value: Value) -> Tensor:
         return self.values[value.name]

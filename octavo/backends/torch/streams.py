@@ -1,7 +1,9 @@
-"""The order of two queues of work for a device: what computes, and what copies between it and the host beside that.
+"""The order of two queues of work for a device: what computes, and what copies between it and the
+host beside that.
 
-Each queue keeps its own order; one waits for the other only where it is told to. `InTurn` is for devices that have one queue (the CPU);
-tests have one of their own, which does the work in any order that is allowed.
+Each queue keeps its own order; one waits for the other only where it is told to. `InTurn` is for
+devices that have one queue (the CPU); tests have one of their own, which does the work in any order
+that is allowed.
 """
 
 from __future__ import annotations
@@ -38,15 +40,20 @@ class Streams(Protocol):
         ...
 
     def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
-        """`[blocks, bytes] uint8` on the device, whose first use is on the side or where it computes; lent until both have passed it."""
+        """`[blocks, bytes] uint8` on the device, whose first use is on the side or where it
+        computes; lent until both have passed it.
+        """
         ...
 
     def pinned(self, num_blocks: int, num_bytes: int) -> Tensor:
-        """`[blocks, bytes] uint8` of the host's memory that the device reads and writes by itself."""
+        """`[blocks, bytes] uint8` of the host's memory that the device reads and writes by
+        itself."""
         ...
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """Makes memory of the host such, for as long as it lives; where it cannot be, it is copied through some that is."""
+        """Makes memory of the host such, for as long as it lives; where it cannot be, it is copied
+        through some that is.
+        """
         ...
 
     def is_pinned(self, memory: Tensor) -> bool: ...
@@ -56,7 +63,9 @@ class Streams(Protocol):
         ...
 
     def drain(self) -> float:
-        """Waits until all is copied; says for how many seconds it was copied since the last time, 0 where nobody has measured."""
+        """Waits until all is copied; says for how many seconds it was copied since the last time, 0
+        where nobody has measured.
+        """
         ...
 
 
@@ -95,7 +104,9 @@ class InTurn:
 
 
 class CudaStreams:
-    """What computes is queued on the current stream. Events order the two; memory of either is not given away before the other is done."""
+    """What computes is queued on the current stream. Events order the two; memory of either is not
+    given away before the other is done.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -138,8 +149,13 @@ class CudaStreams:
             return
         runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
-            warnings.warn(f"{memory.nbytes:,} bytes of host memory cannot be pinned; swaps are slower", stacklevel=2)
-            with contextlib.suppress(RuntimeError):  # CUDA names an error again at the next launch, which must not be a step's
+            warnings.warn(
+                f"{memory.nbytes:,} bytes of host memory cannot be pinned; swaps are slower",
+                stacklevel=2,
+            )
+            with contextlib.suppress(
+                RuntimeError
+            ):  # CUDA names an error again at the next launch, which must not be a step's
                 torch.zeros(1, device=self._device)
             return
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

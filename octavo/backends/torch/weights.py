@@ -1,6 +1,8 @@
-"""Weights on a PyTorch device: packed as `quant.packed` has them, turned to floats where a product reads them.
+"""Weights on a PyTorch device: packed as `quant.packed` has them, turned to floats where a product
+reads them.
 
-Knows the packed weight's arithmetic, in torch and bit for bit that of `PackedWeight.dequantize`; knows no op.
+Knows the packed weight's arithmetic, in torch and bit for bit that of `PackedWeight.dequantize`;
+knows no op.
 """
 
 from __future__ import annotations
@@ -56,10 +58,17 @@ class DeviceLevels:
         values = self.values.float()
         if self.super_scale is None:
             return values
-        return self.super_scale.float().repeat_interleave(values.shape[-1] // self.super_scale.shape[-1], dim=-1) * values
+        return (
+            self.super_scale.float().repeat_interleave(
+                values.shape[-1] // self.super_scale.shape[-1], dim=-1
+            )
+            * values
+        )
 
     def take(self, index: Tensor | int) -> DeviceLevels:
-        return DeviceLevels(self.values[index], None if self.super_scale is None else self.super_scale[index])
+        return DeviceLevels(
+            self.values[index], None if self.super_scale is None else self.super_scale[index]
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +77,9 @@ class DeviceLevels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceWeight:
-    """A weight `[..., out, in]` on the device. Plain floats have no scales; the rest is as in `PackedWeight`."""
+    """A weight `[..., out, in]` on the device. Plain floats have no scales; the rest is as in
+    `PackedWeight`.
+    """
 
     codes: Tensor
     width: int
@@ -110,7 +121,9 @@ class DeviceWeight:
         """One below the other; only where `joins`."""
         scales = [part.scales.values for part in parts if part.scales is not None]
         codes = torch.cat([part._raw for part in parts]).view(parts[0].codes.dtype)
-        return replace(parts[0], codes=codes, scales=DeviceLevels(torch.cat(scales), None) if scales else None)
+        return replace(
+            parts[0], codes=codes, scales=DeviceLevels(torch.cat(scales), None) if scales else None
+        )
 
     def joins(self, other: DeviceWeight) -> bool:
         """Whether both can be one weight, and so one product."""
@@ -122,7 +135,9 @@ class DeviceWeight:
 
     @property
     def num_bytes(self) -> int:
-        return self.codes.nbytes + sum(levels.num_bytes for levels in (self.scales, self.mins) if levels is not None)
+        return self.codes.nbytes + sum(
+            levels.num_bytes for levels in (self.scales, self.mins) if levels is not None
+        )
 
     def take(self, index: Tensor | int) -> DeviceWeight:
         """Parts of the first axis: rows of a table, experts."""
@@ -163,7 +178,9 @@ class DeviceWeight:
         return self.codes.view(torch.uint8) if self.codes.dtype == E4M3 else self.codes
 
     def _values(self) -> Tensor:
-        """What the codes stand for before scales and mins: a tensor of its own, `[..., out, in] fp32`."""
+        """What the codes stand for before scales and mins: a tensor of its own, `[..., out, in]
+        fp32`.
+        """
         codes = self._unpacked()
         if self.lookup is not None:
             return self.lookup[codes.long()]
@@ -179,12 +196,16 @@ class DeviceWeight:
         if self.nibbles == "pairs":
             return torch.stack([low, high], dim=-1).reshape(*lead, self.width)
         split = (*lead, self.width // self.group, 1, self.group // 2)
-        return torch.cat([low.reshape(split), high.reshape(split)], dim=-2).reshape(*lead, self.width)
+        return torch.cat([low.reshape(split), high.reshape(split)], dim=-2).reshape(
+            *lead, self.width
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """What one Linear multiplies its rows with: weights that join are one, so that it is one product. `bias [sum of out]`."""
+    """What one Linear multiplies its rows with: weights that join are one, so that it is one
+    product. `bias [sum of out]`.
+    """
 
     parts: tuple[DeviceWeight, ...]
     bias: Tensor | None
@@ -198,13 +219,17 @@ class Product:
 
 
 class Weights:
-    """Loads each weight of a Program once, and keeps it as its readers want it: matrices as they are packed, vectors in fp32.
+    """Loads each weight of a Program once, and keeps it as its readers want it: matrices as they
+    are packed, vectors in fp32.
 
-    What ops read in a step is found by the identity of what the Program holds: hashing a weight's name and sources takes longer than
-    a small product. `shared`: weights that more than one op reads; others are dropped where a merged product has a copy.
+    What ops read in a step is found by the identity of what the Program holds: hashing a weight's
+    name and sources takes longer than a small product. `shared`: weights that more than one op
+    reads; others are dropped where a merged product has a copy.
     """
 
-    def __init__(self, load: LoadWeight, device: torch.device, dtype: torch.dtype, shared: Collection[Weight]) -> None:
+    def __init__(
+        self, load: LoadWeight, device: torch.device, dtype: torch.dtype, shared: Collection[Weight]
+    ) -> None:
         self._load = load
         self._device = device
         self._dtype = dtype
@@ -258,11 +283,17 @@ class Weights:
         merged = [part for product in self._products for part in product.parts]
         held = {id(weight): weight.num_bytes for weight in [*self._matrices.values(), *merged]}
         vectors = sum(vector.nbytes for vector in self._vectors.values())
-        return sum(held.values()) + vectors + sum(product.bias.nbytes for product in self._products if product.bias is not None)
+        return (
+            sum(held.values())
+            + vectors
+            + sum(product.bias.nbytes for product in self._products if product.bias is not None)
+        )
 
     def _matrix(self, weight: Weight) -> DeviceWeight:
         if weight not in self._matrices:
-            self._matrices[weight] = DeviceWeight.of(self._packed(weight), self._device, self._dtype)
+            self._matrices[weight] = DeviceWeight.of(
+                self._packed(weight), self._device, self._dtype
+            )
         return self._matrices[weight]
 
     def _vector(self, weight: Weight) -> Tensor:
@@ -273,7 +304,10 @@ class Weights:
     def _bias(self, linear: Linear) -> Tensor:
         """Zeros where a slice has none."""
         pairs = zip(linear.weights_, linear.biases, strict=True)
-        parts = [torch.zeros(w.shape[0]) if b is None else torch.from_numpy(self._packed(b).dequantize()) for w, b in pairs]
+        parts = [
+            torch.zeros(w.shape[0]) if b is None else torch.from_numpy(self._packed(b).dequantize())
+            for w, b in pairs
+        ]
         return torch.cat(parts).to(self._device, self._dtype)
 
     def _packed(self, weight: Weight) -> PackedWeight:

@@ -1,6 +1,8 @@
-"""How a front reaches a core: in its own process by direct calls, or in a process of the core's own (see `process_client.py`).
+"""How a front reaches a core: in its own process by direct calls, or in a process of the core's own
+(see `process_client.py`).
 
-A client hands over requests and gives back outputs; it knows no text. `receive` is called by one thread; the others by any.
+A client hands over requests and gives back outputs; it knows no text. `receive` is called by one
+thread; the others by any.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class EngineInfo(msgspec.Struct):
 class EngineClient(Protocol):
     info: EngineInfo
     trouble: str
-    """Why nothing is computed just now, though the core has not ended for good; "" where all is well."""
+    """Why nothing is computed just now, though the core has not ended for good; "" where all is
+    well.
+    """
 
     def add(self, requests: list[EngineRequest]) -> None: ...
 
@@ -38,11 +42,15 @@ class EngineClient(Protocol):
         """Each that is still known ends in an output with finish_reason "abort"."""
         ...
 
-    def receive(self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
-        """What the next step gave; blocks, without using the CPU, while there is nothing to do. None: the time is up, or closed.
+    def receive(
+        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
+    ) -> CoreOutputs | None:
+        """What the next step gave; blocks, without using the CPU, while there is nothing to do.
+        None: the time is up, or closed.
 
-        `take_early`: takes what a core in this process yields before a step's end, in this thread. Without, a step ends with the first
-        token of each request. What a core in a process of its own yields is received as it comes.
+        `take_early`: takes what a core in this process yields before a step's end, in this thread.
+        Without, a step ends with the first token of each request. What a core in a process of its
+        own yields is received as it comes.
         """
         ...
 
@@ -87,7 +95,9 @@ Command = Add | Abort | Ask | Close
 
 
 class InProcessClient:
-    """A core in this process: `receive` is a step. One that hangs cannot be replaced, nor does anybody watch it."""
+    """A core in this process: `receive` is a step. One that hangs cannot be replaced, nor does
+    anybody watch it.
+    """
 
     trouble = ""
 
@@ -105,7 +115,9 @@ class InProcessClient:
     def abort(self, request_ids: list[str]) -> None:
         self._inbox.put(Abort(request_ids))
 
-    def receive(self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
+    def receive(
+        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
+    ) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         self._take_commands(wait=not self._core.has_work, timeout_s=timeout_s)
         while not self._closed and self._core.has_work and (pause_s := self._core.pause_s()):
@@ -116,7 +128,11 @@ class InProcessClient:
         with self._lock:
             if self._closed or not self._core.has_work:
                 return None
-            return self._core.step(lambda outputs: take_early is not None and self._inbox.empty() and take_early(outputs))
+            return self._core.step(
+                lambda outputs: (
+                    take_early is not None and self._inbox.empty() and take_early(outputs)
+                )
+            )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         return bool(self._ask(ResetPrefixCache(reset_connector)))

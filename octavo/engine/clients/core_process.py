@@ -1,7 +1,9 @@
-"""The core's own process: builds a core, tells how far it is, then turns commands into steps until it is told to end.
+"""The core's own process: builds a core, tells how far it is, then turns commands into steps until
+it is told to end.
 
-Started by `process_client.py` with two ZeroMQ endpoints. Blocks on its socket while there is no work; ends by itself when the front's
-process does (its standard input closes). Everything on the wire is msgpack.
+Started by `process_client.py` with two ZeroMQ endpoints. Blocks on its socket while there is no
+work; ends by itself when the front's process does (its standard input closes). Everything on the
+wire is msgpack.
 """
 
 from __future__ import annotations
@@ -88,8 +90,12 @@ Reply = Connected | Progress | Ready | Failed | Stepped | Answered
 
 
 def main() -> None:
-    """`python -c "from octavo.engine.clients.core_process import main; main()" COMMANDS REPLIES SLATE`, the last a file descriptor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    """`python -c "from octavo.engine.clients.core_process import main; main()" COMMANDS REPLIES
+    SLATE`, the last a file descriptor.
+    """
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the front decides
     context = zmq.Context()
     commands, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     if not _bind(commands, sys.argv[1]):
@@ -103,7 +109,13 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error, OctavoError):
             logger.exception("the engine process ends")
-        loop.send(Failed(type(error).__name__, getattr(error, "message", str(error)), getattr(error, "hint", None)))
+        loop.send(
+            Failed(
+                type(error).__name__,
+                getattr(error, "message", str(error)),
+                getattr(error, "hint", None),
+            )
+        )
         sys.exit(1)
     finally:
         commands.close(linger=0)
@@ -152,7 +164,9 @@ class CoreLoop:
 
     def _take_commands(self, core: EngineCore, pulse: Pulse) -> bool:
         """All that have come, waiting for one while there is no work. False: it is time to end."""
-        while not core.has_work or self._commands.poll(math.ceil(1000 * min(core.pause_s(), PULSE_S))):
+        while not core.has_work or self._commands.poll(
+            math.ceil(1000 * min(core.pause_s(), PULSE_S))
+        ):
             if not core.has_work:
                 pulse.rest()
             command = self._decoder.decode(self._commands.recv())
@@ -182,7 +196,9 @@ def _answer(core: EngineCore, asked: Ask) -> Answered:
 
 
 def _bind(commands: zmq.Socket, endpoint: str) -> bool:
-    """False where the front has ended before this process got so far, and has taken the endpoint's folder along."""
+    """False where the front has ended before this process got so far, and has taken the endpoint's
+    folder along.
+    """
     try:
         commands.bind(endpoint)
     except zmq.ZMQError:
@@ -199,7 +215,8 @@ def _file_of(endpoint: str) -> Path:
 def _end_with_parent(endpoints: list[str]) -> None:
     """Standard input is a pipe that nobody writes to; it ends when the front's process does.
 
-    A front that was killed before both were connected has left the endpoints' files and their folder.
+    A front that was killed before both were connected has left the endpoints' files and their
+    folder.
     """
     while os.read(0, 1):
         pass

@@ -1,7 +1,9 @@
-"""What a core is doing, written where its front can read it though the core hangs: a page of memory that both processes map.
+"""What a core is doing, written where its front can read it though the core hangs: a page of memory
+that both processes map.
 
-The core notes the requests of a step before it computes them, and counts up whenever it has moved on: with each step, and within a long
-one as long as the executor gets ahead. What standing still means is the reader's business.
+The core notes the requests of a step before it computes them, and counts up whenever it has moved
+on: with each step, and within a long one as long as the executor gets ahead. What standing still
+means is the reader's business.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from octavo.step import StepPlan, StepResult
 
 PAGE_BYTES = 1 << 16
 COUNT_BYTES = 8
-"""Of the two numbers at its beginning: how often anything moved on, and the bytes of the names after them."""
+"""Of the two numbers at its beginning: how often anything moved on, and the bytes of the names
+after them.
+"""
 NAMES_AT = 2 * COUNT_BYTES
 
 PULSE_S = 0.25
@@ -54,7 +58,9 @@ class Slate:
         self.beat()
 
     def read(self) -> list[str]:
-        """The requests of the step that has begun and not ended; [] where there is none, or nobody knows."""
+        """The requests of the step that has begun and not ended; [] where there is none, or nobody
+        knows.
+        """
         names = self._page[NAMES_AT : NAMES_AT + self._number(1)]
         return msgspec.msgpack.decode(names, type=list[str]) if names else []
 
@@ -62,11 +68,15 @@ class Slate:
         return int.from_bytes(self._page[index * COUNT_BYTES : (index + 1) * COUNT_BYTES], "little")
 
     def _set(self, index: int, value: int) -> None:
-        self._page[index * COUNT_BYTES : (index + 1) * COUNT_BYTES] = value.to_bytes(COUNT_BYTES, "little")
+        self._page[index * COUNT_BYTES : (index + 1) * COUNT_BYTES] = value.to_bytes(
+            COUNT_BYTES, "little"
+        )
 
 
 class Watched:
-    """An executor whose steps stand on a slate while they are computed, one at a time. Implements `ports.AsyncExecutor` where it is one."""
+    """An executor whose steps stand on a slate while they are computed, one at a time. Implements
+    `ports.AsyncExecutor` where it is one.
+    """
 
     def __init__(self, executor: Executor, slate: Slate) -> None:
         self._executor = executor
@@ -129,7 +139,9 @@ def _requests_of(plan: StepPlan) -> list[str]:
 
 
 class Pulse:
-    """Beats for a step that takes long and gets ahead, from a thread of its own, which sleeps while there is no work."""
+    """Beats for a step that takes long and gets ahead, from a thread of its own, which sleeps while
+    there is no work.
+    """
 
     def __init__(self, executor: Executor, slate: Slate) -> None:
         self._executor = executor

@@ -1,4 +1,5 @@
-"""A core in a process of its own, reached over ZeroMQ: start-up with progress, requests and outputs, and a clear end when it dies.
+"""A core in a process of its own, reached over ZeroMQ: start-up with progress, requests and
+outputs, and a clear end when it dies.
 
 Death is seen at once through a pipe that only the child holds open for writing.
 """
@@ -19,8 +20,27 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.engine.clients.client import Abort, Add, Ask, Close, Command, EngineInfo, Question, ResetPrefixCache
-from octavo.engine.clients.core_process import Answered, Connected, Failed, Progress, Ready, Reply, Report, Setup, Stepped
+from octavo.engine.clients.client import (
+    Abort,
+    Add,
+    Ask,
+    Close,
+    Command,
+    EngineInfo,
+    Question,
+    ResetPrefixCache,
+)
+from octavo.engine.clients.core_process import (
+    Answered,
+    Connected,
+    Failed,
+    Progress,
+    Ready,
+    Reply,
+    Report,
+    Setup,
+    Stepped,
+)
 from octavo.engine.clients.heartbeat import PAGE_BYTES, Slate
 from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.kv.pin import Pin
@@ -50,7 +70,9 @@ class ProcessClient:
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH)
         self._commands.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._commands.connect(self._endpoint("commands"))  # the side that connects never waits to send, whether or not the child lives
+        self._commands.connect(
+            self._endpoint("commands")
+        )  # the side that connects never waits to send, whether or not the child lives
         self._replies = self._socket(zmq.PULL)
         self._replies.bind(self._endpoint("replies"))
         self._encoder = msgspec.msgpack.Encoder()
@@ -82,7 +104,9 @@ class ProcessClient:
         return self._process.pid
 
     def wait_until_ready(self, report: Report) -> EngineInfo:
-        """Passes on what the core says of its loading. What keeps it from starting is raised as its own kind of error."""
+        """Passes on what the core says of its loading. What keeps it from starting is raised as its
+        own kind of error.
+        """
         try:
             while True:
                 reply = self._next(None)
@@ -102,7 +126,9 @@ class ProcessClient:
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(request_ids))
 
-    def receive(self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
+    def receive(
+        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
+    ) -> CoreOutputs | None:
         """EngineDead where the process has ended."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -165,10 +191,22 @@ class ProcessClient:
         return f"ipc://{Path(self._folder.name) / name}"
 
     def _start(self, child_end: int, page: int) -> subprocess.Popen[bytes]:
-        """-P: the child finds modules where this process does, and not first in the current directory."""
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        """-P: the child finds modules where this process does, and not first in the current
+        directory.
+        """
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
+        }
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", START, self._endpoint("commands"), self._endpoint("replies"), str(page)],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                START,
+                self._endpoint("commands"),
+                self._endpoint("replies"),
+                str(page),
+            ],
             stdin=subprocess.PIPE,
             pass_fds=[child_end, page],
             env=environment,
@@ -192,7 +230,9 @@ class ProcessClient:
         """Answers to what was asked before, and given up, are passed over."""
         end = time.monotonic() + ANSWER_S
         try:
-            while (answered := self._answers.get(timeout=max(0.0, end - time.monotonic()))) is not None:
+            while (
+                answered := self._answers.get(timeout=max(0.0, end - time.monotonic()))
+            ) is not None:
                 if answered.number == number:
                     return answered
         except queue.Empty:
@@ -213,7 +253,9 @@ class ProcessClient:
                 return reply
         if ended and not self._closing:
             self._answers.put(None)
-            raise EngineDead(f"the engine process has ended ({_describe_exit(self._process.wait())})")
+            raise EngineDead(
+                f"the engine process has ended ({_describe_exit(self._process.wait())})"
+            )
         return None
 
     def _note(self, reply: Reply) -> None:

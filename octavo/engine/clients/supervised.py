@@ -1,7 +1,9 @@
-"""A core process that is replaced when it hangs: who hung it fails, all others go on where they were.
+"""A core process that is replaced when it hangs: who hung it fails, all others go on where they
+were.
 
-Remembers what every unfinished request has been given, so that a new core can be told. A hung native call cannot be ended from inside its
-process, so the process is; a step's draws depend on nothing but the request, so what follows is what would have followed.
+Remembers what every unfinished request has been given, so that a new core can be told. A hung
+native call cannot be ended from inside its process, so the process is; a step's draws depend on
+nothing but the request, so what follows is what would have followed.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Unfinished:
 
 
 class Watch:
-    """For how long a mark has not changed. Time in which nobody looked does not count: a machine that slept has not hung."""
+    """For how long a mark has not changed. Time in which nobody looked does not count: a machine
+    that slept has not hung.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -109,10 +113,13 @@ class SupervisedClient:
                 self._core.add(requests)
 
     def abort(self, request_ids: list[str]) -> None:
-        """One that the core does not know is made known to it, so that it has its end from there."""
+        """One that the core does not know is made known to it, so that it has its end from
+        there."""
         with self._lock:
             for request_id in request_ids:
-                unfinished = self._requests.get(request_id)  # the thread that receives may end it at any moment
+                unfinished = self._requests.get(
+                    request_id
+                )  # the thread that receives may end it at any moment
                 if unfinished is None or unfinished.aborted:
                     continue
                 unfinished.aborted = True
@@ -120,7 +127,9 @@ class SupervisedClient:
                     self._core.add([unfinished.again()])
             self._core.abort(request_ids)
 
-    def receive(self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
+    def receive(
+        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
+    ) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closing:
             left_s = self._watch.interval_s if end is None else end - time.monotonic()
@@ -167,8 +176,14 @@ class SupervisedClient:
         return CoreOutputs(step.outputs, self._stats)
 
     def _note_end(self, unfinished: Unfinished, output: EngineOutput) -> None:
-        """One that was to yield a token and has is cleared; nobody learns that it was ended for that."""
-        if output.finish_reason == "abort" and output.request_id == self._suspects.on_trial and not unfinished.aborted:
+        """One that was to yield a token and has is cleared; nobody learns that it was ended for
+        that.
+        """
+        if (
+            output.finish_reason == "abort"
+            and output.request_id == self._suspects.on_trial
+            and not unfinished.aborted
+        ):
             output.finish_reason = None
             self._suspects.cleared(output.request_id)
             assert self._before is not None, "nobody is on trial in the first core"
@@ -188,10 +203,12 @@ class SupervisedClient:
                 self._trying = False
                 self._core.add([one.again() for one in self._requests.values() if not one.aborted])
 
-    # -- a core that hangs --------------------------------------------------------------------------------------------------
+    # -- a core that hangs -------------------------------------------------------------------------
 
     def _replace(self) -> CoreOutputs | None:
-        """Ends it, starts another, tells it what is unfinished. Returns what the old one said last, and the ends of those who fail."""
+        """Ends it, starts another, tells it what is unfinished. Returns what the old one said last,
+        and the ends of those who fail.
+        """
         with self._lock:
             if self._closing:
                 return None
@@ -201,11 +218,19 @@ class SupervisedClient:
         with self._lock:
             if self._closing:
                 return None
-            what = f"a step of {len(hung)} requests" if len(hung) > 1 else "a step" if hung else "the engine"
+            what = (
+                f"a step of {len(hung)} requests"
+                if len(hung) > 1
+                else "a step"
+                if hung
+                else "the engine"
+            )
             stalled = f"{what} made no progress for {self._watch.timeout_s:g} s (stall_timeout)"
             guilty = self._suspects.hung(hung or list(self._requests), in_step=bool(hung))
             outputs += self._end_aborted()
-            outputs += self._fail(guilty, f"{stalled}; this request is given up, the engine was replaced")
+            outputs += self._fail(
+                guilty, f"{stalled}; this request is given up, the engine was replaced"
+            )
             self.trouble = f"{stalled}: another engine is being started"
             self._stats = self._before = self._counts_so_far()
             self._core = self._start(self._before.num_restarts)
@@ -217,7 +242,10 @@ class SupervisedClient:
 
     def _fail(self, request_ids: Iterable[str], error: str) -> list[EngineOutput]:
         names = [name for name in request_ids if name in self._requests]
-        return [self._end(name, EngineOutput(name, finish_reason="error", error=error)) for name in names]
+        return [
+            self._end(name, EngineOutput(name, finish_reason="error", error=error))
+            for name in names
+        ]
 
     def _end_aborted(self) -> list[EngineOutput]:
         names = [name for name, unfinished in self._requests.items() if unfinished.aborted]
@@ -229,8 +257,15 @@ class SupervisedClient:
         return output
 
     def _counts_so_far(self) -> EngineStats:
-        """As if the cores until now had never been told of those who are unfinished: the next one will count them."""
-        tokens = sum(len(unfinished.request.prompt_token_ids) for unfinished in self._requests.values())
-        added = {"num_added": self._num_sent - len(self._requests), "num_added_tokens": self._num_sent_tokens - tokens}
+        """As if the cores until now had never been told of those who are unfinished: the next one
+        will count them.
+        """
+        tokens = sum(
+            len(unfinished.request.prompt_token_ids) for unfinished in self._requests.values()
+        )
+        added = {
+            "num_added": self._num_sent - len(self._requests),
+            "num_added_tokens": self._num_sent_tokens - tokens,
+        }
         counts = {name: getattr(self._stats, name) for name in COUNTS} | added
         return EngineStats(**counts | {"num_restarts": self._stats.num_restarts + 1})

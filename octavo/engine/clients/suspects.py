@@ -1,7 +1,7 @@
 """Which of the requests that a hung step computed is to blame.
 
-All of them are tried, one after the other and alone in the engine: who hangs it again is the one. Where all prove sound alone they go on
-together, but not for ever. Knows ids only.
+All of them are tried, one after the other and alone in the engine: who hangs it again is the one.
+Where all prove sound alone they go on together, but not for ever. Knows ids only.
 """
 
 from __future__ import annotations

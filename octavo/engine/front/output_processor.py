@@ -1,7 +1,8 @@
-"""What the core yields, turned into what users read: text, stop strings, logprobs, the samples of a request side by side.
+"""What the core yields, turned into what users read: text, stop strings, logprobs, the samples of a
+request side by side.
 
-Lives in the front process and owns the text so far (through the Detokenizer). Token ids are detokenized when someone looks at the
-text, or at once where a stop string may be in it.
+Lives in the front process and owns the text so far (through the Detokenizer). Token ids are
+detokenized when someone looks at the text, or at once where a stop string may be in it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from dataclasses import dataclass, field, replace
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.requests.request import EngineOutput
 from octavo.errors import InvalidRequest
-from octavo.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, Timings
+from octavo.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    Timings,
+)
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
@@ -37,11 +45,17 @@ class Sample:
     end_given: bool = False
 
     def catch_up(self, *, hide_last: bool = False) -> str | None:
-        """Detokenizes what is new; returns the stop string that ends the text, if one does. `hide_last`: the last token is no text."""
+        """Detokenizes what is new; returns the stop string that ends the text, if one does.
+        `hide_last`: the last token is no text.
+        """
         if self.detokenizer is None:
             return None
         end = len(self.token_ids) - hide_last
-        stop = self.detokenizer.push(self.token_ids[self.num_detokenized : end]) if end > self.num_detokenized else None
+        stop = (
+            self.detokenizer.push(self.token_ids[self.num_detokenized : end])
+            if end > self.num_detokenized
+            else None
+        )
         self.num_detokenized = len(self.token_ids)
         return stop
 
@@ -62,7 +76,9 @@ class RequestState:
 
     @property
     def is_readable(self) -> bool:
-        """Samples that are ranked are chosen among when all have ended, and beams are found at the end."""
+        """Samples that are ranked are chosen among when all have ended, and beams are found at the
+        end.
+        """
         params = self.request.params
         return self.num_unfinished == 0 or not (params.is_ranked or params.beam_width is not None)
 
@@ -71,12 +87,16 @@ class RequestState:
         if not self.request.params.is_ranked:
             return self.samples
         ranked = sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))
-        return [replace(sample, index=index) for index, sample in enumerate(ranked[: self.request.params.n])]
+        return [
+            replace(sample, index=index)
+            for index, sample in enumerate(ranked[: self.request.params.n])
+        ]
 
 
 @dataclass(slots=True)
 class Changes:
-    """Requests that gained something, and core requests to abort because a stop string ended them."""
+    """Requests that gained something, and core requests to abort because a stop string ended
+    them."""
 
     request_ids: dict[str, None] = field(default_factory=dict)
     abort_ids: list[str] = field(default_factory=list)
@@ -98,9 +118,16 @@ class OutputProcessor:
 
     def add(self, request: FrontRequest) -> None:
         if request.request_id in self._states:
-            raise InvalidRequest(f"request_id: {request.request_id!r} is in use by an unfinished request", param="request_id")
-        samples = [self._make_sample(request.params, sample.sample_index) for sample in request.samples]
-        state = RequestState(request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time))
+            raise InvalidRequest(
+                f"request_id: {request.request_id!r} is in use by an unfinished request",
+                param="request_id",
+            )
+        samples = [
+            self._make_sample(request.params, sample.sample_index) for sample in request.samples
+        ]
+        state = RequestState(
+            request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time)
+        )
         self._states[request.request_id] = state
         for engine_request, sample in zip(request.samples, samples, strict=True):
             self._samples[engine_request.request_id] = (state, sample)
@@ -108,7 +135,15 @@ class OutputProcessor:
     def unfinished_ids(self, request_id: str) -> list[str]:
         """The core requests of a request that still run; [] for an unknown one."""
         state = self._states.get(request_id)
-        return [] if state is None else [entry.request_id for entry in state.request.samples if entry.request_id in self._samples]
+        return (
+            []
+            if state is None
+            else [
+                entry.request_id
+                for entry in state.request.samples
+                if entry.request_id in self._samples
+            ]
+        )
 
     def is_finished(self, request_id: str) -> bool:
         """All samples are; asked before its final output is taken."""
@@ -126,8 +161,9 @@ class OutputProcessor:
         return changes
 
     def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
-        """All of a request so far, as a copy, or what each sample has gained since it was last asked for (which costs no more the longer
-        an answer is). A finished request is forgotten with it: its final output is given once.
+        """All of a request so far, as a copy, or what each sample has gained since it was last
+        asked for (which costs no more the longer an answer is). A finished request is forgotten
+        with it: its final output is given once.
         """
         state = self._states[request_id]
         finished = state.num_unfinished == 0
@@ -138,7 +174,11 @@ class OutputProcessor:
             request_id,
             request.prompt,
             request.prompt_token_ids,
-            list(map(_gained if only_new else _completion, state.returned())) if state.is_readable else [],
+            (
+                list(map(_gained if only_new else _completion, state.returned()))
+                if state.is_readable
+                else []
+            ),
             finished,
             state.prompt_logprobs,
             state.num_cached_tokens,
@@ -154,7 +194,11 @@ class OutputProcessor:
             self._samples.pop(sample.request_id, None)
 
     def _make_sample(self, params: SamplingParams, index: int) -> Sample:
-        detokenizer = Detokenizer(self._tokenizer, params) if self._tokenizer is not None and params.detokenize else None
+        detokenizer = (
+            Detokenizer(self._tokenizer, params)
+            if self._tokenizer is not None and params.detokenize
+            else None
+        )
         sample = Sample(index, detokenizer)
         if params.logprobs is not None:
             sample.logprobs = []
@@ -162,7 +206,14 @@ class OutputProcessor:
             sample.cumulative_logprob = 0.0
         return sample
 
-    def _take(self, state: RequestState, sample: Sample, output: EngineOutput, now: float, changes: Changes) -> None:
+    def _take(
+        self,
+        state: RequestState,
+        sample: Sample,
+        output: EngineOutput,
+        now: float,
+        changes: Changes,
+    ) -> None:
         params = state.request.params
         if output.beams is not None:
             self._take_beams(state, output, now)
@@ -185,7 +236,9 @@ class OutputProcessor:
             del self._samples[output.request_id]
             state.num_unfinished -= 1
 
-    def _take_tokens(self, state: RequestState, sample: Sample, output: EngineOutput, now: float) -> None:
+    def _take_tokens(
+        self, state: RequestState, sample: Sample, output: EngineOutput, now: float
+    ) -> None:
         sample.token_ids += output.token_ids
         self._take_start(state, output, now)
         state.metrics.num_generation_tokens += len(output.token_ids)
@@ -198,9 +251,15 @@ class OutputProcessor:
         """All that a search has found, in the place of the one sample that stood for them."""
         self._take_start(state, output, now)
         params = state.request.params
-        state.samples = [self._make_sample(params, index) for index in range(len(output.beams or ()))]
+        state.samples = [
+            self._make_sample(params, index) for index in range(len(output.beams or ()))
+        ]
         for sample, beam in zip(state.samples, output.beams or (), strict=True):
-            sample.token_ids, sample.score, sample.cumulative_logprob = beam.token_ids, beam.score, beam.cumulative_logprob
+            sample.token_ids, sample.score, sample.cumulative_logprob = (
+                beam.token_ids,
+                beam.score,
+                beam.cumulative_logprob,
+            )
             if sample.logprobs is not None:
                 sample.logprobs += map(self._readable, beam.logprobs)
             sample.finish_reason, sample.stop_reason = beam.finish_reason, beam.stop_reason
@@ -217,12 +276,17 @@ class OutputProcessor:
             metrics.scheduled_ts = output.scheduled_ts
             state.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
-            state.prompt_logprobs = [*[None] * state.request.params.first_prompt_logprob, *map(self._readable, output.prompt_logprobs)]
+            state.prompt_logprobs = [
+                *[None] * state.request.params.first_prompt_logprob,
+                *map(self._readable, output.prompt_logprobs),
+            ]
 
     def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         text = self._tokenizer.token_text if self._tokenizer is not None else lambda _: None
         found: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True):
+        for token_id, logprob, rank in zip(
+            entry.token_ids, entry.logprobs, entry.ranks, strict=True
+        ):
             if token_id not in found:
                 found[token_id] = Logprob(logprob, rank, text(token_id))
         return found
@@ -248,7 +312,11 @@ def _gained(sample: Sample) -> CompletionOutput:
     sample.catch_up()
     start, sample.num_given = sample.num_given, len(sample.token_ids)
     finished = sample.finish_reason is not None
-    text = "" if sample.detokenizer is None or sample.end_given else sample.detokenizer.delta(finished=finished)
+    text = (
+        ""
+        if sample.detokenizer is None or sample.end_given
+        else sample.detokenizer.delta(finished=finished)
+    )
     sample.end_given = finished
     return CompletionOutput(
         sample.index,

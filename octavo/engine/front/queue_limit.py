@@ -1,7 +1,9 @@
-"""How many may wait, in requests and in prompt tokens, and when one that is turned away should come again.
+"""How many may wait, in requests and in prompt tokens, and when one that is turned away should come
+again.
 
-Lives in the front process. Counts what it has sent and what the core says of it (EngineStats), so that it knows the queue without
-asking. The rate at which requests leave the queue is measured over the last seconds; reads no clock itself.
+Lives in the front process. Counts what it has sent and what the core says of it (EngineStats), so
+that it knows the queue without asking. The rate at which requests leave the queue is measured over
+the last seconds; reads no clock itself.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Size:
 
 
 class QueueLimit:
-    """Overloaded where the queue would grow beyond `max_num_queued_reqs` or `max_num_queued_tokens`."""
+    """Overloaded where the queue would grow beyond `max_num_queued_reqs` or
+    `max_num_queued_tokens`.
+    """
 
     def __init__(self, options: SchedulerOptions) -> None:
         self._max_reqs = options.max_num_queued_reqs
@@ -61,28 +65,39 @@ class QueueLimit:
             self._left.popleft()
 
     def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
-        """Whether so much more may be sent, beside what finds a place among the running; InvalidRequest where it never may.
+        """Whether so much more may be sent, beside what finds a place among the running;
+        InvalidRequest where it never may.
 
         Those who have gone away since the last step are not among the unfinished.
         """
         most = self._max_running + self._max_reqs
         if more.requests > most:
             hint = "ask for fewer samples, or raise max_num_queued_reqs"
-            raise InvalidRequest(f"n: got {more.requests}, allowed are at most {most}, that run and wait at once", param="n", hint=hint)
+            raise InvalidRequest(
+                f"n: got {more.requests}, allowed are at most {most}, that run and wait at once",
+                param="n",
+                hint=hint,
+            )
         waiting = _waiting(self._stats) + self._sent - _added(self._stats)
         num_waiting = min(waiting.requests, num_unfinished)
         num_places = max(0, self._max_running - self._stats.num_running - self._stats.num_swapped)
         excess = num_waiting + more.requests - num_places - self._max_reqs
         if excess > 0:
             what = f"{max(0, num_waiting - num_places)} requests are waiting"
-            raise self._overloaded(what, "max_num_queued_reqs", self._max_reqs, Size(requests=excess), now)
+            raise self._overloaded(
+                what, "max_num_queued_reqs", self._max_reqs, Size(requests=excess), now
+            )
         if self._max_tokens is not None and num_waiting + more.requests > num_places:
             excess = waiting.tokens + more.tokens - self._max_tokens
             if excess > 0 and num_waiting:
                 what = f"{waiting.tokens} tokens are waiting"
-                raise self._overloaded(what, "max_num_queued_tokens", self._max_tokens, Size(tokens=excess), now)
+                raise self._overloaded(
+                    what, "max_num_queued_tokens", self._max_tokens, Size(tokens=excess), now
+                )
 
-    def _overloaded(self, what: str, option: str, allowed: int, excess: Size, now: float) -> Overloaded:
+    def _overloaded(
+        self, what: str, option: str, allowed: int, excess: Size, now: float
+    ) -> Overloaded:
         return Overloaded(
             f"the queue is full: {what}, allowed are {allowed}",
             hint=f"try again later, or raise {option}",
@@ -90,7 +105,9 @@ class QueueLimit:
         )
 
     def _retry_after_s(self, excess: Size, now: float) -> float:
-        """When so much will have left, at the rate of the last seconds; where nothing left, as long again."""
+        """When so much will have left, at the rate of the last seconds; where nothing left, as long
+        again.
+        """
         if not self._left or now <= self._left[0][0]:
             return UNKNOWN_S
         since, earlier = self._left[0]

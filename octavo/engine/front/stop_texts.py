@@ -1,7 +1,8 @@
-"""Stop strings in token ids, for beam searches: which beam ends decides which others go on, so the core has to know.
+"""Stop strings in token ids, for beam searches: which beam ends decides which others go on, so the
+core has to know.
 
-Works on the bytes of the last few tokens only, and keeps no text: any beam may be asked about. The front cuts the texts, by the same rule
-(`text/detokenizer.py`).
+Works on the bytes of the last few tokens only, and keeps no text: any beam may be asked about. The
+front cuts the texts, by the same rule (`text/detokenizer.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class TokenizedStops:
             return None
         before = self._last_bytes(token_ids)
         text = before + piece
-        starts = {stop: text.find(wanted, max(0, len(before) + 1 - len(wanted))) for stop, wanted in self._stops.items()}
+        starts = {
+            stop: text.find(wanted, max(0, len(before) + 1 - len(wanted)))
+            for stop, wanted in self._stops.items()
+        }
         found = [stop for stop, start in starts.items() if start >= 0]
         return min(found, key=starts.__getitem__) if found else None
 
@@ -52,7 +56,8 @@ MakeStopTexts: TypeAlias = Callable[[SamplingParams], StopTexts]
 
 
 class LazyStopTexts:
-    """A MakeStopTexts whose tokenizer is read when the first beam search with stop strings comes."""
+    """A MakeStopTexts whose tokenizer is read when the first beam search with stop strings
+    comes."""
 
     def __init__(self, read: Callable[[], Tokenizer | None]) -> None:
         self._read = read
@@ -60,5 +65,7 @@ class LazyStopTexts:
 
     def __call__(self, params: SamplingParams) -> StopTexts:
         self._tokenizer = self._tokenizer or self._read()
-        assert self._tokenizer is not None, "the front refuses stop strings where there is no tokenizer"
+        assert self._tokenizer is not None, (
+            "the front refuses stop strings where there is no tokenizer"
+        )
         return TokenizedStops(self._tokenizer, params)

@@ -1,8 +1,9 @@
-"""Owner of the KV blocks: ids, reference counts and names, per cache group, and every request's block tables, on the device and swapped.
+"""Owner of the KV blocks: ids, reference counts and names, per cache group, and every request's
+block tables, on the device and swapped.
 
-Knows no bytes: what is to be copied leaves as BlockMoves. Groups with a window keep only the blocks that a query can still see, and
-may have fewer blocks than the others; a prefix hit needs, in every group, the blocks that the next token reads.
-Source: PagedAttention (Kwon et al. 2023).
+Knows no bytes: what is to be copied leaves as BlockMoves. Groups with a window keep only the blocks
+that a query can still see, and may have fewer blocks than the others; a prefix hit needs, in every
+group, the blocks that the next token reads. Source: PagedAttention (Kwon et al. 2023).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ UNBOUNDED = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a request's tables gained: per group the ids appended ([] for none), and the entries changed by copy-on-write."""
+    """What a request's tables gained: per group the ids appended ([] for none), and the entries
+    changed by copy-on-write.
+    """
 
     new_block_ids: list[list[int]] = field(default_factory=list)
     replaced: list[tuple[int, int, int]] = field(default_factory=list)
@@ -37,7 +40,8 @@ NOTHING = Grant()
 
 @dataclass(frozen=True, slots=True)
 class Nearer:
-    """Whether what is stored of a prompt has to be waited for, and what of it is loaded meanwhile."""
+    """Whether what is stored of a prompt has to be waited for, and what of it is loaded
+    meanwhile."""
 
     is_waiting: bool
     moves: list[BlockMove] = field(default_factory=list)
@@ -113,7 +117,7 @@ class BlockManager:
         """Tokens that the blocks hold of so many rows, what they share counted once."""
         return min(self._capacity(pool, num_rows) for pool in self.pools)
 
-    # -- a request comes and grows --------------------------------------------------------------------------------------
+    # -- a request comes and grows -----------------------------------------------------------------
 
     def start(
         self,
@@ -125,10 +129,11 @@ class BlockManager:
         max_cached_tokens: int = UNBOUNDED,
         step_tokens: int = UNBOUNDED,
     ) -> Start | None:
-        """Blocks for all of `token_ids`, the longest cached run of them shared; None where they are not free beyond `reserve`.
+        """Blocks for all of `token_ids`, the longest cached run of them shared; None where they are
+        not free beyond `reserve`.
 
-        Cached are at most `max_cached_tokens`, and never the last token, since its logits are wanted. Groups with a window get
-        blocks for the next `step_tokens` only.
+        Cached are at most `max_cached_tokens`, and never the last token, since its logits are
+        wanted. Groups with a window get blocks for the next `step_tokens` only.
         """
         limit = min(len(token_ids) - 1, max_cached_tokens)
         reads = self._caching and limit > 0
@@ -143,11 +148,20 @@ class BlockManager:
         return Start(placed.num_tokens, loads + self._copies(request_id, placed))
 
     def read_ahead(
-        self, request_id: str, token_ids: Sequence[int], *, salt: str, max_cached_tokens: int, reserve: int, at_once: bool
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: str,
+        max_cached_tokens: int,
+        reserve: int,
+        at_once: bool,
     ) -> Nearer:
-        """Before `start`: brings what is stored of the prompt nearer. Where that takes steps, `start` is to wait for it.
+        """Before `start`: brings what is stored of the prompt nearer. Where that takes steps,
+        `start` is to wait for it.
 
-        Unless `at_once`, a step loads only so much that it does not keep others waiting; loaded ahead are blocks that nobody holds.
+        Unless `at_once`, a step loads only so much that it does not keep others waiting; loaded
+        ahead are blocks that nobody holds.
         """
         limit = min(len(token_ids) - 1, max_cached_tokens)
         if not self.connector.reaches or not self._caching or limit <= 0:
@@ -162,13 +176,17 @@ class BlockManager:
         return HERE if at_once else self._load_ahead(keys, reserve)
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
-        """Whether the parent still has every block that the token after the first `num_tokens` reads."""
+        """Whether the parent still has every block that the token after the first `num_tokens`
+        reads.
+        """
         tables = self.tables.get(parent_id)
         if tables is None:
             return False
         end = self._blocks_for(num_tokens)
         firsts = [pool.first_seen(num_tokens, self.block_size) for pool in self.pools]
-        return all(HOLE not in table[first:end] for first, table in zip(firsts, tables, strict=True))
+        return all(
+            HOLE not in table[first:end] for first, table in zip(firsts, tables, strict=True)
+        )
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """The child's tables share the parent's blocks that hold its first `num_tokens` tokens."""
@@ -186,7 +204,8 @@ class BlockManager:
         return [list(table) for table in self.tables[request_id]]
 
     def grow(self, request_id: str, first_token: int, end: int) -> Grant | None:
-        """Room for the tokens from `first_token` up to `end`, to be written: appended blocks, and copies of shared ones.
+        """Room for the tokens from `first_token` up to `end`, to be written: appended blocks, and
+        copies of shared ones.
 
         None, and nothing changed, where not enough blocks are free.
         """
@@ -197,18 +216,26 @@ class BlockManager:
         return NOTHING
 
     def reserve(self, ends: Mapping[str, int]) -> dict[str, list[list[int]]] | None:
-        """The blocks that tables gain so that they reach to those ends, by request, of the requests whose tables do not.
+        """The blocks that tables gain so that they reach to those ends, by request, of the requests
+        whose tables do not.
 
-        For requests that have just grown, so that nothing is copied. None, and nothing changed, where not enough are free for all.
+        For requests that have just grown, so that nothing is copied. None, and nothing changed,
+        where not enough are free for all.
         """
-        missing = {request_id: self._missing(self.tables[request_id], self._blocks_for(end)) for request_id, end in ends.items()}
+        missing = {
+            request_id: self._missing(self.tables[request_id], self._blocks_for(end))
+            for request_id, end in ends.items()
+        }
         missing = {request_id: counts for request_id, counts in missing.items() if any(counts)}
         for group, pool in enumerate(self.pools):
             if sum(counts[group] for counts in missing.values()) > len(pool.free):
                 return None
         grants = {}
         for request_id, counts in missing.items():
-            added = grants[request_id] = [[pool.take() for _ in range(count)] for pool, count in zip(self.pools, counts, strict=True)]
+            added = grants[request_id] = [
+                [pool.take() for _ in range(count)]
+                for pool, count in zip(self.pools, counts, strict=True)
+            ]
             for table, block_ids in zip(self.tables[request_id], added, strict=True):
                 table += block_ids
         return grants
@@ -217,10 +244,17 @@ class BlockManager:
         return [max(0, num_blocks - len(table)) for table in tables]
 
     def _extend(self, tables: list[list[int]], index: int, num_blocks: int) -> Grant | None:
-        # Only the first block written can be shared: a fork shares up to its first uncomputed token, hits are full blocks.
-        copies = [index < len(table) and pool.is_shared(table[index]) for pool, table in zip(self.pools, tables, strict=True)]
+        # Only the first block written can be shared: a fork shares up to its first uncomputed
+        # token, hits are full blocks.
+        copies = [
+            index < len(table) and pool.is_shared(table[index])
+            for pool, table in zip(self.pools, tables, strict=True)
+        ]
         missing = self._missing(tables, num_blocks)
-        if any(len(pool.free) < count + copy for pool, count, copy in zip(self.pools, missing, copies, strict=True)):
+        if any(
+            len(pool.free) < count + copy
+            for pool, count, copy in zip(self.pools, missing, copies, strict=True)
+        ):
             return None
         grant = Grant()
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
@@ -235,12 +269,18 @@ class BlockManager:
             grant.new_block_ids.append(added)
         return grant
 
-    def record(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int, *, salt: str) -> None:
-        """Names the blocks that are full by now, so that others find them, and lets go of those behind a window."""
+    def record(
+        self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int, *, salt: str
+    ) -> None:
+        """Names the blocks that are full by now, so that others find them, and lets go of those
+        behind a window.
+        """
         if self._caching:
             self._name(request_id, token_ids, num_computed_tokens // self.block_size, salt)
         for group in self._windowed:
-            self.pools[group].pass_window(self.tables[request_id][group], num_computed_tokens, self.block_size)
+            self.pools[group].pass_window(
+                self.tables[request_id][group], num_computed_tokens, self.block_size
+            )
 
     def _name(self, request_id: str, token_ids: Sequence[int], num_full: int, salt: str) -> None:
         num_named = self._num_named[request_id]
@@ -248,14 +288,16 @@ class BlockManager:
             return
         keys = self._keys.setdefault(request_id, [])
         extend_keys(keys, token_ids, num_full, block_size=self.block_size, salt=salt)
-        for group, (pool, table) in enumerate(zip(self.pools, self.tables[request_id], strict=True)):
+        for group, (pool, table) in enumerate(
+            zip(self.pools, self.tables[request_id], strict=True)
+        ):
             for index in range(num_named, num_full):
                 if table[index] != HOLE:
                     pool.cache.add(table[index], keys[index])
                     self.connector.offer(group, keys[index])
         self._num_named[request_id] = num_full
 
-    # -- a request leaves, for good or for a while ----------------------------------------------------------------------
+    # -- a request leaves, for good or for a while -------------------------------------------------
 
     def forget(self, request_id: str) -> None:
         """What its blocks hold is not found again: a failed request's KV."""
@@ -273,21 +315,31 @@ class BlockManager:
         self.host.drop(request_id)
 
     def swap_out(self, num_tokens: Mapping[str, int]) -> list[BlockMove] | None:
-        """The blocks of each row's first tokens to the host, all others free; None, and nothing changed, where it has no room for all."""
-        tables = {row_id: [table[: self._blocks_for(count)] for table in self.tables[row_id]] for row_id, count in num_tokens.items()}
+        """The blocks of each row's first tokens to the host, all others free; None, and nothing
+        changed, where it has no room for all.
+        """
+        tables = {
+            row_id: [table[: self._blocks_for(count)] for table in self.tables[row_id]]
+            for row_id, count in num_tokens.items()
+        }
         moves = self.host.put(tables)
         if moves is not None:
             for row_id in num_tokens:
                 self._release(row_id)
         return moves
 
-    def swap_in(self, rows: Sequence[SwappedRow], *, reserve: int, step_tokens: int = UNBOUNDED) -> list[BlockMove] | None:
-        """Back to the device with blocks for all their tokens, as `start` has it; None, and nothing changed, where they are not free.
+    def swap_in(
+        self, rows: Sequence[SwappedRow], *, reserve: int, step_tokens: int = UNBOUNDED
+    ) -> list[BlockMove] | None:
+        """Back to the device with blocks for all their tokens, as `start` has it; None, and nothing
+        changed, where they are not free.
 
-        What others have kept under the same name is shared again, not copied, and so is what the rows shared.
+        What others have kept under the same name is shared again, not copied, and so is what the
+        rows shared.
         """
         groups = [
-            SwapIn(pool, [self._returning(row, group, step_tokens) for row in rows], group=group) for group, pool in enumerate(self.pools)
+            SwapIn(pool, [self._returning(row, group, step_tokens) for row in rows], group=group)
+            for group, pool in enumerate(self.pools)
         ]
         if not all(group.has_room(reserve) for group in groups):
             return None
@@ -301,7 +353,9 @@ class BlockManager:
         return [move for group in groups for move in group.moves]
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets every name, with `reset_connector` off the device too. False, and nothing done, while requests hold blocks."""
+        """Forgets every name, with `reset_connector` off the device too. False, and nothing done,
+        while requests hold blocks.
+        """
         if self.tables or self.host.tables:
             return False
         for pool in self.pools:
@@ -311,12 +365,22 @@ class BlockManager:
         return True
 
     def pin_prefix(self, pin: Pin) -> int:
-        """Returns how many of its tokens are kept: in whole blocks. InvalidRequest where they are too many."""
+        """Returns how many of its tokens are kept: in whole blocks. InvalidRequest where they are
+        too many.
+        """
         keys: list[BlockKey] = []
-        extend_keys(keys, pin.token_ids, len(pin.token_ids) // self.block_size, block_size=self.block_size, salt=pin.salt)
+        extend_keys(
+            keys,
+            pin.token_ids,
+            len(pin.token_ids) // self.block_size,
+            block_size=self.block_size,
+            salt=pin.salt,
+        )
         for group, pool in enumerate(self.pools):
             for key in keys:
-                if pool.cache.find(key) is not None and not self.connector.knows(BlockName(group, key.digest)):
+                if pool.cache.find(key) is not None and not self.connector.knows(
+                    BlockName(group, key.digest)
+                ):
                     self.connector.offer(group, key)
         num_blocks = len(keys)
         while not all(map(self.connector.knows, names := self._needed(keys[:num_blocks]))):
@@ -328,7 +392,7 @@ class BlockManager:
         """Moves that come before all others of the step."""
         return self.connector.begin_step(lambda group, key: self.pools[group].cache.find(key))
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     @property
     def _fullest(self) -> BlockPool:
@@ -349,20 +413,32 @@ class BlockManager:
         keys = self._keys_of(request_id, token_ids, len(token_ids) // self.block_size, salt)
         return self._finder.find(keys, token_ids, root=root_digest(salt))
 
-    def _keys_of(self, request_id: str, token_ids: Sequence[int], num_blocks: int, salt: str) -> list[BlockKey]:
+    def _keys_of(
+        self, request_id: str, token_ids: Sequence[int], num_blocks: int, salt: str
+    ) -> list[BlockKey]:
         keys = self._keys.setdefault(request_id, [])
         extend_keys(keys, token_ids, num_blocks, block_size=self.block_size, salt=salt)
         return keys[:num_blocks]
 
     def _needed(self, keys: Sequence[BlockKey]) -> list[BlockName]:
         """The blocks that the token after them reads."""
-        firsts = [pool.first_seen(len(keys) * self.block_size, self.block_size) for pool in self.pools]
-        return [BlockName(group, key.digest) for group, first in enumerate(firsts) for key in keys[first:]]
+        firsts = [
+            pool.first_seen(len(keys) * self.block_size, self.block_size) for pool in self.pools
+        ]
+        return [
+            BlockName(group, key.digest)
+            for group, first in enumerate(firsts)
+            for key in keys[first:]
+        ]
 
     def _load_ahead(self, keys: Sequence[BlockKey], reserve: int) -> Nearer:
-        """Where a hit has more to load than a step may: some of it now, into free blocks, found by name at the next step."""
+        """Where a hit has more to load than a step may: some of it now, into free blocks, found by
+        name at the next step.
+        """
         stored = self._finder.find(keys, (), root=b"").stored()
-        if self.connector.may_load(stored) or any(len(pool.free) - reserve < len(keys) for pool in self.pools):
+        if self.connector.may_load(stored) or any(
+            len(pool.free) - reserve < len(keys) for pool in self.pools
+        ):
             return HERE
         moves: list[BlockMove] = []
         for group, index in stored:
@@ -377,7 +453,10 @@ class BlockManager:
         """The request has blocks for them; they bear their names from now on."""
         tables, keys = self.tables[request_id], self._keys.get(request_id, [])
         self.connector.release(request_id)
-        return [self._load_block(group, keys[index], tables[group][index]) for group, index in hit.stored()]
+        return [
+            self._load_block(group, keys[index], tables[group][index])
+            for group, index in hit.stored()
+        ]
 
     def _load_block(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
         self.pools[group].cache.add(block_id, key)
@@ -393,31 +472,64 @@ class BlockManager:
         for group in range(len(self.pools)):
             self.connector.touch(group, self._keys[request_id][: hit.num_blocks])
 
-    def _place_hit(self, request_id: str, hit: Hit, num_tokens: int, step_tokens: int, reserve: int) -> Hit | None:
-        """The request's tables, and the hit as far as there is room for it; None, and nothing changed, where there is not."""
+    def _place_hit(
+        self, request_id: str, hit: Hit, num_tokens: int, step_tokens: int, reserve: int
+    ) -> Hit | None:
+        """The request's tables, and the hit as far as there is room for it; None, and nothing
+        changed, where there is not.
+        """
         kept = hit.kept or [[] for _ in self.pools]
-        if hit.sources and self._place(request_id, kept, num_tokens, hit.num_tokens + step_tokens, reserve, spared=hit.sources):
+        if hit.sources and self._place(
+            request_id, kept, num_tokens, hit.num_tokens + step_tokens, reserve, spared=hit.sources
+        ):
             return hit
         whole = hit.of_whole_blocks(self.block_size)
-        return whole if self._place(request_id, kept, num_tokens, whole.num_tokens + step_tokens, reserve) else None
+        return (
+            whole
+            if self._place(request_id, kept, num_tokens, whole.num_tokens + step_tokens, reserve)
+            else None
+        )
 
     def _copies(self, request_id: str, hit: Hit) -> list[BlockMove]:
-        """Of the block that has part of what is wanted, to the first one that the request will write."""
+        """Of the block that has part of what is wanted, to the first one that the request will
+        write.
+        """
         tables = self.tables[request_id]
-        return [BlockMove(group, source, tables[group][hit.num_blocks]) for group, source in enumerate(hit.sources)]
+        return [
+            BlockMove(group, source, tables[group][hit.num_blocks])
+            for group, source in enumerate(hit.sources)
+        ]
 
-    def _place(self, request_id: str, kept: Kept, num_tokens: int, step_end: int, reserve: int, *, spared: Sequence[int] = ()) -> bool:
-        """Makes the request's tables out of what is kept and new blocks; False, and nothing changed, where these are not free.
+    def _place(
+        self,
+        request_id: str,
+        kept: Kept,
+        num_tokens: int,
+        step_end: int,
+        reserve: int,
+        *,
+        spared: Sequence[int] = (),
+    ) -> bool:
+        """Makes the request's tables out of what is kept and new blocks; False, and nothing
+        changed, where these are not free.
 
         `spared`: per group a block that is not to be taken for it.
         """
-        wanted = [self._blocks_for(num_tokens if pool.window is None else min(num_tokens, step_end)) for pool in self.pools]
+        wanted = [
+            self._blocks_for(num_tokens if pool.window is None else min(num_tokens, step_end))
+            for pool in self.pools
+        ]
         entries = list(zip(self.pools, kept, wanted, strict=True))
-        if not all(pool.has_room(table, num_blocks, reserve + bool(spared)) for pool, table, num_blocks in entries):
+        if not all(
+            pool.has_room(table, num_blocks, reserve + bool(spared))
+            for pool, table, num_blocks in entries
+        ):
             return False
         for pool, block_id in zip(self.pools, spared, strict=False):
             pool.hold(block_id)
-        self.tables[request_id] = [pool.fill(table, num_blocks) for pool, table, num_blocks in entries]
+        self.tables[request_id] = [
+            pool.fill(table, num_blocks) for pool, table, num_blocks in entries
+        ]
         for pool, block_id in zip(self.pools, spared, strict=False):
             pool.release(block_id)
         return True
@@ -427,8 +539,12 @@ class BlockManager:
             pool.release_all(table)
 
     def _returning(self, row: SwappedRow, group: int, step_tokens: int) -> SwappedTable:
-        step_end = UNBOUNDED if self.pools[group].window is None else row.num_computed_tokens + step_tokens
+        step_end = (
+            UNBOUNDED if self.pools[group].window is None else row.num_computed_tokens + step_tokens
+        )
         keys = self._keys.get(row.request_id, [])[: self._num_named[row.request_id]]
         host = self.host.tables[row.request_id][group]
         num_full = row.num_computed_tokens // self.block_size
-        return SwappedTable(host, keys, num_full, max(len(host), self._blocks_for(min(row.num_tokens, step_end))))
+        return SwappedTable(
+            host, keys, num_full, max(len(host), self._blocks_for(min(row.num_tokens, step_end)))
+        )

@@ -1,7 +1,8 @@
-"""The KV blocks of one cache group: reference counts, the free queue, and the names under which full blocks are found.
+"""The KV blocks of one cache group: reference counts, the free queue, and the names under which
+full blocks are found.
 
-A block is free where nobody refers to it; free blocks without a name go first, then the least recently used named ones. Knows no
-request: whose a block is, is the BlockManager's business.
+A block is free where nobody refers to it; free blocks without a name go first, then the least
+recently used named ones. Knows no request: whose a block is, is the BlockManager's business.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ HOLE = -1
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """How many blocks a cache group has, on the device and (for swapped requests) in host memory."""
+    """How many blocks a cache group has, on the device and (for swapped requests) in host
+    memory."""
 
     num_blocks: int
     window: int | None = None
@@ -41,7 +43,14 @@ class BlockPool:
 
     def counts(self) -> GroupBlocks:
         num_held = self.num_blocks - len(self.free)
-        return GroupBlocks(self.window, self.num_blocks, num_held, self._num_shared, self._num_references, len(self.cache))
+        return GroupBlocks(
+            self.window,
+            self.num_blocks,
+            num_held,
+            self._num_shared,
+            self._num_references,
+            len(self.cache),
+        )
 
     def take(self) -> int:
         """A block for writing; its name, if any, is forgotten."""
@@ -88,7 +97,9 @@ class BlockPool:
         return len(self.free) - num_idle >= num_new + max(0, num_blocks - len(kept)) + reserve
 
     def fill(self, kept: Sequence[int | None], num_blocks: int) -> list[int]:
-        """A table of `num_blocks`: the kept blocks held, None among them and what comes after them taken."""
+        """A table of `num_blocks`: the kept blocks held, None among them and what comes after them
+        taken.
+        """
         for block_id in kept:
             if block_id is not None and block_id != HOLE:
                 self.hold(block_id)

@@ -1,4 +1,5 @@
-"""Pinning the beginning of prompts: what the front asks of the core, first to compute it, then to keep it.
+"""Pinning the beginning of prompts: what the front asks of the core, first to compute it, then to
+keep it.
 
 A pin has a time to live, in the wall clock's seconds, since it outlives engines.
 """
@@ -24,7 +25,9 @@ COMPUTE = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
 class Pin(msgspec.Struct, tag=True):
-    """What a prompt computed is kept until then, both times in seconds since 1970. One that ends now ends an earlier one."""
+    """What a prompt computed is kept until then, both times in seconds since 1970. One that ends
+    now ends an earlier one.
+    """
 
     token_ids: list[int]
     salt: str
@@ -38,12 +41,21 @@ def pin_of(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
         raise WorkerFailed(output.error)
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     now = time.time()
-    return Pin(output.prompt_token_ids, salt or "", now + (FOR_GOOD_S if ttl_s is None else ttl_s), now)
+    return Pin(
+        output.prompt_token_ids, salt or "", now + (FOR_GOOD_S if ttl_s is None else ttl_s), now
+    )
 
 
 def check_pin(ttl_s: float | None, cache: CacheOptions) -> None:
     """Before anything is computed."""
     if ttl_s is not None and not (0 <= ttl_s <= FOR_GOOD_S and math.isfinite(ttl_s)):
-        raise InvalidRequest(f"ttl_s: got {ttl_s!r}, allowed is None (for good) or seconds from 0 to {FOR_GOOD_S:.0f}", param="ttl_s")
+        raise InvalidRequest(
+            f"ttl_s: got {ttl_s!r}, allowed is None (for good) or seconds from 0 to"
+            f" {FOR_GOOD_S:.0f}",
+            param="ttl_s",
+        )
     if cache.prefix_cache_dir is None:
-        raise InvalidRequest("nothing can be pinned: this engine keeps no blocks on disk", hint="start it with prefix_cache_dir")
+        raise InvalidRequest(
+            "nothing can be pinned: this engine keeps no blocks on disk",
+            hint="start it with prefix_cache_dir",
+        )

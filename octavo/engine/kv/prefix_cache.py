@@ -1,8 +1,9 @@
 """Full KV blocks found again by what they hold: automatic prefix caching, for one cache group.
 
-A block's name is a chained hash of (name of the block before it, its token ids), the chain starting from the request's salt; a hit is
-verified against the token ids, so that a collision costs a miss and never a wrong answer. Owns no block: reference counts
-and the order of eviction are the BlockManager's. Source: PagedAttention (Kwon et al. 2023), with vLLM's hash per block.
+A block's name is a chained hash of (name of the block before it, its token ids), the chain starting
+from the request's salt; a hit is verified against the token ids, so that a collision costs a miss
+and never a wrong answer. Owns no block: reference counts and the order of eviction are the
+BlockManager's. Source: PagedAttention (Kwon et al. 2023), with vLLM's hash per block.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ def root_digest(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=16).digest()
 
 
-def extend_keys(keys: list[BlockKey], token_ids: Sequence[int], num_blocks: int, *, block_size: int, salt: str) -> None:
-    """Adds the keys of the blocks up to `num_blocks` in place; `token_ids` are the request's from its first on."""
+def extend_keys(
+    keys: list[BlockKey], token_ids: Sequence[int], num_blocks: int, *, block_size: int, salt: str
+) -> None:
+    """Adds the keys of the blocks up to `num_blocks` in place; `token_ids` are the request's from
+    its first on.
+    """
     parent = keys[-1].digest if keys else root_digest(salt)
     for index in range(len(keys), num_blocks):
         block = tuple(token_ids[index * block_size : (index + 1) * block_size])
@@ -45,7 +50,9 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, BlockKey] = {}
         self._after: dict[bytes, list[BlockKey]] = {}
-        """By parent, in the order of their token ids: the longest common beginning is a neighbour's."""
+        """By parent, in the order of their token ids: the longest common beginning is a
+        neighbour's.
+        """
 
     def __len__(self) -> int:
         return len(self._key_of)
@@ -58,10 +65,15 @@ class PrefixCache:
         return block_id if block_id is not None and self._key_of[block_id] == key else None
 
     def find_start(self, parent: bytes, token_ids: tuple[int, ...]) -> Start | None:
-        """The block after `parent` that agrees longest with these tokens, which do not fill a block; None where none agrees at all."""
+        """The block after `parent` that agrees longest with these tokens, which do not fill a
+        block; None where none agrees at all.
+        """
         siblings = self._after.get(parent, [])
         place = bisect_left(siblings, token_ids, key=_tokens_of)
-        starts = [Start(key, _num_common(key.token_ids, token_ids)) for key in siblings[max(0, place - 1) : place + 1]]
+        starts = [
+            Start(key, _num_common(key.token_ids, token_ids))
+            for key in siblings[max(0, place - 1) : place + 1]
+        ]
         best = max(starts, key=lambda start: start.num_tokens, default=None)
         return best if best is not None and best.num_tokens else None
 
@@ -96,4 +108,7 @@ def _tokens_of(key: BlockKey) -> tuple[int, ...]:
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
     """Of two beginnings."""
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )

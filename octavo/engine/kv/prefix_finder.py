@@ -1,4 +1,5 @@
-"""How much of a prompt is computed already: full blocks that every cache group has, then a part of one more.
+"""How much of a prompt is computed already: full blocks that every cache group has, then a part of
+one more.
 
 Looks, and changes nothing: who takes and copies the blocks is the BlockManager.
 """
@@ -13,7 +14,9 @@ from octavo.ports import Connector
 from octavo.step import BlockKey
 
 Kept = list[list[int | None]]
-"""Per group the beginning of a table: blocks already there, holes, and None where one has to be taken."""
+"""Per group the beginning of a table: blocks already there, holes, and None where one has to be
+taken.
+"""
 
 ABSENT = -2
 """In place of a block that is nowhere."""
@@ -21,7 +24,8 @@ ABSENT = -2
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A prompt's first `num_tokens` tokens: `num_blocks` whole blocks, and the beginning of the blocks `sources` (one a group, or none).
+    """A prompt's first `num_tokens` tokens: `num_blocks` whole blocks, and the beginning of the
+    blocks `sources` (one a group, or none).
 
     None in `kept` is a block that the connector has.
     """
@@ -37,7 +41,12 @@ class Hit:
     def stored(self) -> list[tuple[int, int]]:
         """(group, index) of the blocks that the connector has, in the order of the tokens."""
         return sorted(
-            ((group, index) for group, table in enumerate(self.kept) for index, block_id in enumerate(table) if block_id is None),
+            (
+                (group, index)
+                for group, table in enumerate(self.kept)
+                for index, block_id in enumerate(table)
+                if block_id is None
+            ),
             key=lambda place: place[1],
         )
 
@@ -53,14 +62,22 @@ class PrefixFinder:
         self._windowed = [index for index, pool in enumerate(pools) if pool.window is not None]
 
     def find(self, keys: Sequence[BlockKey], token_ids: Sequence[int], *, root: bytes) -> Hit:
-        """The longest beginning of `token_ids` from which every group can go on; `keys` are those of its full blocks."""
+        """The longest beginning of `token_ids` from which every group can go on; `keys` are those
+        of its full blocks.
+        """
         kept = self._longest(self._found(keys, self._connector.has))
         num_blocks = len(kept[0])
         num_tokens = num_blocks * self._block_size
         rest = tuple(token_ids[num_tokens : num_tokens + self._block_size])
-        start = self._pools[0].cache.find_start(keys[num_blocks - 1].digest if num_blocks else root, rest)
+        start = self._pools[0].cache.find_start(
+            keys[num_blocks - 1].digest if num_blocks else root, rest
+        )
         if start is not None:
-            sources = [block_id for pool in self._pools if (block_id := pool.cache.find(start.key)) is not None]
+            sources = [
+                block_id
+                for pool in self._pools
+                if (block_id := pool.cache.find(start.key)) is not None
+            ]
             if len(sources) == len(self._pools):
                 return Hit(kept, num_blocks, num_tokens + start.num_tokens, sources)
         return Hit(kept, num_blocks, num_tokens)
@@ -87,9 +104,19 @@ class PrefixFinder:
         return found
 
     def _longest(self, found: Kept) -> Kept:
-        """The longest beginning that has, in each group with a window, the blocks that the token after it reads."""
+        """The longest beginning that has, in each group with a window, the blocks that the token
+        after it reads.
+        """
         for num_blocks in range(len(found[0]), 0, -1):
-            firsts = [pool.first_seen(num_blocks * self._block_size, self._block_size) for pool in self._pools]
-            if all(ABSENT not in found[group][firsts[group] : num_blocks] for group in self._windowed):
-                return [[*[HOLE] * first, *table[first:num_blocks]] for first, table in zip(firsts, found, strict=True)]
+            firsts = [
+                pool.first_seen(num_blocks * self._block_size, self._block_size)
+                for pool in self._pools
+            ]
+            if all(
+                ABSENT not in found[group][firsts[group] : num_blocks] for group in self._windowed
+            ):
+                return [
+                    [*[HOLE] * first, *table[first:num_blocks]]
+                    for first, table in zip(firsts, found, strict=True)
+                ]
         return [[] for _ in self._pools]

@@ -1,7 +1,9 @@
-"""Host blocks of swapped requests: their ids, per cache group, and which device block each is to hold.
+"""Host blocks of swapped requests: their ids, per cache group, and which device block each is to
+hold.
 
-Knows no bytes: the CacheEngine owns them and moves them as the BlockMoves say. A request's blocks are here all together or not at
-all; what its rows share on the device they share here. The host never has more blocks of a group than the device.
+Knows no bytes: the CacheEngine owns them and moves them as the BlockMoves say. A request's blocks
+are here all together or not at all; what its rows share on the device they share here. The host
+never has more blocks of a group than the device.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class SwapIn:
     def _still_there(self, row: SwappedTable) -> list[int | None]:
         """Blocks that the device has under the same name, holes, and None."""
         find = self._pool.cache.find
-        named = [HOLE if host_id == HOLE else find(key) for host_id, key in zip(row.host, row.keys, strict=False)]
+        named = [
+            HOLE if host_id == HOLE else find(key)
+            for host_id, key in zip(row.host, row.keys, strict=False)
+        ]
         return [*named, *(HOLE if host_id == HOLE else None for host_id in row.host[len(named) :])]
 
     def has_room(self, reserve: int) -> bool:
@@ -62,15 +67,30 @@ class SwapIn:
         self._pool.hold_all(held)
         homes: dict[int, int] = {}
         """Of the host's full blocks that are on the device by now."""
-        tables = [self._fill_row(row, kept, homes) for row, kept in zip(self._rows, self._kept, strict=True)]
+        tables = [
+            self._fill_row(row, kept, homes)
+            for row, kept in zip(self._rows, self._kept, strict=True)
+        ]
         self._pool.release_all(held)
         return tables
 
     def _present(self) -> list[int]:
-        return list(dict.fromkeys(block_id for kept in self._kept for block_id in kept if block_id is not None and block_id != HOLE))
+        return list(
+            dict.fromkeys(
+                block_id
+                for kept in self._kept
+                for block_id in kept
+                if block_id is not None and block_id != HOLE
+            )
+        )
 
-    def _fill_row(self, row: SwappedTable, kept: Sequence[int | None], homes: dict[int, int]) -> list[int]:
-        wanted = [homes.get(host_id) if block_id is None else block_id for host_id, block_id in zip(row.host, kept, strict=True)]
+    def _fill_row(
+        self, row: SwappedTable, kept: Sequence[int | None], homes: dict[int, int]
+    ) -> list[int]:
+        wanted = [
+            homes.get(host_id) if block_id is None else block_id
+            for host_id, block_id in zip(row.host, kept, strict=True)
+        ]
         table = self._pool.fill(wanted, row.num_blocks)
         for index, host_id in enumerate(row.host):
             if wanted[index] is None:
@@ -97,23 +117,36 @@ class HostBlocks:
         return sum(self.num_blocks) - sum(map(len, self._free))
 
     def put(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> list[BlockMove] | None:
-        """Moves out of the device; None, and nothing changed, where the host has no room for all of them."""
+        """Moves out of the device; None, and nothing changed, where the host has no room for all of
+        them.
+        """
         moved = [
-            dict.fromkeys(block_id for rows in tables.values() for block_id in _blocks(rows[group])) for group in range(len(self._free))
+            dict.fromkeys(block_id for rows in tables.values() for block_id in _blocks(rows[group]))
+            for group in range(len(self._free))
         ]
         if any(len(free) < len(blocks) for free, blocks in zip(self._free, moved, strict=True)):
             return None
-        places = [{block_id: free.pop() for block_id in blocks} for free, blocks in zip(self._free, moved, strict=True)]
+        places = [
+            {block_id: free.pop() for block_id in blocks}
+            for free, blocks in zip(self._free, moved, strict=True)
+        ]
         for request_id, rows in tables.items():
             self.tables[request_id] = [
-                [HOLE if block_id == HOLE else place[block_id] for block_id in table] for place, table in zip(places, rows, strict=True)
+                [HOLE if block_id == HOLE else place[block_id] for block_id in table]
+                for place, table in zip(places, rows, strict=True)
             ]
             for counts, table in zip(self._ref_counts, self.tables[request_id], strict=True):
                 counts.update(_blocks(table))
-        return [BlockMove(group, *pair, "swap_out") for group, place in enumerate(places) for pair in place.items()]
+        return [
+            BlockMove(group, *pair, "swap_out")
+            for group, place in enumerate(places)
+            for pair in place.items()
+        ]
 
     def drop(self, request_id: str) -> None:
-        for free, counts, table in zip(self._free, self._ref_counts, self.tables.pop(request_id, []), strict=False):
+        for free, counts, table in zip(
+            self._free, self._ref_counts, self.tables.pop(request_id, []), strict=False
+        ):
             for block_id in _blocks(table):
                 counts[block_id] -= 1
                 if not counts[block_id]:

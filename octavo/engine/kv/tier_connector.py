@@ -1,7 +1,9 @@
-"""The scheduler half of the prefix cache's lower tiers: slots of host memory, and what lies behind them, files on disk.
+"""The scheduler half of the prefix cache's lower tiers: slots of host memory, and what lies behind
+them, files on disk.
 
-Knows names, slots and what is on its way; no byte, no file, no clock. What it decides leaves as moves and as a ConnectorPlan; what
-became of it comes back as a ConnectorReport. Implements `ports.Connector`; its worker half is `worker/connectors/tiers.py`.
+Knows names, slots and what is on its way; no byte, no file, no clock. What it decides leaves as
+moves and as a ConnectorPlan; what became of it comes back as a ConnectorReport. Implements
+`ports.Connector`; its worker half is `worker/connectors/tiers.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ import msgspec
 
 from octavo.engine.kv.tier_slots import ConnectorSlots, Slot
 from octavo.errors import InvalidRequest
-from octavo.step import BlockKey, BlockMove, BlockName, BlockPin, ConnectorPlan, ConnectorReport, ConnectorStats, SlotBlock
+from octavo.step import (
+    BlockKey,
+    BlockMove,
+    BlockName,
+    BlockPin,
+    ConnectorPlan,
+    ConnectorReport,
+    ConnectorStats,
+    SlotBlock,
+)
 
 SAVED_BYTES_PER_STEP = 16 << 20
 """Of copies from the device; at 8 GB/s 2 ms. What is left waits for the next step."""
@@ -28,7 +39,9 @@ MAX_UNSAVED = 1 << 16
 
 
 class Tiers(msgspec.Struct):
-    """`num_slots` slots for each cache group, of whose blocks `block_bytes` are the sizes; without slots there is nothing."""
+    """`num_slots` slots for each cache group, of whose blocks `block_bytes` are the sizes; without
+    slots there is nothing.
+    """
 
     block_bytes: list[int]
     num_slots: int
@@ -80,7 +93,7 @@ class TierConnector:
         """Something to be sent with a step, or to be told by one."""
         return bool(self._unsaved or self._keeping or _is_any(self._plan))
 
-    # -- what is there --------------------------------------------------------------------------------------------------
+    # -- what is there -----------------------------------------------------------------------------
 
     def has(self, group: int, key: BlockKey) -> bool:
         """It can be loaded by the very next step."""
@@ -92,12 +105,17 @@ class TierConnector:
         name = BlockName(group, key.digest)
         if self._slots[group].find(key) is not None:
             return True
-        return name in self._behind and name not in self._fetching and not self._slots[group].has_name(key)
+        return (
+            name in self._behind
+            and name not in self._fetching
+            and not self._slots[group].has_name(key)
+        )
 
-    # -- a request wants blocks -----------------------------------------------------------------------------------------
+    # -- a request wants blocks --------------------------------------------------------------------
 
     def fetch(self, request_id: str, wanted: Iterable[tuple[int, BlockKey]]) -> bool:
-        """Brings as many of these blocks, from the first on, as there are slots for, and holds them for the request.
+        """Brings as many of these blocks, from the first on, as there are slots for, and holds them
+        for the request.
 
         False, and nothing held, where nothing has to be waited for.
         """
@@ -135,7 +153,9 @@ class TierConnector:
             self._slots[group].release(slot)
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
-        """Whether this step may still load blocks at these places, (group, index), while others compute."""
+        """Whether this step may still load blocks at these places, (group, index), while others
+        compute.
+        """
         return sum(self._block_bytes[group] for group, _ in places) <= self._load_budget
 
     def load(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
@@ -151,9 +171,11 @@ class TierConnector:
     def touch(self, group: int, keys: Iterable[BlockKey]) -> None:
         """These were found and used, on the device or here."""
         if self.keeps:
-            self._plan.touch += [name for key in keys if (name := BlockName(group, key.digest)) in self._behind]
+            self._plan.touch += [
+                name for key in keys if (name := BlockName(group, key.digest)) in self._behind
+            ]
 
-    # -- blocks are named -----------------------------------------------------------------------------------------------
+    # -- blocks are named --------------------------------------------------------------------------
 
     def offer(self, group: int, key: BlockKey) -> None:
         """A block of that name was just filled on the device."""
@@ -187,7 +209,9 @@ class TierConnector:
         return name in self._behind or name in self._keeping or name in self._unsaved
 
     def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
-        """Keeps them until then (seconds since 1970); InvalidRequest where that is more than may be pinned."""
+        """Keeps them until then (seconds since 1970); InvalidRequest where that is more than may be
+        pinned.
+        """
         pins = {name: end for name, end in self._pins.items() if end > now}
         if until > now:
             self._check_pins(names, [name for name in pins if name not in set(names)])
@@ -196,16 +220,23 @@ class TierConnector:
         self._plan.pin += [BlockPin(name, until) for name in names]
 
     def _check_pins(self, names: Sequence[BlockName], others: Sequence[BlockName]) -> None:
-        num_bytes, pinned_bytes = (sum(self._block_bytes[name.group] for name in some) for some in (names, others))
+        num_bytes, pinned_bytes = (
+            sum(self._block_bytes[name.group] for name in some) for some in (names, others)
+        )
         pinned_bytes += self.stats.stored.foreign_pinned_bytes
         if num_bytes + pinned_bytes > self.max_pinned_bytes:
             got = f"the prompt's blocks have {num_bytes:,} bytes, and {pinned_bytes:,} are pinned"
-            raise InvalidRequest(f"{got}; allowed are {self.max_pinned_bytes:,}", hint="raise prefix_cache_size, or unpin something")
+            raise InvalidRequest(
+                f"{got}; allowed are {self.max_pinned_bytes:,}",
+                hint="raise prefix_cache_size, or unpin something",
+            )
 
-    # -- steps ----------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
-        """Moves that come before all others of the step; `find` says which block of the device has that name."""
+        """Moves that come before all others of the step; `find` says which block of the device has
+        that name.
+        """
         self._load_budget = LOADED_BYTES_PER_STEP
         self._sent.append(Sent())
         moves: list[BlockMove] = []
@@ -215,7 +246,11 @@ class TierConnector:
             if name in self._keeping:  # and was forgotten since
                 break
             block_id = find(name.group, key)
-            if block_id is not None and name not in self._behind and not self._slots[name.group].has_name(key):
+            if (
+                block_id is not None
+                and name not in self._behind
+                and not self._slots[name.group].has_name(key)
+            ):
                 slot = self._slots[name.group].claim(key)
                 if slot is None:
                     break

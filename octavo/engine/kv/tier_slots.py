@@ -1,7 +1,8 @@
-"""The slots of host memory through which blocks of one cache group leave the device and come back: which block each one holds.
+"""The slots of host memory through which blocks of one cache group leave the device and come back:
+which block each one holds.
 
-A slot is held while it is filled or read, or while a request waits for it; of the others the least recently used goes first. Knows
-no byte: the worker half of the connector owns them.
+A slot is held while it is filled or read, or while a request waits for it; of the others the least
+recently used goes first. Knows no byte: the worker half of the connector owns them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from octavo.step import BlockKey
 
 
 class Slot:
-    """A block in a slot: `ready` once its bytes are there, `dropped` once it is not to be found any more."""
+    """A block in a slot: `ready` once its bytes are there, `dropped` once it is not to be found any
+    more.
+    """
 
     __slots__ = ("dropped", "index", "is_late", "key", "num_holds", "ready")
 

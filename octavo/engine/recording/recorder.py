@@ -1,7 +1,9 @@
-"""The log of an engine: every request with its seed, every plan and every result, so that the same steps can be made again.
+"""The log of an engine: every request with its seed, every plan and every result, so that the same
+steps can be made again.
 
-One JSON object a line, written before the step it plans is computed, so that the log of an engine that died ends with the plan it
-died of. Decides nothing; what is done with a log is `replay.py`'s business.
+One JSON object a line, written before the step it plans is computed, so that the log of an engine
+that died ends with the plan it died of. Decides nothing; what is done with a log is `replay.py`'s
+business.
 """
 
 from __future__ import annotations
@@ -124,7 +126,10 @@ class Recorder:
             self._plans[event.plan.step] = event.plan
         elif isinstance(event, Computed):
             plan = self._plans.pop(event.result.step)
-            event = Computed(msgspec.structs.replace(event.result, rows=lean_rows(plan, event.result.rows)), event.failed)
+            event = Computed(
+                msgspec.structs.replace(event.result, rows=lean_rows(plan, event.result.rows)),
+                event.failed,
+            )
         try:
             self._file.write(self._encoder.encode(event) + b"\n")
             self._file.flush()
@@ -148,18 +153,31 @@ def check_writable(path: Path) -> None:
 
 
 def lean_rows(plan: StepPlan, rows: Sequence[RowResult]) -> list[RowResult]:
-    """What the scheduler looks at: tokens, failures, how many prompt logprobs came, and the logprobs that a beam search chooses by."""
-    return [_lean_row(row, searched=bool(scheduled.search_of)) for scheduled, row in zip(plan.rows, rows, strict=True)]
+    """What the scheduler looks at: tokens, failures, how many prompt logprobs came, and the
+    logprobs that a beam search chooses by.
+    """
+    return [
+        _lean_row(row, searched=bool(scheduled.search_of))
+        for scheduled, row in zip(plan.rows, rows, strict=True)
+    ]
 
 
 def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
     count = len(row.prompt_logprobs or ())
     logprobs = row.logprobs if searched else None
-    return RowResult(row.request_id, row.token_ids, logprobs, [NO_LOGPROBS] * count if count else None, failure=row.failure)
+    return RowResult(
+        row.request_id,
+        row.token_ids,
+        logprobs,
+        [NO_LOGPROBS] * count if count else None,
+        failure=row.failure,
+    )
 
 
 def read_log(path: Path) -> tuple[Began, Iterator[Event]]:
-    """What it begins with, and all that follows; ConfigError where the file is no log. A last line that was cut off is left out."""
+    """What it begins with, and all that follows; ConfigError where the file is no log. A last line
+    that was cut off is left out.
+    """
     try:
         lines = path.open("rb")
     except OSError as error:
@@ -171,7 +189,10 @@ def read_log(path: Path) -> tuple[Began, Iterator[Event]]:
     except msgspec.MsgspecError:
         began = None
     if not isinstance(began, Began) or began.format != FORMAT:
-        raise ConfigError(f"{path}: no recording, or one of another version", hint="`octavo serve --record FILE` makes one")
+        raise ConfigError(
+            f"{path}: no recording, or one of another version",
+            hint="`octavo serve --record FILE` makes one",
+        )
     return began, _rest(path, lines, decoder)
 
 

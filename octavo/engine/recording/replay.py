@@ -1,7 +1,9 @@
-"""Makes the steps of a recording again: the same calls to a new Scheduler, and whether it decides the same.
+"""Makes the steps of a recording again: the same calls to a new Scheduler, and whether it decides
+the same.
 
-Time, rates and results come from the recording, so the plans are those of then whatever computes them now. With an executor the plans are
-carried out too, and what they yield is compared. Knows no file and no model.
+Time, rates and results come from the recording, so the plans are those of then whatever computes
+them now. With an executor the plans are carried out too, and what they yield is compared. Knows no
+file and no model.
 """
 
 from __future__ import annotations
@@ -15,7 +17,18 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.engine.front.stop_texts import MakeStopTexts
-from octavo.engine.recording.recorder import Aborted, Added, Began, CacheReset, Computed, Event, GivenUp, Pinned, Planned, lean_rows
+from octavo.engine.recording.recorder import (
+    Aborted,
+    Added,
+    Began,
+    CacheReset,
+    Computed,
+    Event,
+    GivenUp,
+    Pinned,
+    Planned,
+    lean_rows,
+)
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.errors import ConfigError, InvalidRequest
@@ -39,9 +52,16 @@ class Replayed:
 
 
 class Replay:
-    """`executor`: what carries out the plans, if anything is to. `stop_texts`: as the recorded engine had them."""
+    """`executor`: what carries out the plans, if anything is to. `stop_texts`: as the recorded
+    engine had them.
+    """
 
-    def __init__(self, began: Began, executor: Executor | None = None, stop_texts: MakeStopTexts | None = None) -> None:
+    def __init__(
+        self,
+        began: Began,
+        executor: Executor | None = None,
+        stop_texts: MakeStopTexts | None = None,
+    ) -> None:
         self.found = Replayed()
         self._scheduler = scheduler_of(began, stop_texts)
         self._executor = executor
@@ -50,7 +70,9 @@ class Replay:
         self._other_plan = False
 
     def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
-        """Ends early where it found so many differences, and at the first plan that is another one: all that follows would be."""
+        """Ends early where it found so many differences, and at the first plan that is another one:
+        all that follows would be.
+        """
         for event in events:
             self._take(event)
             if self._other_plan or len(self.found.differences) >= max_differences:
@@ -90,9 +112,11 @@ class Replay:
             self.found.differences.append(_difference(then.plan, plan))
 
     def _execute(self, plan: StepPlan, num_steps: int) -> StepResult | str | None:
-        """What the executor yields, if there is one, in no more decode steps than there were then; or how it failed.
+        """What the executor yields, if there is one, in no more decode steps than there were then;
+        or how it failed.
 
-        In the order of the plans, whether the engine ran ahead or not: what a row takes from the device was drawn by the step before.
+        In the order of the plans, whether the engine ran ahead or not: what a row takes from the
+        device was drawn by the step before.
         """
         if self._executor is None:
             return None
@@ -121,7 +145,9 @@ class Replay:
     def _compare(self, plan: StepPlan, then: list[RowResult], now: list[RowResult]) -> None:
         for old, new in zip(then, lean_rows(plan, now), strict=True):
             if old != new:
-                self.found.differences.append(f"step {plan.step}, request {old.request_id}: {_fields(old, new)}")
+                self.found.differences.append(
+                    f"step {plan.step}, request {old.request_id}: {_fields(old, new)}"
+                )
 
 
 def scheduler_of(began: Began, stop_texts: MakeStopTexts | None = None) -> Scheduler:
@@ -154,7 +180,11 @@ def _difference(then: StepPlan, now: StepPlan) -> str:
 def _fields(then: msgspec.Struct, now: msgspec.Struct) -> str:
     """Those that are not what they were."""
     pairs = [(name, getattr(then, name), getattr(now, name)) for name in then.__struct_fields__]
-    return "; ".join(f"{name} was {_short(old)}, now it is {_short(new)}" for name, old, new in pairs if old != new)
+    return "; ".join(
+        f"{name} was {_short(old)}, now it is {_short(new)}"
+        for name, old, new in pairs
+        if old != new
+    )
 
 
 def _short(value: object) -> str:

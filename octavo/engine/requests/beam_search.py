@@ -1,8 +1,10 @@
-"""Beam search: of all continuations of the live beams the best go on, until the best finished ones cannot be beaten.
+"""Beam search: of all continuations of the live beams the best go on, until the best finished ones
+cannot be beaten.
 
-Owns the beams of one request, what they have yielded, and the finished sequences. Sees logprobs as numbers, and neither blocks nor
-arrays: who forks what is an answer (`Child`). Scores, order and end are those of Hugging Face transformers' `generate(num_beams=...)`,
-so that its results are met; the length penalty is of Wu et al. 2016 in its simplest form, the length to a power.
+Owns the beams of one request, what they have yielded, and the finished sequences. Sees logprobs as
+numbers, and neither blocks nor arrays: who forks what is an answer (`Child`). Scores, order and end
+are those of Hugging Face transformers' `generate(num_beams=...)`, so that its results are met; the
+length penalty is of Wu et al. 2016 in its simplest form, the length to a power.
 """
 
 from __future__ import annotations
@@ -48,7 +50,12 @@ class Beam(TokenRow):
     __slots__ = ("cumulative_logprob", "logprobs")
 
     def __init__(
-        self, request_id: str, token_ids: list[int], num_computed_tokens: int, cumulative_logprob: float, logprobs: list[TokenLogprobs]
+        self,
+        request_id: str,
+        token_ids: list[int],
+        num_computed_tokens: int,
+        cumulative_logprob: float,
+        logprobs: list[TokenLogprobs],
     ) -> None:
         super().__init__(request_id, token_ids, num_computed_tokens)
         self.cumulative_logprob = cumulative_logprob
@@ -74,16 +81,19 @@ class Continuation:
 
 
 class Width(NamedTuple):
-    """`beams` go on; so many continuations are looked at, that as many remain when some have ended."""
+    """`beams` go on; so many continuations are looked at, that as many remain when some have
+    ended."""
 
     beams: int
     num_candidates: int
 
 
 class BeamSearch:
-    """`rows` are always those of the request: the beams, or while there are none the request itself, its trunk.
+    """`rows` are always those of the request: the beams, or while there are none the request
+    itself, its trunk.
 
-    A search that has lost its blocks is folded: its trunk, what all beams begin with, is computed first, and they branch off again.
+    A search that has lost its blocks is folded: its trunk, what all beams begin with, is computed
+    first, and they branch off again.
     """
 
     def __init__(
@@ -106,7 +116,9 @@ class BeamSearch:
         self._num_prompt_tokens = num_prompt_tokens
         self._max_output_tokens = max_num_tokens - num_prompt_tokens
         self._stop_texts = stop_texts
-        self._width = Width(params.beam_width, max(2, 1 + len(self._end_token_ids)) * params.beam_width)
+        self._width = Width(
+            params.beam_width, max(2, 1 + len(self._end_token_ids)) * params.beam_width
+        )
         self._folded: list[Beam] = []
         self._yields: dict[str, RowResult] = {}
         self._found: list[BeamOutput] = []
@@ -121,12 +133,16 @@ class BeamSearch:
     def _row_params(self) -> SamplingParams:
         num_banned = len(self._end_token_ids) if self._params.min_tokens else 0
         wanted = max(self._width.num_candidates + num_banned, self._params.logprobs or 0)
-        return SamplingParams(temperature=0, max_tokens=None, logprobs=-1 if self._params.logprobs == -1 else wanted)
+        return SamplingParams(
+            temperature=0, max_tokens=None, logprobs=-1 if self._params.logprobs == -1 else wanted
+        )
 
-    # -- a step of the search -------------------------------------------------------------------------------------------
+    # -- a step of the search ----------------------------------------------------------------------
 
     def take(self, rows: Sequence[TokenRow], row: TokenRow, result: RowResult) -> bool:
-        """What one of the rows yielded; says whether all have by now, so that it is time to advance."""
+        """What one of the rows yielded; says whether all have by now, so that it is time to
+        advance.
+        """
         self._yields[row.request_id] = result
         return len(self._yields) == len(rows)
 
@@ -145,7 +161,9 @@ class BeamSearch:
             elif end is not None and place < self.width:
                 finished.append(self._output(best, end, yields))
         self._found = sorted(self._found + finished, key=lambda output: -output.score)[: self.width]
-        self.is_done = not running or self._is_settled(running[0].cumulative_logprob, num_output_tokens)
+        self.is_done = not running or self._is_settled(
+            running[0].cumulative_logprob, num_output_tokens
+        )
         children = [] if self.is_done else self._children(running, yields)
         self.beams = [child.beam for child in children]
         return children
@@ -160,7 +178,9 @@ class BeamSearch:
             return Finish("error", error="the beam search found no token that could follow")
         return Finish(self._found[0].finish_reason)
 
-    def _candidates(self, rows: Sequence[TokenRow], yields: dict[str, RowResult]) -> list[Continuation]:
+    def _candidates(
+        self, rows: Sequence[TokenRow], yields: dict[str, RowResult]
+    ) -> list[Continuation]:
         """The best continuations of all rows together, in order."""
         num_output_tokens = rows[0].num_tokens - self._num_prompt_tokens
         banned = self._end_token_ids if num_output_tokens < self._params.min_tokens else frozenset()
@@ -170,13 +190,17 @@ class BeamSearch:
             for place, (token_id, logprob) in enumerate(_alternatives(yields[row.request_id]))
             if token_id not in banned and logprob > -math.inf
         ]
-        return heapq.nlargest(self._width.num_candidates, every, key=lambda best: best.cumulative_logprob)
+        return heapq.nlargest(
+            self._width.num_candidates, every, key=lambda best: best.cumulative_logprob
+        )
 
     def _end_of(self, best: Continuation, num_output_tokens: int) -> Finish | None:
         if best.token_id in self._end_token_ids:
             return Finish("stop", None if best.token_id in self._eos_token_ids else best.token_id)
         if self._stop_texts is not None and num_output_tokens > self._params.min_tokens:
-            text = self._stop_texts.ended_by(best.row.token_ids[self._num_prompt_tokens :], best.token_id)
+            text = self._stop_texts.ended_by(
+                best.row.token_ids[self._num_prompt_tokens :], best.token_id
+            )
             if text is not None:
                 return Finish("stop", text)
         return Finish("length") if num_output_tokens >= self._max_output_tokens else None
@@ -194,7 +218,14 @@ class BeamSearch:
     def _output(self, best: Continuation, end: Finish, yields: dict[str, RowResult]) -> BeamOutput:
         token_ids = [*best.row.token_ids[self._num_prompt_tokens :], best.token_id]
         score = best.cumulative_logprob / math.pow(len(token_ids), self._params.length_penalty)
-        return BeamOutput(token_ids, best.cumulative_logprob, score, end.reason, end.stop_reason, self._logprobs(best, yields))
+        return BeamOutput(
+            token_ids,
+            best.cumulative_logprob,
+            score,
+            end.reason,
+            end.stop_reason,
+            self._logprobs(best, yields),
+        )
 
     def _logprobs(self, best: Continuation, yields: dict[str, RowResult]) -> list[TokenLogprobs]:
         if self._params.logprobs is None:
@@ -202,10 +233,14 @@ class BeamSearch:
         before = best.row.logprobs if isinstance(best.row, Beam) else []
         return [*before, _chosen(yields[best.row.request_id], best.place, self._params.logprobs)]
 
-    # -- beams ----------------------------------------------------------------------------------------------------------
+    # -- beams -------------------------------------------------------------------------------------
 
-    def _children(self, running: Sequence[Continuation], yields: dict[str, RowResult]) -> list[Child]:
-        """The first child of a beam goes on in its place, and in its row on the worker where that drew the same token."""
+    def _children(
+        self, running: Sequence[Continuation], yields: dict[str, RowResult]
+    ) -> list[Child]:
+        """The first child of a beam goes on in its place, and in its row on the worker where that
+        drew the same token.
+        """
         heirs: set[str] = set()
         children = []
         for best in running:
@@ -214,8 +249,16 @@ class BeamSearch:
             name = parent_id if inherits else self._new_name()
             heirs.add(parent_id)
             logprobs = self._logprobs(best, yields)
-            beam = Beam(name, [*row.token_ids, best.token_id], row.num_tokens, best.cumulative_logprob, logprobs)
-            beam.is_on_worker = inherits and row.is_on_worker and yields[parent_id].token_ids == [best.token_id]
+            beam = Beam(
+                name,
+                [*row.token_ids, best.token_id],
+                row.num_tokens,
+                best.cumulative_logprob,
+                logprobs,
+            )
+            beam.is_on_worker = (
+                inherits and row.is_on_worker and yields[parent_id].token_ids == [best.token_id]
+            )
             children.append(Child(beam, parent_id))
         return children
 
@@ -224,13 +267,21 @@ class BeamSearch:
         return f"{self._request_id}/{self._num_names}"
 
     def fold(self, trunk: list[int]) -> list[int]:
-        """Nothing is computed any more: the tokens to begin with. `trunk` are those of a search that has no beams."""
+        """Nothing is computed any more: the tokens to begin with. `trunk` are those of a search
+        that has no beams.
+        """
         self._yields.clear()
         if not self.beams:
             return trunk
         self._folded, self.beams = self.beams, []
-        first, last = min(beam.token_ids for beam in self._folded), max(beam.token_ids for beam in self._folded)
-        length = next((index for index, (a, b) in enumerate(zip(first, last, strict=True)) if a != b), len(first) - 1)
+        first, last = (
+            min(beam.token_ids for beam in self._folded),
+            max(beam.token_ids for beam in self._folded),
+        )
+        length = next(
+            (index for index, (a, b) in enumerate(zip(first, last, strict=True)) if a != b),
+            len(first) - 1,
+        )
         return first[:length]
 
     def _unfold(self, trunk: TokenRow) -> list[Child]:
@@ -256,7 +307,16 @@ def _alternatives(result: RowResult) -> list[tuple[int, float]]:
 
 
 def _chosen(result: RowResult, place: int, num_logprobs: int) -> TokenLogprobs:
-    """As if the token at `place` among the best had been drawn, with as many of the best as the user wants."""
-    entry, wanted = _entry(result), range(1, len(_entry(result).token_ids) if num_logprobs == -1 else 1 + num_logprobs)
+    """As if the token at `place` among the best had been drawn, with as many of the best as the
+    user wants.
+    """
+    entry, wanted = (
+        _entry(result),
+        range(1, len(_entry(result).token_ids) if num_logprobs == -1 else 1 + num_logprobs),
+    )
     order = [place + 1, *wanted]
-    return TokenLogprobs([entry.token_ids[i] for i in order], [entry.logprobs[i] for i in order], [entry.ranks[i] for i in order])
+    return TokenLogprobs(
+        [entry.token_ids[i] for i in order],
+        [entry.logprobs[i] for i in order],
+        [entry.ranks[i] for i in order],
+    )

@@ -1,6 +1,8 @@
-"""A request as the core knows it: what came in (EngineRequest), its state (Request), and what goes out (EngineOutput).
+"""A request as the core knows it: what came in (EngineRequest), its state (Request), and what goes
+out (EngineOutput).
 
-One sample each: the front makes n of them where a user asks for n. Knows no text, no block and no array.
+One sample each: the front makes n of them where a user asks for n. Knows no text, no block and no
+array.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class EngineRequest(msgspec.Struct):
     """Empty where they are to be ignored."""
     sample_index: int = 0
     fork_of: str | None = None
-    """The request that computes the same prompt, whose blocks this one is to share once they hold it."""
+    """The request that computes the same prompt, whose blocks this one is to share once they hold
+    it.
+    """
     cache_salt: str = ""
     """Prefix hits happen among equal salts only."""
     priority: int = 0
@@ -45,11 +49,14 @@ class EngineRequest(msgspec.Struct):
     resumed: bool = False
     """An earlier core knew it."""
     one_token: bool = False
-    """It ends as if aborted once it has yielded one more token, where that is not its end anyway."""
+    """It ends as if aborted once it has yielded one more token, where that is not its end anyway.
+    """
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
-    """What one step gave one request. The last one of a request, and only that, has a finish_reason."""
+    """What one step gave one request. The last one of a request, and only that, has a
+    finish_reason.
+    """
 
     request_id: str
     token_ids: list[int] = []
@@ -67,7 +74,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     """Of the preemptions, those to host memory."""
     scheduled_ts: float | None = None
     beams: list[BeamOutput] | None = None
-    """What a beam search has found, all at once with the finish_reason; it yields no tokens before."""
+    """What a beam search has found, all at once with the finish_reason; it yields no tokens before.
+    """
     timings: Timings | None = None
     """With the finish_reason, and wherever the front may end the request because of a text."""
 
@@ -82,9 +90,10 @@ class RequestStatus(Enum):
 class Request(TokenRow):
     """Tokens, counts and state of one request; the scheduler is its only writer.
 
-    `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each one that was sampled. `max_num_tokens` is the
-    most it may ever hold, by max_tokens, the context and the KV cache. One with a `search` computes its prompt itself and then, in a row
-    for each, the beams; it is preempted, returns and ends with all of them.
+    `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each one that was
+    sampled. `max_num_tokens` is the most it may ever hold, by max_tokens, the context and the KV
+    cache. One with a `search` computes its prompt itself and then, in a row for each, the beams; it
+    is preempted, returns and ends with all of them.
     """
 
     __slots__ = (
@@ -106,7 +115,9 @@ class Request(TokenRow):
         "watch",
     )
 
-    def __init__(self, source: EngineRequest, *, max_num_tokens: int, stop_texts: StopTexts | None = None) -> None:
+    def __init__(
+        self, source: EngineRequest, *, max_num_tokens: int, stop_texts: StopTexts | None = None
+    ) -> None:
         """`stop_texts`: of a beam search with stop strings."""
         super().__init__(source.request_id, [*source.prompt_token_ids, *source.output_token_ids])
         params = source.params
@@ -117,7 +128,9 @@ class Request(TokenRow):
         if params.max_tokens is not None:
             self.max_num_tokens = min(max_num_tokens, self.num_prompt_tokens + params.max_tokens)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.end_token_ids = frozenset(source.eos_token_ids) | frozenset(params.stop_token_ids or ())
+        self.end_token_ids = frozenset(source.eos_token_ids) | frozenset(
+            params.stop_token_ids or ()
+        )
         self.fork_of = source.fork_of
         self.status = RequestStatus.WAITING
         self.num_cached_tokens = 0
@@ -171,8 +184,12 @@ class Request(TokenRow):
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many tokens may be found computed: a prompt logprob needs the activations of the token before."""
-        return self.params.first_prompt_logprob - 1 if self.wants_prompt_logprobs else self.num_tokens
+        """How many tokens may be found computed: a prompt logprob needs the activations of the
+        token before.
+        """
+        return (
+            self.params.first_prompt_logprob - 1 if self.wants_prompt_logprobs else self.num_tokens
+        )
 
     def take_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Those of the prompt's tokens from `position` on, of which some may not be wanted."""
@@ -180,7 +197,8 @@ class Request(TokenRow):
 
     @property
     def num_plain_draws(self) -> int:
-        """Tokens that it may draw one after another before the scheduler or the worker has something to do for it.
+        """Tokens that it may draw one after another before the scheduler or the worker has
+        something to do for it.
 
         Its length ends it no earlier, and it is told no earlier that it may end (min_tokens).
         """
@@ -228,7 +246,12 @@ class Request(TokenRow):
 
     def timings(self, so_far: Timings) -> Timings:
         """With its own counts."""
-        return replace(so_far, cached_tokens=self.num_cached_tokens, num_preemptions=self.num_preemptions, num_swaps=self.num_swaps)
+        return replace(
+            so_far,
+            cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_swaps=self.num_swaps,
+        )
 
     def swap_out(self) -> None:
         """Off the device, with all that is computed."""
@@ -246,7 +269,9 @@ class Request(TokenRow):
 
 
 def needs_last_token(params: SamplingParams) -> str:
-    """Why a request's next token cannot be drawn by who does not know its last one; "" where its number is enough."""
+    """Why a request's next token cannot be drawn by who does not know its last one; "" where its
+    number is enough.
+    """
     if params.beam_width is not None:
         return "a beam search: which beams go on is decided by what they yield"
     if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:

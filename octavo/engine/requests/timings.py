@@ -1,8 +1,10 @@
-"""Where each request's time went: what it waited for, prefill, decode, preemptions, and the batches that it ran in.
+"""Where each request's time went: what it waited for, prefill, decode, preemptions, and the batches
+that it ran in.
 
-The scheduler tells what happens. Decides nothing and reads no clock: a step's end is its beginning and the seconds that the executor was
-busy. No work is done for each request in each step: those that wait share one total of seconds for each reason, those that run one count
-of steps, and a request remembers how these stood when it began to wait or to run.
+The scheduler tells what happens. Decides nothing and reads no clock: a step's end is its beginning
+and the seconds that the executor was busy. No work is done for each request in each step: those
+that wait share one total of seconds for each reason, those that run one count of steps, and a
+request remembers how these stood when it began to wait or to run.
 """
 
 from __future__ import annotations
@@ -35,7 +37,17 @@ class Stretch(NamedTuple):
 class Stopwatch:
     """What is known of one request so far; moments and seconds on the scheduler's clock."""
 
-    __slots__ = ("arrival", "first_token", "paused", "preempted_s", "resumed", "since", "started", "stretches", "waits")
+    __slots__ = (
+        "arrival",
+        "first_token",
+        "paused",
+        "preempted_s",
+        "resumed",
+        "since",
+        "started",
+        "stretches",
+        "waits",
+    )
 
     def __init__(self, arrival: float, *, resumed: bool = False) -> None:
         self.arrival = arrival
@@ -61,7 +73,9 @@ class Timekeeper:
         self._begun: deque[tuple[float, int]] = deque()
         """Of the plans in flight: when they were made, and their rows."""
         self._computed_until = 0.0
-        """By the last step that came back; the device goes on from there where the next one was planned before."""
+        """By the last step that came back; the device goes on from there where the next one was
+        planned before.
+        """
         self.waits_for = ""
         """What keeps requests from starting, by the last plan; "" where nobody waits."""
         self._waited: dict[str, float] = {}
@@ -75,15 +89,19 @@ class Timekeeper:
         self._num_ahead = 0
         """Decode steps of the plan in flight that are computed and counted."""
         self._peaks: list[tuple[int, int]] = []
-        """(step, rows), falling: from any step on, the largest batch is that of the first entry not before it."""
+        """(step, rows), falling: from any step on, the largest batch is that of the first entry not
+        before it.
+        """
 
-    # -- steps ----------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def begin_step(self, now: float) -> None:
         if self.waits_for:
             self._waited[self.waits_for] = self._waited.get(self.waits_for, 0.0) + now - self._now
         for watch in self._arrived:
-            watch.waits = {reason: -total for reason, total in self._waited.items()} | self._before_plans(watch, now)
+            watch.waits = {
+                reason: -total for reason, total in self._waited.items()
+            } | self._before_plans(watch, now)
         self._arrived.clear()
         self._now = self._end = now
 
@@ -121,7 +139,7 @@ class Timekeeper:
         self._num_steps_done += num_done
         self._num_rows_done += num_done * num_rows
 
-    # -- requests -------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def arrived(self, watch: Stopwatch) -> None:
         self._arrived.append(watch)
@@ -146,19 +164,26 @@ class Timekeeper:
         watch.first_token = self._end
 
     def so_far(self, watch: Stopwatch) -> Timings:
-        """As if it ended with the last step, wherever it stands; the counts that the request itself has are left at 0."""
+        """As if it ended with the last step, wherever it stands; the counts that the request itself
+        has are left at 0.
+        """
         end = max(self._end, watch.arrival, watch.started or 0.0)
         started = end if watch.started is None else watch.started
         first_token = end if watch.first_token is None else watch.first_token
-        stretches = watch.stretches if watch.since is None else [*watch.stretches, self._stretch(watch)]
+        stretches = (
+            watch.stretches if watch.since is None else [*watch.stretches, self._stretch(watch)]
+        )
         num_steps = sum(stretch.num_steps for stretch in stretches)
         return Timings(
             queued_s=max(0.0, started - watch.arrival),
             prefill_s=first_token - started,
             decode_s=end - first_token,
-            preempted_s=watch.preempted_s + (0.0 if watch.paused is None else max(0.0, end - watch.paused)),
+            preempted_s=watch.preempted_s
+            + (0.0 if watch.paused is None else max(0.0, end - watch.paused)),
             num_steps=num_steps,
-            mean_batch_size=sum(stretch.num_rows for stretch in stretches) / num_steps if num_steps else 0.0,
+            mean_batch_size=sum(stretch.num_rows for stretch in stretches) / num_steps
+            if num_steps
+            else 0.0,
             max_batch_size=max((stretch.largest for stretch in stretches), default=0),
             waits=self._waits(watch) if watch.started is None else watch.waits,
         )
@@ -174,7 +199,9 @@ class Timekeeper:
         """Until now, of one that has not started."""
         if watch in self._arrived:
             return {}
-        found = {reason: total + watch.waits.get(reason, 0.0) for reason, total in self._waited.items()}
+        found = {
+            reason: total + watch.waits.get(reason, 0.0) for reason, total in self._waited.items()
+        }
         found |= {reason: watch.waits[reason] for reason in BEFORE_PLANS if reason in watch.waits}
         return {reason: seconds for reason, seconds in found.items() if seconds > 0}
 
@@ -185,4 +212,6 @@ class Timekeeper:
         if self._num_steps_done <= first_step:
             return Stretch(0, 0, 0)
         largest = self._peaks[bisect_left(self._peaks, (first_step, 0))][1]
-        return Stretch(self._num_steps_done - first_step, self._num_rows_done - rows_before, largest)
+        return Stretch(
+            self._num_steps_done - first_step, self._num_rows_done - rows_before, largest
+        )

@@ -1,8 +1,11 @@
-"""How many waiting requests may start in this step: all that fit, or, for comparison, batches that run to their end before the next.
+"""How many waiting requests may start in this step: all that fit, or, for comparison, batches that
+run to their end before the next.
 
-Each returns a number; none knows blocks or reads a clock. `static` takes what waits once the last batch has ended; `dynamic` waits up
-to a window for the batch to fill; `none` takes one request at a time. The delay keeps prompts that cannot be chunked from starving
-those that generate. Sources: continuous batching (Orca, Yu et al. 2022), which these are compared with; the delay factor is vLLM's.
+Each returns a number; none knows blocks or reads a clock. `static` takes what waits once the last
+batch has ended; `dynamic` waits up to a window for the batch to fill; `none` takes one request at a
+time. The delay keeps prompts that cannot be chunked from starving those that generate. Sources:
+continuous batching (Orca, Yu et al. 2022), which these are compared with; the delay factor is
+vLLM's.
 """
 
 from __future__ import annotations
@@ -74,14 +77,19 @@ class Batches:
         return self.max_num_seqs
 
     def opens_at(self, crowd: Crowd) -> float:
-        return crowd.now if crowd.num_waiting >= self.max_num_seqs else crowd.arrival_time + self.window_s
+        return (
+            crowd.now
+            if crowd.num_waiting >= self.max_num_seqs
+            else crowd.arrival_time + self.window_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
     """After a step with a prompt, those that run go on alone for `factor` times as long as it took.
 
-    vLLM counts from the first request's arrival instead, which holds back nothing once a queue has formed.
+    vLLM counts from the first request's arrival instead, which holds back nothing once a queue has
+    formed.
     """
 
     inner: Batching
@@ -99,9 +107,13 @@ class Delayed:
         return self.inner.opens_at(crowd)
 
 
-def build_batching(kind: Kind, *, max_num_seqs: int, window_s: float, delay_factor: float) -> Batching:
+def build_batching(
+    kind: Kind, *, max_num_seqs: int, window_s: float, delay_factor: float
+) -> Batching:
     """`delay_factor` 0: no delay."""
     batching: Batching = Continuous(max_num_seqs)
     if kind != "continuous":
-        batching = Batches(1 if kind == "none" else max_num_seqs, window_s if kind == "dynamic" else 0.0)
+        batching = Batches(
+            1 if kind == "none" else max_num_seqs, window_s if kind == "dynamic" else 0.0
+        )
     return Delayed(batching, delay_factor) if delay_factor else batching

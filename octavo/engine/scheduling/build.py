@@ -1,4 +1,5 @@
-"""A Scheduler and its collaborators, out of the options: what an engine, a simulation and a replay have in common.
+"""A Scheduler and its collaborators, out of the options: what an engine, a simulation and a replay
+have in common.
 
 Knows no model: its cache groups and its context are arguments.
 """
@@ -42,7 +43,13 @@ def build_scheduler(
         connector=None if tiers is None else TierConnector(tiers),
     )
     admission = Admission(
-        prompt_limits(options, cache, max_model_len=max_model_len, kv_capacity_tokens=blocks.capacity_tokens, block_size=block_size),
+        prompt_limits(
+            options,
+            cache,
+            max_model_len=max_model_len,
+            kv_capacity_tokens=blocks.capacity_tokens,
+            block_size=block_size,
+        ),
         watermark_blocks=math.ceil(options.watermark * min(group.num_blocks for group in groups)),
     )
     return Scheduler(
@@ -50,7 +57,9 @@ def build_scheduler(
         limits=StepLimits(
             options.max_num_batched_tokens,
             options.max_num_seqs,
-            max_chunk=(options.long_prefill_token_threshold or options.max_num_batched_tokens) if options.enable_chunked_prefill else None,
+            max_chunk=(options.long_prefill_token_threshold or options.max_num_batched_tokens)
+            if options.enable_chunked_prefill
+            else None,
             keeps_kv=cache.kv_cache,
         ),
         admission=admission,
@@ -68,7 +77,12 @@ def build_scheduler(
 
 
 def prompt_limits(
-    options: SchedulerOptions, cache: CacheOptions, *, max_model_len: int, kv_capacity_tokens: int, block_size: int
+    options: SchedulerOptions,
+    cache: CacheOptions,
+    *,
+    max_model_len: int,
+    kv_capacity_tokens: int,
+    block_size: int,
 ) -> PromptLimits:
     return PromptLimits(
         max_prompt_len=options.max_prompt_len,

@@ -1,15 +1,19 @@
-"""How many decode steps one plan may hold: as many as can be computed one after another with nothing to decide between them.
+"""How many decode steps one plan may hold: as many as can be computed one after another with
+nothing to decide between them.
 
-Python's share of a step is paid once for all of them. Returns a number, and gives the plan's rows the blocks that it takes; reads no clock.
-Source: multi-step scheduling (vLLM 0.6, 2024).
+Python's share of a step is paid once for all of them. Returns a number, and gives the plan's rows
+the blocks that it takes; reads no clock. Source: multi-step scheduling (vLLM 0.6, 2024).
 """
 
 from __future__ import annotations
 
 from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.scheduling.step_builder import StepBuilder
 
 MAX_CALL_S = 0.1
-"""Of the steps together (decision 0019): so long may whoever comes meanwhile have to wait for a place, were nobody to look between them."""
+"""Of the steps together (decision 0019): so long may whoever comes meanwhile have to wait for a
+place, were nobody to look between them.
+"""
 
 
 class DecodeSteps:
@@ -17,29 +21,48 @@ class DecodeSteps:
         self._blocks = blocks
         self._max_num_steps = max_num_steps
 
-    def num_steps(self, draft: Draft, *, num_running: int) -> int:
-        """Of a draft that is complete, while nobody waits. Its rows have blocks for the tokens of so many steps then."""
-        num_steps = self._allowed(draft, num_running)
-        while num_steps > 1 and not self._reserve(draft, num_steps):
+    def num_steps(self, builder: StepBuilder, *, num_running: int) -> int:
+        """Of a draft that is complete, while nobody waits. Its rows have blocks for the tokens of
+        so many steps then.
+        """
+        num_steps = self._allowed(builder, num_running)
+        while num_steps > 1 and not self._reserve(builder, num_steps):
             num_steps //= 2
         return max(1, num_steps)
 
-    def _allowed(self, draft: Draft, num_running: int) -> int:
-        """Without looking at blocks: all decode, none ends or draws in another way before the last step, no block moves."""
-        step_s = draft.rates.decode_step_s
-        if self._max_num_steps == 1 or not step_s or draft.moves or draft.has_prompt or len(draft.rows) != num_running:
+    def _allowed(self, builder: StepBuilder, num_running: int) -> int:
+        """Without looking at blocks: all decode, none ends or draws in another way before the last
+        step, no block moves.
+        """
+        step_s = builder.rates.decode_step_s
+        if (
+            self._max_num_steps == 1
+            or not step_s
+            or builder.moves
+            or builder.has_prompt
+            or len(builder.rows) != num_running
+        ):
             return 1
         most = min(self._max_num_steps, int(MAX_CALL_S / step_s))
-        if most < 2 or not all(row.samples and row.num_tokens == 1 for row in draft.rows):
+        if most < 2 or not all(row.samples and row.num_tokens == 1 for row in builder.rows):
             return 1
-        return min(most, *(request.num_plain_draws for request, _ in draft.owners)) if draft.rows else 1
+        return (
+            min(most, *(request.num_plain_draws for request, _ in builder.owners))
+            if builder.rows
+            else 1
+        )
 
-    def _reserve(self, draft: Draft, num_steps: int) -> bool:
+    def _reserve(self, builder: StepBuilder, num_steps: int) -> bool:
         """Blocks for all rows' tokens, or for none."""
-        grants = self._blocks.reserve({row.request_id: row.start + num_steps for row in draft.rows})
+        grants = self._blocks.reserve(
+            {row.request_id: row.start + num_steps for row in builder.rows}
+        )
         if grants is None:
             return False
-        for row in draft.rows:
+        for row in builder.rows:
             if added := grants.get(row.request_id):
-                row.new_block_ids = [old + new for old, new in zip(row.new_block_ids or [[]] * len(added), added, strict=True)]
+                row.new_block_ids = [
+                    old + new
+                    for old, new in zip(row.new_block_ids or [[]] * len(added), added, strict=True)
+                ]
         return True

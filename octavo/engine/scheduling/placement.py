@@ -1,7 +1,8 @@
-"""How a request comes onto the device and off it: blocks for its rows (found, shared, taken, swapped in), and the worker's rows freed.
+"""How a request comes onto the device and off it: blocks for its rows (found, shared, taken,
+swapped in), and the worker's rows freed.
 
-All rows of a request come and go together. Decides nothing about whose turn it is; it says whether there is room, and what is waited for
-where there is none.
+All rows of a request come and go together. Decides nothing about whose turn it is; it says whether
+there is room, and what is waited for where there is none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from octavo.engine.requests.beam_search import Child
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.admission import NO_BLOCKS, NO_PROMPT, OK, READING, Admission, Answer
+from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.step import BlockMove
 
 Mode = Literal["auto", "swap", "recompute"]
@@ -28,15 +30,23 @@ class Preemption:
         self._mode = mode
 
     def swap_out(self, request: Request, rates: Rates) -> list[BlockMove] | None:
-        """All blocks of the request's computed tokens, moved to the host; None, and nothing done, where it is to be computed again."""
+        """All blocks of the request's computed tokens, moved to the host; None, and nothing done,
+        where it is to be computed again.
+        """
         computed = {row.request_id: row.num_computed_tokens for row in request.rows}
         num_tokens = sum(computed.values())
-        if num_tokens == 0 or self._mode == "recompute" or (self._mode == "auto" and not self._is_swap_cheaper(num_tokens, rates)):
+        if (
+            num_tokens == 0
+            or self._mode == "recompute"
+            or (self._mode == "auto" and not self._is_swap_cheaper(num_tokens, rates))
+        ):
             return None
         return self._blocks.swap_out(computed)
 
     def _is_swap_cheaper(self, num_tokens: int, rates: Rates) -> bool:
-        """Out and in again, against a prefill of which nothing is found in the prefix cache; what beams share counts twice in both."""
+        """Out and in again, against a prefill of which nothing is found in the prefix cache; what
+        beams share counts twice in both.
+        """
         if rates.swap_blocks_per_s is None or rates.prefill_tokens_per_s is None:
             return True
         num_blocks = len(self._blocks.pools) * -(-num_tokens // self._blocks.block_size)
@@ -44,7 +54,9 @@ class Preemption:
 
 
 class Placement:
-    """`num_running` is always the number of running rows, beside which some blocks are to stay free."""
+    """`num_running` is always the number of running rows, beside which some blocks are to stay
+    free.
+    """
 
     def __init__(self, blocks: BlockManager, admission: Admission, preemption: Preemption) -> None:
         self._blocks = blocks
@@ -61,24 +73,44 @@ class Placement:
         """Nobody knows whether they were: twice does no harm."""
         self._freed_rows += freed_rows
 
-    # -- a request starts -----------------------------------------------------------------------------------------------
+    # -- a request starts --------------------------------------------------------------------------
 
-    def start(self, request: Request, parent: Request | None, draft: Draft, *, room: int, num_running: int) -> Answer:
-        """By itself, or sharing the blocks of `parent`, the sample whose prompt it has. `room`: rows that may be added."""
+    def start(
+        self,
+        request: Request,
+        parent: Request | None,
+        builder: StepBuilder,
+        *,
+        room: int,
+        num_running: int,
+    ) -> Answer:
+        """By itself, or sharing the blocks of `parent`, the sample whose prompt it has. `room`:
+        rows that may be added.
+        """
         parent = parent if parent is not None and self._is_shareable(request, parent) else None
         if parent is not None and not _has_prompt(parent):
             return NO_PROMPT
-        nearer = HERE if parent is not None else self.read_ahead(request, num_running, at_once=not num_running)
-        draft.moves += nearer.moves
+        nearer = (
+            HERE
+            if parent is not None
+            else self.read_ahead(request, num_running, at_once=not num_running)
+        )
+        builder.moves += nearer.moves
         if nearer.is_waiting:
             return READING
-        answer = self._admission.may_start(request.num_tokens, budget=draft.budget, room=room, num_seqs=request.num_seqs)
+        answer = self._admission.may_start(
+            request.num_tokens, budget=builder.budget, room=room, num_seqs=request.num_seqs
+        )
         if answer is not OK:
             return answer
-        moves = self._take_blocks(request, draft, num_running) if parent is None else self._fork(request, parent)
+        moves = (
+            self._take_blocks(request, builder, num_running)
+            if parent is None
+            else self._fork(request, parent)
+        )
         if moves is None:
             return NO_BLOCKS
-        draft.moves += moves
+        builder.moves += moves
         return OK
 
     def read_ahead(self, request: Request, num_running: int, *, at_once: bool) -> Nearer:
@@ -92,19 +124,27 @@ class Placement:
         )
 
     def _is_shareable(self, request: Request, parent: Request) -> bool:
-        """Not where the parent has lost what is to be shared, and computes it again, or has let go of it."""
-        if not self._blocks.shares_blocks or (parent.status is RequestStatus.WAITING and parent.num_preemptions):
+        """Not where the parent has lost what is to be shared, and computes it again, or has let go
+        of it.
+        """
+        if not self._blocks.shares_blocks or (
+            parent.status is RequestStatus.WAITING and parent.num_preemptions
+        ):
             return False
-        return not _has_prompt(parent) or self._blocks.can_fork(parent.request_id, request.num_prompt_tokens - 1)
+        return not _has_prompt(parent) or self._blocks.can_fork(
+            parent.request_id, request.num_prompt_tokens - 1
+        )
 
-    def _take_blocks(self, request: Request, draft: Draft, num_running: int) -> list[BlockMove] | None:
+    def _take_blocks(
+        self, request: Request, builder: StepBuilder, num_running: int
+    ) -> list[BlockMove] | None:
         start = self._blocks.start(
             request.request_id,
             request.token_ids,
             salt=request.source.cache_salt,
             max_cached_tokens=request.max_cached_tokens,
             reserve=self._admission.reserve(num_running) + self._branches_reserve(request),
-            step_tokens=draft.budget,
+            step_tokens=builder.budget,
         )
         if start is None:
             return None
@@ -114,13 +154,17 @@ class Placement:
         return start.moves
 
     def _branches_reserve(self, request: Request) -> int:
-        """Blocks to stay free where the request is the trunk of beams: each will write one of its own, one of them the last."""
+        """Blocks to stay free where the request is the trunk of beams: each will write one of its
+        own, one of them the last.
+        """
         if request.search is None:
             return 0
         return request.num_seqs - (request.num_tokens % self._blocks.block_size != 0)
 
     def _fork(self, request: Request, parent: Request) -> list[BlockMove] | None:
-        """Shares the parent's prompt, of which the last token is computed again: its logits are wanted, and its block copied."""
+        """Shares the parent's prompt, of which the last token is computed again: its logits are
+        wanted, and its block copied.
+        """
         num_computed = request.num_prompt_tokens - 1
         self._blocks.fork(parent.request_id, request.request_id, num_computed)
         grant = self._blocks.grow(request.request_id, num_computed, request.num_tokens)
@@ -130,10 +174,12 @@ class Placement:
         request.num_computed_tokens = request.num_cached_tokens = num_computed
         return grant.moves
 
-    # -- its rows branch off each other ---------------------------------------------------------------------------------
+    # -- its rows branch off each other ------------------------------------------------------------
 
     def branch(self, rows: Sequence[TokenRow], children: Sequence[Child]) -> None:
-        """`children` take the place of `rows`: they share what their parents have computed. Rows without a child are gone."""
+        """`children` take the place of `rows`: they share what their parents have computed. Rows
+        without a child are gone.
+        """
         for beam, parent_id in children:
             if beam.request_id != parent_id:
                 self._blocks.fork(parent_id, beam.request_id, beam.num_computed_tokens)
@@ -145,7 +191,7 @@ class Placement:
             if not kept.get(row.request_id, False):
                 self._freed_rows.append(row.request_id)
 
-    # -- a request leaves, for good or for a while ----------------------------------------------------------------------
+    # -- a request leaves, for good or for a while -------------------------------------------------
 
     def forget(self, request: Request) -> None:
         """What was computed of it is not found again."""
@@ -165,14 +211,17 @@ class Placement:
             self._leave_worker(request)
         return moves
 
-    def swap_in(self, request: Request, draft: Draft, *, num_running: int) -> bool:
+    def swap_in(self, request: Request, builder: StepBuilder, *, num_running: int) -> bool:
         """Whether there was room for all of its rows."""
         moves = self._blocks.swap_in(
-            [SwappedRow(row.request_id, row.num_computed_tokens, row.num_tokens) for row in request.rows],
+            [
+                SwappedRow(row.request_id, row.num_computed_tokens, row.num_tokens)
+                for row in request.rows
+            ],
             reserve=self._admission.reserve(num_running),
-            step_tokens=draft.budget,
+            step_tokens=builder.budget,
         )
-        draft.moves += moves or []
+        builder.moves += moves or []
         return moves is not None
 
     def _leave_worker(self, request: Request) -> None:
@@ -183,4 +232,7 @@ class Placement:
 
 def _has_prompt(parent: Request) -> bool:
     """On the device, but for its last token. One that is swapped out is waited for."""
-    return parent.status is RequestStatus.RUNNING and parent.num_computed_tokens >= parent.num_prompt_tokens - 1
+    return (
+        parent.status is RequestStatus.RUNNING
+        and parent.num_computed_tokens >= parent.num_prompt_tokens - 1
+    )

@@ -1,7 +1,9 @@
-"""Who goes first, and who gives way: the order of the waiting, as an object of its own so that others can be written beside it.
+"""Who goes first, and who gives way: the order of the waiting, as an object of its own so that
+others can be written beside it.
 
-Owns the waiting requests, in lanes: one for all (fcfs), one a priority, one a tenant (fair). Decides over requests only; knows neither
-blocks nor time. Source of the fair policy: virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language Models).
+Owns the waiting requests, in lanes: one for all (fcfs), one a priority, one a tenant (fair).
+Decides over requests only; knows neither blocks nor time. Source of the fair policy: virtual token
+counters (Sheng et al. 2024, Fairness in Serving Large Language Models).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from octavo.engine.requests.request import Request
 KeyT = TypeVar("KeyT")
 
 KEPT_IDLE_TENANTS = 500
-"""Whose counters are remembered while they ask for nothing: any text in a request's `user` field is a tenant."""
+"""Whose counters are remembered while they ask for nothing: any text in a request's `user` field is
+a tenant.
+"""
 
 
 class Policy(Protocol):
@@ -35,7 +39,9 @@ class Policy(Protocol):
         ...
 
     def order(self) -> Iterator[Request]:
-        """The waiting, those to start first in front; read only as far as requests can start, `started` told in between."""
+        """The waiting, those to start first in front; read only as far as requests can start,
+        `started` told in between.
+        """
         ...
 
     def oldest(self) -> Request | None:
@@ -68,7 +74,9 @@ class Policy(Protocol):
 
 
 class Lanes(Generic[KeyT]):
-    """Waiting requests by a key, each lane in its own order. Iterate over copies: lanes come and go."""
+    """Waiting requests by a key, each lane in its own order. Iterate over copies: lanes come and
+    go.
+    """
 
     def __init__(self) -> None:
         self.lanes: dict[KeyT, OrderedDict[str, Request]] = {}
@@ -110,7 +118,9 @@ class Unshared:
 
 
 class FirstComeFirstServed(Unshared):
-    """Waiting requests in their order (a preempted one stands in front); the youngest of the running gives way."""
+    """Waiting requests in their order (a preempted one stands in front); the youngest of the
+    running gives way.
+    """
 
     def __init__(self) -> None:
         self._lanes: Lanes[None] = Lanes()
@@ -168,7 +178,9 @@ class Priority(Unshared):
 
 @dataclass(slots=True)
 class Tenant:
-    """`counter`: tokens served over the tenant's weight, never behind those who were busy while it was not."""
+    """`counter`: tokens served over the tenant's weight, never behind those who were busy while it
+    was not.
+    """
 
     weight: float
     counter: float
@@ -181,10 +193,12 @@ class Tenant:
 
 
 class Fair:
-    """The tenant that was served least, for its weight, goes first; the youngest request of the one served most gives way.
+    """The tenant that was served least, for its weight, goes first; the youngest request of the one
+    served most gives way.
 
-    A prompt is charged when it starts, each new token when it is made; a tenant that returns from idleness takes up the counter of
-    those that are served now, so that idle time is not saved up. At most `max_running` requests of a tenant run.
+    A prompt is charged when it starts, each new token when it is made; a tenant that returns from
+    idleness takes up the counter of those that are served now, so that idle time is not saved up.
+    At most `max_running` requests of a tenant run.
     """
 
     def __init__(self, *, weights: Mapping[str, float], max_running: int | None) -> None:
@@ -245,7 +259,9 @@ class Fair:
         tenant.counter += num_tokens / tenant.weight
 
     def max_chunk(self, num_tokens: int) -> int:
-        """Half of a step while another tenant waits or runs, so that the other's prompt starts beside it."""
+        """Half of a step while another tenant waits or runs, so that the other's prompt starts
+        beside it.
+        """
         return num_tokens if self._num_present < 2 else -(-num_tokens // 2)
 
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
@@ -253,7 +269,9 @@ class Fair:
         return sorted(running, key=lambda request: counters[request.source.tenant])
 
     def victim(self, running: Sequence[Request]) -> Request:
-        return max(reversed(running), key=lambda request: self._tenants[request.source.tenant].counter)
+        return max(
+            reversed(running), key=lambda request: self._tenants[request.source.tenant].counter
+        )
 
     def _may_run(self, tenant: Tenant) -> bool:
         return self._max_running is None or tenant.num_running < self._max_running
@@ -266,10 +284,15 @@ class Fair:
         return tenant
 
     def _sweep(self) -> None:
-        """Forgets idle tenants, those served least first; who comes back after that starts as a new one does."""
+        """Forgets idle tenants, those served least first; who comes back after that starts as a new
+        one does.
+        """
         if len(self._tenants) < self._sweep_at:
             return
-        idle = sorted((name for name, tenant in self._tenants.items() if tenant.is_idle), key=lambda name: self._tenants[name].counter)
+        idle = sorted(
+            (name for name, tenant in self._tenants.items() if tenant.is_idle),
+            key=lambda name: self._tenants[name].counter,
+        )
         for name in idle[:-KEPT_IDLE_TENANTS]:
             del self._tenants[name]
         self._sweep_at = len(self._tenants) + KEPT_IDLE_TENANTS

@@ -1,10 +1,11 @@
 """Decides what each step computes, and takes in what it yielded.
 
-There is no prefill phase and no decode phase: every request has `num_computed_tokens` that catches up with `num_tokens`, under a budget
-of tokens a step and of requests at once. Owns the requests' tokens, counts and states. Reads no clock and measures nothing (time and
-rates are arguments), and sees neither text nor arrays. Who goes first (policy), who may start (admission, batching) and how a request
-comes onto the device and off it (placement) are collaborators.
-Source: continuous batching (Orca, Yu et al. 2022), chunked prefill (Sarathi, Agrawal et al. 2023).
+There is no prefill phase and no decode phase: every request has `num_computed_tokens` that catches
+up with `num_tokens`, under a budget of tokens a step and of requests at once. Owns the requests'
+tokens, counts and states. Reads no clock and measures nothing (time and rates are arguments), and
+sees neither text nor arrays. Who goes first (policy), who may start (admission, batching) and how a
+request comes onto the device and off it (placement) are collaborators. Source: continuous batching
+(Orca, Yu et al. 2022), chunked prefill (Sarathi, Agrawal et al. 2023).
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from octavo.engine.requests.beam_search import BeamSearch
 from octavo.engine.requests.request import EngineOutput, EngineRequest, Request, RequestStatus
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.requests.token_row import Finish, TokenRow
-from octavo.engine.scheduling.admission import HELD_BACK, NO_BLOCKS, NO_PROMPT, OK, READING, Admission, Answer, Verdict
+from octavo.engine.scheduling.admission import (
+    HELD_BACK,
+    NO_BLOCKS,
+    NO_PROMPT,
+    OK,
+    READING,
+    Admission,
+    Answer,
+    Verdict,
+)
 from octavo.engine.scheduling.batching import Batching, Crowd, PromptStep
 from octavo.engine.scheduling.multi_step import DecodeSteps
 from octavo.engine.scheduling.placement import Placement
@@ -34,7 +44,9 @@ from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogp
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What one step may hold. Without `keeps_kv` every step computes all of a request's tokens again, for comparison."""
+    """What one step may hold. Without `keeps_kv` every step computes all of a request's tokens
+    again, for comparison.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -44,15 +56,20 @@ class StepLimits:
 
     def chunk(self, policy: Policy) -> int:
         """Most tokens of one request in the step to come."""
-        return self.max_num_batched_tokens if self.max_chunk is None else policy.max_chunk(self.max_chunk)
+        return (
+            self.max_num_batched_tokens
+            if self.max_chunk is None
+            else policy.max_chunk(self.max_chunk)
+        )
 
 
 class Scheduler:
     """One token budget over running, then swapped, then waiting requests.
 
-    A request that can never fit (its prompt and one token exceed the context or the whole KV cache) fails when it is added; any other
-    is cut to what fits and then ends with "length". So the last running request always finds its blocks once the others have given
-    theirs up, and preemption cannot run in circles.
+    A request that can never fit (its prompt and one token exceed the context or the whole KV cache)
+    fails when it is added; any other is cut to what fits and then ends with "length". So the last
+    running request always finds its blocks once the others have given theirs up, and preemption
+    cannot run in circles.
     """
 
     def __init__(
@@ -67,7 +84,9 @@ class Scheduler:
         decode_steps: DecodeSteps,
         stop_texts: MakeStopTexts | None = None,
     ) -> None:
-        """`stop_texts`: for beam searches with stop strings; those of other requests are found by the front."""
+        """`stop_texts`: for beam searches with stop strings; those of other requests are found by
+        the front.
+        """
         self.blocks = blocks
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -83,7 +102,9 @@ class Scheduler:
         """Rows that the running have, or may come to have."""
         self._in_flight = StepsInFlight()
         self._leaving: list[Request] = []
-        """They have ended, but a step in flight computes them: what they hold is freed when it is back."""
+        """They have ended, but a step in flight computes them: what they hold is freed when it is
+        back.
+        """
         self._outputs: list[EngineOutput] = []
         """Final outputs made between steps: refused and aborted requests."""
         self._times = Timekeeper()
@@ -108,7 +129,8 @@ class Scheduler:
 
     @property
     def waits_for(self) -> str:
-        """What kept the first of the waiting from starting in the last plan; "" where nobody waits."""
+        """What kept the first of the waiting from starting in the last plan; "" where nobody
+        waits."""
         return self._times.waits_for
 
     @property
@@ -117,20 +139,38 @@ class Scheduler:
         return self._in_flight.reason_to_wait(self.running)
 
     def pause_s(self, now: float) -> float:
-        """For how long a step would do nothing, if nobody comes or goes: a batch may wait until it is full."""
-        if self.running or self.swapped or self._outputs or not self._requests or self.blocks.connector.has_work:
+        """For how long a step would do nothing, if nobody comes or goes: a batch may wait until it
+        is full.
+        """
+        if (
+            self.running
+            or self.swapped
+            or self._outputs
+            or not self._requests
+            or self.blocks.connector.has_work
+        ):
             return 0.0
         return max(0.0, self._batching.opens_at(self._crowd(now)) - now)
 
-    # -- requests come and go -------------------------------------------------------------------------------------------
+    # -- requests come and go ----------------------------------------------------------------------
 
     def add(self, source: EngineRequest) -> None:
-        """Queues a request. One that can never fit gets its final output, an error, at the next update."""
+        """Queues a request. One that can never fit gets its final output, an error, at the next
+        update.
+        """
         width = source.params.beam_width
-        limits = self._admission.limits if width is None else self._admission.limits_of(self.blocks.capacity_of(width))
+        limits = (
+            self._admission.limits
+            if width is None
+            else self._admission.limits_of(self.blocks.capacity_of(width))
+        )
         num_prompt_tokens = len(source.prompt_token_ids)
         max_num_tokens = limits.max_num_tokens(num_prompt_tokens, width or 1)
-        stop_texts = self._stop_texts(source.params) if self._stop_texts and width and source.params.stop_strings else None
+        stop_texts = (
+            self._stop_texts(source.params)
+            if self._stop_texts and width and source.params.stop_strings
+            else None
+        )
         request = Request(source, max_num_tokens=max_num_tokens, stop_texts=stop_texts)
         self._stats.num_added += 1
         self._stats.num_added_tokens += num_prompt_tokens
@@ -145,7 +185,9 @@ class Scheduler:
             self._placement.read_ahead(request, self._num_seqs, at_once=True)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request and frees its blocks at once; an unknown one (it may have just finished) is left alone."""
+        """Ends a request and frees its blocks at once; an unknown one (it may have just finished)
+        is left alone.
+        """
         self._give_up(request_id, Finish("abort"))
 
     def fail(self, request_id: str, error: str) -> None:
@@ -160,138 +202,167 @@ class Scheduler:
             self.running.remove(request)
         self._outputs.append(self._finish(request, finish))
 
-    # -- a step is planned ----------------------------------------------------------------------------------------------
+    # -- a step is planned -------------------------------------------------------------------------
 
     def schedule(self, now: float, rates: Rates = UNMEASURED) -> StepPlan:
         budget, chunk = self._limits.max_num_batched_tokens, self._limits.chunk(self._policy)
-        draft = StepBuilder(now, rates, budget, chunk, runs_ahead=bool(self._in_flight))
+        builder = StepBuilder(now, rates, budget, chunk, runs_ahead=bool(self._in_flight))
         self._times.begin_step(now)
         if self._prompt_since is not None:
             self._last_prompt = PromptStep(now, now - self._prompt_since)
-        draft.moves += self.blocks.begin_step()
-        self._continue_running(draft)
-        if not (draft.preempted or draft.is_short):
-            self._return_swapped(draft)
-            self._start_waiting(draft)
-        return self._finish_draft(draft)
+        builder.moves += self.blocks.begin_step()
+        self._continue_running(builder)
+        if not (builder.preempted or builder.is_short):
+            self._return_swapped(builder)
+            self._start_waiting(builder)
+        return self._finish_draft(builder)
 
-    def _continue_running(self, draft: StepBuilder) -> None:
+    def _continue_running(self, builder: StepBuilder) -> None:
         for request in list(self._policy.ranked(self.running)):
-            if draft.budget == 0:
+            if builder.budget == 0:
                 break
-            if request.status is RequestStatus.RUNNING:  # it may have been preempted for one before it
-                self._compute(request, draft)
+            if (
+                request.status is RequestStatus.RUNNING
+            ):  # it may have been preempted for one before it
+                self._compute(request, builder)
 
-    def _compute(self, request: Request, draft: StepBuilder) -> None:
-        """As many tokens of its rows as the budget has. A beam that has none waits for the others."""
+    def _compute(self, request: Request, builder: StepBuilder) -> None:
+        """As many tokens of its rows as the budget has. A beam that has none waits for the
+        others."""
         for row in request.rows:
             start = row.num_planned_tokens
-            end = draft.end_of(request, row, start)
+            end = builder.end_of(request, row, start)
             if end == start:
                 continue
-            grant = self._make_room(request, row, start, end, draft)
+            grant = self._make_room(request, row, start, end, builder)
             if grant is None:
                 return
             if not row.is_on_worker:
-                draft.add_new_row(request, row)
+                builder.add_new_row(request, row)
                 grant = Grant(self.blocks.block_ids(row.request_id), moves=grant.moves)
-            draft.add_row(request, row, start, end, grant)
+            builder.add_row(request, row, start, end, grant)
 
-    def _make_room(self, request: Request, row: TokenRow, start: int, end: int, draft: StepBuilder) -> Grant | None:
-        """Blocks for these tokens, others preempted where they are missing; None where the request itself has to go, or to wait."""
+    def _make_room(
+        self, request: Request, row: TokenRow, start: int, end: int, builder: StepBuilder
+    ) -> Grant | None:
+        """Blocks for these tokens, others preempted where they are missing; None where the request
+        itself has to go, or to wait.
+        """
         while (grant := self.blocks.grow(row.request_id, start, end)) is None:
-            if draft.runs_ahead:
-                draft.is_short, draft.waits_for = True, NO_BLOCKS.reason
+            if builder.runs_ahead:
+                builder.is_short, builder.waits_for = True, NO_BLOCKS.reason
                 return None
             victim = self._policy.victim(self.running)
-            self._preempt(victim, draft)
+            self._preempt(victim, builder)
             if victim is request:
                 return None
         return grant
 
-    def _preempt(self, request: Request, draft: StepBuilder) -> None:
-        """Takes all of a request's blocks: swapped out, or to be computed again, first among the waiting."""
+    def _preempt(self, request: Request, builder: StepBuilder) -> None:
+        """Takes all of a request's blocks: swapped out, or to be computed again, first among the
+        waiting.
+        """
         self.running.remove(request)
         self._num_seqs -= request.num_seqs
         request.num_preemptions += 1
         self._times.preempted(request.watch)
-        draft.preempted = True
-        draft.waits_for = NO_BLOCKS.reason
-        draft.drop_rows(request)
-        moves = self._placement.swap_out(request, draft.rates)
+        builder.preempted = True
+        builder.waits_for = NO_BLOCKS.reason
+        builder.drop_rows(request)
+        moves = self._placement.swap_out(request, builder.rates)
         if moves is None:
             self._start_over(request)
         else:
             request.swap_out()
             self.swapped.insert(0, request)
-            draft.moves += moves
-            draft.swapped_out.append(request)
+            builder.moves += moves
+            builder.swapped_out.append(request)
             self._stats.num_swaps += 1
         self._stats.num_preemptions += 1
 
-    def _return_swapped(self, draft: StepBuilder) -> None:
+    def _return_swapped(self, builder: StepBuilder) -> None:
         for request in list(self._policy.ranked(self.swapped)):
-            if draft.budget == 0 or self._num_seqs + request.num_seqs > self._limits.max_num_seqs:
+            if builder.budget == 0 or self._num_seqs + request.num_seqs > self._limits.max_num_seqs:
                 return
-            if not self._placement.swap_in(request, draft, num_running=self._num_seqs):
+            if not self._placement.swap_in(request, builder, num_running=self._num_seqs):
                 return
             self.swapped.remove(request)
-            self._run(request, draft)
+            self._run(request, builder)
 
-    def _start_waiting(self, draft: StepBuilder) -> None:
-        """In the policy's order, as far as admission and blocks go. Whoever is swapped out comes first."""
+    def _start_waiting(self, builder: StepBuilder) -> None:
+        """In the policy's order, as far as admission and blocks go. Whoever is swapped out comes
+        first.
+        """
         if self.swapped:
-            draft.waits_for = NO_BLOCKS.reason
+            builder.waits_for = NO_BLOCKS.reason
         if self.swapped or not len(self._policy):
             return
-        draft.waits_for = HELD_BACK
-        room = self._batching.room(self._crowd(draft.now))
+        builder.waits_for = HELD_BACK
+        room = self._batching.room(self._crowd(builder.now))
         started: list[Request] = []
         for request in self._policy.order():
-            answer = self._start(request, draft, room if started or self.running else min(room, 1) * self._limits.max_num_seqs)
+            answer = self._start(
+                request,
+                builder,
+                room if started or self.running else min(room, 1) * self._limits.max_num_seqs,
+            )
             if answer is OK:
                 started.append(request)
                 room -= request.num_seqs
                 continue
-            draft.waits_for = answer.reason
+            builder.waits_for = answer.reason
             if answer not in (NO_PROMPT, READING):
                 break
         for request in started:
             self._leave(request)
 
-    def _start(self, request: Request, draft: Draft, room: int) -> Answer:
+    def _start(self, request: Request, builder: StepBuilder, room: int) -> Answer:
         """Runs it where it may; one that is of the batch already needs no more than a place."""
         parent = None if request.fork_of is None else self._requests.get(request.fork_of)
         if request.num_preemptions:
             room = self._limits.max_num_seqs - self._num_seqs
         elif parent is not None and parent.status is RequestStatus.RUNNING:
             room = self._batching.max_num_seqs - self._num_seqs
-        answer = self._placement.start(request, parent, draft, room=room, num_running=self._num_seqs)
+        answer = self._placement.start(
+            request, parent, builder, room=room, num_running=self._num_seqs
+        )
         if answer is OK:
             self._policy.started(request)
-            self._run(request, draft)
+            self._run(request, builder)
         return answer
 
-    def _run(self, request: Request, draft: StepBuilder) -> None:
+    def _run(self, request: Request, builder: StepBuilder) -> None:
         """To the running; it has blocks for as many tokens as the budget has."""
         request.fork_of = None
         request.status = RequestStatus.RUNNING
         if request.scheduled_ts is None:
-            request.scheduled_ts = draft.now
+            request.scheduled_ts = builder.now
         self._times.runs(request.watch)
         self.running.append(request)
         self._num_seqs += request.num_seqs
-        self._compute(request, draft)
+        self._compute(request, builder)
 
-    def _finish_draft(self, draft: StepBuilder) -> StepPlan:
+    def _finish_draft(self, builder: StepBuilder) -> StepPlan:
         freed_rows, connector = self._placement.take_freed_rows(), self.blocks.connector.end_step()
         runs_alone = not (self.swapped or len(self._policy) or self._outputs or self._in_flight)
-        num_steps = self._decode_steps.num_steps(draft, num_running=len(self.running)) if runs_alone else 1
-        plan = StepPlan(self._stats.num_steps, freed_rows, draft.new_rows, draft.moves, draft.rows, connector, num_steps)
-        self._in_flight.add(draft)
-        self._prompt_since = draft.now if draft.has_prompt else None
+        num_steps = (
+            self._decode_steps.num_steps(builder, num_running=len(self.running))
+            if runs_alone
+            else 1
+        )
+        plan = StepPlan(
+            self._stats.num_steps,
+            freed_rows,
+            builder.new_rows,
+            builder.moves,
+            builder.rows,
+            connector,
+            num_steps,
+        )
+        self._in_flight.add(builder)
+        self._prompt_since = builder.now if builder.has_prompt else None
         self._stats.num_steps += 1
-        self._times.planned(len(draft.rows), draft.waits_for if len(self._policy) else "")
+        self._times.planned(len(builder.rows), builder.waits_for if len(self._policy) else "")
         return plan
 
     def _crowd(self, now: float) -> Crowd:
@@ -313,7 +384,8 @@ class Scheduler:
         self._stats.num_waiting_tokens -= request.num_tokens
 
     def plan_failed(self, plan: StepPlan) -> None:
-        """Nobody knows how far it was carried out: rows are freed again (twice does no harm), and what was swapped out starts over.
+        """Nobody knows how far it was carried out: rows are freed again (twice does no harm), and
+        what was swapped out starts over.
 
         The requests that were to be computed fail at `update`.
         """
@@ -331,31 +403,44 @@ class Scheduler:
         self._policy.stopped(request)
         self._wait(request, first=True)
 
-    # -- a step is taken in ---------------------------------------------------------------------------------------------
+    # -- a step is taken in ------------------------------------------------------------------------
 
     def preview(self, rows: Sequence[RowResult], busy_s: float) -> list[EngineOutput]:
-        """What `update` will say of the next decode step of the plan in flight, which ends no request and is not its last."""
+        """What `update` will say of the next decode step of the plan in flight, which ends no
+        request and is not its last.
+        """
         self._times.went_on(busy_s)
         owners = self._in_flight.oldest.owners
-        return [self._output(request, row.token_ids, row.logprobs) for (request, _), row in zip(owners, rows, strict=True)]
+        return [
+            self._output(request, row.token_ids, row.logprobs)
+            for (request, _), row in zip(owners, rows, strict=True)
+        ]
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Advances the requests of the oldest plan that is in flight, finishes and frees; returns what each of them got."""
+        """Advances the requests of the oldest plan that is in flight, finishes and frees; returns
+        what each of them got.
+        """
         owners = self._in_flight.take().owners
         self._times.computed(result.busy_s, result.num_steps)
         self._stats.num_steps += result.num_steps - 1
         outputs, self._outputs = self._outputs, []
         self.blocks.connector.step_done(result.connector)
         any_finished = False
-        for (request, row), scheduled, row_result in zip(owners, plan.rows, result.rows, strict=True):
-            if request.status is RequestStatus.FINISHED:  # one of its beams has failed, or a step that was taken in before ended it
+        for (request, row), scheduled, row_result in zip(
+            owners, plan.rows, result.rows, strict=True
+        ):
+            if (
+                request.status is RequestStatus.FINISHED
+            ):  # one of its beams has failed, or a step that was taken in before ended it
                 continue
             output = self._take(request, row, scheduled, row_result)
             if output is not None:
                 outputs.append(output)
                 any_finished = any_finished or output.finish_reason is not None
         if any_finished:
-            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+            self.running = [
+                request for request in self.running if request.status is RequestStatus.RUNNING
+            ]
         if self._leaving:
             leaving, self._leaving = self._leaving, []
             for request in leaving:
@@ -363,7 +448,9 @@ class Scheduler:
         self._stats.busy_s += result.busy_s
         return outputs
 
-    def _take(self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult) -> EngineOutput | None:
+    def _take(
+        self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult
+    ) -> EngineOutput | None:
         if result.failure is not None:
             return self._finish(request, Finish("error", error=result.failure))
         if result.prompt_logprobs:
@@ -374,7 +461,12 @@ class Scheduler:
         row.num_computed_tokens = scheduled.start + scheduled.num_tokens + max(0, num_drawn - 1)
         row.num_tokens_in_flight -= scheduled.num_tokens
         if self._limits.keeps_kv:
-            self.blocks.record(row.request_id, row.token_ids, row.num_computed_tokens, salt=request.source.cache_salt)
+            self.blocks.record(
+                row.request_id,
+                row.token_ids,
+                row.num_computed_tokens,
+                salt=request.source.cache_salt,
+            )
         elif scheduled.samples:
             row.num_computed_tokens = 0
         if not scheduled.samples:
@@ -383,8 +475,12 @@ class Scheduler:
             return self._take_candidates(request, request.search, row, result)
         return self._take_tokens(request, result, num_drawn, finish)
 
-    def _take_candidates(self, request: Request, search: BeamSearch, row: TokenRow, result: RowResult) -> EngineOutput | None:
-        """Once all beams have yielded theirs, the next ones branch off; once the search is done, all that it has found."""
+    def _take_candidates(
+        self, request: Request, search: BeamSearch, row: TokenRow, result: RowResult
+    ) -> EngineOutput | None:
+        """Once all beams have yielded theirs, the next ones branch off; once the search is done,
+        all that it has found.
+        """
         rows = request.rows
         if not search.take(rows, row, result):
             return None
@@ -401,13 +497,20 @@ class Scheduler:
         request.describe_start(output)
         return output
 
-    def _take_tokens(self, request: Request, result: RowResult, num_drawn: int, finish: Finish | None) -> EngineOutput:
-        """Of the result so many tokens, which the request has already; those after its end are nobody's."""
+    def _take_tokens(
+        self, request: Request, result: RowResult, num_drawn: int, finish: Finish | None
+    ) -> EngineOutput:
+        """Of the result so many tokens, which the request has already; those after its end are
+        nobody's.
+        """
         if request.watch.first_token is None:
             self._times.yielded(request.watch)
         self._stats.generation_tokens += num_drawn
         self._policy.took(request, num_drawn)
-        token_ids, logprobs = result.token_ids[:num_drawn], result.logprobs and result.logprobs[:num_drawn]
+        token_ids, logprobs = (
+            result.token_ids[:num_drawn],
+            result.logprobs and result.logprobs[:num_drawn],
+        )
         if finish is None:
             output = self._output(request, token_ids, logprobs)
         else:
@@ -418,13 +521,20 @@ class Scheduler:
             request.describe_start(output)
         return output
 
-    def _output(self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> EngineOutput:
+    def _output(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> EngineOutput:
         """Of one that goes on, as far as this plane knows."""
-        timings = request.timings(self._times.so_far(request.watch)) if request.params.stop_strings else None
+        timings = (
+            request.timings(self._times.so_far(request.watch))
+            if request.params.stop_strings
+            else None
+        )
         return EngineOutput(request.request_id, token_ids, logprobs, timings=timings)
 
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
-        """Frees all that a request holds, if need be later; out of the running the caller takes it."""
+        """Frees all that a request holds, if need be later; out of the running the caller takes
+        it."""
         if request.status is RequestStatus.WAITING:
             self._leave(request)
         else:

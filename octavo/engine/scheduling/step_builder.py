@@ -33,12 +33,16 @@ class StepBuilder:
     """What keeps requests from starting in this step."""
     has_prompt: bool = False
     runs_ahead: bool = False
-    """A step is in flight, whose tokens nobody knows yet: they are planned with all the same, and nobody is preempted."""
+    """A step is in flight, whose tokens nobody knows yet: they are planned with all the same, and
+    nobody is preempted.
+    """
     is_short: bool = False
     """Somebody found no block, and would have had to preempt."""
 
     def end_of(self, request: Request, row: TokenRow, start: int) -> int:
-        """Up to which token the budget takes it from `start` on. Whoever may go on once a step in flight is back is one further."""
+        """Up to which token the budget takes it from `start` on. Whoever may go on once a step in
+        flight is back is one further.
+        """
         num_tokens = len(row.token_ids)
         if self.runs_ahead and start == num_tokens and request.may_go_on:
             num_tokens += 1
@@ -50,7 +54,10 @@ class StepBuilder:
         self.has_prompt = self.has_prompt or start < request.num_prompt_tokens
         self.moves += grant.moves
         num_known = len(row.token_ids)
-        scores_prompt = request.wants_prompt_logprobs and request.params.first_prompt_logprob <= end <= num_known
+        scores_prompt = (
+            request.wants_prompt_logprobs
+            and request.params.first_prompt_logprob <= end <= num_known
+        )
         num_prompt_logprobs = request.params.prompt_logprobs if scores_prompt else None
         search_of = "" if request.search is None else request.request_id
         self.owners.append((request, row))

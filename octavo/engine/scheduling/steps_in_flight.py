@@ -1,7 +1,9 @@
-"""The steps that are planned and not taken in, and whether one more may be planned before they are: the one place that decides it.
+"""The steps that are planned and not taken in, and whether one more may be planned before they are:
+the one place that decides it.
 
-A plan that is made ahead counts on what the steps before it will yield: how many tokens each row has then, whatever they are. The device
-fills in the tokens. What depends on a token itself, or on who ends with it, waits for the results.
+A plan that is made ahead counts on what the steps before it will yield: how many tokens each row
+has then, whatever they are. The device fills in the tokens. What depends on a token itself, or on
+who ends with it, waits for the results.
 """
 
 from __future__ import annotations
@@ -38,8 +40,15 @@ class StepsInFlight:
     def __bool__(self) -> bool:
         return bool(self._steps)
 
-    def add(self, draft: StepBuilder) -> None:
-        self._steps.append(PlannedStep(draft.owners, [new.request_id for new in draft.new_rows], draft.swapped_out, draft.is_short))
+    def add(self, builder: StepBuilder) -> None:
+        self._steps.append(
+            PlannedStep(
+                builder.owners,
+                [new.request_id for new in builder.new_rows],
+                builder.swapped_out,
+                builder.is_short,
+            )
+        )
 
     @property
     def oldest(self) -> PlannedStep:
@@ -67,5 +76,9 @@ class StepsInFlight:
         for request in running:
             if request.waits_for_tokens:
                 return request.waits_for_tokens
-            anybody_goes_on = anybody_goes_on or request.may_go_on or request.num_planned_tokens < request.num_tokens
+            anybody_goes_on = (
+                anybody_goes_on
+                or request.may_go_on
+                or request.num_planned_tokens < request.num_tokens
+            )
         return "" if anybody_goes_on else ALL_MAY_END

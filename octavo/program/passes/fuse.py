@@ -1,8 +1,9 @@
 """The fuse pass: fewer, larger ops with the same meaning.
 
-Merges Linears that read the same rows (q + k + v, gate + up), and folds into a Linear the norm before it, the gate after it and
-the residual sum behind it. Each rewrite asks only who makes and who reads a Value; none knows a family. What it cannot fold it
-leaves as it stands, which is correct by itself; the result equals the input op for op within rounding.
+Merges Linears that read the same rows (q + k + v, gate + up), and folds into a Linear the norm
+before it, the gate after it and the residual sum behind it. Each rewrite asks only who makes and
+who reads a Value; none knows a family. What it cannot fold it leaves as it stands, which is correct
+by itself; the result equals the input op for op within rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ class _Uses:
 
 
 def _is_plain(op: Op) -> bool:
-    return isinstance(op, Linear) and op.activation is None and op.residual is None and op.gate is None and op.norm is None
+    return (
+        isinstance(op, Linear)
+        and op.activation is None
+        and op.residual is None
+        and op.gate is None
+        and op.norm is None
+    )
 
 
 def _merge_linears(ops: list[Op], uses: _Uses) -> list[Op]:
@@ -61,7 +68,12 @@ def _merge_linears(ops: list[Op], uses: _Uses) -> list[Op]:
 
 def _concatenated(a: Linear, b: Linear) -> Linear:
     biases = (a.biases or (None,) * len(a.weights_)) + (b.biases or (None,) * len(b.weights_))
-    return replace(a, outs=a.outs + b.outs, weights_=a.weights_ + b.weights_, biases=biases if any(biases) else ())
+    return replace(
+        a,
+        outs=a.outs + b.outs,
+        weights_=a.weights_ + b.weights_,
+        biases=biases if any(biases) else (),
+    )
 
 
 def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
@@ -92,7 +104,9 @@ def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
-        if not isinstance(op, RmsNorm | LayerNorm) or (isinstance(op, RmsNorm) and op.group_width not in (0, op.x.width)):
+        if not isinstance(op, RmsNorm | LayerNorm) or (
+            isinstance(op, RmsNorm) and op.group_width not in (0, op.x.width)
+        ):
             continue
         reader = uses.read_once_by(op.out)
         linear = result[reader] if reader is not None else None
@@ -108,7 +122,9 @@ def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
 
 
 def _fold_residuals(ops: list[Op], uses: _Uses) -> list[Op]:
-    """A sum whose one side is a Linear's only out becomes the Linear's residual, where the other side is made before it."""
+    """A sum whose one side is a Linear's only out becomes the Linear's residual, where the other
+    side is made before it.
+    """
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
@@ -117,8 +133,15 @@ def _fold_residuals(ops: list[Op], uses: _Uses) -> list[Op]:
         for mine, other in ((op.a, op.b), (op.b, op.a)):
             source = uses.maker.get(mine)
             linear = result[source] if source is not None else None
-            foldable = isinstance(linear, Linear) and linear.outs == (mine,) and linear.residual is None
-            if source is None or not foldable or uses.read_once_by(mine) != at or uses.maker.get(other, -1) >= source:
+            foldable = (
+                isinstance(linear, Linear) and linear.outs == (mine,) and linear.residual is None
+            )
+            if (
+                source is None
+                or not foldable
+                or uses.read_once_by(mine) != at
+                or uses.maker.get(other, -1) >= source
+            ):
                 continue
             assert isinstance(linear, Linear)
             result[source] = replace(linear, outs=(op.out,), residual=other)

@@ -1,9 +1,10 @@
 """The gather pass: rows that nobody samples end at the last attention.
 
-A model gathers the sampled rows before its head, yet what stands between the last attention and that gather looks at each row by
-itself. Gathered right behind the attention instead, a prompt's other rows are spared the last layer's output projection and its
-gate, up and down projections: five sixths of a layer of SmolLM2's shape. Where all rows are sampled, nothing is spared. llama.cpp's graphs
-do the same (`inp_out_ids`).
+A model gathers the sampled rows before its head, yet what stands between the last attention and
+that gather looks at each row by itself. Gathered right behind the attention instead, a prompt's
+other rows are spared the last layer's output projection and its gate, up and down projections: five
+sixths of a layer of SmolLM2's shape. Where all rows are sampled, nothing is spared. llama.cpp's
+graphs do the same (`inp_out_ids`).
 """
 
 from __future__ import annotations
@@ -32,20 +33,33 @@ ROW_BY_ROW = (Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Act, ActMul,
 
 
 def gather_early(program: Program) -> Program:
-    """The Program with its one GatherRows behind the last attention, where nothing but that gather wants what stands between."""
+    """The Program with its one GatherRows behind the last attention, where nothing but that gather
+    wants what stands between.
+    """
     gathers = [op for op in program.ops if isinstance(op, GatherRows)]
     if len(gathers) != 1:
         return program
     early = gathered_before(program, gathers[0], wanted_by(gathers[0], program))
     attended = {op.out for op in program.ops if isinstance(op, Attention | MlaAttention)}
-    return early if any(isinstance(op, GatherRows) and op.x in attended for op in early.ops) else program
+    return (
+        early
+        if any(isinstance(op, GatherRows) and op.x in attended for op in early.ops)
+        else program
+    )
 
 
 def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Program:
-    """The Program with those ops on sampled rows: what they read of others is gathered, instead of what they make."""
+    """The Program with those ops on sampled rows: what they read of others is gathered, instead of
+    what they make.
+    """
     made = {value for op in late for value in op.outputs}
-    read = dict.fromkeys(value for op in (*late, gather) for value in op.inputs if value not in made)
-    sampled = {value: replace(value, name=f"{value.name}.sampled", axis="samples") for value in (*read, *made)}
+    read = dict.fromkeys(
+        value for op in (*late, gather) for value in op.inputs if value not in made
+    )
+    sampled = {
+        value: replace(value, name=f"{value.name}.sampled", axis="samples")
+        for value in (*read, *made)
+    }
     sampled[gather.x] = gather.out
     at, moved = program.ops.index(gather), set(map(id, late))
     before = [op for op in program.ops[:at] if id(op) not in moved]
@@ -57,7 +71,9 @@ def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Pro
 
 
 def wanted_by(gather: GatherRows, program: Program) -> list[Op]:
-    """The ops before the gather, in order, that work row by row and whose Values nobody reads but this gather and one another."""
+    """The ops before the gather, in order, that work row by row and whose Values nobody reads but
+    this gather and one another.
+    """
     readers: dict[Value, list[Op]] = {}
     for op in program.ops:
         for value in op.inputs:
@@ -66,7 +82,9 @@ def wanted_by(gather: GatherRows, program: Program) -> list[Op]:
     chosen: list[Op] = []
     for op in reversed(program.ops[: program.ops.index(gather)]):
         reading = [reader for value in op.outputs for reader in readers.get(value, [])]
-        only_here = reading and all(reader is gather or any(reader is other for other in chosen) for reader in reading)
+        only_here = reading and all(
+            reader is gather or any(reader is other for other in chosen) for reader in reading
+        )
         if isinstance(op, ROW_BY_ROW) and only_here and outputs.isdisjoint(op.outputs):
             chosen.append(op)
     return chosen[::-1]

@@ -1,4 +1,6 @@
-"""What an executor runs of a Program: fewer and larger ops, on no more rows than are wanted, with the same results."""
+"""What an executor runs of a Program: fewer and larger ops, on no more rows than are wanted, with
+the same results.
+"""
 
 from octavo.program.passes.fuse import fuse
 from octavo.program.passes.gather_early import gather_early

@@ -1,7 +1,9 @@
-"""The plan pass: where each Value lies, in one arena a row axis, buffers reused once nobody reads them any more.
+"""The plan pass: where each Value lies, in one arena a row axis, buffers reused once nobody reads
+them any more.
 
-Knows ops and Values; the executor says which ops run together (a stage), for within a stage rows are at different ops at the
-same time and no memory may change its owner. A Place is in floats: a row of an axis holds all its Values, each at its `offset`.
+Knows ops and Values; the executor says which ops run together (a stage), for within a stage rows
+are at different ops at the same time and no memory may change its owner. A Place is in floats: a
+row of an axis holds all its Values, each at its `offset`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`places` of all Values but int inputs, and the floats that a row of each axis needs in all."""
+    """`places` of all Values but int inputs, and the floats that a row of each axis needs in
+    all."""
 
     places: dict[str, Place]
     row_floats: dict[str, int]
@@ -45,10 +48,12 @@ class _Buffer:
 
 
 def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
-    """`stages[i]` and `ranges[i]` are the stage and the range of op i, not decreasing. The Program's outputs live to the end.
+    """`stages[i]` and `ranges[i]` are the stage and the range of op i, not decreasing. The
+    Program's outputs live to the end.
 
-    A range is stages that an executor may take a few rows through at a time. What is only read in the range that makes it lies
-    on an axis of its own, `block`, which needs no more rows than are on their way at once.
+    A range is stages that an executor may take a few rows through at a time. What is only read in
+    the range that makes it lies on an axis of its own, `block`, which needs no more rows than are
+    on their way at once.
     """
     buffers = _make_buffers(program, stages)
     range_of = dict(zip(stages, ranges, strict=True))
@@ -67,7 +72,9 @@ def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
 
 
 class _Readers:
-    """When each Value is read for the last time: by which op, and up to which stage its memory must last."""
+    """When each Value is read for the last time: by which op, and up to which stage its memory must
+    last.
+    """
 
     def __init__(self, program: Program, stages: list[int]) -> None:
         self.op: dict[Value, int] = {}
@@ -76,7 +83,8 @@ class _Readers:
             crosses = any(value.axis != out.axis for value in op.inputs for out in op.outputs)
             for value in op.inputs:
                 self.op[value] = at
-                # What another axis reads is read again for each chunk of that axis: it lives to the end.
+                # What another axis reads is read again for each chunk of that axis: it lives to the
+                # end.
                 self.stage[value] = stages[-1] if crosses else max(stage, self.stage.get(value, 0))
         for value in program.outputs.values():
             self.op[value], self.stage[value] = len(stages), stages[-1]
@@ -91,7 +99,13 @@ def _make_buffers(program: Program, stages: list[int]) -> list[_Buffer]:
         if not outs:
             continue
         over = _overwritable(op)
-        if over is not None and over in home and over.axis == outs[0].axis and over.width == outs[0].width and readers.op[over] == at:
+        if (
+            over is not None
+            and over in home
+            and over.axis == outs[0].axis
+            and over.width == outs[0].width
+            and readers.op[over] == at
+        ):
             buffer = home[over]
             buffer.columns[outs[0]] = buffer.columns[over]
         else:
@@ -115,7 +129,9 @@ def _new_buffer(outs: list[Value], stage: int) -> _Buffer:
 
 
 def _overwritable(op: Op) -> Value | None:
-    """The input whose place the op's single out may take, where nobody reads it later: elementwise with the out."""
+    """The input whose place the op's single out may take, where nobody reads it later: elementwise
+    with the out.
+    """
     if isinstance(op, IN_PLACE):
         return op.x
     if isinstance(op, Linear) and len(op.outs) == 1 and op.residual != op.x:

@@ -1,9 +1,11 @@
-"""The shard pass: what one of several ranks computes of a Program, so that together they compute the whole (tensor parallelism).
+"""The shard pass: what one of several ranks computes of a Program, so that together they compute
+the whole (tensor parallelism).
 
-Products before heads and activations are split along their outputs, those behind them along their inputs, which leaves every rank with a
-part of a sum; AllReduce adds the parts where somebody wants whole rows. Heads and their KV, the vocabulary, the width of every expert are
-split; norms, routers and latents are on every rank. Runs before fuse. What cannot be split is refused by name.
-Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+Products before heads and activations are split along their outputs, those behind them along their
+inputs, which leaves every rank with a part of a sum; AllReduce adds the parts where somebody wants
+whole rows. Heads and their KV, the vocabulary, the width of every expert are split; norms, routers
+and latents are on every rank. Runs before fuse. What cannot be split is refused by name. Source:
+Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def shard(program: Program, rank: int, num_ranks: int, unit_of: UnitOf = uncut) 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a rank has of a Value: all of it, the columns `spans[rank]`, or one summand of it (`partial`)."""
+    """What a rank has of a Value: all of it, the columns `spans[rank]`, or one summand of it
+    (`partial`).
+    """
 
     value: Value
     spans: Spans | None = None
@@ -72,7 +76,7 @@ class _Sharder:
         first, last = kv_spans(group, self._num_ranks)[self._rank]
         return replace(group, num_kv_heads=last - first)
 
-    # -- Values -----------------------------------------------------------------------------------------------------------
+    # -- Values ------------------------------------------------------------------------------------
 
     def _make(self, value: Value, spans: Spans | None = None, *, partial: bool = False) -> Value:
         """What this rank will have of a Value that the next op makes."""
@@ -116,11 +120,14 @@ class _Sharder:
         if not isinstance(wish, Even):
             return wish if isinstance(wish, tuple) else None
         if out.width < self._num_ranks * wish.unit:
-            what = f"got {self._num_ranks}, but {out.name} has {out.width} columns, which can only be cut at multiples of {wish.unit}"
+            what = (
+                f"got {self._num_ranks}, but {out.name} has {out.width} columns, which can only be"
+                f" cut at multiples of {wish.unit}"
+            )
             raise refused(what, hint=UNPACK if wish.unit > 1 else f"take at most {out.width}")
         return shares(out.width, self._num_ranks, wish.unit)
 
-    # -- products ---------------------------------------------------------------------------------------------------------
+    # -- products ----------------------------------------------------------------------------------
 
     def _shard_Linear(self, op: ops.Linear) -> None:
         assert op.norm is None and op.gate is None and op.residual is None, "shard runs before fuse"
@@ -136,19 +143,36 @@ class _Sharder:
             self._ops.append(replace(op, x=x, outs=tuple(map(self._make, op.outs))))
             return
         if [out.width for out in op.outs] != [weight.shape[0] for weight in op.weights_]:
-            raise refused(f"{op.weights_[0].name} and the outputs of its product do not match", hint="leave tensor_parallel_size at 1")
+            raise refused(
+                f"{op.weights_[0].name} and the outputs of its product do not match",
+                hint="leave tensor_parallel_size at 1",
+            )
         spans = [self._spans(out) for out in op.outs]
         outs = tuple(map(self._make, op.outs, spans))
         weights = tuple(map(self._rows, op.weights_, spans))
-        biases = tuple(None if bias is None else self._rows(bias, cut) for bias, cut in zip(op.biases, spans, strict=False))
+        biases = tuple(
+            None if bias is None else self._rows(bias, cut)
+            for bias, cut in zip(op.biases, spans, strict=False)
+        )
         self._ops.append(replace(op, x=x, outs=outs, weights_=weights, biases=biases))
 
     def _along_inputs(self, op: ops.Linear, spans: Spans) -> None:
-        """A summand on each rank. Biases are added on the first alone, an activation once the sum is there."""
+        """A summand on each rank. Biases are added on the first alone, an activation once the sum
+        is there.
+        """
         outs = tuple(self._make(out, partial=True) for out in op.outs)
         weights = tuple(self._inputs(weight, spans) for weight in op.weights_)
         biases = op.biases if self._rank == 0 else ()
-        self._ops.append(replace(op, x=self._held[op.x].value, outs=outs, weights_=weights, biases=biases, activation=None))
+        self._ops.append(
+            replace(
+                op,
+                x=self._held[op.x].value,
+                outs=outs,
+                weights_=weights,
+                biases=biases,
+                activation=None,
+            )
+        )
         if op.activation is not None:
             for out in op.outs:
                 made = replace(out, name=f"{out.name}.{op.activation}")
@@ -159,11 +183,15 @@ class _Sharder:
         held, ids = self._held[op.x], self._whole(op.ids)
         if held.spans is not None and not is_split(self._wishes.get(op.out)):
             weight, bias = self._inputs(op.weight, held.spans), op.bias if self._rank == 0 else None
-            self._ops.append(ops.GroupedLinear(held.value, ids, self._make(op.out, partial=True), weight, bias))
+            self._ops.append(
+                ops.GroupedLinear(held.value, ids, self._make(op.out, partial=True), weight, bias)
+            )
             return
         x, spans = self._whole(op.x), self._spans(op.out)
         bias = None if op.bias is None else self._rows(op.bias, spans)
-        self._ops.append(ops.GroupedLinear(x, ids, self._make(op.out, spans), self._rows(op.weight, spans), bias))
+        self._ops.append(
+            ops.GroupedLinear(x, ids, self._make(op.out, spans), self._rows(op.weight, spans), bias)
+        )
 
     def _rows(self, weight: Weight, spans: Spans | None) -> Weight:
         return weight if spans is None else weight.part(rows=spans[self._rank])
@@ -172,22 +200,38 @@ class _Sharder:
         unit = self._unit_of(weight)
         cut = next((last for _, last in spans[:-1] if last % unit), None)
         if cut is not None:
-            what = f"got {self._num_ranks}, which cuts {weight.name} at input {cut}, but its scales are of {unit} inputs each"
+            what = (
+                f"got {self._num_ranks}, which cuts {weight.name} at input {cut}, but its scales"
+                f" are of {unit} inputs each"
+            )
             raise refused(what, hint=UNPACK)
         return weight.part(inputs=spans[self._rank])
 
     def _shard_Embedding(self, op: ops.Embedding) -> None:
-        """Tables of tokens by rows, so that each rank finds some of them; tables of positions are small."""
+        """Tables of tokens by rows, so that each rank finds some of them; tables of positions are
+        small.
+        """
         if op.ids is None:
             self._ops.append(replace(op, out=self._make(op.out)))
             return
         if op.table.shape[0] < self._num_ranks:
-            raise refused(f"got {self._num_ranks}, but the vocabulary has {op.table.shape[0]} tokens", hint="take fewer")
+            raise refused(
+                f"got {self._num_ranks}, but the vocabulary has {op.table.shape[0]} tokens",
+                hint="take fewer",
+            )
         rows = shares(op.table.shape[0], self._num_ranks)[self._rank]
         out = self._make(op.out, partial=True)
-        self._ops.append(replace(op, out=out, table=op.table.part(rows=rows), ids=self._whole(op.ids), first_row=rows[0]))
+        self._ops.append(
+            replace(
+                op,
+                out=out,
+                table=op.table.part(rows=rows),
+                ids=self._whole(op.ids),
+                first_row=rows[0],
+            )
+        )
 
-    # -- attention --------------------------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------
 
     def _shard_Attention(self, op: ops.Attention) -> None:
         group = self._program.group(op.group)
@@ -225,20 +269,30 @@ class _Sharder:
     def _shard_KvWrite(self, op: ops.KvWrite) -> None:
         group = self._program.group(op.group)
         if group.num_kv_heads == 1:
-            self._ops.append(replace(op, k_parts=tuple(map(self._whole, op.k_parts)), v=None if op.v is None else self._whole(op.v)))
+            self._ops.append(
+                replace(
+                    op,
+                    k_parts=tuple(map(self._whole, op.k_parts)),
+                    v=None if op.v is None else self._whole(op.v),
+                )
+            )
             return
         heads = kv_spans(group, self._num_ranks)
 
         def own(value: Value) -> Value:
             return self._columns(value, times(heads, value.width // group.num_kv_heads), op)
 
-        self._ops.append(replace(op, k_parts=tuple(map(own, op.k_parts)), v=None if op.v is None else own(op.v)))
+        self._ops.append(
+            replace(op, k_parts=tuple(map(own, op.k_parts)), v=None if op.v is None else own(op.v))
+        )
 
     def _shard_Rope(self, op: ops.Rope) -> None:
         (x,), spans = self._alike([op.x])
-        self._ops.append(replace(op, x=x, out=self._make(op.out, spans), num_heads=x.width // op.head_width))
+        self._ops.append(
+            replace(op, x=x, out=self._make(op.out, spans), num_heads=x.width // op.head_width)
+        )
 
-    # -- row by row -------------------------------------------------------------------------------------------------------
+    # -- row by row --------------------------------------------------------------------------------
 
     def _shard_RmsNorm(self, op: ops.RmsNorm) -> None:
         by_heads = op.group_width not in (0, op.x.width)
@@ -251,7 +305,9 @@ class _Sharder:
     def _shard_linear_op(self, op: ops.Scale | ops.GatherRows | ops.PoolRows) -> None:
         """Whatever a rank has of x: all, columns, a summand."""
         held = self._held[op.x]
-        self._ops.append(replace(op, x=held.value, out=self._make(op.out, held.spans, partial=held.partial)))
+        self._ops.append(
+            replace(op, x=held.value, out=self._make(op.out, held.spans, partial=held.partial))
+        )
 
     _shard_Scale = _shard_GatherRows = _shard_PoolRows = _shard_linear_op
 
@@ -278,12 +334,14 @@ class _Sharder:
         """A summand times what all ranks have is a summand."""
         a = self._held[op.a]
         if a.partial or op.b.width != op.a.width:
-            self._ops.append(ops.Mul(a.value, self._whole(op.b), self._make(op.out, a.spans, partial=a.partial)))
+            self._ops.append(
+                ops.Mul(a.value, self._whole(op.b), self._make(op.out, a.spans, partial=a.partial))
+            )
             return
         (x, y), spans = self._alike([op.a, op.b])
         self._ops.append(ops.Mul(x, y, self._make(op.out, spans)))
 
-    # -- experts ----------------------------------------------------------------------------------------------------------
+    # -- experts -----------------------------------------------------------------------------------
 
     def _shard_Route(self, op: ops.Route) -> None:
         rows, ids, weights = op.outs
@@ -292,10 +350,14 @@ class _Sharder:
 
     def _shard_Combine(self, op: ops.Combine) -> None:
         held, weights = self._held[op.x], self._whole(op.weights_value)
-        self._ops.append(ops.Combine(held.value, weights, self._make(op.out, held.spans, partial=held.partial)))
+        self._ops.append(
+            ops.Combine(held.value, weights, self._make(op.out, held.spans, partial=held.partial))
+        )
 
     def _shard_ScatterRows(self, op: ops.ScatterRows) -> None:
-        self._ops.append(replace(op, x=self._whole(op.x), base=self._whole(op.base), out=self._make(op.out)))
+        self._ops.append(
+            replace(op, x=self._whole(op.x), base=self._whole(op.base), out=self._make(op.out))
+        )
 
 
 def _width(span: Span) -> int:

@@ -1,7 +1,9 @@
-"""Where a Program's Values can be split over ranks: which columns of them each rank has, as their readers want them.
+"""Where a Program's Values can be split over ranks: which columns of them each rank has, as their
+readers want them.
 
-Readers are asked last to first: attention wants whole heads, a product of rows takes any columns on the borders of its weight's groups and
-then makes a part of a sum, a norm of whole rows wants all. Knows ops and widths; `shard.py` rewrites them.
+Readers are asked last to first: attention wants whole heads, a product of rows takes any columns on
+the borders of its weight's groups and then makes a part of a sum, a norm of whole rows wants all.
+Knows ops and widths; `shard.py` rewrites them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from octavo.program import ops
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
 
 Spans = tuple[Span, ...]
-"""The columns of each rank, in rank order. Those of KV heads that are fewer than the ranks overlap."""
+"""The columns of each rank, in rank order. Those of KV heads that are fewer than the ranks overlap.
+"""
 
 UnitOf = Callable[[Weight], int]
-"""Of how many neighbouring inputs a weight can only be cut as a whole: 1, or the group of its scales."""
+"""Of how many neighbouring inputs a weight can only be cut as a whole: 1, or the group of its
+scales.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,9 @@ def refused(what: str, *, hint: str) -> ConfigError:
 
 
 def shares(width: int, num_ranks: int, unit: int = 1) -> Spans:
-    """Columns 0 to `width` in neighbouring runs of whole units, as even as can be, the first ranks' the longest; every rank has some."""
+    """Columns 0 to `width` in neighbouring runs of whole units, as even as can be, the first ranks'
+    the longest; every rank has some.
+    """
     units = -(-width // unit)
     assert units >= num_ranks, "the caller asks first"
     borders = [min(-(-rank * units // num_ranks) * unit, width) for rank in range(num_ranks + 1)]
@@ -67,9 +74,14 @@ def kv_spans(group: CacheGroup, num_ranks: int) -> Spans:
     if heads >= num_ranks:
         return shares(heads, num_ranks)
     if num_ranks % heads:
-        what = f"got {num_ranks}, but the model has {heads} KV heads: they can neither be shared out nor each be given to as many ranks"
+        what = (
+            f"got {num_ranks}, but the model has {heads} KV heads: they can neither be shared out"
+            " nor each be given to as many ranks"
+        )
         raise refused(what, hint=f"take a number up to {heads}, or a multiple of it")
-    return tuple((rank * heads // num_ranks, rank * heads // num_ranks + 1) for rank in range(num_ranks))
+    return tuple(
+        (rank * heads // num_ranks, rank * heads // num_ranks + 1) for rank in range(num_ranks)
+    )
 
 
 def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
@@ -77,24 +89,37 @@ def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
     per_kv_head = num_heads // group.num_kv_heads
     copies = max(1, num_ranks // group.num_kv_heads)
     if per_kv_head < copies:
-        raise refused(f"got {num_ranks}, but the model has only {num_heads} attention heads", hint=f"take at most {num_heads}")
+        raise refused(
+            f"got {num_ranks}, but the model has only {num_heads} attention heads",
+            hint=f"take at most {num_heads}",
+        )
     if copies == 1:
         return times(kv_spans(group, num_ranks), per_kv_head)
     parts = shares(per_kv_head, copies)
     firsts = [first * per_kv_head for first, _ in kv_spans(group, num_ranks)]
-    return tuple((at + parts[rank % copies][0], at + parts[rank % copies][1]) for rank, at in enumerate(firsts))
+    return tuple(
+        (at + parts[rank % copies][0], at + parts[rank % copies][1])
+        for rank, at in enumerate(firsts)
+    )
 
 
 def head_spans(num_heads: int, num_ranks: int) -> Spans:
     """Of heads that all read the same latents."""
     if num_heads < num_ranks:
-        raise refused(f"got {num_ranks}, but the model has only {num_heads} attention heads", hint=f"take at most {num_heads}")
+        raise refused(
+            f"got {num_ranks}, but the model has only {num_heads} attention heads",
+            hint=f"take at most {num_heads}",
+        )
     return shares(num_heads, num_ranks)
 
 
 def wishes(program: Program, num_ranks: int, unit_of: UnitOf) -> dict[Value, Wish]:
-    """How each Value is wanted. Of the outputs the logits may come in parts; what nobody reads has no entry."""
-    found: dict[Value, Wish] = {value: Even() if name == "logits" else Whole() for name, value in program.outputs.items()}
+    """How each Value is wanted. Of the outputs the logits may come in parts; what nobody reads has
+    no entry.
+    """
+    found: dict[Value, Wish] = {
+        value: Even() if name == "logits" else Whole() for name, value in program.outputs.items()
+    }
     for op in reversed(program.ops):
         for value, wish in _asked(op, program, num_ranks, found, unit_of):
             found[value] = met(found[value], wish) if value in found else wish
@@ -116,7 +141,9 @@ def is_split(wish: Wish | None) -> bool:
     return wish is not None and not isinstance(wish, Whole)
 
 
-def _asked(op: Op, program: Program, num_ranks: int, found: dict[Value, Wish], unit_of: UnitOf) -> Iterator[tuple[Value, Wish]]:
+def _asked(
+    op: Op, program: Program, num_ranks: int, found: dict[Value, Wish], unit_of: UnitOf
+) -> Iterator[tuple[Value, Wish]]:
     """How an op wants what it reads, where it is known how its outputs are wanted."""
     if isinstance(op, ops.Linear | ops.GroupedLinear):
         makes_columns = any(is_split(found.get(out)) for out in op.outputs)
@@ -135,7 +162,14 @@ def _asked(op: Op, program: Program, num_ranks: int, found: dict[Value, Wish], u
         group = program.group(op.group)
         for value in op.inputs:
             heads = kv_spans(group, num_ranks)
-            yield value, Whole() if group.num_kv_heads == 1 else times(heads, value.width // group.num_kv_heads)
+            yield (
+                value,
+                (
+                    Whole()
+                    if group.num_kv_heads == 1
+                    else times(heads, value.width // group.num_kv_heads)
+                ),
+            )
     else:
         yield from _asked_by_rows(op, found)
 
@@ -162,7 +196,9 @@ def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wi
     elif isinstance(op, WHOLE_ROWS):
         yield from ((value, Whole()) for value in op.inputs)
     else:
-        raise refused(f"the op {op.kind} cannot be split over ranks", hint="leave tensor_parallel_size at 1")
+        raise refused(
+            f"the op {op.kind} cannot be split over ranks", hint="leave tensor_parallel_size at 1"
+        )
 
 
 def matrices_of(op: ops.Linear | ops.GroupedLinear) -> tuple[Weight, ...]:

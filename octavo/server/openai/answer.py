@@ -21,7 +21,13 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.generation import Generation
 from octavo.server.openai.deltas import Cursor, Delta
 from octavo.server.openai.logprobs import TokenNames
-from octavo.server.openai.protocol import PromptTokensDetails, ResponseTimings, SamplingBody, StreamOptions, Usage
+from octavo.server.openai.protocol import (
+    PromptTokensDetails,
+    ResponseTimings,
+    SamplingBody,
+    StreamOptions,
+    Usage,
+)
 
 
 class Answer(ABC):
@@ -29,7 +35,9 @@ class Answer(ABC):
 
     prefix: str
 
-    def __init__(self, body: SamplingBody, params: SamplingParams, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, body: SamplingBody, params: SamplingParams, model: str, tokenizer: Tokenizer | None
+    ) -> None:
         self.id = f"{self.prefix}-{body.request_id or secrets.token_hex(12)}"
         self.created = int(time.time())
         self.model = model
@@ -77,7 +85,9 @@ class Answer(ABC):
             last.timings = timings
             yield [last]
 
-    def _new_choices(self, prompt_index: int, output: RequestOutput, cursors: dict[int, Cursor]) -> list[Any]:
+    def _new_choices(
+        self, prompt_index: int, output: RequestOutput, cursors: dict[int, Cursor]
+    ) -> list[Any]:
         choices: list[Any] = []
         for sample in output.outputs:
             index = self.choice_index(prompt_index, sample.index)
@@ -88,7 +98,9 @@ class Answer(ABC):
                 choices += self.additions(index, delta, output)
         return choices
 
-    def _running_usage(self, outputs: Collection[RequestOutput]) -> Usage | msgspec.UnsetType | None:
+    def _running_usage(
+        self, outputs: Collection[RequestOutput]
+    ) -> Usage | msgspec.UnsetType | None:
         if not self.options.include_usage:
             return msgspec.UNSET
         return usage_of(outputs) if self.options.continuous_usage_stats else None
@@ -96,7 +108,15 @@ class Answer(ABC):
 
 def whole_of(sample: CompletionOutput) -> Delta:
     """All of a sample at once."""
-    return Delta(sample.text, 0, sample.token_ids, sample.logprobs, sample.finish_reason, sample.stop_reason, score=sample.score)
+    return Delta(
+        sample.text,
+        0,
+        sample.token_ids,
+        sample.logprobs,
+        sample.finish_reason,
+        sample.stop_reason,
+        score=sample.score,
+    )
 
 
 def timings_of(outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.UnsetType:
@@ -110,6 +130,8 @@ def timings_of(outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.
 
 def usage_of(outputs: Collection[RequestOutput]) -> Usage:
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_new = sum(output.metrics.num_generation_tokens for output in outputs if output.metrics is not None)
+    num_new = sum(
+        output.metrics.num_generation_tokens for output in outputs if output.metrics is not None
+    )
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return Usage(num_prompt, num_new, num_prompt + num_new, PromptTokensDetails(num_cached))

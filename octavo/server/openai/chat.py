@@ -20,7 +20,16 @@ from octavo.server.generation import Generation, chat_prompt_of
 from octavo.server.openai.answer import Answer, usage_of, whole_of
 from octavo.server.openai.deltas import Delta
 from octavo.server.openai.logprobs import chat_logprobs, plain_logprobs
-from octavo.server.openai.protocol import ChatBody, ChatChoice, ChatCompletion, ChatLogprobs, ChatMessage, Message, TextPart, Usage
+from octavo.server.openai.protocol import (
+    ChatBody,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    Message,
+    TextPart,
+    Usage,
+)
 from octavo.server.openai.sampling import check_stream_options, sampling_params
 from octavo.server.service import Service, service_of, tokenizer_of
 from octavo.server.sse import EventStream
@@ -49,11 +58,17 @@ async def chat(
     )
     answer = ChatAnswer(body, params, model, tokenizer_of(llm))
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
-    generation = Generation(llm, service.metrics, [prompt], params, answer.id, origin=origin, deltas=bool(body.stream))
+    generation = Generation(
+        llm, service.metrics, [prompt], params, answer.id, origin=origin, deltas=bool(body.stream)
+    )
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
     outputs = await unless_gone(request.receive, generation.results())
-    return Response(msgspec.json.encode(answer.whole(outputs)), headers=body.headers, media_type="application/json")
+    return Response(
+        msgspec.json.encode(answer.whole(outputs)),
+        headers=body.headers,
+        media_type="application/json",
+    )
 
 
 class ChatAnswer(Answer):
@@ -61,9 +76,15 @@ class ChatAnswer(Answer):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
-        made = ChatCompletion(self.id, "chat.completion", self.created, self.model, [], usage_of(outputs))
+        made = ChatCompletion(
+            self.id, "chat.completion", self.created, self.model, [], usage_of(outputs)
+        )
         for sample in output.outputs:
-            made.choices.append(self._choice(sample.index, whole_of(sample), message=ChatMessage(ROLE, sample.text, None)))
+            made.choices.append(
+                self._choice(
+                    sample.index, whole_of(sample), message=ChatMessage(ROLE, sample.text, None)
+                )
+            )
         if self.returns_token_ids:
             made.prompt_token_ids = output.prompt_token_ids
         if self.params.prompt_logprobs is not None:
@@ -72,18 +93,31 @@ class ChatAnswer(Answer):
         return made
 
     def chunk(self, choices: list[ChatChoice], usage: Usage | UnsetType | None) -> ChatCompletion:
-        return ChatCompletion(self.id, "chat.completion.chunk", self.created, self.model, choices, usage)
+        return ChatCompletion(
+            self.id, "chat.completion.chunk", self.created, self.model, choices, usage
+        )
 
     def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[ChatChoice]:
         """The role comes first, in a chunk of its own."""
-        opening = [ChatChoice(index, UNSET, ChatMessage(ROLE, ""), None, None, None)] if delta.is_first else []
+        opening = (
+            [ChatChoice(index, UNSET, ChatMessage(ROLE, ""), None, None, None)]
+            if delta.is_first
+            else []
+        )
         content = delta.text if delta.text or not delta.finish_reason else UNSET
         return [*opening, self._choice(index, delta, delta=ChatMessage(content=content))]
 
     def _choice(
-        self, index: int, new: Delta, *, message: ChatMessage | UnsetType = UNSET, delta: ChatMessage | UnsetType = UNSET
+        self,
+        index: int,
+        new: Delta,
+        *,
+        message: ChatMessage | UnsetType = UNSET,
+        delta: ChatMessage | UnsetType = UNSET,
     ) -> ChatChoice:
-        choice = ChatChoice(index, message, delta, self._logprobs(new), new.finish_reason, new.stop_reason)
+        choice = ChatChoice(
+            index, message, delta, self._logprobs(new), new.finish_reason, new.stop_reason
+        )
         if new.score is not None:
             choice.score = new.score
         if self.returns_token_ids:
@@ -99,15 +133,22 @@ class ChatAnswer(Answer):
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """As a chat template takes them. What cannot be honoured is refused by name."""
     if not messages:
-        raise InvalidRequest("messages: got an empty list, needed is at least one message", param="messages")
+        raise InvalidRequest(
+            "messages: got an empty list, needed is at least one message", param="messages"
+        )
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _plain_message(message: Message, where: str) -> dict[str, Any]:
     for name, value in (message.model_extra or {}).items():
         if value not in (None, []):
-            raise InvalidRequest(f"{where}.{name}: this server does not support it", param=f"{where}.{name}")
-    plain: dict[str, Any] = {"role": message.role, "content": _text(message.content, f"{where}.content")}
+            raise InvalidRequest(
+                f"{where}.{name}: this server does not support it", param=f"{where}.{name}"
+            )
+    plain: dict[str, Any] = {
+        "role": message.role,
+        "content": _text(message.content, f"{where}.content"),
+    }
     return plain if message.name is None else plain | {"name": message.name}
 
 
@@ -120,7 +161,10 @@ def _text(content: str | list[TextPart] | None, where: str) -> str:
     for index, part in enumerate(content):
         if part.type != "text" or part.text is None:
             allowed = "allowed are parts of type 'text' with a text"
-            raise InvalidRequest(f"{where}[{index}]: got a part of type {part.type!r}, {allowed}", param=f"{where}[{index}]")
+            raise InvalidRequest(
+                f"{where}[{index}]: got a part of type {part.type!r}, {allowed}",
+                param=f"{where}[{index}]",
+            )
     return "\n".join(part.text or "" for part in content)
 
 
@@ -129,18 +173,39 @@ def _check(body: ChatBody) -> None:
     if body.tools:
         raise InvalidRequest("tools: this server does not support them", param="tools")
     if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest(f"tool_choice: got {body.tool_choice!r}, and this server does not support tools", param="tool_choice")
+        raise InvalidRequest(
+            f"tool_choice: got {body.tool_choice!r}, and this server does not support tools",
+            param="tool_choice",
+        )
     if body.response_format is not None and body.response_format.get("type") != "text":
         got = body.response_format.get("type")
-        raise InvalidRequest(f"response_format: got the type {got!r}, allowed is 'text'", param="response_format")
+        raise InvalidRequest(
+            f"response_format: got the type {got!r}, allowed is 'text'", param="response_format"
+        )
     if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs: allowed only where logprobs is true", param="top_logprobs")
+        raise InvalidRequest(
+            "top_logprobs: allowed only where logprobs is true", param="top_logprobs"
+        )
     if body.top_logprobs is not None and body.top_logprobs < 0:
-        raise InvalidRequest(f"top_logprobs: got {body.top_logprobs}, allowed is a whole number from 0 up", param="top_logprobs")
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise InvalidRequest("max_tokens: differs from max_completion_tokens, which means the same", param="max_tokens")
+        raise InvalidRequest(
+            f"top_logprobs: got {body.top_logprobs}, allowed is a whole number from 0 up",
+            param="top_logprobs",
+        )
+    if (
+        None not in (body.max_tokens, body.max_completion_tokens)
+        and body.max_tokens != body.max_completion_tokens
+    ):
+        raise InvalidRequest(
+            "max_tokens: differs from max_completion_tokens, which means the same",
+            param="max_tokens",
+        )
 
 
 def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    return sampling_params(body, defaults, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    return sampling_params(
+        body,
+        defaults,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )

@@ -20,7 +20,13 @@ from octavo.server.generation import Generation, as_prompts, prompt_of
 from octavo.server.openai.answer import Answer, usage_of, whole_of
 from octavo.server.openai.deltas import Delta
 from octavo.server.openai.logprobs import completion_logprobs, plain_logprobs
-from octavo.server.openai.protocol import Completion, CompletionBody, CompletionChoice, CompletionLogprobs, Usage
+from octavo.server.openai.protocol import (
+    Completion,
+    CompletionBody,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+)
 from octavo.server.openai.sampling import check_stream_options, sampling_params
 from octavo.server.service import Service, service_of, tokenizer_of
 from octavo.server.sse import EventStream
@@ -41,22 +47,32 @@ async def complete(
     _check(body)
     params = _params(body, llm.get_default_sampling_params())
     prompts = [
-        await prompt_of(llm, prompt, add_special_tokens=body.add_special_tokens, cache_salt=body.cache_salt)
+        await prompt_of(
+            llm, prompt, add_special_tokens=body.add_special_tokens, cache_salt=body.cache_salt
+        )
         for prompt in as_prompts(body.prompt)
     ]
     answer = CompletionAnswer(body, params, model, tokenizer_of(llm))
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
-    generation = Generation(llm, service.metrics, prompts, params, answer.id, origin=origin, deltas=bool(body.stream))
+    generation = Generation(
+        llm, service.metrics, prompts, params, answer.id, origin=origin, deltas=bool(body.stream)
+    )
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
     outputs = await unless_gone(request.receive, generation.results())
-    return Response(msgspec.json.encode(answer.whole(outputs)), headers=body.headers, media_type="application/json")
+    return Response(
+        msgspec.json.encode(answer.whole(outputs)),
+        headers=body.headers,
+        media_type="application/json",
+    )
 
 
 class CompletionAnswer(Answer):
     prefix = "cmpl"
 
-    def __init__(self, body: CompletionBody, params: SamplingParams, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, body: CompletionBody, params: SamplingParams, model: str, tokenizer: Tokenizer | None
+    ) -> None:
         super().__init__(body, params, model, tokenizer)
         self._tokenizer = tokenizer
         self._echo = body.echo
@@ -74,7 +90,9 @@ class CompletionAnswer(Answer):
         made.timings = self.timings(outputs)
         return made
 
-    def chunk(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> Completion:
+    def chunk(
+        self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
+    ) -> Completion:
         return Completion(self.id, "text_completion", self.created, self.model, choices, usage)
 
     def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[CompletionChoice]:
@@ -101,19 +119,27 @@ class CompletionAnswer(Answer):
             choice.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
         return choice
 
-    def _logprobs(self, delta: Delta, output: RequestOutput, num_echoed: int) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, delta: Delta, output: RequestOutput, num_echoed: int
+    ) -> CompletionLogprobs | None:
         if self._num_logprobs is None or delta.logprobs is None:
             return None
         token_ids, offset = delta.token_ids, num_echoed + delta.start
         steps: list[dict[int, Logprob] | None] = [*delta.logprobs]
         if self._echo and delta.is_first:
-            token_ids, steps, offset = output.prompt_token_ids + token_ids, [*(output.prompt_logprobs or []), *steps], 0
+            token_ids, steps, offset = (
+                output.prompt_token_ids + token_ids,
+                [*(output.prompt_logprobs or []), *steps],
+                0,
+            )
         return completion_logprobs(token_ids, steps, self._num_logprobs, self.names, offset)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._tokenizer is None:
             return output.prompt or ""
-        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=self.params.skip_special_tokens)
+        return self._tokenizer.decode(
+            output.prompt_token_ids, skip_special_tokens=self.params.skip_special_tokens
+        )
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         usage = usage_of(outputs)
@@ -125,18 +151,27 @@ class CompletionAnswer(Answer):
 def _check(body: CompletionBody) -> None:
     check_stream_options(body)
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
-        message = f"best_of: got {body.best_of} with stream, allowed is the value of n ({body.n or 1}): the best are known at the end"
+        message = (
+            f"best_of: got {body.best_of} with stream, allowed is the value of n ({body.n or 1}):"
+            " the best are known at the end"
+        )
         raise InvalidRequest(message, param="best_of")
     if body.suffix:
         raise InvalidRequest("suffix: this server does not insert text", param="suffix")
     if body.max_tokens == 0 and (not body.echo or body.stream):
-        raise InvalidRequest("max_tokens: got 0, allowed only with echo and without stream", param="max_tokens")
+        raise InvalidRequest(
+            "max_tokens: got 0, allowed only with echo and without stream", param="max_tokens"
+        )
     if body.logprobs is not None and body.logprobs < 0:
-        raise InvalidRequest(f"logprobs: got {body.logprobs}, allowed is a whole number from 0 up", param="logprobs")
+        raise InvalidRequest(
+            f"logprobs: got {body.logprobs}, allowed is a whole number from 0 up", param="logprobs"
+        )
 
 
 def _params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
-    """`echo` with `logprobs` needs the prompt's; nothing but the prompt (max_tokens 0) still takes a step."""
+    """`echo` with `logprobs` needs the prompt's; nothing but the prompt (max_tokens 0) still takes
+    a step.
+    """
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:

@@ -1,4 +1,6 @@
-"""What a stream adds: what an answer has gained, where there is anything to say of it. Remembers counts only, no text."""
+"""What a stream adds: what an answer has gained, where there is anything to say of it. Remembers
+counts only, no text.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Cursor:
     finished: bool = False
 
     def advance(self, gained: CompletionOutput, *, every_token: bool) -> Delta | None:
-        """What is new of a sample; None where that is nothing. `every_token`: tokens count though they show no text yet."""
+        """What is new of a sample; None where that is nothing. `every_token`: tokens count though
+        they show no text yet.
+        """
         if self.finished:
             return None
         self.finished = gained.finish_reason is not None
@@ -40,5 +44,12 @@ class Cursor:
         self.started = True
         self.num_chars += len(gained.text)
         return Delta(
-            gained.text, start, gained.token_ids, gained.logprobs, gained.finish_reason, gained.stop_reason, is_first, gained.score
+            gained.text,
+            start,
+            gained.token_ids,
+            gained.logprobs,
+            gained.finish_reason,
+            gained.stop_reason,
+            is_first,
+            gained.score,
         )

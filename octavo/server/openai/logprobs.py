@@ -1,4 +1,6 @@
-"""The engine's logprobs in the two forms that OpenAI gives them: completions' parallel lists, chat's list of objects."""
+"""The engine's logprobs in the two forms that OpenAI gives them: completions' parallel lists,
+chat's list of objects.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from typing import Any
 
 from octavo.outputs import Logprob
 from octavo.ports import Tokenizer
-from octavo.server.openai.protocol import ChatLogprob, ChatLogprobs, CompletionLogprobs, TokenLogprob
+from octavo.server.openai.protocol import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenLogprob,
+)
 
 Steps = Sequence[dict[int, Logprob] | None]
 """Per token: its own logprob first, then the alternatives'."""
@@ -33,14 +40,20 @@ class TokenNames:
         text = self.text(token_id)
         if "\ufffd" not in text or self._tokenizer is None:
             return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._tokenizer.token_bytes(token_id))
+        return "bytes:" + "".join(
+            f"\\x{byte:02x}" for byte in self._tokenizer.token_bytes(token_id)
+        )
 
     def bytes(self, token_id: int) -> list[int] | None:
         return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
 
 
-def completion_logprobs(token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames, offset: int) -> CompletionLogprobs:
-    """`offset`: where in the text the first token begins. A step is None where nothing precedes the token."""
+def completion_logprobs(
+    token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames, offset: int
+) -> CompletionLogprobs:
+    """`offset`: where in the text the first token begins. A step is None where nothing precedes the
+    token.
+    """
     made = CompletionLogprobs([], [], [], [])
     for token_id, step in zip(token_ids, steps, strict=True):
         text = names.unique_text(token_id)
@@ -48,13 +61,20 @@ def completion_logprobs(token_ids: Sequence[int], steps: Steps, num_top: int, na
         made.tokens.append(text)
         made.token_logprobs.append(None if step is None else _finite(step[token_id].logprob))
         made.top_logprobs.append(
-            None if step is None else {names.unique_text(other): _finite(entry.logprob) for other, entry in _top(step, token_id, num_top)}
+            None
+            if step is None
+            else {
+                names.unique_text(other): _finite(entry.logprob)
+                for other, entry in _top(step, token_id, num_top)
+            }
         )
         offset += len(names.text(token_id))
     return made
 
 
-def chat_logprobs(token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames) -> ChatLogprobs:
+def chat_logprobs(
+    token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames
+) -> ChatLogprobs:
     content = []
     for token_id, step in zip(token_ids, steps, strict=True):
         assert step is not None, "generated tokens always have one"
@@ -68,17 +88,26 @@ def plain_logprobs(steps: Steps | None) -> list[dict[str, Any] | None] | None:
     """vLLM's form of prompt_logprobs."""
     if steps is None:
         return None
-    return [None if step is None else {str(token_id): _plain(entry) for token_id, entry in step.items()} for step in steps]
+    return [
+        None if step is None else {str(token_id): _plain(entry) for token_id, entry in step.items()}
+        for step in steps
+    ]
 
 
 def _plain(entry: Logprob) -> dict[str, Any]:
-    return {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+    return {
+        "logprob": _finite(entry.logprob),
+        "rank": entry.rank,
+        "decoded_token": entry.decoded_token,
+    }
 
 
 def _top(step: dict[int, Logprob], token_id: int, num_top: int) -> list[tuple[int, Logprob]]:
     """The best ones, and the token itself where it is not among them."""
     best = _ranked(step)[:num_top]
-    return best if any(other == token_id for other, _ in best) else [*best, (token_id, step[token_id])]
+    return (
+        best if any(other == token_id for other, _ in best) else [*best, (token_id, step[token_id])]
+    )
 
 
 def _ranked(step: dict[int, Logprob]) -> list[tuple[int, Logprob]]:

@@ -1,6 +1,8 @@
-"""What the OpenAI routes take (pydantic) and give (msgspec structs, for they are made for every token).
+"""What the OpenAI routes take (pydantic) and give (msgspec structs, for they are made for every
+token).
 
-Names are OpenAI's, and vLLM's where OpenAI has none. Knows nothing of the engine but SamplingParams' names.
+Names are OpenAI's, and vLLM's where OpenAI has none. Knows nothing of the engine but
+SamplingParams' names.
 """
 
 from __future__ import annotations
@@ -19,9 +21,33 @@ Whole = Annotated[int | None, Field(description="a whole number")]
 Flag = Annotated[bool, Field(description="true or false")]
 
 SAMPLING_FIELDS = (
-    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
-    *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "prompt_logprob_start", "skip_special_tokens"),
-    *("spaces_between_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words"),
+    *(
+        "n",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+    ),
+    *(
+        "stop_token_ids",
+        "ignore_eos",
+        "min_tokens",
+        "prompt_logprobs",
+        "prompt_logprob_start",
+        "skip_special_tokens",
+    ),
+    *(
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+    ),
 )
 """Those that go to SamplingParams as they are."""
 
@@ -37,8 +63,22 @@ class SamplingBody(Body):
     """What all ways of asking for text have in common. None: not given."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"audio", "echo", "function_call", "functions", "modalities", "parallel_tool_calls", "prediction"}
-        | {"reasoning_effort", "store", "structured_outputs", "truncate_prompt_tokens", "web_search_options"}
+        {
+            "audio",
+            "echo",
+            "function_call",
+            "functions",
+            "modalities",
+            "parallel_tool_calls",
+            "prediction",
+        }
+        | {
+            "reasoning_effort",
+            "store",
+            "structured_outputs",
+            "truncate_prompt_tokens",
+            "web_search_options",
+        }
     )
 
     model: Annotated[str | None, Field(description="the name of a model")] = None
@@ -61,34 +101,56 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: Annotated[dict[str, float] | None, Field(description="an object of token ids and numbers")] = None
+    logit_bias: Annotated[
+        dict[str, float] | None, Field(description="an object of token ids and numbers")
+    ] = None
     allowed_token_ids: TokenIds = None
     bad_words: Annotated[list[str] | None, Field(description="a list of texts")] = None
     use_beam_search: Annotated[bool | None, Field(description="true or false")] = None
-    beam_width: Annotated[int | None, Field(description="a whole number; without it a beam search has n beams")] = None
+    beam_width: Annotated[
+        int | None, Field(description="a whole number; without it a beam search has n beams")
+    ] = None
     length_penalty: Number = None
-    early_stopping: Annotated[bool | Literal["never"] | None, Field(description='true, false or "never"')] = None
+    early_stopping: Annotated[
+        bool | Literal["never"] | None, Field(description='true, false or "never"')
+    ] = None
     cache_salt: Annotated[str | None, Field(description="a text")] = None
-    request_id: Annotated[str | None, Field(min_length=1, max_length=200, description="a text of 1 to 200 characters")] = None
+    request_id: Annotated[
+        str | None, Field(min_length=1, max_length=200, description="a text of 1 to 200 characters")
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = False
     timings: Annotated[bool, Field(description="true or false: say where the time went")] = False
-    user: Annotated[str | None, Field(max_length=200, description="a text of at most 200 characters; a fair policy shares among them")] = (
-        None
-    )
-    priority: Annotated[int | None, Field(description="a whole number; lower goes first, where the policy is priority")] = None
+    user: Annotated[
+        str | None,
+        Field(
+            max_length=200,
+            description="a text of at most 200 characters; a fair policy shares among them",
+        ),
+    ] = None
+    priority: Annotated[
+        int | None,
+        Field(description="a whole number; lower goes first, where the policy is priority"),
+    ] = None
 
 
 class CompletionBody(SamplingBody):
     """POST /v1/completions"""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], Field(description="a text, token ids, or a list of either")]
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]],
+        Field(description="a text, token ids, or a list of either"),
+    ]
     echo: Flag = False
-    logprobs: Annotated[int | None, Field(description="a whole number: how many alternatives for each token")] = None
+    logprobs: Annotated[
+        int | None, Field(description="a whole number: how many alternatives for each token")
+    ] = None
     best_of: Whole = None
-    suffix: Annotated[str | None, Field(description="null; this server does not insert text")] = None
+    suffix: Annotated[str | None, Field(description="null; this server does not insert text")] = (
+        None
+    )
     add_special_tokens: Flag = True
 
 
@@ -116,14 +178,24 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Whole = None
     logprobs: bool | None = None
     top_logprobs: Whole = None
-    response_format: Annotated[dict[str, Any] | None, Field(description='{"type": "text"}; this server forces no form')] = None
-    tools: Annotated[list[dict[str, Any]] | None, Field(description="an empty list; this server does not support tools")] = None
-    tool_choice: Annotated[str | dict[str, Any] | None, Field(description='"none" or "auto"; this server does not support tools')] = None
+    response_format: Annotated[
+        dict[str, Any] | None, Field(description='{"type": "text"}; this server forces no form')
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        Field(description="an empty list; this server does not support tools"),
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Field(description='"none" or "auto"; this server does not support tools'),
+    ] = None
     add_generation_prompt: Flag = True
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="an object of the template's variables")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="an object of the template's variables")
+    ] = None
 
 
-# -- what goes out ----------------------------------------------------------------------------------------------------------------
+# -- what goes out ---------------------------------------------------------------------------------
 
 
 class PromptTokensDetails(msgspec.Struct):

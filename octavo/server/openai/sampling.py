@@ -1,4 +1,6 @@
-"""From a request's fields to SamplingParams: what is given, else what the model's makers recommend, else the API's defaults."""
+"""From a request's fields to SamplingParams: what is given, else what the model's makers recommend,
+else the API's defaults.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,27 @@ SEARCH_FIELDS = ("beam_width", "length_penalty", "early_stopping")
 
 
 def sampling_params(
-    body: SamplingBody, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **others: Any
+    body: SamplingBody,
+    defaults: SamplingParams,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    **others: Any,
 ) -> SamplingParams:
     """`others` are SamplingParams fields that the route sets itself, over the body's."""
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     search = _search(body)
     recommended: Mapping[str, Any] = {} if search else msgspec.structs.asdict(defaults)
-    return SamplingParams(**{**recommended, **given, **search, "max_tokens": max_tokens, "logprobs": logprobs, **others})
+    return SamplingParams(
+        **{
+            **recommended,
+            **given,
+            **search,
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            **others,
+        }
+    )
 
 
 def _search(body: SamplingBody) -> dict[str, Any]:
@@ -32,11 +48,16 @@ def _search(body: SamplingBody) -> dict[str, Any]:
             raise InvalidRequest(f"{name}: allowed only where use_beam_search is true", param=name)
         return {}
     if body.stream:
-        message = "stream: got true with use_beam_search, allowed is false: a beam search knows its answer at the end"
+        message = (
+            "stream: got true with use_beam_search, allowed is false: a beam search knows its"
+            " answer at the end"
+        )
         raise InvalidRequest(message, param="stream")
     return {"beam_width": body.n or 1, **given}
 
 
 def check_stream_options(body: SamplingBody) -> None:
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options: allowed only where stream is true", param="stream_options")
+        raise InvalidRequest(
+            "stream_options: allowed only where stream is true", param="stream_options"
+        )

@@ -1,9 +1,12 @@
-"""A directory of KV blocks in files, named by what they hold, for any number of engines at once; the least recently used go first.
+"""A directory of KV blocks in files, named by what they hold, for any number of engines at once;
+the least recently used go first.
 
-    ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv        ROOT/tmp/ for files being written
+    ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv        ROOT/tmp/ for files
+    being written
 
-A file's time of change says when it was last used; one in the future, until when it is pinned. So nothing has to agree with anything
-else after a crash, or between engines: each sees what is there, and a file that another one removed is a miss.
+A file's time of change says when it was last used; one in the future, until when it is pinned. So
+nothing has to agree with anything else after a crash, or between engines: each sees what is there,
+and a file that another one removed is a miss.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ from pathlib import Path
 from octavo.config.paths import user_path
 from octavo.errors import ConfigError
 from octavo.step import BlockName, BlockPin, SlotBlock, StoredBytes
-from octavo.worker.connectors.block_file import DamagedFile, header_of, read_block_file, write_block_file
+from octavo.worker.connectors.block_file import (
+    DamagedFile,
+    header_of,
+    read_block_file,
+    write_block_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +64,14 @@ class Changes:
 class BlockDirectory:
     """Used by two threads: one reads, one does all else. `clock`: seconds since 1970."""
 
-    def __init__(self, root: Path, fingerprint: bytes, *, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        root: Path,
+        fingerprint: bytes,
+        *,
+        max_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.max_bytes = max_bytes
         self._root = root
         self._fingerprint = fingerprint
@@ -80,7 +95,8 @@ class BlockDirectory:
                 folder.mkdir(mode=0o700, exist_ok=True)
 
     def look(self) -> Changes:
-        """Lists the directory, removes what crashed engines left half written, and the oldest where there is too much.
+        """Lists the directory, removes what crashed engines left half written, and the oldest where
+        there is too much.
 
         Somebody may have removed it all, and then it is made again.
         """
@@ -90,7 +106,11 @@ class BlockDirectory:
         self._remove_abandoned()
         self._make_room(0)
         now = self._names()
-        pins = [BlockPin(name, entry.used_at) for path, entry in self._pinned() if (name := self._name_of(path)) is not None]
+        pins = [
+            BlockPin(name, entry.used_at)
+            for path, entry in self._pinned()
+            if (name := self._name_of(path)) is not None
+        ]
         return Changes(sorted(now - before), sorted(before - now), pins)
 
     def stored(self) -> StoredBytes:
@@ -98,10 +118,11 @@ class BlockDirectory:
         pinned = (self._pinned_bytes, self._foreign_pinned_bytes)
         return StoredBytes(self._num_bytes, *pinned, self._num_damaged, self._num_write_errors)
 
-    # -- one block ------------------------------------------------------------------------------------------------------
+    # -- one block ---------------------------------------------------------------------------------
 
     def write(self, block: SlotBlock, data: memoryview) -> list[BlockName]:
-        """Says which others had to go. OSError or DirectoryFull where it cannot be kept; then nothing of it is left.
+        """Says which others had to go. OSError or DirectoryFull where it cannot be kept; then
+        nothing of it is left.
 
         Where another engine has written it, and pinned it, it stays pinned.
         """
@@ -126,7 +147,9 @@ class BlockDirectory:
         """False where it is not there, or damaged; a damaged file is reported and removed."""
         path = self._path_of(block.name)
         try:
-            read_block_file(path, header_of(self._fingerprint, block.group, block.key, len(into)), into)
+            read_block_file(
+                path, header_of(self._fingerprint, block.group, block.key, len(into)), into
+            )
         except FileNotFoundError:
             return False
         except DamagedFile as error:
@@ -169,7 +192,7 @@ class BlockDirectory:
         self._pins.clear()
         self._count_pinned()
 
-    # -- the files ------------------------------------------------------------------------------------------------------
+    # -- the files ---------------------------------------------------------------------------------
 
     def _list(self) -> Iterator[tuple[Path, Stored]]:
         for folder in _folders(self._root):
@@ -188,7 +211,9 @@ class BlockDirectory:
     def _count_pinned(self) -> None:
         pinned = self._pinned()
         self._pinned_bytes = sum(entry.num_bytes for _, entry in pinned)
-        self._foreign_pinned_bytes = sum(entry.num_bytes for path, entry in pinned if self._name_of(path) is None)
+        self._foreign_pinned_bytes = sum(
+            entry.num_bytes for path, entry in pinned if self._name_of(path) is None
+        )
 
     def _pinned(self) -> list[tuple[Path, Stored]]:
         now = self._clock()
@@ -205,11 +230,15 @@ class BlockDirectory:
         for entry in _entries(self._temporary):
             status = _status(entry)
             if status is not None and status.st_mtime < self._clock() - ABANDONED_S:
-                logger.warning("%s was left half written by an engine that ended; it is removed", entry.path)
+                logger.warning(
+                    "%s was left half written by an engine that ended; it is removed", entry.path
+                )
                 _unlink(Path(entry.path))
 
     def _make_room(self, num_bytes: int) -> list[BlockName]:
-        """Removes the least recently used until so many bytes more fit, and some room besides; DirectoryFull where they cannot."""
+        """Removes the least recently used until so many bytes more fit, and some room besides;
+        DirectoryFull where they cannot.
+        """
         if self._num_bytes + num_bytes <= self.max_bytes:
             return []
         before = self._names()
@@ -254,21 +283,26 @@ class BlockDirectory:
 
 
 def open_root(text: str) -> Path:
-    """The directory that an option names, made where it is not there; ConfigError where nothing can be written into it."""
+    """The directory that an option names, made where it is not there; ConfigError where nothing can
+    be written into it.
+    """
     root = user_path(text).absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix="probe-", dir=root):
             pass
     except OSError as error:
-        raise ConfigError(f"prefix_cache_dir: {root} cannot be written into: {error.strerror}") from error
+        raise ConfigError(
+            f"prefix_cache_dir: {root} cannot be written into: {error.strerror}"
+        ) from error
     return root
 
 
 def check_size(max_bytes: int, block_bytes: Sequence[int]) -> None:
     if max_bytes < sum(block_bytes):
         raise ConfigError(
-            f"prefix_cache_size: got {max_bytes}, allowed is at least one block of each cache group, {sum(block_bytes)} bytes"
+            f"prefix_cache_size: got {max_bytes}, allowed is at least one block of each cache"
+            f" group, {sum(block_bytes)} bytes"
         )
 
 

@@ -1,9 +1,12 @@
-"""One KV block as a file: what it is, its bytes, a checksum. Written whole under another name first, so that a crash leaves none half done.
+"""One KV block as a file: what it is, its bytes, a checksum. Written whole under another name
+first, so that a crash leaves none half done.
 
-    magic 8 | version, group, tokens u32 | bytes u64 | fingerprint 32 | digest 16 | parent 16 | token ids i32 | the block | crc32 u32
+    magic 8 | version, group, tokens u32 | bytes u64 | fingerprint 32 | digest 16 | parent 16 |
+    token ids i32 | the block | crc32 u32
 
-All numbers little-endian. The fingerprint is that of the model and of all else that a block's bytes depend on (`fingerprint.py`). The
-checksum finds damage, not malice: whoever may write into the directory is trusted.
+All numbers little-endian. The fingerprint is that of the model and of all else that a block's bytes
+depend on (`fingerprint.py`). The checksum finds damage, not malice: whoever may write into the
+directory is trusted.
 """
 
 from __future__ import annotations
@@ -28,11 +31,15 @@ def header_of(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -> 
     """All that comes before the block; what is read is compared with it."""
     count = len(key.token_ids)
     numbers = struct.pack("<8sIIIQ", MAGIC, VERSION, group, count, num_bytes)
-    return numbers + fingerprint + key.digest + key.parent + struct.pack(f"<{count}i", *key.token_ids)
+    return (
+        numbers + fingerprint + key.digest + key.parent + struct.pack(f"<{count}i", *key.token_ids)
+    )
 
 
 def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryview) -> int:
-    """Says how many bytes the file has. OSError where it cannot be written; then nothing of it is left."""
+    """Says how many bytes the file has. OSError where it cannot be written; then nothing of it is
+    left.
+    """
     try:
         with open(temporary, "wb", buffering=0, opener=_open_private) as file:
             num_bytes = 0

@@ -1,7 +1,8 @@
-"""What a stored block's bytes depend on, as one number: the weights, and everything about how they are computed with and laid out.
+"""What a stored block's bytes depend on, as one number: the weights, and everything about how they
+are computed with and laid out.
 
-The weights are known by a hash of their files' contents. It is kept beside the blocks, for as long as a file's size, time and place on
-its disk are the same, so that a second start reads nothing.
+The weights are known by a hash of their files' contents. It is kept beside the blocks, for as long
+as a file's size, time and place on its disk are the same, so that a second start reads nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ def fingerprint(parts: Mapping[str, Any], weight_files: Sequence[Path], *, cache
     if any(known.get(path) != entry for path, entry in found.items()):
         _write(cache / DIGESTS, known | found)
     digests = sorted(entry["sha256"] for entry in entries)
-    return hashlib.sha256(json.dumps({**parts, "weights": digests}, sort_keys=True, default=str).encode()).digest()
+    return hashlib.sha256(
+        json.dumps({**parts, "weights": digests}, sort_keys=True, default=str).encode()
+    ).digest()
 
 
 def _entry(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     status = path.stat()
     state = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
     entry = known.get(str(path))
-    if isinstance(entry, dict) and {name: entry.get(name) for name in state} == state and isinstance(entry.get("sha256"), str):
+    if (
+        isinstance(entry, dict)
+        and {name: entry.get(name) for name in state} == state
+        and isinstance(entry.get("sha256"), str)
+    ):
         return entry
     with path.open("rb") as file:
         return {**state, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -52,7 +59,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, entries: Mapping[str, Any]) -> None:
-    """Whole or not at all; several engines, of this process or of others, may write at once, and the last one stays.
+    """Whole or not at all; several engines, of this process or of others, may write at once, and
+    the last one stays.
 
     Where the disk is full the next start reads the weights again, and nothing else is lost.
     """
@@ -63,6 +71,10 @@ def _write(path: Path, entries: Mapping[str, Any]) -> None:
             file.write(json.dumps(entries))
         Path(temporary).replace(path)
     except OSError as error:
-        logger.warning("%s cannot be written, the weights' files are read again at the next start: %s", path, error)
+        logger.warning(
+            "%s cannot be written, the weights' files are read again at the next start: %s",
+            path,
+            error,
+        )
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)

@@ -1,7 +1,9 @@
-"""The worker half of the prefix cache's lower tiers: blocks in slots of host memory, and behind them files on disk.
+"""The worker half of the prefix cache's lower tiers: blocks in slots of host memory, and behind
+them files on disk.
 
-Owns the slots' bytes and two threads: one reads ahead, one writes behind. What is written stays in its slot until it is, so the
-memory is bounded. Decides nothing: which block lies in which slot is the scheduler half's (`engine/connector.py`).
+Owns the slots' bytes and two threads: one reads ahead, one writes behind. What is written stays in
+its slot until it is, so the memory is bounded. Decides nothing: which block lies in which slot is
+the scheduler half's (`engine/connector.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ logger = logging.getLogger(__name__)
 LATE_S = 5.0
 """Whoever waits longer for a file computes instead."""
 LOOK_S = 30.0
-"""How often the directory is listed for what other engines have done, while there is something to do."""
+"""How often the directory is listed for what other engines have done, while there is something to
+do.
+"""
 PAUSE_S = 30.0
 """For how long nothing is written after the disk has refused it."""
 CLOSE_S = 3.0
@@ -37,10 +41,16 @@ NICENESS = 10
 
 
 class TierWorker:
-    """Implements `ports.ConnectorWorker`. `shapes`: per cache group its slots. Without a directory nothing lies behind them."""
+    """Implements `ports.ConnectorWorker`. `shapes`: per cache group its slots. Without a directory
+    nothing lies behind them.
+    """
 
-    def __init__(self, shapes: Sequence[HostShape], directory: BlockDirectory | None = None) -> None:
-        self._slots = [np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes]
+    def __init__(
+        self, shapes: Sequence[HostShape], directory: BlockDirectory | None = None
+    ) -> None:
+        self._slots = [
+            np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
+        ]
         self._directory = directory
         self._report = ConnectorReport()
         self._changed = threading.Condition()
@@ -66,7 +76,9 @@ class TierWorker:
         directory, write = self._directory, self._writer.put
         with self._changed:
             self._num_under_way += len(plan.fetch) + len(plan.keep)
-            self._fetching.update(dict.fromkeys((block.name for block in plan.fetch), time.monotonic()))
+            self._fetching.update(
+                dict.fromkeys((block.name for block in plan.fetch), time.monotonic())
+            )
         if plan.forget_all:
             write(directory.remove_all)
         for block in plan.fetch:
@@ -85,7 +97,9 @@ class TierWorker:
         with self._changed:
             if self._report == EMPTY and self._num_under_way and wait_s:
                 self._changed.wait(wait_s)
-            late = [name for name, since in self._fetching.items() if time.monotonic() - since > LATE_S]
+            late = [
+                name for name, since in self._fetching.items() if time.monotonic() - since > LATE_S
+            ]
             for name in late:
                 del self._fetching[name]
             self._report.late += late
@@ -100,13 +114,15 @@ class TierWorker:
         self._reader.close(0.0)
         self._writer.close(CLOSE_S)
 
-    # -- in the threads -------------------------------------------------------------------------------------------------
+    # -- in the threads ----------------------------------------------------------------------------
 
     def _fetch(self, block: SlotBlock) -> None:
         assert self._directory is not None
         ok = False
         try:
-            ok = not self._closing and self._directory.read(block, self.slot(block.group, block.slot).data)
+            ok = not self._closing and self._directory.read(
+                block, self.slot(block.group, block.slot).data
+            )
         finally:
             with self._reporting() as report:
                 self._fetching.pop(block.name, None)

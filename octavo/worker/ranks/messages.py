@@ -1,4 +1,6 @@
-"""What the first rank of an engine and the others say to each other, each way over one pipe: msgpack, a message at a time."""
+"""What the first rank of an engine and the others say to each other, each way over one pipe:
+msgpack, a message at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import msgspec
 
 from octavo.step import StepPlan
 
-# -- to a rank ------------------------------------------------------------------------------------------------------------
+# -- to a rank -------------------------------------------------------------------------------------
 
 
 class Setup(msgspec.Struct, tag=True):
@@ -44,7 +46,7 @@ class Close(msgspec.Struct, tag=True):
 
 ToRank = Setup | Measure | Allocate | Execute | Close
 
-# -- from a rank ----------------------------------------------------------------------------------------------------------
+# -- from a rank -----------------------------------------------------------------------------------
 
 
 class Started(msgspec.Struct, tag=True):

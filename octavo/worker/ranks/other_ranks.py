@@ -1,6 +1,8 @@
-"""The other ranks, as the first one sees them: a process and a pipe each. Starts them, talks to all alike, notices when one is gone.
+"""The other ranks, as the first one sees them: a process and a pipe each. Starts them, talks to all
+alike, notices when one is gone.
 
-A rank that ends, for whatever reason, takes the engine along: what it held of weights and KV is lost.
+A rank that ends, for whatever reason, takes the engine along: what it held of weights and KV is
+lost.
 """
 
 from __future__ import annotations
@@ -43,8 +45,11 @@ class RankProcess:
         self.is_closing = False
         """It may end: nothing is lost with it."""
         self._connection, theirs = Pipe()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        # The kernel counts the thread that starts a process as its parent: only the main one lives as long as this process.
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
+        }
+        # The kernel counts the thread that starts a process as its parent: only the main one lives
+        # as long as this process.
         dies = int(threading.current_thread() is threading.main_thread())
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", START, str(theirs.fileno()), str(dies)],
@@ -53,7 +58,12 @@ class RankProcess:
             env=environment,
         )
         theirs.close()
-        self._reader = threading.Thread(target=self._read, args=(self._connection,), name=f"octavo-rank-{setup.rank}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read,
+            args=(self._connection,),
+            name=f"octavo-rank-{setup.rank}",
+            daemon=True,
+        )
         self._reader.start()
         self.send(msgspec.msgpack.encode(setup))
 
@@ -122,7 +132,9 @@ class OtherRanks:
         self._ranks: list[RankProcess] = []
         try:
             for rank in range(1, num_ranks):
-                self._ranks.append(RankProcess(Setup(build, options, rank, num_ranks, port), self._note_loss))
+                self._ranks.append(
+                    RankProcess(Setup(build, options, rank, num_ranks, port), self._note_loss)
+                )
         except BaseException:
             self.close()
             raise
@@ -137,7 +149,9 @@ class OtherRanks:
         return self._lost
 
     def when_lost(self, tell: Tell) -> None:
-        """`tell` is called once, from another thread, when one of them has ended by itself; at once where that has been."""
+        """`tell` is called once, from another thread, when one of them has ended by itself; at once
+        where that has been.
+        """
         with self._lock:
             if self._lost is None:
                 self._tell.append(tell)

@@ -1,7 +1,9 @@
-"""The process of a rank other than the first: loads its part of the model, then carries out every plan that the first rank sends.
+"""The process of a rank other than the first: loads its part of the model, then carries out every
+plan that the first rank sends.
 
-Started by `other_ranks.py` with a pipe to the first rank; ends when it is told to, when that pipe or its standard input closes, or when
-anything fails, for then it is no longer in step with the others.
+Started by `other_ranks.py` with a pipe to the first rank; ends when it is told to, when that pipe
+or its standard input closes, or when anything fails, for then it is no longer in step with the
+others.
 """
 
 from __future__ import annotations
@@ -21,7 +23,20 @@ import msgspec
 
 from octavo.errors import OctavoError
 from octavo.ports import Executor
-from octavo.worker.ranks.messages import Allocate, Close, Execute, Failed, Fits, FromRank, Loaded, Measure, Ready, Setup, Started, ToRank
+from octavo.worker.ranks.messages import (
+    Allocate,
+    Close,
+    Execute,
+    Failed,
+    Fits,
+    FromRank,
+    Loaded,
+    Measure,
+    Ready,
+    Setup,
+    Started,
+    ToRank,
+)
 
 PR_SET_PDEATHSIG = 1
 """Of Linux' prctl(2): a process that is stopped or stuck ends with its parent, too."""
@@ -42,13 +57,17 @@ class LoadedRank(Protocol):
 
 
 BuildRank: TypeAlias = Callable[[Setup, Callable[[], None]], LoadedRank]
-"""Calls the second argument once all that may be missing has been found, then meets the others and loads."""
+"""Calls the second argument once all that may be missing has been found, then meets the others and
+loads.
+"""
 
 
 def main() -> None:
-    """`python -c "from octavo.worker.ranks.process import main; main()" FD DIES`: its end of the pipe; 1 where it is to be killed with
-    its parent, else 0."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first rank decides
+    """`python -c "from octavo.worker.ranks.process import main; main()" FD DIES`: its end of the
+    pipe; 1 where it is to be killed with its parent, else 0."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the first rank decides
     if sys.argv[2] == "1" and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -84,10 +103,17 @@ class RankLoop:
         worker.close()
 
     def fail(self, error: Exception) -> None:
-        """Tells the first rank why, and ends at once: other threads may wait for what never comes."""
+        """Tells the first rank why, and ends at once: other threads may wait for what never
+        comes."""
         if not isinstance(error, OctavoError):
             logger.exception("a rank ends", exc_info=error)
-        self._send(Failed(type(error).__name__, getattr(error, "message", str(error)), getattr(error, "hint", None)))
+        self._send(
+            Failed(
+                type(error).__name__,
+                getattr(error, "message", str(error)),
+                getattr(error, "hint", None),
+            )
+        )
         os._exit(1)
 
     def _send(self, message: FromRank) -> None:
@@ -106,7 +132,8 @@ class RankLoop:
 
 
 def _end_with_parent() -> None:
-    """Standard input is a pipe that nobody writes to; it ends when the first rank's process does."""
+    """Standard input is a pipe that nobody writes to; it ends when the first rank's process
+    does."""
     while os.read(0, 1):
         pass
     os._exit(0)

@@ -1,4 +1,6 @@
-"""The first rank's worker and the others as one executor: every plan goes to all, all compute it in step, the first one's result counts."""
+"""The first rank's worker and the others as one executor: every plan goes to all, all compute it in
+step, the first one's result counts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from octavo.worker.worker import Worker
 
 
 class RankedWorker:
-    """Implements `ports.Executor`, `ports.Profiler` and `ports.Losable`. EngineDead from the first fault of any rank on."""
+    """Implements `ports.Executor`, `ports.Profiler` and `ports.Losable`. EngineDead from the first
+    fault of any rank on.
+    """
 
     def __init__(self, worker: Worker, others: OtherRanks) -> None:
         self._worker = worker
@@ -52,6 +56,10 @@ class RankedWorker:
     def _die(self, error: Exception) -> None:
         """The ranks are no longer in step: none of them is of any use."""
         if self._dead is None:
-            what = error.message if isinstance(error, OctavoError) else f"rank 0 has failed: {type(error).__name__}: {error}"
+            what = (
+                error.message
+                if isinstance(error, OctavoError)
+                else f"rank 0 has failed: {type(error).__name__}: {error}"
+            )
             self._dead = EngineDead(f"the engine can compute nothing any more: {what}")
             self._others.close(patience_s=0.0)

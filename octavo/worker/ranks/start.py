@@ -1,4 +1,5 @@
-"""What the first rank does before the first step: starts the others, meets them, agrees with them on a number of KV blocks.
+"""What the first rank does before the first step: starts the others, meets them, agrees with them
+on a number of KV blocks.
 
 Where there are no others (None), what it would do alone.
 """
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
     from octavo.worker.ranks.ranked_worker import RankedWorker
 
 
-def start_ranks(build: str, options: dict[str, Any], num_ranks: int, device: Device) -> tuple[TorchRanks, OtherRanks]:
-    """`build` names what loads the others ("module:function", a `process.BuildRank`). PyTorch must have been found."""
+def start_ranks(
+    build: str, options: dict[str, Any], num_ranks: int, device: Device
+) -> tuple[TorchRanks, OtherRanks]:
+    """`build` names what loads the others ("module:function", a `process.BuildRank`). PyTorch must
+    have been found.
+    """
     from octavo.backends.torch.ranks import Meeting, TorchRanks
     from octavo.worker.ranks.other_ranks import OtherRanks
 
@@ -39,7 +44,9 @@ def start_ranks(build: str, options: dict[str, Any], num_ranks: int, device: Dev
 
 
 def end_ranks(others: OtherRanks, error: BaseException) -> BaseException:
-    """Ends them for it. What ended one of them by itself stands behind whatever this process has met."""
+    """Ends them for it. What ended one of them by itself stands behind whatever this process has
+    met.
+    """
     lost = others.lost
     others.close(patience_s=0.0)
     return lost or error

@@ -1,11 +1,13 @@
-"""Paged attention of the native backend against the reference at every level: |native - reference| <= 2e-5 for values of size one.
+"""Paged attention of the native backend against the reference at every level: |native - reference|
+<= 2e-5 for values of size one.
 
-K and V are compared as stored (fp32, bf16 or int8, the reference rounding alike). With a bf16 cache native rounds the queries
-to bf16 too (and so the reference gets rounded ones), and the weights of the values, each by at most 1 in 2^9, which is what its
-tolerance allows. With an int8 cache both become integers of 15 bits; only on the tile unit bf16.
+K and V are compared as stored (fp32, bf16 or int8, the reference rounding alike). With a bf16 cache
+native rounds the queries to bf16 too (and so the reference gets rounded ones), and the weights of
+the values, each by at most 1 in 2^9, which is what its tolerance allows. With an int8 cache both
+become integers of 15 bits; only on the tile unit bf16.
 
-However its rows come (whole, in chunks, one by one, alone or with others, on one thread or several, in whatever blocks) a request's
-outputs are bitwise the same.
+However its rows come (whole, in chunks, one by one, alone or with others, on one thread or several,
+in whatever blocks) a request's outputs are bitwise the same.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from octavo.backends.base import BackendOptions, StepBatch
+from octavo.backends.base import BackendOptions
+from octavo.backends.batch import StepBatch
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference import ReferenceBackend
 from octavo.program import ops
@@ -27,11 +30,14 @@ from octavo.quant.packed import PackedWeight
 from tests.support.native_harness import normal, require_native, rng
 
 CONTEXTS = (1, 37, 256, 540)
-"""Requests of a case: within a block, within a split of 256 keys, a split, and over three of them."""
+"""Requests of a case: within a block, within a split of 256 keys, a split, and over three of them.
+"""
 
 NUM_BLOCKS = 128
 TOLERANCE = {"fp32": 2e-5, "bf16": 4e-3, "int8": 8e-3}
-"""int8: a number that lies between two codes may be rounded to one in float64 and to the other in fp32."""
+"""int8: a number that lies between two codes may be rounded to one in float64 and to the other in
+fp32.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,16 +59,36 @@ class Shape:
     def program(self) -> Program:
         """q, k and v of a token are rows of three tables."""
         ids = Value("ids", "tokens", 1, "int")
-        widths = {"q": self.heads * self.k_width, "k": self.kv_heads * self.k_width, "v": self.kv_heads * self.v_width}
+        widths = {
+            "q": self.heads * self.k_width,
+            "k": self.kv_heads * self.k_width,
+            "v": self.kv_heads * self.v_width,
+        }
         q, k, v = (Value(name, "tokens", width) for name, width in widths.items())
-        out, logits = (Value(name, axis, self.heads * self.v_width) for name, axis in (("out", "tokens"), ("logits", "samples")))
-        group = CacheGroup("kv", "window" if self.window else "full", 2, self.kv_heads, self.k_width, self.v_width, self.window)
+        out, logits = (
+            Value(name, axis, self.heads * self.v_width)
+            for name, axis in (("out", "tokens"), ("logits", "samples"))
+        )
+        group = CacheGroup(
+            "kv",
+            "window" if self.window else "full",
+            2,
+            self.kv_heads,
+            self.k_width,
+            self.v_width,
+            self.window,
+        )
         sinks = Weight("sinks", (self.heads,)) if self.sinks else None
         scale = self.sharpness / self.k_width**0.5
         body = (
-            *(ops.Embedding(value, Weight(value.name, (self.num_tokens + 1, value.width)), ids) for value in (q, k, v)),
+            *(
+                ops.Embedding(value, Weight(value.name, (self.num_tokens + 1, value.width)), ids)
+                for value in (q, k, v)
+            ),
             ops.KvWrite((k,), v, "kv", 1),
-            ops.Attention(q, out, "kv", 1, self.heads, scale, self.mask, self.window, self.softcap, sinks),
+            ops.Attention(
+                q, out, "kv", 1, self.heads, scale, self.mask, self.window, self.softcap, sinks
+            ),
             ops.GatherRows(out, logits),
         )
         program = Program("test", {"token_ids": ids}, {"logits": logits}, body, (group,), out.width)
@@ -83,7 +109,11 @@ class Shape:
     def load_rounded(self, weight: Weight) -> PackedWeight:
         """The same with queries as a bf16 cache's attention reads them: rounded."""
         packed = self.load(weight)
-        return packed if weight.name != "q" else PackedWeight.plain(packed.codes.astype(ml_dtypes.bfloat16).astype(np.float32))
+        return (
+            packed
+            if weight.name != "q"
+            else PackedWeight.plain(packed.codes.astype(ml_dtypes.bfloat16).astype(np.float32))
+        )
 
 
 Span = tuple[int, int, int]
@@ -93,13 +123,25 @@ Span = tuple[int, int, int]
 class Run:
     """A backend with a cache, in which each request has shuffled blocks."""
 
-    def __init__(self, shape: Shape, backend: Any, *, seed: int = 0, rounded: bool = False, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        backend: Any,
+        *,
+        seed: int = 0,
+        rounded: bool = False,
+        num_blocks: int = NUM_BLOCKS,
+    ) -> None:
         self.shape = shape
-        self.runnable = backend.prepare(shape.program, shape.load_rounded if rounded else shape.load)
+        self.runnable = backend.prepare(
+            shape.program, shape.load_rounded if rounded else shape.load
+        )
         self.kv = backend.allocate(shape.program.groups, [num_blocks] * len(shape.program.groups))
         self.first = np.cumsum([0, *shape.contexts])
         blocks = iter(rng(seed).permutation(num_blocks))
-        self.tables = [np.array([next(blocks) for _ in range(-(-n // 16))], np.int32) for n in shape.contexts]
+        self.tables = [
+            np.array([next(blocks) for _ in range(-(-n // 16))], np.int32) for n in shape.contexts
+        ]
 
     def step(self, spans: list[Span], *, pad: int = 0) -> np.ndarray:
         """Every row's output."""
@@ -109,7 +151,10 @@ class Run:
         at = [np.arange(start, stop) for _, start, stop in spans]
         rows = [len(part) for part in at]
         tokens = [self.first[r] + part for (r, _, _), part in zip(spans, at, strict=True)]
-        slots = [self.tables[r][part // 16] * 16 + part % 16 for (r, _, _), part in zip(spans, at, strict=True)]
+        slots = [
+            self.tables[r][part // 16] * 16 + part % 16
+            for (r, _, _), part in zip(spans, at, strict=True)
+        ]
         tables = np.full((1, len(spans), max(map(len, self.tables))), -1, np.int32)
         for index, (r, _, stop) in enumerate(spans):
             tables[0, index, : -(-stop // 16)] = self.tables[r][: -(-stop // 16)]
@@ -133,12 +178,17 @@ class Run:
         for spans in steps:
             made = self.step(spans, pad=pad)
             for r, start, stop in spans:
-                out[self.first[r] + start : self.first[r] + stop], made = made[: stop - start], made[stop - start :]
+                out[self.first[r] + start : self.first[r] + stop], made = (
+                    made[: stop - start],
+                    made[stop - start :],
+                )
         return out
 
 
 def native(level: str | None, kv: str = "fp32", *, threads: int = 1) -> NativeBackend:
-    return NativeBackend(BackendOptions(num_threads=threads, kv_cache_dtype=kv, max_tokens=2048), level=level)
+    return NativeBackend(
+        BackendOptions(num_threads=threads, kv_cache_dtype=kv, max_tokens=2048), level=level
+    )
 
 
 @cache
@@ -149,7 +199,9 @@ def expected(shape: Shape, kv: str, rounded: bool) -> np.ndarray:
 def check(shape: Shape, level: str, kv: str) -> None:
     found = Run(shape, native(level, kv)).whole(pad=2)
     rounded = kv == "bf16" or (kv == "int8" and level == "amx" and shape.k_width % 32 == 0)
-    np.testing.assert_allclose(found, expected(shape, kv, rounded), rtol=TOLERANCE[kv], atol=TOLERANCE[kv])
+    np.testing.assert_allclose(
+        found, expected(shape, kv, rounded), rtol=TOLERANCE[kv], atol=TOLERANCE[kv]
+    )
 
 
 SHORT = (5, 16, 270)
@@ -193,12 +245,16 @@ def test_masks(level, name, kv):
 @pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("width", [8, 24, 32, 64, 80, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1), (8, 1)])
-@pytest.mark.parametrize("mask", [{}, {"mask": "window", "window": 100}, {"mask": "full"}, {"softcap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [{}, {"mask": "window", "window": 100}, {"mask": "full"}, {"softcap": 2.0, "sinks": True}],
+    ids=str,
+)
 def test_every_shape(level, heads, kv_heads, width, mask, kv):
     check(Shape(heads, kv_heads, width, width, **mask), level, kv)
 
 
-# -- bitwise, however the rows come -----------------------------------------------------------------------------------------------
+# -- bitwise, however the rows come ----------------------------------------------------------------
 
 ORDERS = {
     "causal": MASKS["causal"],
@@ -210,7 +266,11 @@ ORDERS = {
 
 def chunks(shape: Shape, size: int) -> list[list[Span]]:
     """Each request alone, so many rows a step."""
-    return [[(r, start, min(start + size, n))] for r, n in enumerate(shape.contexts) for start in range(0, n, size)]
+    return [
+        [(r, start, min(start + size, n))]
+        for r, n in enumerate(shape.contexts)
+        for start in range(0, n, size)
+    ]
 
 
 def mixed(shape: Shape) -> list[list[Span]]:
@@ -254,7 +314,9 @@ def test_rows_in_company(level, name, kv, threads, whole):
 @pytest.mark.parametrize("name", ["causal", "window"])
 @pytest.mark.parametrize(("size", "threads"), [(1, 2), (7, 1), (16, 2), (255, 7), (257, 2)])
 def test_rows_in_chunks(level, name, size, threads, kv, whole):
-    """One row of a long context on two threads and more is shared out by splits, whose partials a second stage merges."""
+    """One row of a long context on two threads and more is shared out by splits, whose partials a
+    second stage merges.
+    """
     shape = ORDERS[name]
     run = Run(shape, native(level, kv, threads=threads), seed=4)
     np.testing.assert_array_equal(run.steps(chunks(shape, size)), whole(shape, level, kv))
@@ -267,7 +329,7 @@ def test_full_attention_on_many_threads(level, whole):
     np.testing.assert_array_equal(found, whole(shape, level, "bf16"))
 
 
-# -- blocks -----------------------------------------------------------------------------------------------------------------------
+# -- blocks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
@@ -278,7 +340,9 @@ def test_what_earlier_requests_left_in_a_block_is_not_seen(level, kv):
     used = Run(shape, native(level, kv))
     used.tables[1] = used.tables[0]
     for at in range(40):
-        used.first[1] = shape.num_tokens - at  # whatever its position, its token is the tables' row of NaN
+        used.first[1] = (
+            shape.num_tokens - at
+        )  # whatever its position, its token is the tables' row of NaN
         assert np.isnan(used.step([(1, at, at + 1)])).all()
     np.testing.assert_array_equal(used.step([(0, 0, 21)]), wanted)
 
@@ -305,10 +369,17 @@ def test_a_copied_block_holds_the_same_keys(level, kv):
 
 
 def test_int8_stores_what_the_reference_stores(level):
-    """The same bytes, up to their order: each head's values one by one, read out by a row that sees nothing but itself."""
+    """The same bytes, up to their order: each head's values one by one, read out by a row that sees
+    nothing but itself.
+    """
     shape = Shape(3, 3, 7, 21, mask="window", window=1, contexts=(40,))
     found = Run(shape, native(level, "int8")).whole()
-    np.testing.assert_array_equal(found, Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype="int8"))).whole().astype(np.float32))
+    np.testing.assert_array_equal(
+        found,
+        Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype="int8")))
+        .whole()
+        .astype(np.float32),
+    )
 
 
 def test_layout_and_choice_of_the_caches_type():

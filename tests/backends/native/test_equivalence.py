@@ -1,7 +1,8 @@
-"""Tiny models on the native backend: a request's logits are bitwise the same in any company, chunks, threads, blocks; and they are right.
+"""Tiny models on the native backend: a request's logits are bitwise the same in any company,
+chunks, threads, blocks; and they are right.
 
-Right is: in fp32 within 2e-4 of transformers in float64 (logits of size 10); in other precisions within what their rounding was seen to
-do, of the reference backend on the same weights.
+Right is: in fp32 within 2e-4 of transformers in float64 (logits of size 10); in other precisions
+within what their rounding was seen to do, of the reference backend on the same weights.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ def runner(family, precision, *, threads=1, level=None, backend=None, seed=0, pa
     checkpoint = open_checkpoint(path)
     program = build_programs(checkpoint.config)["decoder"]
     dtype = {"bf16": "bfloat16"}.get(precision, "auto")
-    reader = WeightReader(checkpoint, dtype, precision if precision in ("int8", "int4") else None, program)
-    backend = backend or NativeBackend(BackendOptions(num_threads=threads, max_tokens=1200), level=level)
+    reader = WeightReader(
+        checkpoint, dtype, precision if precision in ("int8", "int4") else None, program
+    )
+    backend = backend or NativeBackend(
+        BackendOptions(num_threads=threads, max_tokens=1200), level=level
+    )
     return PagedRunner(path, backend, load=reader.load, seed=seed, padding=padding)
 
 
@@ -63,14 +68,18 @@ GRID = [(family, precision) for family in FAMILIES for precision in PRECISIONS]
 @pytest.mark.parametrize(("chunk", "threads"), [(1, 2), (7, 1), (16, 3), (255, 7), (257, 2)])
 def test_chunked_is_whole(family, precision, chunk, threads):
     """In other blocks too, and with padded rows."""
-    found = runner(family, precision, threads=threads, seed=chunk, padding=chunk % 3).logits(tokens(family), chunk)
+    found = runner(family, precision, threads=threads, seed=chunk, padding=chunk % 3).logits(
+        tokens(family), chunk
+    )
     np.testing.assert_array_equal(found, whole(family, precision))
 
 
 @pytest.mark.parametrize(("family", "precision"), GRID)
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_do_not_matter(family, precision, threads):
-    np.testing.assert_array_equal(runner(family, precision, threads=threads).logits(tokens(family)), whole(family, precision))
+    np.testing.assert_array_equal(
+        runner(family, precision, threads=threads).logits(tokens(family)), whole(family, precision)
+    )
 
 
 @pytest.mark.parametrize(("family", "precision"), GRID)
@@ -110,7 +119,9 @@ def test_a_prefix_that_another_request_computed_is_as_good(family, precision):
     shared.step([(first, 0, 320)])
     second = shared.add(ids)
     second.blocks[:, :20] = first.blocks[:, :20]
-    np.testing.assert_array_equal(shared.step([(second, 320, LENGTH)])["logits"], whole(family, precision)[320:])
+    np.testing.assert_array_equal(
+        shared.step([(second, 320, LENGTH)])["logits"], whole(family, precision)[320:]
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,12 +139,16 @@ def test_fp32_is_transformers(family):
 
 
 ERRORS = {"fp32": 2e-6, "bf16": 0.025, "int8": 0.08, "int4": 0.08}
-"""Root mean square of the error over that of the logits: twice the worst that was seen, which was llama's throughout."""
+"""Root mean square of the error over that of the logits: twice the worst that was seen, which was
+llama's throughout.
+"""
 
 
 @pytest.mark.parametrize(("family", "precision"), GRID)
 def test_is_the_reference(family, precision):
-    """On the same packed weights; the reference rounds neither rows nor the cache, hence the bounds."""
+    """On the same packed weights; the reference rounds neither rows nor the cache, hence the
+    bounds.
+    """
     wanted = runner(family, precision, backend=ReferenceBackend()).logits(tokens(family))
     error = whole(family, precision) - wanted
     assert np.sqrt((error**2).mean() / (wanted**2).mean()) <= ERRORS[precision]
@@ -144,6 +159,8 @@ def test_every_level(level, precision):
     """Chunked and threaded is whole and alone, and near the best level's logits."""
     ids = tokens("llama", 70)
     wanted = runner("llama", precision, level=level).logits(ids)
-    np.testing.assert_array_equal(runner("llama", precision, level=level, threads=3, seed=2, padding=1).logits(ids, 7), wanted)
+    np.testing.assert_array_equal(
+        runner("llama", precision, level=level, threads=3, seed=2, padding=1).logits(ids, 7), wanted
+    )
     error = wanted - whole("llama", precision)[:70]
     assert np.sqrt((error**2).mean() / (wanted**2).mean()) <= ERRORS[precision]

@@ -1,4 +1,5 @@
-"""Instruction-set levels: no wide instruction leaks into what every machine runs, and a level's object shows one symbol.
+"""Instruction-set levels: no wide instruction leaks into what every machine runs, and a level's
+object shows one symbol.
 
 `make qemu` runs the native tests on emulated machines without wide instructions.
 """
@@ -15,7 +16,9 @@ from octavo.backends.base import BackendOptions
 from octavo.backends.native import backend as native
 from tests.support.native_harness import require_native
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have the portable level only")
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="other machines have the portable level only"
+)
 
 ALL_LEVELS = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
 
@@ -28,17 +31,34 @@ def directory():
 
 def tool(*command):
     if shutil.which(command[0]) is None:
-        pytest.fail(f"{command[0]} is not installed; it comes with the compiler (apt-get install binutils)", pytrace=False)
+        pytest.fail(
+            f"{command[0]} is not installed; it comes with the compiler (apt-get install binutils)",
+            pytrace=False,
+        )
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def mnemonics(path):
-    return set(re.findall(r"^\s+[0-9a-f]+:\s+(\w+)", tool("objdump", "-d", "--no-show-raw-insn", str(path)), re.MULTILINE))
+    return set(
+        re.findall(
+            r"^\s+[0-9a-f]+:\s+(\w+)",
+            tool("objdump", "-d", "--no-show-raw-insn", str(path)),
+            re.MULTILINE,
+        )
+    )
 
 
 def wide(names):
-    """VEX and EVEX encodings all begin with v (but for three instructions of old), masks with k, tiles with t."""
-    return {name for name in names if re.match(r"v(?!err|erw|mcall)|k(and|mov|or|shift|unpck|xnor|test|add)|tile|tdp|ldtilecfg", name)}
+    """VEX and EVEX encodings all begin with v (but for three instructions of old), masks with k,
+    tiles with t.
+    """
+    return {
+        name
+        for name in names
+        if re.match(
+            r"v(?!err|erw|mcall)|k(and|mov|or|shift|unpck|xnor|test|add)|tile|tdp|ldtilecfg", name
+        )
+    }
 
 
 @pytest.mark.parametrize("name", ["liboctavo_portable.so", "_native*.so"])
@@ -56,7 +76,9 @@ def test_the_check_sees_wide_instructions(directory):
 
 
 def test_every_level_is_built_and_shows_one_symbol(directory):
-    assert {path.name for path in directory.glob("liboctavo_*.so")} == {f"liboctavo_{level}.so" for level in ALL_LEVELS}
+    assert {path.name for path in directory.glob("liboctavo_*.so")} == {
+        f"liboctavo_{level}.so" for level in ALL_LEVELS
+    }
     for level in ALL_LEVELS:
         symbols = tool("nm", "-D", "--defined-only", str(directory / f"liboctavo_{level}.so"))
         assert [line.split()[-1] for line in symbols.splitlines()] == ["octavo_kernel_table"], level
@@ -65,6 +87,11 @@ def test_every_level_is_built_and_shows_one_symbol(directory):
 def test_the_best_level_is_chosen():
     require_native()
     supported = native.supported_levels()
-    assert supported == [level for level in ALL_LEVELS if level in supported] and supported[0] == "portable"
+    assert (
+        supported == [level for level in ALL_LEVELS if level in supported]
+        and supported[0] == "portable"
+    )
     assert native.NativeBackend(BackendOptions()).level == supported[-1]
-    assert [native.NativeBackend(BackendOptions(), level=level).level for level in supported] == supported
+    assert [
+        native.NativeBackend(BackendOptions(), level=level).level for level in supported
+    ] == supported

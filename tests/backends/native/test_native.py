@@ -1,6 +1,8 @@
-"""Row ops of the native backend against the reference, at every instruction-set level; a row's bits are the same in any company.
+"""Row ops of the native backend against the reference, at every instruction-set level; a row's bits
+are the same in any company.
 
-Tolerances are stated with each op: a few units in the last place of fp32, wider where an exponential is involved.
+Tolerances are stated with each op: a few units in the last place of fp32, wider where an
+exponential is involved.
 """
 
 import subprocess
@@ -29,18 +31,29 @@ def like(value, name="y", width=None):
     return Value(name, value.axis, value.width if width is None else width)
 
 
-# -- norms ------------------------------------------------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------
 
 
 @cache
 def rms_norm(width, group, offset):
     def make(v):
-        return [ops.RmsNorm(v["x"], like(v["x"]), Weight("w", (group or width,)), 1e-5, offset, group)]
+        return [
+            ops.RmsNorm(v["x"], like(v["x"]), Weight("w", (group or width,)), 1e-5, offset, group)
+        ]
 
-    return Case({"x": normal(NUM_ROWS, width, scale=3)}, make, plain({"w": normal(group or width, seed=1)}), rtol=2e-6, atol=2e-6)
+    return Case(
+        {"x": normal(NUM_ROWS, width, scale=3)},
+        make,
+        plain({"w": normal(group or width, seed=1)}),
+        rtol=2e-6,
+        atol=2e-6,
+    )
 
 
-@pytest.mark.parametrize(("width", "group", "offset"), [*((w, 0, 0.0) for w in WIDTHS), (96, 24, 1.0), (128, 64, 0.0), (21, 7, 1.0)])
+@pytest.mark.parametrize(
+    ("width", "group", "offset"),
+    [*((w, 0, 0.0) for w in WIDTHS), (96, 24, 1.0), (128, 64, 0.0), (21, 7, 1.0)],
+)
 def test_rms_norm(level, width, group, offset):
     """`group` is a head norm's width, `offset` Gemma's 1 + weight."""
     check_rows(rms_norm(width, group, offset), level)
@@ -49,7 +62,15 @@ def test_rms_norm(level, width, group, offset):
 @cache
 def layer_norm(width, bias):
     def make(v):
-        return [ops.LayerNorm(v["x"], like(v["x"]), Weight("w", (width,)), Weight("b", (width,)) if bias else None, 1e-5)]
+        return [
+            ops.LayerNorm(
+                v["x"],
+                like(v["x"]),
+                Weight("w", (width,)),
+                Weight("b", (width,)) if bias else None,
+                1e-5,
+            )
+        ]
 
     weights = plain({"w": normal(width, seed=1), "b": normal(width, seed=2)})
     return Case({"x": normal(NUM_ROWS, width, scale=3) + 2}, make, weights, rtol=1e-5, atol=1e-5)
@@ -62,13 +83,21 @@ def test_layer_norm(level, width, bias):
 
 
 def test_norms_of_rows_of_zeros(level):
-    case = Case({"x": np.zeros((NUM_ROWS, 20), np.float32)}, rms_norm(20, 0, 0.0).make, rms_norm(20, 0, 0.0).weights)
+    case = Case(
+        {"x": np.zeros((NUM_ROWS, 20), np.float32)},
+        rms_norm(20, 0, 0.0).make,
+        rms_norm(20, 0, 0.0).weights,
+    )
     check_rows(case, level)
-    case = Case({"x": np.zeros((NUM_ROWS, 37), np.float32)}, layer_norm(37, True).make, layer_norm(37, True).weights)
+    case = Case(
+        {"x": np.zeros((NUM_ROWS, 37), np.float32)},
+        layer_norm(37, True).make,
+        layer_norm(37, True).weights,
+    )
     check_rows(case, level)
 
 
-# -- elementwise ------------------------------------------------------------------------------------------------------------
+# -- elementwise -----------------------------------------------------------------------------------
 
 ELEMENTWISE = {
     "add": (ops.Add, 0),
@@ -83,7 +112,9 @@ ELEMENTWISE = {
         for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
     },
 }
-"""Each op of inputs a and b, and its tolerance: 0 where one fp32 operation has one right answer (equal to the rounded reference)."""
+"""Each op of inputs a and b, and its tolerance: 0 where one fp32 operation has one right answer
+(equal to the rounded reference).
+"""
 
 
 @cache
@@ -91,7 +122,12 @@ def elementwise(kind, width):
     build, tolerance = ELEMENTWISE[kind]
     a, b = normal(NUM_ROWS, width, scale=3), normal(NUM_ROWS, width, seed=1)
     a[0], a[1], a[2] = 0, 60, -60  # where an exponential leaves fp32's range, or nearly
-    return Case({"a": a, "b": b}, lambda v: [build(v["a"], v["b"], like(v["a"]))], rtol=tolerance or 6e-8, atol=tolerance)
+    return Case(
+        {"a": a, "b": b},
+        lambda v: [build(v["a"], v["b"], like(v["a"]))],
+        rtol=tolerance or 6e-8,
+        atol=tolerance,
+    )
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
@@ -111,7 +147,7 @@ def test_mul_by_one_number_a_row(level, width):
     check_rows(spread_product(width), level)
 
 
-# -- positions --------------------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 @cache
@@ -119,15 +155,29 @@ def rope(heads, width, start, rotary, style, mscale):
     inv_freq = tuple(10000.0 ** -(np.arange(rotary // 2) / max(rotary // 2, 1)))
 
     def make(v):
-        return [ops.Rope(v["x"], like(v["x"]), heads, width, rotary, start, ops.RopeTable(inv_freq, mscale), style)]
+        return [
+            ops.Rope(
+                v["x"],
+                like(v["x"]),
+                heads,
+                width,
+                rotary,
+                start,
+                ops.RopeTable(inv_freq, mscale),
+                style,
+            )
+        ]
 
     positions = np.random.default_rng(5).permutation(4096)[:NUM_ROWS].astype(np.int32)
-    return Case({"x": normal(NUM_ROWS, heads * width)}, make, positions=positions, rtol=1e-6, atol=1e-6)
+    return Case(
+        {"x": normal(NUM_ROWS, heads * width)}, make, positions=positions, rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize(
-    ("heads", "width", "start", "rotary"), [(1, 2, 0, 2), (3, 8, 0, 8), (2, 64, 0, 64), (2, 24, 0, 10), (3, 20, 8, 12)]
+    ("heads", "width", "start", "rotary"),
+    [(1, 2, 0, 2), (3, 8, 0, 8), (2, 64, 0, 64), (2, 24, 0, 10), (3, 20, 8, 12)],
 )
 def test_rope(level, style, heads, width, start, rotary):
     """Whole heads, their beginnings, and a part behind columns that stay as they are."""
@@ -145,7 +195,14 @@ def position_embedding(offset):
         return [ops.Embedding(y, Weight("wpe", (64, 20)), by_position=True, offset=offset)]
 
     positions = (np.arange(NUM_ROWS, dtype=np.int32) * 7) % (64 - offset)
-    return Case({"x": normal(NUM_ROWS, 1)}, make, plain({"wpe": normal(64, 20, seed=3)}), positions, rtol=0, atol=0)
+    return Case(
+        {"x": normal(NUM_ROWS, 1)},
+        make,
+        plain({"wpe": normal(64, 20, seed=3)}),
+        positions,
+        rtol=0,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("offset", [0, 2])
@@ -154,7 +211,7 @@ def test_position_embedding(level, offset):
     check_rows(position_embedding(offset), level)
 
 
-# -- chains -----------------------------------------------------------------------------------------------------------------
+# -- chains ----------------------------------------------------------------------------------------
 
 
 @cache
@@ -178,20 +235,29 @@ def chain():
         then(lambda x, y: ops.Mul(x, v["x"], y), total)
         return made
 
-    return Case({"x": normal(NUM_ROWS, 40)}, make, plain({"w": normal(40, seed=4)}), rtol=1e-5, atol=1e-5)
+    return Case(
+        {"x": normal(NUM_ROWS, 40)}, make, plain({"w": normal(40, seed=4)}), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_chain_of_row_ops(level):
     check_rows(chain(), level)
 
 
-# -- what it refuses ----------------------------------------------------------------------------------------------------------
+# -- what it refuses -------------------------------------------------------------------------------
 
 
 def refused(op, message, *, groups=(), outputs=("logits",), weights=None):
     require_native()
     out = op.outputs[0]
-    program = Program("test", {"token_ids": Value("x", "tokens", 4)}, dict.fromkeys(outputs, out), (op,), groups, out.width)
+    program = Program(
+        "test",
+        {"token_ids": Value("x", "tokens", 4)},
+        dict.fromkeys(outputs, out),
+        (op,),
+        groups,
+        out.width,
+    )
     with pytest.raises(BackendUnavailable) as error:
         NativeBackend(BackendOptions()).prepare(program, (weights or {}).get)
     assert message in str(error.value)
@@ -205,11 +271,31 @@ X, Y, KV = Value("x", "tokens", 4), Value("y", "tokens", 4), CacheGroup("kv", "f
     [
         (ops.AllReduce(X, Y), "cannot run the op AllReduce (in test)", {}),
         (ops.PoolRows(X, Y, "last"), "cannot run the op PoolRows", {}),
-        (ops.Attention(X, Y, "kv", 0, 1, 1.0, "tree"), "attention with the mask tree", {"groups": (KV,)}),
-        (ops.Attention(X, Y, "kv", 0, 1, 1.0, bias=ops.AlibiBias((0.5,))), "attention with AlibiBias", {"groups": (KV,)}),
-        (ops.Attention(X, Y, "kv", 0, 17, 1.0), "more than 16 query heads for one kv head", {"groups": (KV,)}),
-        (ops.Attention(X, Y, "kv", 0, 1, 1.0), "keys wider than 1024", {"groups": (replace(KV, k_width=1026),)}),
-        (ops.Scale(X, Y, 2.0), "a cache group of kind latent", {"groups": (CacheGroup("kv", "latent", 1, 1, 4, 0),)}),
+        (
+            ops.Attention(X, Y, "kv", 0, 1, 1.0, "tree"),
+            "attention with the mask tree",
+            {"groups": (KV,)},
+        ),
+        (
+            ops.Attention(X, Y, "kv", 0, 1, 1.0, bias=ops.AlibiBias((0.5,))),
+            "attention with AlibiBias",
+            {"groups": (KV,)},
+        ),
+        (
+            ops.Attention(X, Y, "kv", 0, 17, 1.0),
+            "more than 16 query heads for one kv head",
+            {"groups": (KV,)},
+        ),
+        (
+            ops.Attention(X, Y, "kv", 0, 1, 1.0),
+            "keys wider than 1024",
+            {"groups": (replace(KV, k_width=1026),)},
+        ),
+        (
+            ops.Scale(X, Y, 2.0),
+            "a cache group of kind latent",
+            {"groups": (CacheGroup("kv", "latent", 1, 1, 4, 0),)},
+        ),
         (ops.Scale(X, Y, 2.0), "the outputs ['hidden']", {"outputs": ("hidden",)}),
     ],
 )
@@ -220,9 +306,19 @@ def test_what_it_cannot_run_it_refuses_by_name(op, message, options):
 def test_codes_through_a_table_are_refused():
     weight = Weight("w", (4, 4))
     packed = PackedWeight(
-        (4, 4), 4, "lookup", np.zeros((4, 2), np.uint8), group=4, scales=rms_norm(1, 0, 0.0).weights["w"], lookup=np.zeros(16, np.float32)
+        (4, 4),
+        4,
+        "lookup",
+        np.zeros((4, 2), np.uint8),
+        group=4,
+        scales=rms_norm(1, 0, 0.0).weights["w"],
+        lookup=np.zeros(16, np.float32),
     )
-    refused(ops.Linear(X, (Y,), (weight,)), "cannot pack w: codes through a table", weights={weight: packed})
+    refused(
+        ops.Linear(X, (Y,), (weight,)),
+        "cannot pack w: codes through a table",
+        weights={weight: packed},
+    )
 
 
 def test_an_unknown_level_names_those_there_are():
@@ -266,6 +362,8 @@ NativeBackend(BackendOptions(num_threads=2))
 
 def test_more_threads_than_the_system_gives():
     """Those that were made have ended again."""
-    ended = subprocess.run([sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, check=True
+    )
     assert ended.stdout.startswith("the native backend does not start with 5000 threads: ")
     assert ended.stdout.endswith("hint: give fewer --threads\n") and ended.stderr == ""

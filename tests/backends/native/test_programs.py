@@ -1,14 +1,16 @@
-"""Random Programs on the native backend against the reference: stages, reused memory, heads over many chunks of sampled rows.
+"""Random Programs on the native backend against the reference: stages, reused memory, heads over
+many chunks of sampled rows.
 
-Within 1e-3 of the largest number a Program makes anywhere (fp32 sums of numbers that large, then norms that enlarge them);
-on any number of threads bitwise the same.
+Within 1e-3 of the largest number a Program makes anywhere (fp32 sums of numbers that large, then
+norms that enlarge them); on any number of threads bitwise the same.
 """
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.backends.base import BackendOptions, StepBatch
+from octavo.backends.base import BackendOptions
+from octavo.backends.batch import StepBatch
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference import ReferenceBackend
 from octavo.quant.packed import PackedWeight
@@ -30,8 +32,12 @@ def batch_of(rows, samples):
 
 
 def logits_of(backend, made, batch):
-    runnable = backend.prepare(made.program, lambda weight: PackedWeight.plain(made.weights[weight.name]))
-    return runnable.run(batch, backend.allocate(made.program.groups, [8] * len(made.program.groups))).arrays["logits"]
+    runnable = backend.prepare(
+        made.program, lambda weight: PackedWeight.plain(made.weights[weight.name])
+    )
+    return runnable.run(
+        batch, backend.allocate(made.program.groups, [8] * len(made.program.groups))
+    ).arrays["logits"]
 
 
 @settings(max_examples=150, deadline=None)

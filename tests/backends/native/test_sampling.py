@@ -1,7 +1,8 @@
-"""Drawing tokens in native code against the reference sampler, whose text both follow, at every level.
+"""Drawing tokens in native code against the reference sampler, whose text both follow, at every
+level.
 
-Native computes probabilities in fp32: its token is one that the reference draws with u, top_p or min_p moved by 1e-6. Logprobs differ by
-at most 1e-5; ranks, top lists and failures are equal.
+Native computes probabilities in fp32: its token is one that the reference draws with u, top_p or
+min_p moved by 1e-6. Logprobs differ by at most 1e-5; ranks, top lists and failures are equal.
 """
 
 from dataclasses import fields
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from octavo.backends import sampling
-from octavo.backends.base import SamplingBatch
+from octavo.backends.batch import SamplingBatch
 from octavo.program import ops
 from octavo.program.program import Value, Weight
 from tests.support.native_harness import Case, normal, plain, rng
@@ -21,7 +22,9 @@ NUDGE = 1e-6
 
 def logits_case(logits):
     """Rows of logits come out as they go in."""
-    return Case({"x": logits}, lambda v: [ops.Scale(v["x"], Value("y", "tokens", logits.shape[1]), 1.0)])
+    return Case(
+        {"x": logits}, lambda v: [ops.Scale(v["x"], Value("y", "tokens", logits.shape[1]), 1.0)]
+    )
 
 
 def sample_native(logits, batch, level, *, threads=1):
@@ -34,8 +37,15 @@ def sample_native(logits, batch, level, *, threads=1):
 
 def ragged(generator, rows, vocab, most):
     """Starts, and ids without repetition within a row."""
-    picks = [generator.choice(vocab, size=int(generator.integers(0, min(most, vocab) + 1)), replace=False) for _ in range(rows)]
-    return np.cumsum([0, *map(len, picks)]).astype(np.int32), np.concatenate([*picks, []]).astype(np.int32)
+    picks = [
+        generator.choice(
+            vocab, size=int(generator.integers(0, min(most, vocab) + 1)), replace=False
+        )
+        for _ in range(rows)
+    ]
+    return np.cumsum([0, *map(len, picks)]).astype(np.int32), np.concatenate([*picks, []]).astype(
+        np.int32
+    )
 
 
 def random_batch(rows, vocab, seed):
@@ -103,7 +113,9 @@ def possible_tokens(logits, batch, s):
         kept = sampling._kept(z, weights, s, nudged(batch, nudge))
         sums = np.cumsum(weights[kept])
         for point in (u - NUDGE, u, u + NUDGE):
-            found.add(int(kept[min(np.searchsorted(sums, point * sums[-1], side="right"), len(kept) - 1)]))
+            found.add(
+                int(kept[min(np.searchsorted(sums, point * sums[-1], side="right"), len(kept) - 1)])
+            )
     return found
 
 
@@ -117,7 +129,9 @@ def nudged(batch, nudge):
 def check(logits, batch, found, wanted, tokens):
     np.testing.assert_array_equal(found.failed, wanted.failed)
     for s, token in enumerate(found.token_ids.tolist()):
-        assert wanted.failed[s] or token in tokens[s], f"row {s}: drew {token}, the reference draws one of {tokens[s]}"
+        assert wanted.failed[s] or token in tokens[s], (
+            f"row {s}: drew {token}, the reference draws one of {tokens[s]}"
+        )
         assert not wanted.failed[s] or token == 0
         count = int(batch.num_logprobs[s])
         if count < 0 or wanted.failed[s]:
@@ -128,17 +142,27 @@ def check(logits, batch, found, wanted, tokens):
         np.testing.assert_allclose(found.logprobs[s], logprobs[token], atol=1e-5, rtol=1e-6)
         assert found.ranks[s] == 1 + (raw > raw[token]).sum()
         np.testing.assert_array_equal(found.top_ids[s, :count], wanted.top_ids[s, :count])
-        np.testing.assert_allclose(found.top_logprobs[s, :count], wanted.top_logprobs[s, :count], atol=1e-5, rtol=1e-6)
+        np.testing.assert_allclose(
+            found.top_logprobs[s, :count], wanted.top_logprobs[s, :count], atol=1e-5, rtol=1e-6
+        )
 
 
 @cache
 def drawn(rows, vocab, seed):
     logits, batch = random_logits(rows, vocab, seed), random_batch(rows, vocab, seed + 1)
     with np.errstate(all="ignore"):
-        return logits, batch, sampling.sample(logits, batch), [possible_tokens(logits, batch, s) for s in range(rows)]
+        return (
+            logits,
+            batch,
+            sampling.sample(logits, batch),
+            [possible_tokens(logits, batch, s) for s in range(rows)],
+        )
 
 
-@pytest.mark.parametrize(("rows", "vocab", "seed"), [(1, 1, 1), (130, 5, 2), (65, 100, 3), (130, 1003, 4), (20, 49152, 5)])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "seed"),
+    [(1, 1, 1), (130, 5, 2), (65, 100, 3), (130, 1003, 4), (20, 49152, 5)],
+)
 def test_random_batches(level, rows, vocab, seed):
     logits, batch, wanted, tokens = drawn(rows, vocab, seed)
     check(logits, batch, sample_native(logits, batch, level), wanted, tokens)
@@ -147,7 +171,9 @@ def test_random_batches(level, rows, vocab, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 160))
 def test_more_random_batches(level, seed):
-    logits, batch, wanted, tokens = drawn(260, int(rng(seed).choice([2, 3, 17, 64, 300, 2000])), seed)
+    logits, batch, wanted, tokens = drawn(
+        260, int(rng(seed).choice([2, 3, 17, 64, 300, 2000])), seed
+    )
     check(logits, batch, sample_native(logits, batch, level), wanted, tokens)
 
 
@@ -159,7 +185,9 @@ def test_threads_and_company_do_not_matter(level, threads):
     order = rng(7).permutation(130)[:70]
     part = sample_native(logits[order], taken(batch, order), level)
     for name in ("token_ids", "failed", "logprobs", "ranks"):
-        np.testing.assert_array_equal(getattr(part, name), getattr(found, name)[order], err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(part, name), getattr(found, name)[order], err_msg=name
+        )
     for row, s in enumerate(order):
         count = max(int(batch.num_logprobs[s]), 0)
         np.testing.assert_array_equal(part.top_logprobs[row, :count], found.top_logprobs[s, :count])
@@ -171,24 +199,42 @@ def taken(batch, order):
     for entry in fields(batch):
         array = getattr(batch, entry.name)
         columns[entry.name] = array[order] if len(array) == len(batch.seeds) else array
-    for kind, names in {"bias": ("bias_ids", "bias_values"), "history": ("history_ids", "history_counts")}.items():
+    for kind, names in {
+        "bias": ("bias_ids", "bias_values"),
+        "history": ("history_ids", "history_counts"),
+    }.items():
         starts = getattr(batch, f"{kind}_starts")
         index = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
         columns |= {name: getattr(batch, name)[index] for name in names}
-        columns[f"{kind}_starts"] = np.cumsum([0, *(starts[s + 1] - starts[s] for s in order)]).astype(np.int32)
+        columns[f"{kind}_starts"] = np.cumsum(
+            [0, *(starts[s + 1] - starts[s] for s in order)]
+        ).astype(np.int32)
     return SamplingBatch(**columns)
 
 
 def head_case(x, weight):
     """Logits come out of a product over sampled rows, as a model's do."""
-    matrix, sampled, logits = Weight("head", weight.shape), Value("sampled", "samples", x.shape[1]), Value("y", "samples", len(weight))
-    return Case({"x": x}, lambda v: [ops.GatherRows(v["x"], sampled), ops.Linear(sampled, (logits,), (matrix,))], plain({"head": weight}))
+    matrix, sampled, logits = (
+        Weight("head", weight.shape),
+        Value("sampled", "samples", x.shape[1]),
+        Value("y", "samples", len(weight)),
+    )
+    return Case(
+        {"x": x},
+        lambda v: [ops.GatherRows(v["x"], sampled), ops.Linear(sampled, (logits,), (matrix,))],
+        plain({"head": weight}),
+    )
 
 
 def greedy_batch(rows, vocab):
     """The best of each row and nothing else: the output product keeps it, and writes no logits."""
     batch = random_batch(rows, vocab, 1)
-    for zero in (batch.temperatures, batch.presence_penalties, batch.frequency_penalties, batch.bias_starts):
+    for zero in (
+        batch.temperatures,
+        batch.presence_penalties,
+        batch.frequency_penalties,
+        batch.bias_starts,
+    ):
         zero[:] = 0
     for none in (batch.target_ids, batch.num_logprobs, batch.allowed):
         none[:] = -1
@@ -199,7 +245,9 @@ def greedy_batch(rows, vocab):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (5, 17), (3, 1003), (130, 330)])
 def test_the_best_is_kept_where_logits_are_made(level, rows, vocab, threads):
-    """Ties go to the lowest id, also between tiles and threads; rows with NaN or no finite best fail; as with logits in memory."""
+    """Ties go to the lowest id, also between tiles and threads; rows with NaN or no finite best
+    fail; as with logits in memory.
+    """
     weight = np.round(normal(vocab, 32, seed=vocab) * 2)
     weight[vocab // 2 :] = weight[: vocab - vocab // 2]
     x = np.round(normal(rows, 32, seed=rows))
@@ -236,7 +284,10 @@ def test_extreme_temperatures(level, temperature):
     batch = random_batch(6, 50, 3)
     batch.temperatures[:], batch.target_ids[:] = temperature, -1
     with np.errstate(all="ignore"):
-        wanted, tokens = sampling.sample(logits, batch), [possible_tokens(logits, batch, s) for s in range(6)]
+        wanted, tokens = (
+            sampling.sample(logits, batch),
+            [possible_tokens(logits, batch, s) for s in range(6)],
+        )
     check(logits, batch, sample_native(logits, batch, level), wanted, tokens)
 
 
@@ -248,8 +299,12 @@ def test_more_logprobs_than_tokens(level):
 
 
 def test_arrays_of_another_type_are_refused():
-    """Never converted in silence: a copy would not outlive the call, and a draw would read what is not there."""
+    """Never converted in silence: a copy would not outlive the call, and a draw would read what is
+    not there.
+    """
     logits, batch = random_logits(2, 5, 1), random_batch(2, 5, 1)
     batch.top_ks = batch.top_ks.astype(np.int64)
-    with pytest.raises(TypeError, match="top_ks: not a C-contiguous array of the type that SamplingBatch names"):
+    with pytest.raises(
+        TypeError, match="top_ks: not a C-contiguous array of the type that SamplingBatch names"
+    ):
         sample_native(logits, batch, None)

@@ -1,4 +1,6 @@
-"""What the native backend packs, byte for byte: tiles as csrc/kernels/table.h draws them, written by NumPy from a weight's arrays."""
+"""What the native backend packs, byte for byte: tiles as csrc/kernels/table.h draws them, written
+by NumPy from a weight's arrays.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +22,9 @@ def weights_of(arrays, dtype="auto", threads=2):
     """`arrays` by name as the native backend has them, and their names' Weights."""
     require_native()
     device = NativeBackend(BackendOptions(num_threads=threads))._device
-    return _Weights(device, lambda weight: arrays[weight.name], dtype), {name: Weight(name, array.shape) for name, array in arrays.items()}
+    return _Weights(device, lambda weight: arrays[weight.name], dtype), {
+        name: Weight(name, array.shape) for name, array in arrays.items()
+    }
 
 
 def native_tiles(weight, dtype="auto", threads=2, **wide):
@@ -31,11 +35,15 @@ def native_tiles(weight, dtype="auto", threads=2, **wide):
 
 
 def tiles(array, unit):
-    """`[out, in]` as `[tiles, groups, in / unit of a group, 16 outputs, unit]`, filled up with zeros."""
+    """`[out, in]` as `[tiles, groups, in / unit of a group, 16 outputs, unit]`, filled up with
+    zeros.
+    """
     n, k = array.shape
     padded = np.zeros((-(-n // TILE) * TILE, -(-k // GROUP) * GROUP), array.dtype)
     padded[:n, :k] = array
-    return padded.reshape(len(padded) // TILE, TILE, -1, GROUP // unit, unit).transpose(0, 2, 3, 1, 4)
+    return padded.reshape(len(padded) // TILE, TILE, -1, GROUP // unit, unit).transpose(
+        0, 2, 3, 1, 4
+    )
 
 
 def levels_of(levels, n):
@@ -57,8 +65,12 @@ def written(packed, *, wide):
     parts = [quads.reshape(*quads.shape[:2], -1)]
     for levels in (packed.scales, packed.mins):
         if levels is not None:
-            repeated = np.repeat(levels_of(levels, packed.shape[0]), max(packed.group // GROUP, 1), axis=1)
-            parts.append(np.ascontiguousarray(repeated).view(np.uint8).reshape(*quads.shape[:2], -1))
+            repeated = np.repeat(
+                levels_of(levels, packed.shape[0]), max(packed.group // GROUP, 1), axis=1
+            )
+            parts.append(
+                np.ascontiguousarray(repeated).view(np.uint8).reshape(*quads.shape[:2], -1)
+            )
     return np.concatenate(parts, axis=-1).tobytes()
 
 
@@ -75,7 +87,11 @@ def test_codes_in_groups(kind, shape, wide):
 def test_blocks_of_chosen_rows_and_inputs(kind):
     """Views of a file, and copies of some of its rows."""
     weight = weight_of(kind, 40, 1024, seed=2)
-    for part in (weight.rows(slice(3, 31)), weight.rows(np.array([7, 0, 39])), weight.inputs(256, 768)):
+    for part in (
+        weight.rows(slice(3, 31)),
+        weight.rows(np.array([7, 0, 39])),
+        weight.inputs(256, 768),
+    ):
         assert native_tiles(part, threads=1) == written(part.packed(), wide=False)
 
 
@@ -87,7 +103,10 @@ def test_one_scale_an_output(shape):
     quads = tiles(codes, 4)
     scales = np.zeros((len(quads) * TILE, 1), np.float32)
     scales[:n] = packed.scales.values
-    parts = [quads.reshape(len(quads), -1).view(np.uint8), scales.view(np.uint8).reshape(len(quads), -1)]
+    parts = [
+        quads.reshape(len(quads), -1).view(np.uint8),
+        scales.view(np.uint8).reshape(len(quads), -1),
+    ]
     assert native_tiles(packed) == np.concatenate(parts, axis=-1).tobytes()
 
 
@@ -95,15 +114,27 @@ def test_one_scale_an_output(shape):
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_floats(kind, dtype):
     values = normal(37, 100, seed=4).astype(FLOATS[kind])
-    wanted = values.astype({"auto": values.dtype, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype])
+    wanted = values.astype(
+        {"auto": values.dtype, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
+    )
     raw = wanted.view({2: np.uint16, 4: np.uint32}[wanted.itemsize])
-    assert native_tiles(PackedWeight.plain(values), dtype) == tiles(raw, 2 if wanted.dtype.name == "bfloat16" else 1).tobytes()
+    assert (
+        native_tiles(PackedWeight.plain(values), dtype)
+        == tiles(raw, 2 if wanted.dtype.name == "bfloat16" else 1).tobytes()
+    )
 
 
-@pytest.mark.parametrize(("gate", "up"), [("a", "b"), ("known", "b"), ("a", "known"), ("a", "wider"), ("a", "shorter"), ("a", "a")])
+@pytest.mark.parametrize(
+    ("gate", "up"),
+    [("a", "b"), ("known", "b"), ("a", "known"), ("a", "wider"), ("a", "shorter"), ("a", "a")],
+)
 def test_gate_and_up_in_turns(gate, up):
-    """Tiles that lie in turns are the same tiles; those of weights that others know already, or that are not alike, stay where they are."""
-    arrays = {name: weight_of("int4", 40, 256, seed=seed) for seed, name in enumerate(("a", "b", "known"))}
+    """Tiles that lie in turns are the same tiles; those of weights that others know already, or
+    that are not alike, stay where they are.
+    """
+    arrays = {
+        name: weight_of("int4", 40, 256, seed=seed) for seed, name in enumerate(("a", "b", "known"))
+    }
     arrays |= {"wider": weight_of("int8", 40, 256), "shorter": weight_of("int4", 24, 256)}
     weights, named = weights_of(arrays)
     fits = (gate, up) == ("a", "b")

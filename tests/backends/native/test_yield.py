@@ -1,4 +1,6 @@
-"""Waiting threads yield: beside a busy neighbour on its only core, a stream keeps 40% of its quiet speed (medians of 5 rounds)."""
+"""Waiting threads yield: beside a busy neighbour on its only core, a stream keeps 40% of its quiet
+speed (medians of 5 rounds).
+"""
 
 import json
 import os
@@ -12,7 +14,9 @@ from tests.support.native_harness import require_native
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "yield.py"
 ATTEMPTS = 3
-"""What else runs on the machine disturbs the measurement; a spinning barrier would fail all of them."""
+"""What else runs on the machine disturbs the measurement; a spinning barrier would fail all of
+them.
+"""
 
 
 @pytest.mark.slow
@@ -20,10 +24,18 @@ ATTEMPTS = 3
 @pytest.mark.parametrize("threads", [None, 2])
 def test_a_busy_neighbour_leaves_two_fifths_of_the_speed(threads):
     require_native()
-    command = [sys.executable, str(SCRIPT), "--tokens", "64", *([] if threads is None else ["--threads", str(threads)])]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--tokens",
+        "64",
+        *([] if threads is None else ["--threads", str(threads)]),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
     results = []
     while len(results) < ATTEMPTS and not any(result["ratio"] >= 0.4 for result in results):
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment, timeout=300
+        )
         results.append(json.loads(done.stdout.splitlines()[-1]))
     assert results[-1]["ratio"] >= 0.4, results

@@ -1,4 +1,5 @@
-"""Each op of the reference backend against torch's own or a formula written out independently, in float64, on odd shapes.
+"""Each op of the reference backend against torch's own or a formula written out independently, in
+float64, on odd shapes.
 
 Tolerance 1e-12 relative unless said otherwise."""
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from octavo.backends.base import StepBatch
+from octavo.backends.batch import StepBatch
 from octavo.backends.reference import FORMULAS
 from octavo.backends.reference_ops import Step
 from octavo.program import ops
@@ -32,7 +33,9 @@ def batch_of(num_rows, positions=None):
     """Rows of one request without any cache."""
     return StepBatch(
         token_ids=np.zeros(num_rows, np.int32),
-        positions=np.arange(num_rows, dtype=np.int32)[None] if positions is None else np.array([positions], np.int32),
+        positions=np.arange(num_rows, dtype=np.int32)[None]
+        if positions is None
+        else np.array([positions], np.int32),
         query_starts=np.array([0, num_rows], np.int32),
         context_lens=np.zeros((0, 1), np.int32),
         slots=np.zeros((0, num_rows), np.int32),
@@ -44,7 +47,12 @@ def batch_of(num_rows, positions=None):
 def run(op, values, weights=(), batch=None):
     """What the op makes; `values` and `weights` by name."""
     num_rows = len(next(iter(values.values()))) if values else 0
-    step = Step(Program("test", {}, {}, (op,)), {w: dict(weights)[w.name] for w in op.weights}, batch or batch_of(num_rows), [])
+    step = Step(
+        Program("test", {}, {}, (op,)),
+        {w: dict(weights)[w.name] for w in op.weights},
+        batch or batch_of(num_rows),
+        [],
+    )
     step.values |= values
     with np.errstate(all="ignore"):
         made = FORMULAS[type(op)](op, step)
@@ -65,9 +73,13 @@ def torched(*arrays):
 @pytest.mark.parametrize(("width", "group"), [(5, 0), (37, 0), (36, 12), (21, 7)])
 def test_rms_norm(num_rows, width, group):
     x, w = rng().normal(size=(num_rows, width)), rng(1).normal(size=group or width)
-    op = ops.RmsNorm(value("x", width), value("y", width), weight("w", group or width), 1e-5, 1.0, group)
+    op = ops.RmsNorm(
+        value("x", width), value("y", width), weight("w", group or width), 1e-5, 1.0, group
+    )
     groups = torch.tensor(x).reshape(num_rows, width // (group or width), group or width)
-    wanted = F.rms_norm(groups, groups.shape[-1:], torch.tensor(w + 1.0), 1e-5).reshape(num_rows, width)
+    wanted = F.rms_norm(groups, groups.shape[-1:], torch.tensor(w + 1.0), 1e-5).reshape(
+        num_rows, width
+    )
     close(run(op, {"x": x}, {"w": w}), wanted)
 
 
@@ -75,9 +87,13 @@ def test_rms_norm(num_rows, width, group):
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_norm(num_rows, bias):
     x, w, c = rng().normal(size=(num_rows, 19)) * 3, rng(1).normal(size=19), rng(2).normal(size=19)
-    op = ops.LayerNorm(value("x", 19), value("y", 19), weight("w", 19), weight("c", 19) if bias else None, 1e-3)
+    op = ops.LayerNorm(
+        value("x", 19), value("y", 19), weight("w", 19), weight("c", 19) if bias else None, 1e-3
+    )
     tx, tw, tc = torched(x, w, c)
-    close(run(op, {"x": x}, {"w": w, "c": c}), F.layer_norm(tx, (19,), tw, tc if bias else None, 1e-3))
+    close(
+        run(op, {"x": x}, {"w": w, "c": c}), F.layer_norm(tx, (19,), tw, tc if bias else None, 1e-3)
+    )
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -85,22 +101,39 @@ def test_merged_linear_cuts_its_columns(num_rows):
     x, r = rng().normal(size=(num_rows, 11)), rng(1).normal(size=(num_rows, 12))
     a, b, c = rng(2).normal(size=(5, 11)), rng(3).normal(size=(7, 11)), rng(4).normal(size=7)
     weights = {"a": a, "b": b, "c": c}
-    op = ops.Linear(value("x", 11), (value("p", 4), value("q", 8)), (weight("a", 5, 11), weight("b", 7, 11)), (None, weight("c", 7)))
+    op = ops.Linear(
+        value("x", 11),
+        (value("p", 4), value("q", 8)),
+        (weight("a", 5, 11), weight("b", 7, 11)),
+        (None, weight("c", 7)),
+    )
     whole = np.concatenate([x @ a.T, x @ b.T + c], axis=1)
     p, q = run(op, {"x": x}, weights)
     close(p, whole[:, :4])
     close(q, whole[:, 4:])
-    op = ops.Linear(value("x", 11), (value("p", 12),), op.weights_, op.biases, "relu", value("r", 12))
+    op = ops.Linear(
+        value("x", 11), (value("p", 12),), op.weights_, op.biases, "relu", value("r", 12)
+    )
     close(run(op, {"x": x, "r": r}, weights), np.maximum(whole, 0) + r)
 
 
 @pytest.mark.parametrize("centered", [True, False])
 def test_linear_with_its_norm_and_gate(centered):
     x = rng().normal(size=(4, 9)) * 2
-    weights = {"n": rng(1).normal(size=9), "g": rng(2).normal(size=(6, 9)), "u": rng(3).normal(size=(6, 9))}
-    norm = ops.PreNorm(weight("n", 9), 1e-6, weight_offset=0.0 if centered else 1.0, centered=centered)
+    weights = {
+        "n": rng(1).normal(size=9),
+        "g": rng(2).normal(size=(6, 9)),
+        "u": rng(3).normal(size=(6, 9)),
+    }
+    norm = ops.PreNorm(
+        weight("n", 9), 1e-6, weight_offset=0.0 if centered else 1.0, centered=centered
+    )
     op = ops.Linear(
-        value("x", 9), (value("y", 6),), (weight("g", 6, 9), weight("u", 6, 9)), norm=norm, gate=ops.Gate("silu", 0.7, 1.7, 1.0)
+        value("x", 9),
+        (value("y", 6),),
+        (weight("g", 6, 9), weight("u", 6, 9)),
+        norm=norm,
+        gate=ops.Gate("silu", 0.7, 1.7, 1.0),
     )
     tx, tn, tg, tu = torched(x, weights["n"], weights["g"], weights["u"])
     h = F.layer_norm(tx, (9,), tn, None, 1e-6) if centered else F.rms_norm(tx, (9,), tn + 1, 1e-6)
@@ -164,18 +197,34 @@ def test_embedding():
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
-@pytest.mark.parametrize(("num_heads", "head_width", "rotary_dim", "rotary_start"), [(1, 8, 8, 0), (3, 10, 6, 4), (2, 7, 2, 0)])
+@pytest.mark.parametrize(
+    ("num_heads", "head_width", "rotary_dim", "rotary_start"),
+    [(1, 8, 8, 0), (3, 10, 6, 4), (2, 7, 2, 0)],
+)
 def test_rope(style, num_heads, head_width, rotary_dim, rotary_start):
     """As complex numbers turned by exp(i * angle)."""
     positions = [0, 5, 1000, 3]
     x = rng().normal(size=(4, num_heads * head_width))
     inv_freq = rng(1).random(rotary_dim // 2)
     table = ops.RopeTable(tuple(inv_freq), 1.25)
-    op = ops.Rope(value("x", x.shape[1]), value("y", x.shape[1]), num_heads, head_width, rotary_dim, rotary_start, table, style)
+    op = ops.Rope(
+        value("x", x.shape[1]),
+        value("y", x.shape[1]),
+        num_heads,
+        head_width,
+        rotary_dim,
+        rotary_start,
+        table,
+        style,
+    )
     heads = x.reshape(4, num_heads, head_width).copy()
     part = heads[:, :, rotary_start : rotary_start + rotary_dim]
     half = rotary_dim // 2
-    real, imag = (part[..., :half], part[..., half:]) if style == "half" else (part[..., ::2], part[..., 1::2])
+    real, imag = (
+        (part[..., :half], part[..., half:])
+        if style == "half"
+        else (part[..., ::2], part[..., 1::2])
+    )
     turned = (real + 1j * imag) * 1.25 * np.exp(1j * np.outer(positions, inv_freq))[:, None]
     order = [turned.real, turned.imag]
     heads[:, :, rotary_start : rotary_start + rotary_dim] = (
@@ -193,7 +242,9 @@ def route_op(num_experts, top_k, **options):
 @pytest.mark.parametrize("normalize", [True, False])
 def test_route(score, normalize):
     x, z = rng().normal(size=(5, 3)), rng(1).normal(size=(5, 7))
-    rows, ids, weights = run(route_op(7, 3, score=score, normalize=normalize, scale=2.5), {"x": x, "z": z})
+    rows, ids, weights = run(
+        route_op(7, 3, score=score, normalize=normalize, scale=2.5), {"x": x, "z": z}
+    )
     tz = torch.tensor(z)
     scores = {"softmax": tz.softmax(-1), "sigmoid": tz.sigmoid(), "softmax_top_k": tz}[score]
     best, wanted_ids = scores.topk(3)
@@ -207,8 +258,13 @@ def test_route(score, normalize):
 
 
 def test_route_chooses_by_bias_within_the_best_groups():
-    """Two groups of three: biases lift group 1 (two good) over group 0 (one best); the weights are without biases."""
-    z = np.log(np.array([[0.9, 0.1, 0.1, 0.5, 0.5, 0.2]]) / (1 - np.array([[0.9, 0.1, 0.1, 0.5, 0.5, 0.2]])))
+    """Two groups of three: biases lift group 1 (two good) over group 0 (one best); the weights are
+    without biases.
+    """
+    z = np.log(
+        np.array([[0.9, 0.1, 0.1, 0.5, 0.5, 0.2]])
+        / (1 - np.array([[0.9, 0.1, 0.1, 0.5, 0.5, 0.2]]))
+    )
     bias = np.array([0.0, 0, 0, 0.1, 0.2, 0])
     op = route_op(6, 2, score="sigmoid", bias=weight("b", 6), num_groups=2, top_groups=1)
     _, ids, weights = run(op, {"x": np.zeros((1, 3)), "z": z}, {"b": bias})
@@ -225,7 +281,13 @@ def test_grouped_linear_and_combine():
     x, ids = rng().normal(size=(6, 4)), np.array([[2, 0], [1, 1], [0, 2]], np.int32)
     w, c, p = rng(1).normal(size=(3, 5, 4)), rng(2).normal(size=(3, 5)), rng(3).random((3, 2))
     rows = Value("x", "expert_rows", 4)
-    op = ops.GroupedLinear(rows, value("ids", 2, "int"), Value("y", "expert_rows", 5), weight("w", 3, 5, 4), weight("c", 3, 5))
+    op = ops.GroupedLinear(
+        rows,
+        value("ids", 2, "int"),
+        Value("y", "expert_rows", 5),
+        weight("w", 3, 5, 4),
+        weight("c", 3, 5),
+    )
     y = run(op, {"x": x, "ids": ids}, {"w": w, "c": c})
     close(y, np.einsum("ri,roi->ro", x, w[ids.reshape(-1)]) + c[ids.reshape(-1)])
     op = ops.Combine(Value("y", "expert_rows", 5), value("p", 2), value("o", 5))
@@ -237,8 +299,17 @@ def test_rows_chosen():
     batch = batch_of(6)
     batch.sample_rows = np.array([5, 0, 5], np.int32)
     batch.query_starts = np.array([0, 2, 5, 5], np.int32)
-    np.testing.assert_array_equal(run(ops.GatherRows(value("x", 2), Value("y", "samples", 2)), {"x": x}, batch=batch), x[[5, 0, 5]])
-    for mode, wanted in {"last": x[[1, 4]], "cls": x[[0, 2]], "mean": [x[:2].mean(0), x[2:5].mean(0)]}.items():
-        pooled = run(ops.PoolRows(value("x", 2), Value("y", "requests", 2), mode), {"x": x}, batch=batch)
+    np.testing.assert_array_equal(
+        run(ops.GatherRows(value("x", 2), Value("y", "samples", 2)), {"x": x}, batch=batch),
+        x[[5, 0, 5]],
+    )
+    for mode, wanted in {
+        "last": x[[1, 4]],
+        "cls": x[[0, 2]],
+        "mean": [x[:2].mean(0), x[2:5].mean(0)],
+    }.items():
+        pooled = run(
+            ops.PoolRows(value("x", 2), Value("y", "requests", 2), mode), {"x": x}, batch=batch
+        )
         close(pooled[:2], wanted)
         assert (pooled[2] == 0).all(), "a padded request"

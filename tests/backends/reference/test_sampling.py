@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from octavo.backends.base import SamplingBatch
+from octavo.backends.batch import SamplingBatch
 from octavo.backends.sampling import philox, sample, uniform
 
 
@@ -60,7 +60,14 @@ def drawn(logits, count=4000, **columns):
     """Tokens of the same row at `count` positions."""
     logits = np.repeat(np.asarray(logits, np.float32), count, axis=0)
     return sample(
-        logits, batch_for(count, logits.shape[1], temperatures=columns.pop("temperatures", 1.0), positions=range(count), **columns)
+        logits,
+        batch_for(
+            count,
+            logits.shape[1],
+            temperatures=columns.pop("temperatures", 1.0),
+            positions=range(count),
+            **columns,
+        ),
     )
 
 
@@ -106,7 +113,11 @@ def test_draws_follow_the_softmax():
 
 def test_draws_depend_on_seed_position_and_sample_only():
     logits = np.repeat(rng().normal(size=(1, 1000)).astype(np.float32), 6, axis=0)
-    columns = {"seeds": [5, 5, 6, 5, 5, 5], "positions": [1, 1, 1, 2, 1, 1], "sample_indices": [0, 0, 0, 0, 1, 0]}
+    columns = {
+        "seeds": [5, 5, 6, 5, 5, 5],
+        "positions": [1, 1, 1, 2, 1, 1],
+        "sample_indices": [0, 0, 0, 0, 1, 0],
+    }
     tokens = sample(logits, batch_for(6, 1000, temperatures=1.0, **columns)).token_ids.tolist()
     assert tokens[0] == tokens[1] == tokens[5]
     assert len({tokens[0], tokens[2], tokens[3], tokens[4]}) == 4
@@ -119,7 +130,10 @@ def test_the_draw_is_the_inverse_of_the_running_sum():
     z = np.log([0.2, 0.5, 0.3])
     for position in range(50):
         u = uniform(9, position, 0)
-        token = sample(z[None].astype(np.float32), batch_for(1, 3, temperatures=1.0, seeds=9, positions=position)).token_ids[0]
+        token = sample(
+            z[None].astype(np.float32),
+            batch_for(1, 3, temperatures=1.0, seeds=9, positions=position),
+        ).token_ids[0]
         assert token == (0 if u < 0.2 else 1 if u < 0.7 else 2)
 
 
@@ -150,44 +164,73 @@ def test_min_p_is_relative_to_the_most_likely():
 
 
 def test_bias_and_bans():
-    assert sample(row(1, 2, 3, 0), batch_for(1, bias=[[(0, 2.5), (2, -np.inf)]])).token_ids.tolist() == [0]
+    assert sample(
+        row(1, 2, 3, 0), batch_for(1, bias=[[(0, 2.5), (2, -np.inf)]])
+    ).token_ids.tolist() == [0]
     assert support(row(0, 0, 0, 0), bias=[[(1, -np.inf), (3, -np.inf)]] * 4000) == [0, 2]
 
 
 def test_allowed_tokens():
     masks = [[True, False, False, True], [False, True, False, False]]
-    result = sample(np.repeat(row(1, 2, 3, 0), 3, axis=0), batch_for(3, masks=masks, allowed=[0, 1, -1]))
+    result = sample(
+        np.repeat(row(1, 2, 3, 0), 3, axis=0), batch_for(3, masks=masks, allowed=[0, 1, -1])
+    )
     assert result.token_ids.tolist() == [0, 1, 2]
 
 
 def test_repetition_penalty_divides_above_zero_and_multiplies_below():
     """Prompt tokens (count 0) too."""
     history = [[(0, 0), (1, 2)]]
-    assert sample(row(3, -0.5, 1.6, -0.9), batch_for(1, history=history, repetition_penalties=2.0)).token_ids.tolist() == [2]
-    assert sample(row(-3, -0.5, -2, -0.9), batch_for(1, history=history, repetition_penalties=2.0)).token_ids.tolist() == [3]
+    assert sample(
+        row(3, -0.5, 1.6, -0.9), batch_for(1, history=history, repetition_penalties=2.0)
+    ).token_ids.tolist() == [2]
+    assert sample(
+        row(-3, -0.5, -2, -0.9), batch_for(1, history=history, repetition_penalties=2.0)
+    ).token_ids.tolist() == [3]
 
 
 def test_presence_and_frequency_count_generated_tokens():
     history = [[(0, 0), (1, 3), (2, 1)]]
     z = row(1.0, 4.0, 2.0, 0.0)
-    assert sample(z, batch_for(1, history=history, frequency_penalties=0.6)).token_ids.tolist() == [1]
-    assert sample(z, batch_for(1, history=history, frequency_penalties=0.9)).token_ids.tolist() == [1]
-    assert sample(z, batch_for(1, history=history, frequency_penalties=1.1)).token_ids.tolist() == [0]
-    assert sample(z, batch_for(1, history=history, presence_penalties=2.0)).token_ids.tolist() == [1]
-    assert sample(z, batch_for(1, history=history, presence_penalties=2.0, frequency_penalties=0.5)).token_ids.tolist() == [0]
+    assert sample(z, batch_for(1, history=history, frequency_penalties=0.6)).token_ids.tolist() == [
+        1
+    ]
+    assert sample(z, batch_for(1, history=history, frequency_penalties=0.9)).token_ids.tolist() == [
+        1
+    ]
+    assert sample(z, batch_for(1, history=history, frequency_penalties=1.1)).token_ids.tolist() == [
+        0
+    ]
+    assert sample(z, batch_for(1, history=history, presence_penalties=2.0)).token_ids.tolist() == [
+        1
+    ]
+    assert sample(
+        z, batch_for(1, history=history, presence_penalties=2.0, frequency_penalties=0.5)
+    ).token_ids.tolist() == [0]
 
 
 def test_rows_that_fail_alone():
-    logits = np.array([[1, np.nan, 2], [1, 2, 3], [-np.inf] * 3, [1, 2, np.inf], [0, 0, 0]], np.float32)
+    logits = np.array(
+        [[1, np.nan, 2], [1, 2, 3], [-np.inf] * 3, [1, 2, np.inf], [0, 0, 0]], np.float32
+    )
     bias = [[], [], [], [], [(i, -np.inf) for i in range(3)]]
-    result = sample(logits, batch_for(5, 3, bias=bias, temperatures=[0, 0, 1, 0, 1], num_logprobs=1))
+    result = sample(
+        logits, batch_for(5, 3, bias=bias, temperatures=[0, 0, 1, 0, 1], num_logprobs=1)
+    )
     assert result.failed.tolist() == [True, False, True, True, True]
     assert result.token_ids.tolist() == [0, 2, 0, 0, 0]
 
 
 def test_logprobs_are_of_the_raw_logits():
     logits = rng(1).normal(size=(3, 50)).astype(np.float32) * 3
-    batch = batch_for(3, 50, temperatures=[0, 0.3, 0], bias=[[(7, 90.0)], [], []], num_logprobs=[2, 5, -1], top_ks=3)
+    batch = batch_for(
+        3,
+        50,
+        temperatures=[0, 0.3, 0],
+        bias=[[(7, 90.0)], [], []],
+        num_logprobs=[2, 5, -1],
+        top_ks=3,
+    )
     result = sample(logits, batch)
     wanted = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
     assert result.token_ids[0] == 7, "the bias decides, yet its logprob is the model's"
@@ -227,5 +270,15 @@ def test_without_rows_or_logprobs():
 def test_the_logits_are_left_as_they_are():
     logits = rng().normal(size=(2, 9)).astype(np.float32)
     before = logits.copy()
-    sample(logits, batch_for(2, 9, temperatures=1.0, bias=[[(1, 4.0)]] * 2, history=[[(2, 3)]] * 2, repetition_penalties=1.3))
+    sample(
+        logits,
+        batch_for(
+            2,
+            9,
+            temperatures=1.0,
+            bias=[[(1, 4.0)]] * 2,
+            history=[[(2, 3)]] * 2,
+            repetition_penalties=1.3,
+        ),
+    )
     np.testing.assert_array_equal(logits, before)

@@ -1,6 +1,8 @@
-"""Paged attention of the torch backend on the CPU against the reference, over the shapes and masks that native is tested with.
+"""Paged attention of the torch backend on the CPU against the reference, over the shapes and masks
+that native is tested with.
 
-|torch - reference| <= 5e-5 for values of size one whatever the cache's precision: what is stored is the same.
+|torch - reference| <= 5e-5 for values of size one whatever the cache's precision: what is stored
+is the same.
 """
 
 import numpy as np
@@ -16,7 +18,9 @@ TOLERANCE = 5e-5
 
 
 def backend_of(kv="fp32", **options):
-    return TorchBackend(BackendOptions(num_threads=1, kv_cache_dtype=kv, dtype="float32", **options))
+    return TorchBackend(
+        BackendOptions(num_threads=1, kv_cache_dtype=kv, dtype="float32", **options)
+    )
 
 
 def expected(shape, kv="fp32"):
@@ -28,9 +32,16 @@ def expected(shape, kv="fp32"):
 def test_shapes_and_masks(name, kv):
     shape = {**HEADS, **MASKS}[name]
     wanted = expected(shape, kv)
-    np.testing.assert_allclose(Run(shape, backend_of(kv)).whole(pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        Run(shape, backend_of(kv)).whole(pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE
+    )
     if shape.mask != "full":
-        np.testing.assert_allclose(Run(shape, backend_of(kv)).steps(mixed(shape), pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            Run(shape, backend_of(kv)).steps(mixed(shape), pad=2),
+            wanted,
+            rtol=TOLERANCE,
+            atol=TOLERANCE,
+        )
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "softcap", "sinks in a window"])
@@ -39,9 +50,16 @@ def test_scores_made_in_parts(name, monkeypatch):
     monkeypatch.setattr(sdpa, "MOST_SCORES", 3000)
     shape = MASKS[name]
     wanted = expected(shape)
-    np.testing.assert_allclose(Run(shape, backend_of()).whole(), wanted, rtol=TOLERANCE, atol=TOLERANCE)
-    together = [[(r, at, at + 1) for r, n in enumerate(shape.contexts) if at < n] for at in range(max(shape.contexts))]
-    np.testing.assert_allclose(Run(shape, backend_of()).steps(together), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        Run(shape, backend_of()).whole(), wanted, rtol=TOLERANCE, atol=TOLERANCE
+    )
+    together = [
+        [(r, at, at + 1) for r, n in enumerate(shape.contexts) if at < n]
+        for at in range(max(shape.contexts))
+    ]
+    np.testing.assert_allclose(
+        Run(shape, backend_of()).steps(together), wanted, rtol=TOLERANCE, atol=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", ["causal", "window over splits", "sinks in a window"])

@@ -1,7 +1,8 @@
-"""FlashInfer as a choice of attention: what it is told of a step, shown by a stand-in that computes by the plain formula from the pages it
-is given.
+"""FlashInfer as a choice of attention: what it is told of a step, shown by a stand-in that computes
+by the plain formula from the pages it is given.
 
-|torch - reference| <= 1e-2 for values of size one: queries and outputs are bf16. The kernels themselves need a CUDA device and the package.
+|torch - reference| <= 1e-2 for values of size one: queries and outputs are bf16. The kernels
+themselves need a CUDA device and the package.
 """
 
 import importlib.util
@@ -23,8 +24,12 @@ from tests.backends.native.test_attention import Run, Shape, chunks, mixed
 
 TOLERANCE = 1e-2
 CPU = torch.device("cpu")
-MISSING = "needs a CUDA device" if not torch.cuda.is_available() else "flashinfer-python is not installed"
-REAL = pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None, reason=MISSING)
+MISSING = (
+    "needs a CUDA device" if not torch.cuda.is_available() else "flashinfer-python is not installed"
+)
+REAL = pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None, reason=MISSING
+)
 
 SHAPES = {
     "causal": Shape(k_width=64, v_width=64),
@@ -44,14 +49,42 @@ class Wrapper:
         assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
         self.plans = self.runs = 0
 
-    def _keep(self, query_starts, indptr, indices, last_page_len, heads, kv_heads, width, page_size, options, *, causal):
+    def _keep(
+        self,
+        query_starts,
+        indptr,
+        indices,
+        last_page_len,
+        heads,
+        kv_heads,
+        width,
+        page_size,
+        options,
+        *,
+        causal,
+    ):
         for array in (query_starts, indptr, indices, last_page_len):
-            assert array.dtype == torch.int32 and array.device.type == "cpu", "planned without a word from the device"
+            assert array.dtype == torch.int32 and array.device.type == "cpu", (
+                "planned without a word from the device"
+            )
         assert (
-            indptr[0] == query_starts[0] == 0 and indptr[-1] == len(indices) and len(indptr) == len(last_page_len) + 1 == len(query_starts)
+            indptr[0] == query_starts[0] == 0
+            and indptr[-1] == len(indices)
+            and len(indptr) == len(last_page_len) + 1 == len(query_starts)
         )
-        assert page_size == 16 and last_page_len.min() >= 1 and last_page_len.max() <= page_size and (indptr.diff() > 0).all()
-        assert set(options) == {"sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"}
+        assert (
+            page_size == 16
+            and last_page_len.min() >= 1
+            and last_page_len.max() <= page_size
+            and (indptr.diff() > 0).all()
+        )
+        assert set(options) == {
+            "sm_scale",
+            "window_left",
+            "logits_soft_cap",
+            "q_data_type",
+            "kv_data_type",
+        }
         self.pages, self.sizes, self.options, self.causal = (
             (query_starts, indptr, indices, last_page_len),
             (heads, kv_heads, width),
@@ -63,14 +96,27 @@ class Wrapper:
     def run(self, q, kv):
         heads, kv_heads, width = self.sizes
         query_starts, indptr, indices, last_page_len = self.pages
-        assert q.shape == (query_starts[-1], heads, width) and q.is_contiguous() and q.dtype == self.options["q_data_type"]
-        assert all(part.shape[1:] == (16, kv_heads, width) and part.dtype == self.options["kv_data_type"] for part in kv)
+        assert (
+            q.shape == (query_starts[-1], heads, width)
+            and q.is_contiguous()
+            and q.dtype == self.options["q_data_type"]
+        )
+        assert all(
+            part.shape[1:] == (16, kv_heads, width) and part.dtype == self.options["kv_data_type"]
+            for part in kv
+        )
         self.runs += 1
         out = torch.empty_like(q)
         for r in range(len(last_page_len)):
             pages = indices[indptr[r] : indptr[r + 1]].long()
             length = 16 * (len(pages) - 1) + int(last_page_len[r])
-            k, v = (part[pages].flatten(0, 1)[:length].double().repeat_interleave(heads // kv_heads, dim=1) for part in kv)
+            k, v = (
+                part[pages]
+                .flatten(0, 1)[:length]
+                .double()
+                .repeat_interleave(heads // kv_heads, dim=1)
+                for part in kv
+            )
             a, b = int(query_starts[r]), int(query_starts[r + 1])
             out[a:b] = self._attend(q[a:b].double(), k, v).to(q.dtype)
         return out
@@ -84,25 +130,66 @@ class Wrapper:
         seen = keys <= at if self.causal else torch.ones(len(q), len(k), dtype=torch.bool)
         if self.options["window_left"] >= 0:
             seen = seen & (keys >= at - self.options["window_left"])
-        return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1), v)
+        return torch.einsum(
+            "hqk,khd->qhd", torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1), v
+        )
 
 
 class Decode(Wrapper):
     def plan(self, indptr, indices, last_page_len, heads, kv_heads, width, page_size, **options):
         starts = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
-        self._keep(starts, indptr, indices, last_page_len, heads, kv_heads, width, page_size, options, causal=True)
+        self._keep(
+            starts,
+            indptr,
+            indices,
+            last_page_len,
+            heads,
+            kv_heads,
+            width,
+            page_size,
+            options,
+            causal=True,
+        )
 
 
 class Prefill(Wrapper):
-    def plan(self, query_starts, indptr, indices, last_page_len, heads, kv_heads, width, page_size, *, causal, **options):
-        self._keep(query_starts, indptr, indices, last_page_len, heads, kv_heads, width, page_size, options, causal=causal)
+    def plan(
+        self,
+        query_starts,
+        indptr,
+        indices,
+        last_page_len,
+        heads,
+        kv_heads,
+        width,
+        page_size,
+        *,
+        causal,
+        **options,
+    ):
+        self._keep(
+            query_starts,
+            indptr,
+            indices,
+            last_page_len,
+            heads,
+            kv_heads,
+            width,
+            page_size,
+            options,
+            causal=causal,
+        )
 
 
-STAND_IN = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill)
+STAND_IN = SimpleNamespace(
+    BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill
+)
 
 
 def backend_of(choice, device="cpu", **options):
-    backend = TorchBackend(BackendOptions(num_threads=1, kv_cache_dtype="bf16", dtype="float32", **options), device)
+    backend = TorchBackend(
+        BackendOptions(num_threads=1, kv_cache_dtype="bf16", dtype="float32", **options), device
+    )
     backend._attention = (choice,)
     return backend
 
@@ -112,19 +199,27 @@ def expected(shape):
 
 
 def decoded(shape):
-    """The last row of each request alone, behind its prompt; requests of one token have no prompt."""
-    return [[(r, 0, n - 1) for r, n in enumerate(shape.contexts) if n > 1], [(r, n - 1, n) for r, n in enumerate(shape.contexts)]]
+    """The last row of each request alone, behind its prompt; requests of one token have no
+    prompt."""
+    return [
+        [(r, 0, n - 1) for r, n in enumerate(shape.contexts) if n > 1],
+        [(r, n - 1, n) for r, n in enumerate(shape.contexts)],
+    ]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_its_pages_say_what_the_step_says(name):
     shape = SHAPES[name]
     wanted, choice = expected(shape), FlashInfer(STAND_IN, CPU)
-    np.testing.assert_allclose(Run(shape, backend_of(choice)).whole(pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        Run(shape, backend_of(choice)).whole(pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE
+    )
     if shape.mask != "full":
         for steps in (mixed(shape), chunks(shape, 16), decoded(shape)):
             run = Run(shape, backend_of(choice), seed=3)
-            np.testing.assert_allclose(run.steps(steps, pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+            np.testing.assert_allclose(
+                run.steps(steps, pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE
+            )
         assert {is_decode for is_decode, _ in choice._wrappers} == {True, False}
 
 
@@ -145,8 +240,13 @@ def test_layers_that_are_alike_are_planned_once_a_step():
     runner = PagedRunner(path, backend_of(choice))
     found = runner.logits(np.arange(5, 45), chunk=20)
     wrappers = list(choice._wrappers.values())
-    assert sorted((wrapper.plans, wrapper.runs) for wrapper in wrappers) == [(2, 2), (2, 6)], "two steps; one full layer, three windows"
-    wanted = PagedRunner(path, ReferenceBackend(BackendOptions(kv_cache_dtype="bf16"))).logits(np.arange(5, 45))
+    assert sorted((wrapper.plans, wrapper.runs) for wrapper in wrappers) == [
+        (2, 2),
+        (2, 6),
+    ], "two steps; one full layer, three windows"
+    wanted = PagedRunner(path, ReferenceBackend(BackendOptions(kv_cache_dtype="bf16"))).logits(
+        np.arange(5, 45)
+    )
     assert np.sqrt(np.mean((found - wanted) ** 2)) < 0.02 * abs(wanted).max()
 
 
@@ -163,11 +263,27 @@ def test_keys_out_of_the_window_are_not_asked_for():
 X, Y = (Value(name, "tokens", 128) for name in "xy")
 ALIBI = ops.AlibiBias((1.0, 0.5))
 REFUSED = [
-    (ops.Attention(X, Y, "kv", 0, 2, 1.0, sinks=Weight("sinks", (2,))), torch.bfloat16, "it has no sinks here"),
+    (
+        ops.Attention(X, Y, "kv", 0, 2, 1.0, sinks=Weight("sinks", (2,))),
+        torch.bfloat16,
+        "it has no sinks here",
+    ),
     (ops.Attention(X, Y, "kv", 0, 2, 1.0, bias=ALIBI), torch.bfloat16, "it has no AlibiBias"),
-    (ops.Attention(X, Y, "kv", 0, 4, 1.0), torch.bfloat16, "heads are 32 wide (values 32), it has 64, 128, 256"),
-    (ops.Attention(X, Value("y", "tokens", 64), "kv", 0, 2, 1.0), torch.bfloat16, "heads are 64 wide (values 32)"),
-    (ops.Attention(X, Y, "kv", 0, 2, 1.0), torch.int8, "K and V are in int8, it reads bfloat16 and float16"),
+    (
+        ops.Attention(X, Y, "kv", 0, 4, 1.0),
+        torch.bfloat16,
+        "heads are 32 wide (values 32), it has 64, 128, 256",
+    ),
+    (
+        ops.Attention(X, Value("y", "tokens", 64), "kv", 0, 2, 1.0),
+        torch.bfloat16,
+        "heads are 64 wide (values 32)",
+    ),
+    (
+        ops.Attention(X, Y, "kv", 0, 2, 1.0),
+        torch.int8,
+        "K and V are in int8, it reads bfloat16 and float16",
+    ),
     (ops.Attention(X, Y, "kv", 0, 2, 1.0), torch.float8_e4m3fn, "K and V are in float8_e4m3fn"),
     (ops.Attention(X, Y, "kv", 0, 2, 1.0), torch.float32, "K and V are in float32"),
     (object(), torch.bfloat16, "it has no latent attention here"),
@@ -186,10 +302,20 @@ def test_a_program_that_it_cannot_run_is_refused_when_it_is_prepared():
 
 
 def test_without_cuda_or_the_package_the_error_says_what_to_do(monkeypatch):
-    with pytest.raises(BackendUnavailable, match=r"flashinfer computes on CUDA devices, got cpu\nhint: --attention-backend sdpa"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"flashinfer computes on CUDA devices, got cpu\nhint: --attention-backend sdpa",
+    ):
         TorchBackend(BackendOptions(attention_backend="flashinfer"))
-    monkeypatch.setattr(devices, "import_module", lambda name: (_ for _ in ()).throw(ImportError(f"No module named {name!r}")))
-    with pytest.raises(BackendUnavailable, match=r"No module named 'flashinfer'\nhint: pip install flashinfer-python"):
+    monkeypatch.setattr(
+        devices,
+        "import_module",
+        lambda name: (_ for _ in ()).throw(ImportError(f"No module named {name!r}")),
+    )
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"No module named 'flashinfer'\nhint: pip install flashinfer-python",
+    ):
         devices.require_flashinfer()
 
 
@@ -197,6 +323,15 @@ def test_without_cuda_or_the_package_the_error_says_what_to_do(monkeypatch):
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernels_themselves(name):
     shape = SHAPES[name]
-    backend = TorchBackend(BackendOptions(kv_cache_dtype="bf16", dtype="float32", attention_backend="flashinfer"), "cuda")
-    steps = [[(r, 0, n) for r, n in enumerate(shape.contexts)]] if shape.mask == "full" else mixed(shape)
-    np.testing.assert_allclose(Run(shape, backend).steps(steps), expected(shape), rtol=2 * TOLERANCE, atol=2 * TOLERANCE)
+    backend = TorchBackend(
+        BackendOptions(kv_cache_dtype="bf16", dtype="float32", attention_backend="flashinfer"),
+        "cuda",
+    )
+    steps = (
+        [[(r, 0, n) for r, n in enumerate(shape.contexts)]]
+        if shape.mask == "full"
+        else mixed(shape)
+    )
+    np.testing.assert_allclose(
+        Run(shape, backend).steps(steps), expected(shape), rtol=2 * TOLERANCE, atol=2 * TOLERANCE
+    )

@@ -1,5 +1,6 @@
-"""fp8 on the torch backend: products of codes with codes against the same numbers in float64, which weights are multiplied so, packed
-models beside floats, and KV in e4m3 as the reference stores it."""
+"""fp8 on the torch backend: products of codes with codes against the same numbers in float64, which
+weights are multiplied so, packed models beside floats, and KV in e4m3 as the reference stores it.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -46,9 +47,14 @@ def test_products_are_of_codes_with_codes(num_rows, dtype):
     weight, bias = DeviceWeight.of(packed, CPU, dtype), torch.from_numpy(normal(48)).to(dtype)
     assert weight.is_scaled
     found = weight.product(x, bias)
-    wanted = in_e4m3(x.float().numpy()) @ packed.dequantize().T.astype(np.float64) + bias.double().numpy()
+    wanted = (
+        in_e4m3(x.float().numpy()) @ packed.dequantize().T.astype(np.float64)
+        + bias.double().numpy()
+    )
     assert found.dtype == dtype
-    np.testing.assert_allclose(found.double().numpy(), wanted, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=2e-2)
+    np.testing.assert_allclose(
+        found.double().numpy(), wanted, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=2e-2
+    )
     if dtype == torch.float32:
         np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -66,19 +72,39 @@ def test_rows_do_not_depend_on_each_other_and_bad_ones_stay_theirs():
 
 def blocks(packed):
     return PackedWeight(
-        packed.shape, 8, "e4m3", packed.codes, 16, Levels(np.ones((packed.shape[0], 4), np.float32)), activation="per_token"
+        packed.shape,
+        8,
+        "e4m3",
+        packed.codes,
+        16,
+        Levels(np.ones((packed.shape[0], 4), np.float32)),
+        activation="per_token",
     )
 
 
 def test_which_weights_are_multiplied_as_they_are_stored(monkeypatch):
     packed = pack_fp8(normal(48, 64))
     assert fp8.is_scaled(packed, CPU)
-    others = (pack_fp8(normal(48, 60)), pack_fp8(normal(47, 64)), pack_fp8(normal(2, 48, 64)), pack_int8(normal(48, 64)), blocks(packed))
+    others = (
+        pack_fp8(normal(48, 60)),
+        pack_fp8(normal(47, 64)),
+        pack_fp8(normal(2, 48, 64)),
+        pack_int8(normal(48, 64)),
+        blocks(packed),
+    )
     assert not any(fp8.is_scaled(other, CPU) for other in others)
     floats_only = PackedWeight(packed.shape, 8, "e4m3", packed.codes, 64, packed.scales)
     assert not fp8.is_scaled(floats_only, CPU), "the file says that rows stay floats"
-    for capability, has in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+    for capability, has in (
+        ((8, 0), False),
+        ((8, 6), False),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((12, 0), True),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
         assert fp8.has_scaled_product(torch.device("cuda")) is has
     assert not fp8.has_scaled_product(torch.device("meta"))
 
@@ -86,7 +112,9 @@ def test_which_weights_are_multiplied_as_they_are_stored(monkeypatch):
 def packed_model(dtype="auto", **sizes):
     path = tiny_model("llama", intermediate_size=96, **sizes).path
     checkpoint = open_checkpoint(path)
-    return path, WeightReader(checkpoint, dtype, "fp8", build_programs(checkpoint.config)["decoder"]).load
+    return path, WeightReader(
+        checkpoint, dtype, "fp8", build_programs(checkpoint.config)["decoder"]
+    ).load
 
 
 def test_a_packed_model_is_near_the_reference_that_keeps_its_rows():
@@ -108,11 +136,15 @@ def test_where_there_is_no_such_product_the_weights_become_floats(monkeypatch):
 
 def test_merged_products_are_one_and_bytes_are_a_quarter():
     path, load = packed_model()
-    prepared = TorchBackend(BackendOptions(num_threads=1)).prepare(build_programs(open_checkpoint(path).config)["decoder"], load)
+    prepared = TorchBackend(BackendOptions(num_threads=1)).prepare(
+        build_programs(open_checkpoint(path).config)["decoder"], load
+    )
     *products, head = prepared._weights._products
     assert {len(product.parts) for product in products} == {1} and head.parts[0].is_plain
     floats = sum(product.parts[0].codes.numel() for product in products)
-    assert sum(product.parts[0].num_bytes for product in products) == floats + 4 * sum(len(product.parts[0].codes) for product in products)
+    assert sum(product.parts[0].num_bytes for product in products) == floats + 4 * sum(
+        len(product.parts[0].codes) for product in products
+    )
 
 
 GROUP = CacheGroup("kv", "full", 2, 3, 40, 24)
@@ -150,5 +182,8 @@ def test_the_layout_names_it(kind):
 
 
 def test_native_has_no_fp8_kv():
-    with pytest.raises(BackendUnavailable, match=r"the native backend has auto, fp32, bf16, int8, got fp8\nhint: int8 takes as much"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"the native backend has auto, fp32, bf16, int8, got fp8\nhint: int8 takes as much",
+    ):
         NativeBackend(BackendOptions(kv_cache_dtype="fp8", num_threads=1))

@@ -1,7 +1,9 @@
-"""Captured decode steps against eager ones: filled up to a size, replayed over the same buffers. Within 1e-5 of the largest logit, for
-products of more rows may round otherwise; at a captured size bitwise.
+"""Captured decode steps against eager ones: filled up to a size, replayed over the same buffers.
+Within 1e-5 of the largest logit, for products of more rows may round otherwise; at a captured size
+bitwise.
 
-On the CPU what is replayed is the captured call itself, over the same views of the staging buffer; CUDA's own graphs need CUDA.
+On the CPU what is replayed is the captured call itself, over the same views of the staging buffer;
+CUDA's own graphs need CUDA.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.backends.base import BackendOptions, LastTokens
+from octavo.backends.base import BackendOptions
+from octavo.backends.batch import LastTokens
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
 from octavo.checkpoint.open import open_checkpoint
@@ -49,7 +52,9 @@ def runners(family, record, device="cpu", sizes=(1, 2, 4)):
     """One with graphs of these sizes, one without; each with five requests, prompts computed."""
     made = []
     for capture in (True, False):
-        runner = PagedRunner(tiny_model(family).path, TorchBackend(BackendOptions(num_threads=1), device), seed=3)
+        runner = PagedRunner(
+            tiny_model(family).path, TorchBackend(BackendOptions(num_threads=1), device), seed=3
+        )
         if capture:
             runner.runnables["decoder"].capture(runner.kv, sizes, WIDTH, record)
         ids = np.random.default_rng(0).integers(3, 200, (5, 70))
@@ -61,7 +66,12 @@ def runners(family, record, device="cpu", sizes=(1, 2, 4)):
 
 
 def decode(runner, requests, step):
-    return runner.step([(request, 3 + 13 * index + step, 4 + 13 * index + step) for index, request in enumerate(requests)])["logits"]
+    return runner.step(
+        [
+            (request, 3 + 13 * index + step, 4 + 13 * index + step)
+            for index, request in enumerate(requests)
+        ]
+    )["logits"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
@@ -81,7 +91,9 @@ def test_what_is_no_decode_of_a_captured_size_runs_eagerly():
     np.testing.assert_array_equal(decode(graphs, mine, 0), wanted)
     spans = [(mine[0], 4, 6), (mine[1], 17, 18)]
     np.testing.assert_array_equal(
-        graphs.step(spans)["logits"], eager.step([(theirs[0], 4, 6), (theirs[1], 17, 18)])["logits"], err_msg="two rows of one request"
+        graphs.step(spans)["logits"],
+        eager.step([(theirs[0], 4, 6), (theirs[1], 17, 18)])["logits"],
+        err_msg="two rows of one request",
     )
     assert not any(graph.replays for graph in record.graphs)
 
@@ -92,7 +104,10 @@ def test_draws_of_a_captured_step(monkeypatch):
     sampling = random_batch(3, 320, 4)
     results = []
     for runner, requests in ((graphs, mine[:3]), (eager, theirs[:3])):
-        batch = runner._batch([(r, 3 + 13 * i, 4 + 13 * i) for i, r in enumerate(requests)], runner.programs["decoder"])
+        batch = runner._batch(
+            [(r, 3 + 13 * i, 4 + 13 * i) for i, r in enumerate(requests)],
+            runner.programs["decoder"],
+        )
         batch.sampling = sampling
         results.append(runner.runnables["decoder"].run(batch, runner.kv).samples)
     np.testing.assert_array_equal(results[0].token_ids, results[1].token_ids)
@@ -101,7 +116,9 @@ def test_draws_of_a_captured_step(monkeypatch):
 
 @pytest.mark.parametrize(("invariant", "head_rows"), [(False, 128), (False, 2), (True, 128)])
 def test_last_tokens_stay_on_the_device(monkeypatch, invariant, head_rows):
-    """A step that is launched before the one before is asked for takes what that one drew; replayed from graphs, eagerly, row by row."""
+    """A step that is launched before the one before is asked for takes what that one drew; replayed
+    from graphs, eagerly, row by row.
+    """
     monkeypatch.setattr("octavo.backends.torch.program.HEAD_ROWS", head_rows)
     ids, results = np.random.default_rng(0).integers(3, 200, (3, 20)), []
     for capture, launches in ((False, False), (True, True), (False, True)):
@@ -114,18 +131,24 @@ def test_last_tokens_stay_on_the_device(monkeypatch, invariant, head_rows):
         runner.step([(request, 0, 7) for request in requests])
         drawn, under_way = [], []
         for step in range(4):
-            batch = runner._batch([(request, 7 + step, 8 + step) for request in requests], runner.programs["decoder"])
+            batch = runner._batch(
+                [(request, 7 + step, 8 + step) for request in requests], runner.programs["decoder"]
+            )
             batch.sampling = random_batch(3, 320, step)
             if drawn or under_way:
                 batch.token_ids = drawn[-1] if drawn else np.full(3, 1, np.int32)
             if launches:
-                sources = np.full(3, -1, np.int32) if not under_way else np.array([5, 2, 9], np.int32)
+                sources = (
+                    np.full(3, -1, np.int32) if not under_way else np.array([5, 2, 9], np.int32)
+                )
                 batch.last_tokens = LastTokens(sources, np.array([5, 2, 9], np.int32))
                 under_way.append(runnable.launch(batch, runner.kv))
             else:
                 drawn.append(runnable.run(batch, runner.kv).samples.token_ids)
         results.append(np.stack(drawn or [step.result().samples.token_ids for step in under_way]))
-        assert sum(graph.replays for graph in record.graphs) == (4 if capture and not invariant else 0)
+        assert sum(graph.replays for graph in record.graphs) == (
+            4 if capture and not invariant else 0
+        )
     for found in results[1:]:
         np.testing.assert_array_equal(found, results[0])
     assert len(np.unique(results[0])) > 6
@@ -145,7 +168,11 @@ def test_the_sizes():
         ({}, None, ""),
         ({}, object(), "not with several ranks (tensor_parallel_size)"),
         ({"batch_invariant": True}, None, "not with batch_invariant"),
-        ({"attention_backend": "sdpa"}, None, "not with the attention of sdpa, which reads lengths on the host"),
+        (
+            {"attention_backend": "sdpa"},
+            None,
+            "not with the attention of sdpa, which reads lengths on the host",
+        ),
     ],
 )
 def test_what_keeps_a_device_s_decode_steps_from_being_captured(options, ranks, why):
@@ -166,4 +193,6 @@ def test_cuda_graphs_are_eager(family):
     (graphs, mine), (eager, theirs) = runners(family, CudaGraphs(), "cuda")
     for step, count in enumerate([1, 2, 4, 3, 1]):
         wanted = decode(eager, theirs[:count], step)
-        np.testing.assert_allclose(decode(graphs, mine[:count], step), wanted, rtol=0, atol=1e-4 * abs(wanted).max())
+        np.testing.assert_allclose(
+            decode(graphs, mine[:count], step), wanted, rtol=0, atol=1e-4 * abs(wanted).max()
+        )

@@ -1,4 +1,6 @@
-"""Where the torch backend is asked for: without the compiled extension, without PyTorch, without a GPU."""
+"""Where the torch backend is asked for: without the compiled extension, without PyTorch, without a
+GPU.
+"""
 
 import subprocess
 import sys
@@ -25,13 +27,20 @@ sys.meta_path.insert(0, Hidden())
 """
 GENERATE = """
 from octavo import LLM, SamplingParams
-with LLM({path!r}, backend="torch", device="cpu", skip_tokenizer_init=True, max_model_len=64, kv_cache_memory_bytes="8MiB") as llm:
-    print(llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids)
+options = dict(backend="torch", device="cpu", skip_tokenizer_init=True, max_model_len=64)
+with LLM({path!r}, kv_cache_memory_bytes="8MiB", **options) as llm:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    print(llm.generate([5, 6, 7], params)[0].outputs[0].token_ids)
 """
 
 
 def run_without(names, code):
-    return subprocess.run([sys.executable, "-c", HIDE.format(names=names) + code], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", HIDE.format(names=names) + code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_it_runs_from_a_source_tree_without_the_extension():
@@ -91,7 +100,9 @@ def test_a_pytorch_that_cannot_be_used_is_no_default(monkeypatch):
 
     monkeypatch.setattr(devices, "_torch", broken)
     assert devices.default_backend() == "native"
-    with pytest.raises(BackendUnavailable, match=r"needs PyTorch 2.9 or newer: libcudnn\.so\.9: cannot open"):
+    with pytest.raises(
+        BackendUnavailable, match=r"needs PyTorch 2.9 or newer: libcudnn\.so\.9: cannot open"
+    ):
         devices.require_torch()
 
 
@@ -105,9 +116,15 @@ def test_any_sign_of_a_driver_counts(tmp_path):
 def test_an_old_gpu_gets_no_triton_and_fp16(monkeypatch):
     monkeypatch.setattr(triton_device, "is_interpreted", lambda: False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
-    assert triton_device.refusal(torch.device("cuda"))[0] == "Triton wants compute capability 8.0, the device has 7.5"
+    assert (
+        triton_device.refusal(torch.device("cuda"))[0]
+        == "Triton wants compute capability 8.0, the device has 7.5"
+    )
     backend = TorchBackend(BackendOptions(num_threads=1))
     monkeypatch.setattr(backend, "device", torch.device("cuda"))
     assert backend._packed_dtype == torch.float16
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
-    assert triton_device.refusal(torch.device("cuda")) is None and backend._packed_dtype == torch.bfloat16
+    assert (
+        triton_device.refusal(torch.device("cuda")) is None
+        and backend._packed_dtype == torch.bfloat16
+    )

@@ -1,4 +1,6 @@
-"""The largest step, by which a device's memory is measured, runs on every family's Programs; the table adds up."""
+"""The largest step, by which a device's memory is measured, runs on every family's Programs; the
+table adds up.
+"""
 
 from types import SimpleNamespace
 
@@ -19,7 +21,9 @@ from tests.support.tiny_models import FAMILIES, tiny_model
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_largest_step_runs(family):
     checkpoint = open_checkpoint(tiny_model(family).path)
-    backend = TorchBackend(BackendOptions(max_tokens=150, max_requests=140, max_context=64, num_threads=1))
+    backend = TorchBackend(
+        BackendOptions(max_tokens=150, max_requests=140, max_context=64, num_threads=1)
+    )
     for program in build_programs(checkpoint.config).values():
         if "logits" in program.outputs:
             backend.run_largest_step(backend.prepare(program, WeightReader(checkpoint).load))
@@ -62,7 +66,12 @@ def test_what_is_left_for_the_kv_cache(cuda):
     memory.measure(16 * GIB, cuda.run)
     memory.reserve("graphs", GIB)
     found = memory.now()
-    assert found.parts == {"weights": 16 * GIB, "largest step": 5 * GIB, "graphs": GIB, "others, and PyTorch": 3 * GIB}
+    assert found.parts == {
+        "weights": 16 * GIB,
+        "largest step": 5 * GIB,
+        "graphs": GIB,
+        "others, and PyTorch": 3 * GIB,
+    }
     assert found.kv_bytes == (72 - 16 - 3 - 5 - 1) * GIB
 
 

@@ -1,7 +1,8 @@
-"""The torch backend on the CPU against the reference: every family's logits, random Programs, packed weights.
+"""The torch backend on the CPU against the reference: every family's logits, random Programs,
+packed weights.
 
-In fp32 within 3e-5 of the largest logit; in bf16 and fp16, where every Value is rounded, within 6% and 1%. Weights that are packed
-are the same floats bit for bit.
+In fp32 within 3e-5 of the largest logit; in bf16 and fp16, where every Value is rounded, within 6%
+and 1%. Weights that are packed are the same floats bit for bit.
 """
 
 import numpy as np
@@ -72,9 +73,15 @@ def test_half_precisions(family, dtype):
 def test_packed_models(quantization):
     path = tiny_model("llama", hidden_size=64, intermediate_size=96).path
     checkpoint = open_checkpoint(path)
-    load = WeightReader(checkpoint, "auto", quantization, build_programs(checkpoint.config)["decoder"]).load
+    load = WeightReader(
+        checkpoint, "auto", quantization, build_programs(checkpoint.config)["decoder"]
+    ).load
     ids = np.random.default_rng(1).integers(0, 320, 50)
-    assert_close(PagedRunner(path, torch_backend(), load=load).logits(ids), PagedRunner(path, load=load).logits(ids), BOUNDS["float32"])
+    assert_close(
+        PagedRunner(path, torch_backend(), load=load).logits(ids),
+        PagedRunner(path, load=load).logits(ids),
+        BOUNDS["float32"],
+    )
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -82,7 +89,11 @@ def test_encoder_and_decoder(padding):
     path = tiny_model("t5").path
     wanted = t5_logits(PagedRunner(path))
     for chunk in (40, 7, 1):
-        assert_close(t5_logits(PagedRunner(path, torch_backend(), padding=padding), chunk), wanted, BOUNDS["float32"])
+        assert_close(
+            t5_logits(PagedRunner(path, torch_backend(), padding=padding), chunk),
+            wanted,
+            BOUNDS["float32"],
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,19 +101,33 @@ def test_encoder_and_decoder(padding):
 def test_random_programs(made, rows, samples):
     batch = batch_of(rows, samples)
     wanted = logits_of(ReferenceBackend(), made, batch)
-    np.testing.assert_allclose(logits_of(torch_backend(), made, batch), wanted, rtol=1e-3, atol=1e-3 * max(1.0, abs(wanted).max()))
+    np.testing.assert_allclose(
+        logits_of(torch_backend(), made, batch),
+        wanted,
+        rtol=1e-3,
+        atol=1e-3 * max(1.0, abs(wanted).max()),
+    )
 
 
 @pytest.mark.parametrize("mode", ["last", "cls", "mean"])
 def test_pooled_rows(mode):
     x, out = Value("x", "tokens", 8), Value("out", "requests", 8)
     group = CacheGroup("kv", "full", 1, 1, 2, 2)
-    program = Program("test", {"hidden": x}, {"pooled": out}, (ops.PoolRows(x, out, mode),), (group,))
+    program = Program(
+        "test", {"hidden": x}, {"pooled": out}, (ops.PoolRows(x, out, mode),), (group,)
+    )
     batch = batch_of(9, 0)
-    batch.query_starts, batch.context_lens = np.array([0, 4, 9], np.int32), np.array([[4, 5]], np.int32)
-    batch.hidden = np.random.default_rng(0).normal(size=(len(batch.token_ids), 8)).astype(np.float32)
+    batch.query_starts, batch.context_lens = (
+        np.array([0, 4, 9], np.int32),
+        np.array([[4, 5]], np.int32),
+    )
+    batch.hidden = (
+        np.random.default_rng(0).normal(size=(len(batch.token_ids), 8)).astype(np.float32)
+    )
     found, wanted = (
-        backend.prepare(program, lambda weight: None).run(batch, backend.allocate(program.groups, [8])).arrays["pooled"]
+        backend.prepare(program, lambda weight: None)
+        .run(batch, backend.allocate(program.groups, [8]))
+        .arrays["pooled"]
         for backend in (torch_backend(), ReferenceBackend())
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
@@ -120,12 +145,22 @@ def formats():
     yield "int8", pack_int8(values[:, :, :70].copy())
     yield "int4", pack_int4(values)
     yield "fp8", pack_fp8(values[:, :, :70].copy())
-    codes, scales = rng.integers(0, 256, (4, 32), np.uint8), Levels(rng.normal(size=(4, 4)).astype(np.float16))
+    codes, scales = (
+        rng.integers(0, 256, (4, 32), np.uint8),
+        Levels(rng.normal(size=(4, 4)).astype(np.float16)),
+    )
     table, order = rng.normal(size=16).astype(np.float32), rng.permutation(64).astype(np.int32)
-    yield "lookup", PackedWeight((4, 64), 4, "lookup", codes, 16, scales, lookup=table, input_permutation=order)
+    yield (
+        "lookup",
+        PackedWeight(
+            (4, 64), 4, "lookup", codes, 16, scales, lookup=table, input_permutation=order
+        ),
+    )
 
 
-@pytest.mark.parametrize(("name", "packed"), list(formats()), ids=lambda part: part if isinstance(part, str) else "")
+@pytest.mark.parametrize(
+    ("name", "packed"), list(formats()), ids=lambda part: part if isinstance(part, str) else ""
+)
 def test_packed_weights_are_the_same_floats(name, packed):
     with np.errstate(all="ignore"):
         wanted = packed.dequantize()
@@ -139,18 +174,26 @@ def test_packed_weights_are_the_same_floats(name, packed):
     ("op", "message"),
     [
         (ops.AllReduce, "the torch backend cannot run the op AllReduce"),
-        (lambda x, y: ops.Attention(x, y, "kv", 0, 1, 1.0, "tree"), "cannot run attention with the mask tree"),
+        (
+            lambda x, y: ops.Attention(x, y, "kv", 0, 1, 1.0, "tree"),
+            "cannot run attention with the mask tree",
+        ),
     ],
 )
 def test_what_it_cannot_run_it_refuses_by_name(op, message):
     x, y = Value("x", "tokens", 8), Value("y", "tokens", 8)
-    program = Program("test", {"hidden": x}, {"hidden": y}, (op(x, y),), (CacheGroup("kv", "full", 1, 1, 8, 8),))
+    program = Program(
+        "test", {"hidden": x}, {"hidden": y}, (op(x, y),), (CacheGroup("kv", "full", 1, 1, 8, 8),)
+    )
     with pytest.raises(BackendUnavailable, match=message):
         torch_backend().prepare(program, lambda weight: None)
 
 
 def test_a_precision_of_the_cache_that_it_has_not():
-    with pytest.raises(BackendUnavailable, match="kv_cache_dtype: the torch backend has fp32, bf16, int8, fp8, got int4"):
+    with pytest.raises(
+        BackendUnavailable,
+        match="kv_cache_dtype: the torch backend has fp32, bf16, int8, fp8, got int4",
+    ):
         torch_backend(kv_cache_dtype="int4")
 
 
@@ -165,6 +208,15 @@ def test_a_profile_counts_every_op_and_the_products_bytes():
     ops_by_name = {op.name: op for op in profile.ops}
     assert sum(op.calls for op in profile.ops) == len(prepared.program.ops)
     linear = ops_by_name["Linear"]
-    weights = sum(np.prod(weight.shape) for op in prepared.program.ops if isinstance(op, ops.Linear) for weight in op.weights_)
-    assert (linear.code, linear.num_bytes, linear.operations) == ("fp32", 4 * weights, 2 * 20 * weights)
+    weights = sum(
+        np.prod(weight.shape)
+        for op in prepared.program.ops
+        if isinstance(op, ops.Linear)
+        for weight in op.weights_
+    )
+    assert (linear.code, linear.num_bytes, linear.operations) == (
+        "fp32",
+        4 * weights,
+        2 * 20 * weights,
+    )
     assert profile.bandwidth > 0 and profile.rates["fp32"] > 0

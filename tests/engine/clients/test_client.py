@@ -30,7 +30,9 @@ def start(function="build", **options):
 
 @pytest.fixture(params=["in process", "own process"])
 def client(request):
-    client = InProcessClient(build({}, print)[0], INFO) if request.param == "in process" else start()
+    client = (
+        InProcessClient(build({}, print)[0], INFO) if request.param == "in process" else start()
+    )
     yield client
     client.close()
 
@@ -50,7 +52,12 @@ def collect(client, num_finals):
 
 def test_requests_come_back_as_tokens(client):
     assert client.info.kv_capacity_tokens == 1024
-    client.add([make_request("a", [1, 2, 3]), make_request("b", list(range(50)), stop=["x"], logit_bias={3: 1.0})])
+    client.add(
+        [
+            make_request("a", [1, 2, 3]),
+            make_request("b", list(range(50)), stop=["x"], logit_bias={3: 1.0}),
+        ]
+    )
     tokens, reasons = collect(client, 2)
     assert tokens == {"a": expected_tokens([1, 2, 3], 8), "b": expected_tokens(list(range(50)), 8)}
     assert reasons == {"a": "length", "b": "length"}
@@ -59,14 +66,22 @@ def test_requests_come_back_as_tokens(client):
 @pytest.mark.parametrize("kind", ["in process", "own process"])
 def test_questions_are_answered_or_refused(kind):
     options = {"num_slots": 40}
-    client = InProcessClient(build(options, print)[0], INFO) if kind == "in process" else start(**options)
+    client = (
+        InProcessClient(build(options, print)[0], INFO)
+        if kind == "in process"
+        else start(**options)
+    )
     prompt = list(range(200))
     client.add([make_request("a", prompt)])
     collect(client, 1)
     with receiving(client):
         assert client.pin_prefix(Pin(prompt[:100], "", until=20, now=10)) == 96
-        assert client.pin_prefix(Pin([7] * 100, "", until=20, now=10)) == 0, "nobody has computed it"
-        with pytest.raises(InvalidRequest, match=r"the prompt's blocks have .* bytes, and 0 are pinned") as refused:
+        assert client.pin_prefix(Pin([7] * 100, "", until=20, now=10)) == 0, (
+            "nobody has computed it"
+        )
+        with pytest.raises(
+            InvalidRequest, match=r"the prompt's blocks have .* bytes, and 0 are pinned"
+        ) as refused:
             client.pin_prefix(Pin(prompt, "", until=20, now=10))
         assert refused.value.hint == "raise prefix_cache_size, or unpin something"
         assert client.reset_prefix_cache(reset_connector=True) is True
@@ -89,7 +104,10 @@ def test_an_answer_that_comes_too_late_is_not_the_next_questions(monkeypatch):
     client = start()
     with receiving(client):
         os.kill(client.pid, signal.SIGSTOP)
-        with monkeypatch.context() as patch, pytest.raises(Unavailable, match=r"has not answered for 0.1 s"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(Unavailable, match=r"has not answered for 0.1 s"),
+        ):
             patch.setattr("octavo.engine.clients.process.ANSWER_S", 0.1)
             client.reset_prefix_cache()
         os.kill(client.pid, signal.SIGCONT)
@@ -154,7 +172,9 @@ def test_what_keeps_a_core_from_starting_is_raised_as_it_is():
 
 
 def test_a_crash_while_starting_names_the_exception(capfd):
-    with pytest.raises(EngineDead, match="the engine process has failed: ZeroDivisionError: unexpected"):
+    with pytest.raises(
+        EngineDead, match="the engine process has failed: ZeroDivisionError: unexpected"
+    ):
         start("crash")
 
 
@@ -191,7 +211,14 @@ def test_the_core_ends_with_its_parent():
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    run = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, env=environment, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
     pid = int(run.stdout)
     for _ in range(100):
         if not _alive(pid):
@@ -210,7 +237,10 @@ def test_a_killed_front_leaves_no_folder(tmp_path, moment):
         f"{wait}"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TMPDIR": str(tmp_path)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TMPDIR": str(tmp_path),
+    }
     subprocess.run([sys.executable, "-c", script], check=False, env=environment, timeout=60)
     for _ in range(200):
         if not list(tmp_path.iterdir()):

@@ -44,10 +44,18 @@ def test_requests_of_the_step_that_runs(page):
     """The beams of a search are one request."""
     executor = Looking(page)
     watched = Watched(executor, Slate(page))
-    rows = [ScheduledRow("a", 0, 1, []), ScheduledRow("b/1", 0, 1, [], search_of="b"), ScheduledRow("b/2", 0, 1, [], search_of="b")]
+    rows = [
+        ScheduledRow("a", 0, 1, []),
+        ScheduledRow("b/1", 0, 1, [], search_of="b"),
+        ScheduledRow("b/2", 0, 1, [], search_of="b"),
+    ]
     before = executor.outside.beats
     watched.execute(plan_of(0, *rows))
-    assert executor.seen == ["a", "b"] and executor.outside.read() == [] and executor.outside.beats == before + 2
+    assert (
+        executor.seen == ["a", "b"]
+        and executor.outside.read() == []
+        and executor.outside.beats == before + 2
+    )
     with pytest.raises(RuntimeError):
         watched.execute(plan_of(1, *rows))
     assert executor.outside.read() == [], "a step that raises has ended too"

@@ -1,4 +1,6 @@
-"""A core that hangs is replaced: who hung it fails, all others get the tokens that they would have got."""
+"""A core that hangs is replaced: who hung it fails, all others get the tokens that they would have
+got.
+"""
 
 import os
 import signal
@@ -59,7 +61,10 @@ def collect_good(client, prompts, bad):
     """All but the bad ones get what they would have got."""
     tokens, ends = collect(client, len(prompts) + len(bad))
     for name, prompt in prompts.items():
-        assert (ends[name].finish_reason, tokens[name]) == ("length", expected_tokens(prompt, 40)), name
+        assert (ends[name].finish_reason, tokens[name]) == (
+            "length",
+            expected_tokens(prompt, 40),
+        ), name
     for name in bad:
         assert ends[name].finish_reason == "error", name
     return ends
@@ -69,7 +74,9 @@ PROMPTS = {"a": [1, 2, 3], "b": list(range(40)), "c": [7] * 20}
 
 
 def requests(prompts=PROMPTS, **options):
-    return [make_request(name, prompt, max_tokens=40, **options) for name, prompt in prompts.items()]
+    return [
+        make_request(name, prompt, max_tokens=40, **options) for name, prompt in prompts.items()
+    ]
 
 
 def test_who_hangs_alone_fails_at_once(start):
@@ -78,15 +85,29 @@ def test_who_hangs_alone_fails_at_once(start):
     began = time.monotonic()
     (end,) = collect(client, 1)[1].values()
     assert STALL_S <= time.monotonic() - began < 4 * STALL_S
-    assert end.error == "a step made no progress for 1 s (stall_timeout); this request is given up, the engine was replaced"
-    assert client.said == ["a step made no progress for 1 s (stall_timeout): another engine is being started"] and client.trouble
+    assert (
+        end.error
+        == "a step made no progress for 1 s (stall_timeout); this request is given up, the engine"
+        " was replaced"
+    )
+    assert (
+        client.said
+        == ["a step made no progress for 1 s (stall_timeout): another engine is being started"]
+        and client.trouble
+    )
     client.add(requests())
     collect_good(client, PROMPTS, [])
-    assert client.trouble == "" and client.said[1:] == ["the engine is there again"] and client.starts == [0, 1]
+    assert (
+        client.trouble == ""
+        and client.said[1:] == ["the engine is there again"]
+        and client.starts == [0, 1]
+    )
 
 
 def test_the_others_of_its_step_go_on_where_they_were(start):
-    """It hangs while they are in the midst of their answers, which another core continues, token for token."""
+    """It hangs while they are in the midst of their answers, which another core continues, token
+    for token.
+    """
     client = start()
     client.add(requests())
     for _ in range(10):
@@ -106,10 +127,16 @@ def test_the_others_of_its_step_go_on_where_they_were(start):
     assert ends["bad"].finish_reason == "error"
     for name, prompt in prompts.items():
         expected = expected_tokens(prompt, 40)
-        assert ends[name].finish_reason == "length" and expected[len(expected) - len(tokens[name]) :] == tokens[name]
+        assert (
+            ends[name].finish_reason == "length"
+            and expected[len(expected) - len(tokens[name]) :] == tokens[name]
+        )
     assert client.starts == [0, 1, 2], "first it hung a step of several, then it was tried alone"
     assert step.stats.num_restarts == 2 and step.stats.num_steps > before.num_steps
-    assert step.stats.num_added == 5 and step.stats.num_added_tokens == sum(map(len, prompts.values())) + 3
+    assert (
+        step.stats.num_added == 5
+        and step.stats.num_added_tokens == sum(map(len, prompts.values())) + 3
+    )
     assert step.stats.generation_tokens == 4 * 40
 
 
@@ -118,20 +145,30 @@ def test_what_hangs_only_together(start):
     client = start()
     client.add(requests({"x": [SICK], "y": [2, SICK]}))
     ends = collect(client, 2)[1]
-    assert [end.finish_reason for end in ends.values()] == ["error"] * 2 and client.starts == [0, 1, 2, 3]
+    assert [end.finish_reason for end in ends.values()] == ["error"] * 2 and client.starts == [
+        0,
+        1,
+        2,
+        3,
+    ]
     client.add(requests())
     collect_good(client, PROMPTS, [])
 
 
 def test_a_stopped_process_is_one_that_hangs(start):
-    """Even the core's other threads stand still; whoever was computed is tried, and nobody is to blame."""
+    """Even the core's other threads stand still; whoever was computed is tried, and nobody is to
+    blame.
+    """
     client = start("slow")
     client.add(requests())
     client.receive(timeout_s=10)
     os.kill(client.pid, signal.SIGSTOP)
     tokens, ends = collect(client, 3)
     for name, prompt in PROMPTS.items():
-        assert ends[name].finish_reason == "length" and tokens[name] == expected_tokens(prompt, 40)[-len(tokens[name]) :]
+        assert (
+            ends[name].finish_reason == "length"
+            and tokens[name] == expected_tokens(prompt, 40)[-len(tokens[name]) :]
+        )
 
 
 def test_stopped_without_work(start):
@@ -155,7 +192,12 @@ def test_aborted_while_it_hangs(start):
     client.add([make_request("bad", [BAD, 1]), *requests()])
     threading.Timer(0.3, lambda: client.abort(["a", "b", "bad"])).start()
     ends = collect(client, 4)[1]
-    assert {name: end.finish_reason for name, end in ends.items()} == {"a": "abort", "b": "abort", "bad": "abort", "c": "length"}
+    assert {name: end.finish_reason for name, end in ends.items()} == {
+        "a": "abort",
+        "b": "abort",
+        "bad": "abort",
+        "c": "length",
+    }
 
 
 def test_held_back_and_aborted(start):
@@ -165,7 +207,12 @@ def test_held_back_and_aborted(start):
         client.receive(timeout_s=0.1)
     client.abort(["c"])
     ends = collect(client, 4)[1]
-    assert {name: end.finish_reason for name, end in ends.items()} == {"a": "length", "bad": "error", "b": "length", "c": "abort"}
+    assert {name: end.finish_reason for name, end in ends.items()} == {
+        "a": "length",
+        "bad": "error",
+        "b": "length",
+        "c": "abort",
+    }
 
 
 def test_death_is_death(start):
@@ -231,7 +278,13 @@ def test_sound_alone_but_not_together():
 def test_a_search_begins_again_in_the_next_core(start):
     """What it would have found is found, though the core that it began in hung."""
     client = start()
-    fields = {"n": 3, "beam_width": 3, "stop_token_ids": [3], "early_stopping": "never", "length_penalty": 2.0}
+    fields = {
+        "n": 3,
+        "beam_width": 3,
+        "stop_token_ids": [3],
+        "early_stopping": "never",
+        "length_penalty": 2.0,
+    }
     client.add([make_request("search", [1] * 20, max_tokens=40, **fields)])
     for _ in range(4):
         assert client.receive(timeout_s=10) is not None

@@ -1,6 +1,8 @@
-"""Random traffic over cores that hang at random: every request ends once, the sound ones with the tokens they would have got.
+"""Random traffic over cores that hang at random: every request ends once, the sound ones with the
+tokens they would have got.
 
-The real scheduler and the real supervision; a core is an object here and not a process, so that thousands of hangs take seconds.
+The real scheduler and the real supervision; a core is an object here and not a process, so that
+thousands of hangs take seconds.
 """
 
 import random
@@ -20,7 +22,9 @@ class Hang(BaseException):
 
 
 class Hanging(FakeExecutor):
-    """Hangs for a request that is bad, from the token on at which it is; and now and then for nobody's fault."""
+    """Hangs for a request that is bad, from the token on at which it is; and now and then for
+    nobody's fault.
+    """
 
     def __init__(self, bad, chance):
         super().__init__()
@@ -28,7 +32,9 @@ class Hanging(FakeExecutor):
 
     def execute(self, plan, between=None):
         names = [row.request_id for row in plan.rows]
-        if self.chance() or any(row.start + row.num_tokens >= self.bad.get(row.request_id, 1 << 30) for row in plan.rows):
+        if self.chance() or any(
+            row.start + row.num_tokens >= self.bad.get(row.request_id, 1 << 30) for row in plan.rows
+        ):
             raise Hang(names)
         return super().execute(plan, between)
 
@@ -80,7 +86,11 @@ def test_every_request_ends_as_it_should(seed):
     draw = random.Random(seed)
     bad, prompts, aborted, ends, tokens, starts = {}, {}, set(), {}, {}, []
     lucky = draw.choice([0.0, 0.0, 0.005])
-    options = {"num_blocks": draw.choice([12, 64]), "budget": draw.choice([16, 64]), "max_num_seqs": draw.choice([2, 8])}
+    options = {
+        "num_blocks": draw.choice([12, 64]),
+        "budget": draw.choice([16, 64]),
+        "max_num_seqs": draw.choice([2, 8]),
+    }
 
     def start(num_before):
         starts.append(num_before)

@@ -24,7 +24,11 @@ def test_as_many_as_run_and_wait_are_taken_before_the_core_has_said_anything():
         limit.check(Size(1, 10), num_unfinished=1000, now=0.0)
         limit.sent(Size(1, 10))
     error = refused(limit, Size(1, 10))
-    assert str(error) == "the queue is full: 3 requests are waiting, allowed are 3\nhint: try again later, or raise max_num_queued_reqs"
+    assert (
+        str(error)
+        == "the queue is full: 3 requests are waiting, allowed are 3\nhint: try again later, or"
+        " raise max_num_queued_reqs"
+    )
     assert error.retry_after_s == 1.0
     limit.check(Size(1, 10), num_unfinished=4, now=0.0)
 
@@ -32,9 +36,19 @@ def test_as_many_as_run_and_wait_are_taken_before_the_core_has_said_anything():
 def test_what_waits_is_what_the_core_says_and_what_is_on_its_way():
     limit = limit_of(max_num_queued_reqs=3)
     limit.sent(Size(6, 60))
-    limit.take(EngineStats(num_running=2, num_waiting=2, num_waiting_tokens=20, num_added=4, num_added_tokens=40), 0.0)
+    limit.take(
+        EngineStats(
+            num_running=2, num_waiting=2, num_waiting_tokens=20, num_added=4, num_added_tokens=40
+        ),
+        0.0,
+    )
     assert "4 requests" in str(refused(limit, Size(1)))
-    limit.take(EngineStats(num_running=2, num_waiting=2, num_waiting_tokens=20, num_added=6, num_added_tokens=60), 0.0)
+    limit.take(
+        EngineStats(
+            num_running=2, num_waiting=2, num_waiting_tokens=20, num_added=6, num_added_tokens=60
+        ),
+        0.0,
+    )
     limit.check(Size(1), num_unfinished=1000, now=0.0)
 
 
@@ -67,5 +81,7 @@ def test_nobody_is_told_to_wait_for_longer_than_some_minutes():
 def test_more_than_ever_has_room_is_refused_for_good():
     limit = limit_of(max_num_queued_reqs=3)
     limit.check(Size(5), num_unfinished=0, now=0.0)
-    with pytest.raises(InvalidRequest, match="n: got 6, allowed are at most 5, that run and wait at once"):
+    with pytest.raises(
+        InvalidRequest, match="n: got 6, allowed are at most 5, that run and wait at once"
+    ):
         limit.check(Size(6), num_unfinished=0, now=0.0)

@@ -4,7 +4,14 @@ from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    precondition,
+    rule,
+)
 
 from octavo.engine.kv.block_manager import NOTHING, BlockManager, SwappedRow
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
@@ -16,10 +23,11 @@ WINDOW = 6
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Requests of a small alphabet (so that prefixes meet) start, grow, fork anywhere, are swapped, end and are found again.
+    """Requests of a small alphabet (so that prefixes meet) start, grow, fork anywhere, are swapped,
+    end and are found again.
 
-    `contents` is the truth beside it, what the worker would have written into each block; `host` that of the host's. The second group
-    has a window.
+    `contents` is the truth beside it, what the worker would have written into each block; `host`
+    that of the host's. The second group has a window.
     """
 
     requests = Bundle("requests")
@@ -27,7 +35,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = BlockManager(
-            [BlockGroup(NUM_BLOCKS, num_host_blocks=6), BlockGroup(NUM_BLOCKS, WINDOW, num_host_blocks=6)],
+            [
+                BlockGroup(NUM_BLOCKS, num_host_blocks=6),
+                BlockGroup(NUM_BLOCKS, WINDOW, num_host_blocks=6),
+            ],
             block_size=BLOCK,
             enable_prefix_caching=True,
         )
@@ -41,7 +52,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def compute(self, request_id: str, end: int) -> None:
         """What a step does: writes the tokens not yet computed, through the tables."""
         for position in range(self.computed[request_id], end):
-            for contents, table, pool in zip(self.contents, self.blocks.tables[request_id], self.blocks.pools, strict=True):
+            for contents, table, pool in zip(
+                self.contents, self.blocks.tables[request_id], self.blocks.pools, strict=True
+            ):
                 block_id = table[position // BLOCK]
                 assert pool.ref_counts[block_id] == 1, "a shared block is never written"
                 assert block_id not in pool.cache, "a named block is never written"
@@ -52,16 +65,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def move(self, moves) -> None:
         for move in moves:
             device, host = self.contents[move.group], self.host[move.group]
-            source, target = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}[move.kind]
+            source, target = {
+                "copy": (device, device),
+                "swap_out": (device, host),
+                "swap_in": (host, device),
+            }[move.kind]
             for offset in range(BLOCK):
                 if (move.source, offset) in source:
                     target[move.target, offset] = source[move.source, offset]
 
-    @rule(target=requests, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), share=st.floats(0, 1), read=st.booleans())
+    @rule(
+        target=requests,
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        share=st.floats(0, 1),
+        read=st.booleans(),
+    )
     def start(self, tokens, share, read):
         request_id = str(self.count)
         self.count += 1
-        started = self.blocks.start(request_id, tokens, salt="", max_cached_tokens=14 if read else 0, reserve=0)
+        started = self.blocks.start(
+            request_id, tokens, salt="", max_cached_tokens=14 if read else 0, reserve=0
+        )
         if started is None:
             self.blocks.free(request_id)
             return request_id
@@ -77,7 +101,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if request_id not in self.blocks.tables:
             return
         self.tokens[request_id].append(token)
-        grant = self.blocks.grow(request_id, self.computed[request_id], len(self.tokens[request_id]))
+        grant = self.blocks.grow(
+            request_id, self.computed[request_id], len(self.tokens[request_id])
+        )
         if grant is None:
             self.tokens[request_id].pop()
             return
@@ -86,7 +112,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(target=requests, parent=requests, share=st.floats(0, 1))
     def fork(self, parent, share):
-        """At any of its tokens; the child writes when it is appended to, be its parent there or gone."""
+        """At any of its tokens; the child writes when it is appended to, be its parent there or
+        gone.
+        """
         request_id = str(self.count)
         self.count += 1
         shared = int(self.computed.get(parent, 0) * share)
@@ -113,19 +141,29 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100))
     def swap_in(self, which):
         rows = self.families[which % len(self.families)]
-        moves = self.blocks.swap_in([SwappedRow(row, self.computed[row], len(self.tokens[row])) for row in rows], reserve=0)
+        moves = self.blocks.swap_in(
+            [SwappedRow(row, self.computed[row], len(self.tokens[row])) for row in rows], reserve=0
+        )
         if moves is None:
-            assert set(rows) <= set(self.blocks.host.tables) and set(rows).isdisjoint(self.blocks.tables), "all or nothing"
+            assert set(rows) <= set(self.blocks.host.tables) and set(rows).isdisjoint(
+                self.blocks.tables
+            ), "all or nothing"
         else:
             self.families.remove(rows)
             self.move(moves)
             for row in rows:
                 computed, num_tokens = self.computed[row], len(self.tokens[row])
-                assert computed == num_tokens or self.blocks.grow(row, computed, num_tokens) is NOTHING, "no shared block is to be written"
+                assert (
+                    computed == num_tokens or self.blocks.grow(row, computed, num_tokens) is NOTHING
+                ), "no shared block is to be written"
 
     @rule(request_id=consumes(requests), forget=st.booleans())
     def end(self, request_id, forget):
-        self.families = [rest for family in self.families if (rest := [row for row in family if row != request_id])]
+        self.families = [
+            rest
+            for family in self.families
+            if (rest := [row for row in family if row != request_id])
+        ]
         if forget:
             self.blocks.forget(request_id)
         self.blocks.free(request_id)
@@ -141,7 +179,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def reference_counts_add_up(self):
         for group, pool in enumerate(self.blocks.pools):
-            held = Counter(block_id for tables in self.blocks.tables.values() for block_id in tables[group] if block_id != HOLE)
+            held = Counter(
+                block_id
+                for tables in self.blocks.tables.values()
+                for block_id in tables[group]
+                if block_id != HOLE
+            )
             assert pool.ref_counts == [held[block_id] for block_id in range(NUM_BLOCKS)]
 
     @invariant()
@@ -153,7 +196,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def host_blocks_are_held_or_free(self):
         for group, free in enumerate(self.blocks.host._free):
-            held = [block_id for tables in self.blocks.host.tables.values() for block_id in tables[group] if block_id != HOLE]
+            held = [
+                block_id
+                for tables in self.blocks.host.tables.values()
+                for block_id in tables[group]
+                if block_id != HOLE
+            ]
             assert sorted([*set(held), *free]) == list(range(6))
             assert self.blocks.host._ref_counts[group] == Counter(held)
         assert set(self.blocks.host.tables).isdisjoint(self.blocks.tables)
@@ -168,11 +216,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def tables_hold_the_computed_tokens(self):
         for request_id, tables in self.blocks.tables.items():
-            for table, contents, window in zip(tables, self.contents, (1 << 30, WINDOW), strict=True):
+            for table, contents, window in zip(
+                tables, self.contents, (1 << 30, WINDOW), strict=True
+            ):
                 computed = self.computed[request_id]
                 assert len(table) >= -(-computed // BLOCK)
                 for position in range(max(0, computed - window + 1), computed):
-                    assert contents[table[position // BLOCK], position % BLOCK] == self.tokens[request_id][position]
+                    assert (
+                        contents[table[position // BLOCK], position % BLOCK]
+                        == self.tokens[request_id][position]
+                    )
 
 
 TestBlockManager = BlockManagerMachine.TestCase
@@ -180,7 +233,9 @@ TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, de
 
 
 def manager(num_blocks=8, **options):
-    return BlockManager([BlockGroup(num_blocks)], block_size=BLOCK, **{"enable_prefix_caching": True, **options})
+    return BlockManager(
+        [BlockGroup(num_blocks)], block_size=BLOCK, **{"enable_prefix_caching": True, **options}
+    )
 
 
 def start(blocks, request_id, tokens, **limits):
@@ -257,7 +312,12 @@ def test_part_of_a_block_is_copied_where_a_prompt_diverges_inside_it():
 
 def test_of_the_blocks_that_begin_alike_the_longest_is_copied():
     blocks = manager(num_blocks=12)
-    for name, tokens in (("a", [5, 1, 1, 1]), ("b", [5, 6, 1, 1]), ("c", [5, 6, 7, 1]), ("d", [5, 9, 7, 1])):
+    for name, tokens in (
+        ("a", [5, 1, 1, 1]),
+        ("b", [5, 6, 1, 1]),
+        ("c", [5, 6, 7, 1]),
+        ("d", [5, 9, 7, 1]),
+    ):
         run_request(blocks, name, tokens)
     assert start(blocks, "e", [5, 6, 7, 8, 9]) == 3
     assert start(blocks, "f", [5, 6, 9, 9, 9]) == 2
@@ -305,7 +365,9 @@ def test_a_fork_inside_a_full_block_copies_it_even_when_its_parent_is_gone():
     blocks.free("parent")
     source = blocks.block_ids("child")[0][1]
     grant = blocks.grow("child", 6, 7)
-    assert [(move.source, move.target) for move in grant.moves] == [(source, blocks.block_ids("child")[0][1])]
+    assert [(move.source, move.target) for move in grant.moves] == [
+        (source, blocks.block_ids("child")[0][1])
+    ]
     assert blocks.block_ids("child")[0][1] != source
     blocks.free("child")
     assert run_request(blocks, "again", list(range(9)))[0] == 8

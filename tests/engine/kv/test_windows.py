@@ -1,10 +1,19 @@
-"""Cache groups with a window: what no query sees any more is let go, and all that shares blocks knows it."""
+"""Cache groups with a window: what no query sees any more is let go, and all that shares blocks
+knows it.
+"""
 
 import pytest
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
-from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.engine_fakes import (
+    FakeExecutor,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_all,
+    tokens_of,
+)
 
 WINDOW = 40
 
@@ -27,7 +36,9 @@ def test_with_windows_alone_a_request_may_be_longer_than_the_cache():
     core.add(make_request("a", prompt, max_tokens=200))
     assert tokens_of(run_all(core)["a"]) == expected_tokens(prompt, 200)
     small = make_core(num_blocks=6, windows=[WINDOW], max_model_len=500)
-    assert small.scheduler.blocks.capacity_tokens == 96, "a step's tokens do not fit beside the window"
+    assert small.scheduler.blocks.capacity_tokens == 96, (
+        "a step's tokens do not fit beside the window"
+    )
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -35,7 +46,13 @@ def test_with_windows_alone_a_request_may_be_longer_than_the_cache():
 def test_windows_with_prefix_hits_forks_and_preemption(budget, mode):
     executor = FakeExecutor(windows=[None, WINDOW])
     core = make_core(
-        num_blocks=24, num_host_blocks=24, windows=[None, WINDOW], budget=budget, executor=executor, preemption_mode=mode, max_num_seqs=6
+        num_blocks=24,
+        num_host_blocks=24,
+        windows=[None, WINDOW],
+        budget=budget,
+        executor=executor,
+        preemption_mode=mode,
+        max_num_seqs=6,
     )
     prefix = [j % 11 for j in range(100)]
     prompts = {str(i): prefix + [100 + i] * (3 * i) for i in range(5)}
@@ -53,7 +70,11 @@ def test_windows_with_prefix_hits_forks_and_preemption(budget, mode):
 
 
 def manager(num_blocks=16, window=10):
-    return BlockManager([BlockGroup(num_blocks), BlockGroup(num_blocks, window)], block_size=4, enable_prefix_caching=True)
+    return BlockManager(
+        [BlockGroup(num_blocks), BlockGroup(num_blocks, window)],
+        block_size=4,
+        enable_prefix_caching=True,
+    )
 
 
 def test_a_hit_needs_only_what_the_next_token_sees():
@@ -67,9 +88,13 @@ def test_a_hit_needs_only_what_the_next_token_sees():
     for key in blocks.pools[0].cache._key_of.values():
         if key.token_ids[0] < 16:
             window.cache.forget(window.cache.find(key))
-    assert blocks.start("b", [*tokens, 99], salt="", reserve=0).num_cached_tokens == 32, "the window's first four blocks are not needed"
+    assert blocks.start("b", [*tokens, 99], salt="", reserve=0).num_cached_tokens == 32, (
+        "the window's first four blocks are not needed"
+    )
     assert blocks.start("c", tokens[:29], salt="", reserve=0).num_cached_tokens == 28
-    assert blocks.start("d", tokens[:24], salt="", reserve=0).num_cached_tokens == 0, "token 20 sees 11 to 20, and 12 to 15 are gone"
+    assert blocks.start("d", tokens[:24], salt="", reserve=0).num_cached_tokens == 0, (
+        "token 20 sees 11 to 20, and 12 to 15 are gone"
+    )
 
 
 def test_a_fork_is_made_only_where_the_parent_still_has_its_window():

@@ -9,7 +9,15 @@ from octavo import SamplingParams, __version__
 from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.recording.recorder import FORMAT, Began, Computed, GivenUp, Planned, Recorder, read_log
+from octavo.engine.recording.recorder import (
+    FORMAT,
+    Began,
+    Computed,
+    GivenUp,
+    Planned,
+    Recorder,
+    read_log,
+)
 from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.errors import ConfigError
@@ -30,10 +38,15 @@ class MovingClock(SimulatedClock):
 
 
 def recorded_core(path, executor, clock, *, tiers=None, runs_ahead=False, **options):
-    scheduler, cache = SchedulerOptions(max_num_batched_tokens=48, max_num_seqs=6, **options), CacheOptions()
+    scheduler, cache = (
+        SchedulerOptions(max_num_batched_tokens=48, max_num_seqs=6, **options),
+        CacheOptions(),
+    )
     log = Recorder(path)
     log.write(Began(FORMAT, __version__, {}, scheduler, cache, GROUPS, BLOCK, 256, 0, tiers))
-    made = build_scheduler(scheduler, cache, GROUPS, block_size=BLOCK, max_model_len=256, tiers=tiers)
+    made = build_scheduler(
+        scheduler, cache, GROUPS, block_size=BLOCK, max_model_len=256, tiers=tiers
+    )
     return EngineCore(made, executor, clock=clock, log=log, runs_ahead=runs_ahead)
 
 
@@ -42,12 +55,22 @@ def traffic(core, seed, *, num_requests=60):
     draw = random.Random(seed)
     for index in range(num_requests):
         prompt = [draw.randrange(3)] * draw.randrange(1, 40) + [index] * draw.randrange(1, 30)
-        sizes = {"max_tokens": draw.randrange(1, 60), "tenant": draw.choice("ab"), "priority": draw.randrange(3)}
-        core.add(make_request(str(index), prompt, prompt_logprobs=draw.choice([None, None, 1]), **sizes))
+        sizes = {
+            "max_tokens": draw.randrange(1, 60),
+            "tenant": draw.choice("ab"),
+            "priority": draw.randrange(3),
+        }
+        core.add(
+            make_request(str(index), prompt, prompt_logprobs=draw.choice([None, None, 1]), **sizes)
+        )
         if draw.random() < 0.3:
-            core.add(make_request(f"{index}#1", prompt, sample_index=1, fork_of=str(index), **sizes))
+            core.add(
+                make_request(f"{index}#1", prompt, sample_index=1, fork_of=str(index), **sizes)
+            )
         if draw.random() < 0.2:
-            core.add(make_request(f"{index}b", prompt, beam_width=3, n=2, stop_token_ids=[3], **sizes))
+            core.add(
+                make_request(f"{index}b", prompt, beam_width=3, n=2, stop_token_ids=[3], **sizes)
+            )
         for _ in range(draw.randrange(4)):
             core.step()
         if draw.random() < 0.1:
@@ -66,10 +89,14 @@ def test_every_plan_is_made_again(tmp_path, policy, seed, runs_ahead):
     path = tmp_path / "log"
     executor = LaunchingExecutor(windows=[None, 40])
     executor.raise_on, executor.fail_on = {"7"}, {"9": "bad luck"}
-    core = recorded_core(path, executor, MovingClock(), scheduling_policy=policy, runs_ahead=runs_ahead)
+    core = recorded_core(
+        path, executor, MovingClock(), scheduling_policy=policy, runs_ahead=runs_ahead
+    )
     traffic(core, seed)
     stats = core.scheduler.stats()
-    assert stats.num_preemptions >= stats.num_swaps > 0 and stats.prefix_hit_tokens > 0, "the traffic does all that can happen"
+    assert stats.num_preemptions >= stats.num_swaps > 0 and stats.prefix_hit_tokens > 0, (
+        "the traffic does all that can happen"
+    )
     began, events = read_log(path)
     events = list(events)
     found = Replay(began).run(events)
@@ -86,7 +113,9 @@ def test_blocks_that_left_the_device_are_in_the_plans_too(tmp_path):
     disk = Disk()
     for name in ("first", "second"):
         executor = FakeExecutor(windows=[None, 40], tiers=FakeTiers(2, disk))
-        core = recorded_core(tmp_path / name, executor, MovingClock(), tiers=tiers_of(2, executor.tiers, 20))
+        core = recorded_core(
+            tmp_path / name, executor, MovingClock(), tiers=tiers_of(2, executor.tiers, 20)
+        )
         traffic(core, 3)
         began, events = read_log(tmp_path / name)
         assert Replay(began).run(events).differences == []
@@ -126,16 +155,26 @@ def test_differences_are_named(tmp_path):
     traffic(recorded_core(tmp_path / "log", SimulatedExecutor(clock), clock), 5, num_requests=5)
     began, events = read_log(tmp_path / "log")
     events = list(events)
-    index = next(i for i, event in enumerate(events) if isinstance(event, Planned) and len(event.plan.rows) > 1)
+    index = next(
+        i
+        for i, event in enumerate(events)
+        if isinstance(event, Planned) and len(event.plan.rows) > 1
+    )
     step = events[index].plan.step
     events[index].plan.rows.reverse()
     (text,) = Replay(began).run(events).differences
     assert text.startswith(f"step {step}: rows was [ScheduledRow(") and ", now it is [" in text
     events[index].plan.rows.reverse()
-    result = next(event.result for event in events[index:] if isinstance(event, Computed) and event.result.rows[0].token_ids)
+    result = next(
+        event.result
+        for event in events[index:]
+        if isinstance(event, Computed) and event.result.rows[0].token_ids
+    )
     result.rows[0].token_ids = [8]
     (text,) = Replay(began, SimulatedExecutor(SimulatedClock())).run(events).differences
-    assert f"step {result.step}, request " in text and text.endswith("token_ids was [8], now it is [7]")
+    assert f"step {result.step}, request " in text and text.endswith(
+        "token_ids was [8], now it is [7]"
+    )
 
 
 def test_a_log_of_an_engine_that_died(tmp_path):
@@ -174,13 +213,22 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(caplog):
 
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 def test_a_real_model(tmp_path, backend):
-    """Requests with seeds of their own and without, samples, more than the KV cache holds: the same plans yield the same tokens."""
+    """Requests with seeds of their own and without, samples, more than the KV cache holds: the same
+    plans yield the same tokens.
+    """
     from octavo.wiring import build_executor
 
     path = tmp_path / "log"
-    options = {"backend": backend, "kv_cache_memory_bytes": "256KiB", "max_model_len": 128, "max_num_batched_tokens": 64}
+    options = {
+        "backend": backend,
+        "kv_cache_memory_bytes": "256KiB",
+        "max_model_len": 128,
+        "max_num_batched_tokens": 64,
+    }
     with make_llm(record=str(path), swap_space="64KiB", **options) as llm:
-        params = SamplingParams(temperature=0.8, max_tokens=30, ignore_eos=True, n=2, prompt_logprobs=1, logprobs=1)
+        params = SamplingParams(
+            temperature=0.8, max_tokens=30, ignore_eos=True, n=2, prompt_logprobs=1, logprobs=1
+        )
         llm.generate(prompts_of(40, 50, 41, 30), params, use_tqdm=False)
         assert llm.get_metrics().num_preemptions > 0
     began, events = read_log(path)

@@ -1,4 +1,6 @@
-"""Beam searches in the control plane: they share, leave and return together, and find what they would have found alone."""
+"""Beam searches in the control plane: they share, leave and return together, and find what they
+would have found alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ import itertools
 
 import pytest
 
-from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request, pseudo_logprobs, run_all, tokens_of
+from tests.support.engine_fakes import (
+    FakeExecutor,
+    expected_tokens,
+    make_core,
+    make_request,
+    pseudo_logprobs,
+    run_all,
+    tokens_of,
+)
 
 EOS = (7,)
 
@@ -27,26 +37,48 @@ def prompt_of(length, first=0):
     return [first + i % 3 for i in range(length)]
 
 
-CROWD = {str(i): (prompt_of(length, i), width) for i, (length, width) in enumerate([(40, 3), (16, 4), (33, 2), (5, 3), (48, 4), (20, 1)])}
+CROWD = {
+    str(i): (prompt_of(length, i), width)
+    for i, (length, width) in enumerate([(40, 3), (16, 4), (33, 2), (5, 3), (48, 4), (20, 1)])
+}
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize(("windows", "num_blocks"), [([None], 14), ([None, 21], 14), ([21], 9)], ids=str)
+@pytest.mark.parametrize(
+    ("windows", "num_blocks"), [([None], 14), ([None, 21], 14), ([21], 9)], ids=str
+)
 @pytest.mark.parametrize(("caching", "budget"), [(True, 64), (False, 12)])
 def test_searches_that_crowd_each_other_out(mode, windows, num_blocks, caching, budget):
-    """Blocks for about two of them. Nothing may be lost of what beams share when they leave and return."""
-    options = {"windows": windows, "num_host_blocks": 100, "caching": caching, "budget": budget, "preemption_mode": mode}
+    """Blocks for about two of them. Nothing may be lost of what beams share when they leave and
+    return.
+    """
+    options = {
+        "windows": windows,
+        "num_host_blocks": 100,
+        "caching": caching,
+        "budget": budget,
+        "preemption_mode": mode,
+    }
     core = make_core(num_blocks=num_blocks, max_num_seqs=20, **options)
-    wanted = {"max_tokens": 60, "stop_token_ids": [], "early_stopping": "never", "length_penalty": 3.0}
+    wanted = {
+        "max_tokens": 60,
+        "stop_token_ids": [],
+        "early_stopping": "never",
+        "length_penalty": 3.0,
+    }
     for name, (prompt, width) in CROWD.items():
         core.add(search(name, prompt, width, **wanted))
         core.add(make_request(f"plain {name}", prompt, max_tokens=60))
     outputs = run_all(core)
     for name, (prompt, width) in CROWD.items():
         assert tokens_of(outputs[f"plain {name}"]) == expected_tokens(prompt, 60)
-        longest = core.scheduler._admission.limits_of(core.scheduler.blocks.capacity_of(width)).max_num_tokens(len(prompt), width)
+        longest = core.scheduler._admission.limits_of(
+            core.scheduler.blocks.capacity_of(width)
+        ).max_num_tokens(len(prompt), width)
         max_tokens = min(60, longest - len(prompt))
-        assert [output.beams for output in outputs[name]] == [alone(prompt, width, **wanted | {"max_tokens": max_tokens})]
+        assert [output.beams for output in outputs[name]] == [
+            alone(prompt, width, **wanted | {"max_tokens": max_tokens})
+        ]
     stats = core.scheduler.stats()
     assert stats.num_preemptions > 0 and (stats.num_swaps > 0) == (mode == "swap")
     assert not core.scheduler.blocks.tables and stats.num_host_blocks == 0
@@ -55,7 +87,9 @@ def test_searches_that_crowd_each_other_out(mode, windows, num_blocks, caching, 
 def test_beams_hold_the_prompt_together():
     """As the statistics show: W beams refer to each of its full blocks, and hold it once."""
     core = make_core()
-    core.add(search("a", prompt_of(48), 4, max_tokens=10, length_penalty=2.0, early_stopping="never"))
+    core.add(
+        search("a", prompt_of(48), 4, max_tokens=10, length_penalty=2.0, early_stopping="never")
+    )
     for _ in range(4):
         core.step()
     (group,) = core.scheduler.stats().groups
@@ -76,9 +110,13 @@ def test_a_beam_that_fails_fails_its_search_and_no_other():
     assert len(beams) == 3
     executor.fail_on = {beams[1]: "NaN"}
     outputs = run_all(core)
-    assert [(output.finish_reason, output.error, output.beams) for output in outputs["a"]] == [("error", "NaN", None)]
+    assert [(output.finish_reason, output.error, output.beams) for output in outputs["a"]] == [
+        ("error", "NaN", None)
+    ]
     assert outputs["b"][0].beams == alone(prompt_of(20), 3)
-    assert not core.scheduler.blocks.tables and not executor.rows.keys() - set(core.scheduler._placement._freed_rows)
+    assert not core.scheduler.blocks.tables and not executor.rows.keys() - set(
+        core.scheduler._placement._freed_rows
+    )
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 6])
@@ -107,13 +145,19 @@ def test_a_step_that_raises_fails_the_search_once():
 
 
 def test_places_are_kept_for_all_beams():
-    """A search of four beams beside room for three waits; alone it starts, however many run at a time otherwise."""
+    """A search of four beams beside room for three waits; alone it starts, however many run at a
+    time otherwise.
+    """
     core = make_core(max_num_seqs=6)
     for name in "abc":
         core.add(make_request(name, prompt_of(5), max_tokens=5))
     core.add(search("s", prompt_of(5), 4))
     core.step()
-    assert [request.request_id for request in core.scheduler.running] == ["a", "b", "c"] and core.scheduler.waits_for == "batch full"
+    assert [request.request_id for request in core.scheduler.running] == [
+        "a",
+        "b",
+        "c",
+    ] and core.scheduler.waits_for == "batch full"
     outputs = run_all(core)
     assert outputs["s"][0].beams == alone(prompt_of(5), 4)
     assert max(len(plan.rows) for plan in core.executor.plans) <= 6
@@ -125,10 +169,33 @@ def test_places_are_kept_for_all_beams():
 @pytest.mark.parametrize(
     ("options", "width", "length", "message"),
     [
-        ({"max_num_seqs": 4}, 5, 5, "beam_width: got 5, allowed are at most 4 sequences at once (max_num_seqs)"),
-        ({"num_blocks": 6}, 4, 60, "beam_width: got 4, but the KV cache holds 96 tokens: too few for so many beams after a prompt of 60"),
-        ({"kv_layout": "virtual"}, 2, 5, "beam_width: got 2, but beams share KV blocks, and here nobody does"),
-        ({"kv_cache": False}, 2, 5, "beam_width: got 2, but beams share KV blocks, and here nobody does"),
+        (
+            {"max_num_seqs": 4},
+            5,
+            5,
+            "beam_width: got 5, allowed are at most 4 sequences at once (max_num_seqs)",
+        ),
+        (
+            {"num_blocks": 6},
+            4,
+            60,
+            (
+                "beam_width: got 4, but the KV cache holds 96 tokens: too few for so many beams"
+                " after a prompt of 60"
+            ),
+        ),
+        (
+            {"kv_layout": "virtual"},
+            2,
+            5,
+            "beam_width: got 2, but beams share KV blocks, and here nobody does",
+        ),
+        (
+            {"kv_cache": False},
+            2,
+            5,
+            "beam_width: got 2, but beams share KV blocks, and here nobody does",
+        ),
     ],
 )
 def test_what_can_never_run_is_refused_by_name(options, width, length, message):
@@ -141,16 +208,28 @@ def test_what_can_never_run_is_refused_by_name(options, width, length, message):
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
 @pytest.mark.parametrize("num_blocks", [5, 7, 12])
 def test_a_search_alone_always_finds_its_blocks(length, num_blocks):
-    """Cut to what fits at the worst, where the beams share nothing but full blocks of the prompt."""
+    """Cut to what fits at the worst, where the beams share nothing but full blocks of the
+    prompt."""
     core = make_core(num_blocks=num_blocks, max_num_seqs=3)
     core.add(
-        search("a", prompt_of(length), 3, max_tokens=None, stop_token_ids=[], length_penalty=5.0, early_stopping="never", ignore_eos=True)
+        search(
+            "a",
+            prompt_of(length),
+            3,
+            max_tokens=None,
+            stop_token_ids=[],
+            length_penalty=5.0,
+            early_stopping="never",
+            ignore_eos=True,
+        )
     )
     core.scheduler._requests["a"].search._end_token_ids = frozenset()
     (output,) = run_all(core)["a"]
     shared = length // 16
     longest = (shared + (num_blocks - shared) // 3) * 16 - length
-    assert output.finish_reason == "length" and {len(beam.token_ids) for beam in output.beams} == {longest}
+    assert output.finish_reason == "length" and {len(beam.token_ids) for beam in output.beams} == {
+        longest
+    }
     assert output.num_preemptions == 0
 
 
@@ -159,7 +238,10 @@ def test_a_search_that_can_go_nowhere_fails_by_name():
     core = make_core()
     core.add(search("a", prompt_of(5), 2, stop_token_ids=list(range(10)), min_tokens=5))
     (output,) = run_all(core)["a"]
-    assert (output.finish_reason, output.error) == ("error", "the beam search found no token that could follow")
+    assert (output.finish_reason, output.error) == (
+        "error",
+        "the beam search found no token that could follow",
+    )
 
 
 def test_every_step_keeps_the_best_of_all_continuations():
@@ -171,10 +253,14 @@ def test_every_step_keeps_the_best_of_all_continuations():
         grown = [
             ([*tokens, token], total + logprob)
             for tokens, total, entry in entries
-            for token, logprob in itertools.islice(zip(entry.token_ids, entry.logprobs, strict=True), 1, None)
+            for token, logprob in itertools.islice(
+                zip(entry.token_ids, entry.logprobs, strict=True), 1, None
+            )
             if token not in (3, 7)
         ]
         beams = sorted(grown, key=lambda beam: -beam[1])[:width]
     found = alone(prompt, width, max_tokens=depth, min_tokens=depth, length_penalty=0.0)
     assert [beam.token_ids for beam in found] == [tokens for tokens, _ in beams]
-    assert [beam.cumulative_logprob for beam in found] == pytest.approx([total for _, total in beams])
+    assert [beam.cumulative_logprob for beam in found] == pytest.approx(
+        [total for _, total in beams]
+    )

@@ -3,7 +3,13 @@
 import msgspec
 import pytest
 
-from octavo.engine.requests.timings import ENGINE_REPLACED, ON_ITS_WAY, STEP_RUNNING, Stopwatch, Timekeeper
+from octavo.engine.requests.timings import (
+    ENGINE_REPLACED,
+    ON_ITS_WAY,
+    STEP_RUNNING,
+    Stopwatch,
+    Timekeeper,
+)
 from octavo.outputs import Timings
 from octavo.worker.simulated import StepCosts
 from tests.support.simulation import request_of, simulation
@@ -19,7 +25,13 @@ def run(requests, **options):
 
     def watched():
         outputs = step()
-        found.update({output.request_id: output.timings for output in outputs.outputs if output.finish_reason})
+        found.update(
+            {
+                output.request_id: output.timings
+                for output in outputs.outputs
+                if output.finish_reason
+            }
+        )
         return outputs
 
     sim.core.step = watched
@@ -30,14 +42,25 @@ def run(requests, **options):
 def test_alone():
     """100 tokens of prompt at 64 a step, then 4 more steps."""
     timings = run([request_of("a", 2.0, 100, 5)])["a"]
-    assert (timings.queued_s, timings.prefill_s, timings.decode_s, timings.preempted_s) == (0, 2, 4, 0)
+    assert (timings.queued_s, timings.prefill_s, timings.decode_s, timings.preempted_s) == (
+        0,
+        2,
+        4,
+        0,
+    )
     assert (timings.num_steps, timings.mean_batch_size, timings.max_batch_size) == (6, 1, 1)
     assert timings.waits == {} and timings.reason == ""
 
 
 def test_batch_sizes_are_those_of_the_steps_it_ran_in():
-    found = run([request_of("a", 0.0, 10, 10), request_of("b", 0.0, 10, 4), request_of("c", 5.0, 10, 2)])
-    assert [(found[name].num_steps, found[name].max_batch_size) for name in "abc"] == [(10, 2), (4, 2), (2, 2)]
+    found = run(
+        [request_of("a", 0.0, 10, 10), request_of("b", 0.0, 10, 4), request_of("c", 5.0, 10, 2)]
+    )
+    assert [(found[name].num_steps, found[name].max_batch_size) for name in "abc"] == [
+        (10, 2),
+        (4, 2),
+        (2, 2),
+    ]
     assert found["a"].mean_batch_size == pytest.approx((4 * 2 + 1 + 2 * 2 + 3) / 10)
     assert found["b"].mean_batch_size == 2
 
@@ -58,11 +81,17 @@ def test_preempted(num_host_blocks):
     requests = [request_of("a", 0.0, 40, 60), request_of("b", 0.0, 20, 60)]
     found = run(requests, num_blocks=8, num_host_blocks=num_host_blocks, preemption_mode="swap")
     timings = found["b"]
-    assert timings.num_preemptions > 0 and timings.num_swaps == (timings.num_preemptions if num_host_blocks else 0)
+    assert timings.num_preemptions > 0 and timings.num_swaps == (
+        timings.num_preemptions if num_host_blocks else 0
+    )
     assert timings.preempted_s > 0
     assert timings.prefill_s + timings.decode_s == timings.num_steps + timings.preempted_s
     assert found["a"].preempted_s == 0
-    how = f"{timings.num_swaps} of {timings.num_preemptions} by swap" if num_host_blocks else "computed again"
+    how = (
+        f"{timings.num_swaps} of {timings.num_preemptions} by swap"
+        if num_host_blocks
+        else "computed again"
+    )
     assert f"preempted for {timings.preempted_s:.1f} s ({how}): KV full" in timings.reason
 
 
@@ -74,7 +103,12 @@ def test_one_that_never_started():
     sim.core.step()
     sim.core.abort("b")
     (timings,) = [output.timings for output in sim.core.step().outputs if output.request_id == "b"]
-    assert (timings.queued_s, timings.prefill_s, timings.num_steps, timings.waits) == (2, 0, 0, {"batch full": 1})
+    assert (timings.queued_s, timings.prefill_s, timings.num_steps, timings.waits) == (
+        2,
+        0,
+        0,
+        {"batch full": 1},
+    )
 
 
 def test_who_comes_to_an_idle_engine_waits_for_no_step():
@@ -96,10 +130,15 @@ def test_who_comes_to_an_idle_engine_waits_for_no_step():
 def test_one_that_another_core_knew():
     sim = simulation(costs=SECOND_A_STEP)
     sim.clock.now = 60.0
-    sim.core.add(msgspec.structs.replace(request_of("a", 1.0, 10, 3), output_token_ids=[7], resumed=True))
+    sim.core.add(
+        msgspec.structs.replace(request_of("a", 1.0, 10, 3), output_token_ids=[7], resumed=True)
+    )
     sim.core.step()
     (output,) = sim.core.step().outputs
-    assert output.timings.waits == {ENGINE_REPLACED: 59} and output.timings.reason == "waited 59.0 s: the engine hung and was replaced"
+    assert (
+        output.timings.waits == {ENGINE_REPLACED: 59}
+        and output.timings.reason == "waited 59.0 s: the engine hung and was replaced"
+    )
     assert (output.timings.prefill_s, output.timings.decode_s) == (1, 1)
 
 
@@ -114,11 +153,15 @@ def test_the_largest_batch_since_any_step():
         keeper.runs(watches[-1])
         keeper.planned(size, "")
         keeper.computed(0.0)
-    assert [keeper.so_far(watch).max_batch_size for watch in watches] == [max(sizes[i:]) for i in range(len(sizes))]
+    assert [keeper.so_far(watch).max_batch_size for watch in watches] == [
+        max(sizes[i:]) for i in range(len(sizes))
+    ]
 
 
 def test_samples_together():
     one = Timings(1.0, 2.0, 3.0, 0.5, 10, 2.0, 3, {"KV full": 1.0}, 16, 1, 0)
     two = Timings(0.5, 4.0, 1.0, 0.0, 30, 4.0, 5, {"KV full": 0.25, "batch full": 0.25}, 0, 0, 0)
     merged = Timings.merged([one, two])
-    assert merged == Timings(1.0, 4.0, 3.0, 0.5, 40, 3.5, 5, {"KV full": 1.0, "batch full": 0.25}, 16, 1, 0)
+    assert merged == Timings(
+        1.0, 4.0, 3.0, 0.5, 40, 3.5, 5, {"KV full": 1.0, "batch full": 0.25}, 16, 1, 0
+    )

@@ -6,18 +6,39 @@ from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.scheduling.admission import OK, Admission, PromptLimits, Verdict
 from octavo.errors import ConfigError
-from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.engine_fakes import (
+    FakeExecutor,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_all,
+    tokens_of,
+)
 
-LIMITS = PromptLimits(max_prompt_len=90, max_model_len=80, kv_capacity_tokens=60, max_whole_prompt=40)
+LIMITS = PromptLimits(
+    max_prompt_len=90, max_model_len=80, kv_capacity_tokens=60, max_whole_prompt=40
+)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "message"),
     [
         (100, "The prompt limit is 90 tokens, the prompt has 100; allowed are at most 90"),
-        (80, "This model's maximum context length is 80 tokens, the prompt has 80; allowed are at most 79"),
+        (
+            80,
+            (
+                "This model's maximum context length is 80 tokens, the prompt has 80; allowed are"
+                " at most 79"
+            ),
+        ),
         (60, "The KV cache holds 60 tokens, the prompt has 60; allowed are at most 59"),
-        (41, "The batch limit is 40 tokens a step, and prompts are not chunked, the prompt has 41; allowed are at most 40"),
+        (
+            41,
+            (
+                "The batch limit is 40 tokens a step, and prompts are not chunked, the prompt has"
+                " 41; allowed are at most 40"
+            ),
+        ),
     ],
 )
 def test_never_names_the_limit(num_tokens, message):
@@ -31,7 +52,10 @@ def test_the_same_limits_stand_in_the_core():
     for length in (21, 17, 16):
         core.add(make_request(str(length), list(range(length))))
     found = run_all(core)
-    assert "The prompt limit is 20" in found["21"][0].error and "The batch limit is 16" in found["17"][0].error
+    assert (
+        "The prompt limit is 20" in found["21"][0].error
+        and "The batch limit is 16" in found["17"][0].error
+    )
     assert tokens_of(found["16"]) == expected_tokens(list(range(16)), 8)
 
 
@@ -63,7 +87,9 @@ def test_the_watermark_stays_free_beside_others_only():
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
 def test_prompts_that_are_not_chunked_wait_for_a_step_that_holds_them(policy):
     executor = FakeExecutor()
-    core = make_core(budget=32, enable_chunked_prefill=False, executor=executor, scheduling_policy=policy)
+    core = make_core(
+        budget=32, enable_chunked_prefill=False, executor=executor, scheduling_policy=policy
+    )
     for index in range(6):
         prompt = [(index * 50 + i) % 300 for i in range(20 + index)]
         core.add(make_request(str(index), prompt, max_tokens=5, tenant=str(index % 2)))
@@ -97,7 +123,9 @@ def test_priority_the_highest_value_gives_way():
 
 def test_fair_takes_turns_by_tokens_served_and_caps_the_running():
     executor = FakeExecutor()
-    core = make_core(max_num_seqs=1, scheduling_policy="fair", tenant_weight=("b=2",), executor=executor)
+    core = make_core(
+        max_num_seqs=1, scheduling_policy="fair", tenant_weight=("b=2",), executor=executor
+    )
     for index in range(4):
         core.add(make_request(f"a{index}", [1] * 10, max_tokens=2, tenant="a"))
     for index in range(4):
@@ -127,7 +155,9 @@ def test_fair_forgets_tenants_that_are_gone():
 
 def test_static_batches_end_before_the_next_begins():
     executor = FakeExecutor()
-    core = make_core(max_num_seqs=3, batching="static", executor=executor, num_blocks=9, num_host_blocks=9)
+    core = make_core(
+        max_num_seqs=3, batching="static", executor=executor, num_blocks=9, num_host_blocks=9
+    )
     for index in range(7):
         core.add(make_request(str(index), [index] * 20, max_tokens=4 + 9 * (index % 3)))
     found = run_all(core)
@@ -140,13 +170,25 @@ def test_static_batches_end_before_the_next_begins():
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_samples_of_a_prompt_are_of_its_batch(kind):
-    """Though they start a step later, once they find the prompt computed; what has no place any more waits for the batch's end."""
+    """Though they start a step later, once they find the prompt computed; what has no place any
+    more waits for the batch's end.
+    """
     executor = FakeExecutor()
     core = make_core(max_num_seqs=4, batching=kind, batch_window_ms=0, executor=executor)
     for index in range(5):
-        core.add(make_request(f"a#{index}" if index else "a", [5] * 20, sample_index=index, fork_of="a" if index else None))
+        core.add(
+            make_request(
+                f"a#{index}" if index else "a",
+                [5] * 20,
+                sample_index=index,
+                fork_of="a" if index else None,
+            )
+        )
     found = run_all(core)
-    assert all(tokens_of(found[f"a#{index}"]) == expected_tokens([5] * 20, 8, index) for index in range(1, 5))
+    assert all(
+        tokens_of(found[f"a#{index}"]) == expected_tokens([5] * 20, 8, index)
+        for index in range(1, 5)
+    )
     batches = [{row.request_id for row in plan.rows} for plan in executor.plans if plan.rows]
     assert batches[:2] == [{"a"}, {"a", "a#1", "a#2", "a#3"}] and batches[-1] == {"a#4"}
     assert len(batches) == 8 + 1 + 8 and not any({"a#1", "a#4"} <= batch for batch in batches)
@@ -156,25 +198,54 @@ def test_samples_without_batching_run_one_at_a_time():
     executor = FakeExecutor()
     core = make_core(batching="none", executor=executor)
     for index in range(3):
-        core.add(make_request(f"a#{index}" if index else "a", [5] * 20, sample_index=index, fork_of="a" if index else None))
+        core.add(
+            make_request(
+                f"a#{index}" if index else "a",
+                [5] * 20,
+                sample_index=index,
+                fork_of="a" if index else None,
+            )
+        )
     assert len(run_all(core)) == 3
     assert max(len(plan.rows) for plan in executor.plans) == 1
 
 
 @pytest.mark.parametrize("policy", ["priority", "fair"])
 def test_a_window_is_over_for_all_when_it_is_over_for_one(policy):
-    """Whoever goes first: later ones that go before it do not keep the longest waiting for another window."""
+    """Whoever goes first: later ones that go before it do not keep the longest waiting for another
+    window.
+    """
     now = [100.0]
-    core = make_core(batching="dynamic", batch_window_ms=500, clock=lambda: now[0], max_num_seqs=8, scheduling_policy=policy)
+    core = make_core(
+        batching="dynamic",
+        batch_window_ms=500,
+        clock=lambda: now[0],
+        max_num_seqs=8,
+        scheduling_policy=policy,
+    )
     core.add(make_request("late", [1], max_tokens=1, arrival_time=100.0, priority=9, tenant="a"))
     core.step()
     for index in range(4):
         now[0] += 0.2
-        core.add(make_request(str(index), [2], max_tokens=1, arrival_time=now[0], priority=-index, tenant=str(index)))
+        core.add(
+            make_request(
+                str(index),
+                [2],
+                max_tokens=1,
+                arrival_time=now[0],
+                priority=-index,
+                tenant=str(index),
+            )
+        )
         outputs = core.step().outputs if not core.pause_s() else []
         if outputs:
             break
-    assert now[0] == pytest.approx(100.6) and {output.request_id for output in outputs} == {"late", "0", "1", "2"}
+    assert now[0] == pytest.approx(100.6) and {output.request_id for output in outputs} == {
+        "late",
+        "0",
+        "1",
+        "2",
+    }
 
 
 def test_no_batching_runs_one_at_a_time():
@@ -201,13 +272,28 @@ def test_a_batch_that_waits_to_fill_lets_the_engine_sleep():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheduler_delay_factor": 1}, "scheduler_delay_factor: got 1, allowed is 0 with chunked prefill"),
-        ({"tenant_weight": ["a=0"], "scheduling_policy": "fair"}, "tenant_weight: got 'a=0', allowed is NAME=WEIGHT"),
-        ({"tenant_weight": ["a"], "scheduling_policy": "fair"}, "tenant_weight: got 'a', allowed is NAME=WEIGHT"),
-        ({"tenant_weight": ["a=2"]}, "scheduling_policy: got 'fcfs', but tenants have weights or limits"),
+        (
+            {"scheduler_delay_factor": 1},
+            "scheduler_delay_factor: got 1, allowed is 0 with chunked prefill",
+        ),
+        (
+            {"tenant_weight": ["a=0"], "scheduling_policy": "fair"},
+            "tenant_weight: got 'a=0', allowed is NAME=WEIGHT",
+        ),
+        (
+            {"tenant_weight": ["a"], "scheduling_policy": "fair"},
+            "tenant_weight: got 'a', allowed is NAME=WEIGHT",
+        ),
+        (
+            {"tenant_weight": ["a=2"]},
+            "scheduling_policy: got 'fcfs', but tenants have weights or limits",
+        ),
         ({"watermark": "1.5"}, "watermark: got 1.5, allowed is a share below 1"),
         ({"watermark": "much"}, "watermark: got 'much', allowed is a number of at least 0"),
-        ({"long_prefill_token_threshold": 5, "enable_chunked_prefill": False}, "long_prefill_token_threshold: allowed only with chunked"),
+        (
+            {"long_prefill_token_threshold": 5, "enable_chunked_prefill": False},
+            "long_prefill_token_threshold: allowed only with chunked",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(options, message):

@@ -9,7 +9,14 @@ from octavo.engine.kv_meter import KvMeter
 from octavo.engine.rates import Rates
 from octavo.engine.requests.request import EngineRequest
 from octavo.sampling_params import SamplingParams
-from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.engine_fakes import (
+    FakeExecutor,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_all,
+    tokens_of,
+)
 
 PROMPT = [1, 2, 3]
 
@@ -31,15 +38,21 @@ def test_steps_are_computed_at_once_up_to_the_end():
     core, executor = stepping_core()
     core.add(make_request("a", PROMPT, max_tokens=20))
     found = run_all(core)["a"]
-    assert num_steps_of(executor) == [1, 8, 8, 3] and tokens_of(found) == expected_tokens(PROMPT, 20)
-    assert [len(output.token_ids) for output in found] == [1, 8, 8, 3] and found[-1].finish_reason == "length"
+    assert num_steps_of(executor) == [1, 8, 8, 3] and tokens_of(found) == expected_tokens(
+        PROMPT, 20
+    )
+    assert [len(output.token_ids) for output in found] == [1, 8, 8, 3] and found[
+        -1
+    ].finish_reason == "length"
     stats = core.scheduler.stats()
     assert (stats.num_steps, stats.generation_tokens) == (20, 20)
     timings = found[-1].timings
     assert (timings.num_steps, timings.mean_batch_size, timings.max_batch_size) == (20, 1, 1)
 
 
-@pytest.mark.parametrize(("step_s", "num_steps"), [(0.0002, 8), (0.0124, 8), (0.026, 3), (0.051, 1), (2, 1)])
+@pytest.mark.parametrize(
+    ("step_s", "num_steps"), [(0.0002, 8), (0.0124, 8), (0.026, 3), (0.051, 1), (2, 1)]
+)
 def test_a_call_lasts_a_tenth_of_a_second(step_s, num_steps):
     core, executor = stepping_core(step_s=step_s)
     core.add(make_request("a", PROMPT, max_tokens=40))
@@ -47,7 +60,11 @@ def test_a_call_lasts_a_tenth_of_a_second(step_s, num_steps):
     assert max(num_steps_of(executor)) == num_steps
 
 
-@pytest.mark.parametrize("params", [{"bad_words_token_ids": [[5]]}, {"beam_width": 2, "n": 2}, {"min_tokens": 0, "max_tokens": 2}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [{"bad_words_token_ids": [[5]]}, {"beam_width": 2, "n": 2}, {"min_tokens": 0, "max_tokens": 2}],
+    ids=str,
+)
 def test_requests_that_somebody_looks_after(params):
     core, executor = stepping_core()
     core.add(make_request("a", PROMPT, **{"max_tokens": 20} | params))
@@ -63,13 +80,18 @@ def test_an_end_is_banned_for_whole_calls():
 
 
 def test_one_that_ends_ends_the_call():
-    """Its last token and the others' leave at once; nobody is told of a token that comes after the end."""
+    """Its last token and the others' leave at once; nobody is told of a token that comes after the
+    end.
+    """
     ends = expected_tokens(PROMPT, 5)[-1]
     core, _ = stepping_core()
     core.add(make_request("a", PROMPT, max_tokens=20, eos=(ends,)))
     core.add(make_request("b", [4, 5, 6], max_tokens=20))
     found = run_all(core)
-    assert tokens_of(found["a"]) == expected_tokens(PROMPT, 5) and found["a"][-1].finish_reason == "stop"
+    assert (
+        tokens_of(found["a"]) == expected_tokens(PROMPT, 5)
+        and found["a"][-1].finish_reason == "stop"
+    )
     assert tokens_of(found["b"]) == expected_tokens([4, 5, 6], 20)
     assert [len(output.token_ids) for output in found["b"]][:2] == [1, 4]
 
@@ -79,7 +101,9 @@ def test_nobody_waits_for_a_call():
     for name in "ab":
         core.add(make_request(name, PROMPT, max_tokens=12))
     run_all(core)
-    assert num_steps_of(executor) == [1] * 12 + [1, 8, 3], "as long as the second waits, the first goes step by step"
+    assert num_steps_of(executor) == [1] * 12 + [1, 8, 3], (
+        "as long as the second waits, the first goes step by step"
+    )
 
 
 def test_blocks_are_taken_for_all_steps_or_for_fewer():
@@ -92,7 +116,10 @@ def test_blocks_are_taken_for_all_steps_or_for_fewer():
     plan = executor.plans[-1]
     assert plan.num_steps == 2 and not any(row.new_block_ids for row in plan.rows)
     found = run_all(core)
-    assert tokens_of(found["a"]) == expected_tokens([1] * 13, 30)[3:] and tokens_of(found["b"]) == expected_tokens([2] * 13, 30)[3:]
+    assert (
+        tokens_of(found["a"]) == expected_tokens([1] * 13, 30)[3:]
+        and tokens_of(found["b"]) == expected_tokens([2] * 13, 30)[3:]
+    )
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -124,9 +151,14 @@ def test_each_token_is_handed_on_once():
     core.add(make_request("a", PROMPT, max_tokens=20, stop=["x"]))
     outputs = [core.step(early).outputs for _ in range(3)]
     assert [len(step[0].token_ids) for step in outputs] == [1, 1, 1] and len(early.steps) == 14
-    assert all(step[0].timings.num_steps == 1 + index for index, step in enumerate(early.steps[:7], start=1))
+    assert all(
+        step[0].timings.num_steps == 1 + index
+        for index, step in enumerate(early.steps[:7], start=1)
+    )
     everything = [outputs[0], *early.steps[:7], outputs[1], *early.steps[7:], outputs[2]]
-    assert [token for step in everything for token in step[0].token_ids] == expected_tokens(PROMPT, 17)
+    assert [token for step in everything for token in step[0].token_ids] == expected_tokens(
+        PROMPT, 17
+    )
 
 
 @pytest.mark.parametrize("until", range(8))
@@ -137,7 +169,10 @@ def test_a_call_ends_where_it_is_told_to(until):
     core.step(early)
     (last,) = core.step(early).outputs
     tokens = [token for (output,) in early.steps for token in output.token_ids]
-    assert len(tokens) == until and tokens + last.token_ids == expected_tokens(PROMPT, 30)[1 : until + 2]
+    assert (
+        len(tokens) == until
+        and tokens + last.token_ids == expected_tokens(PROMPT, 30)[1 : until + 2]
+    )
     rest = [core.step().outputs[0].token_ids for _ in range(3)]
     assert list(itertools.chain(*rest)) == expected_tokens(PROMPT, 30)[until + 2 : until + 26]
 
@@ -182,16 +217,26 @@ def test_a_failure_within_a_call_is_that_requests():
     executor._run = run_or_fail
     early = Early()
     a, b = core.step(early).outputs
-    assert (a.finish_reason, a.error, a.token_ids) == ("error", "NaN", []) and len(early.steps) == 3 and len(b.token_ids) == 1
+    assert (
+        (a.finish_reason, a.error, a.token_ids) == ("error", "NaN", [])
+        and len(early.steps) == 3
+        and len(b.token_ids) == 1
+    )
     assert tokens_of(run_all(core)["b"]) == expected_tokens([7, 8], 30)[5:]
 
 
 def test_one_on_trial_ends_with_its_token():
     core, executor = stepping_core()
-    request = Unfinished(EngineRequest("a", PROMPT, SamplingParams(max_tokens=9), seed=1), [4, 5]).again(one_token=True)
+    request = Unfinished(
+        EngineRequest("a", PROMPT, SamplingParams(max_tokens=9), seed=1), [4, 5]
+    ).again(one_token=True)
     core.add(request)
     (output,) = run_all(core)["a"]
-    assert output.finish_reason == "abort" and len(output.token_ids) == 1 and num_steps_of(executor) == [1]
+    assert (
+        output.finish_reason == "abort"
+        and len(output.token_ids) == 1
+        and num_steps_of(executor) == [1]
+    )
 
 
 def test_memory_in_use_is_that_of_each_step():

@@ -1,17 +1,29 @@
-"""Requests that give up their blocks, to host memory or to be computed again: the same tokens, and nothing left behind."""
+"""Requests that give up their blocks, to host memory or to be computed again: the same tokens, and
+nothing left behind.
+"""
 
 import pytest
 
 from octavo.engine.rates import RateMeter, Rates
 from octavo.engine.requests.request import RequestStatus
 from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult
-from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.engine_fakes import (
+    FakeExecutor,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_all,
+    tokens_of,
+)
 
 PROMPTS = {str(i): [(7 * i + j) % 900 for j in range(20 + i)] for i in range(4)}
 
 
 def swapping_core(**options):
-    return make_core(**{"num_blocks": 9, "num_host_blocks": 9, "max_num_seqs": 4, "preemption_mode": "swap"} | options)
+    return make_core(
+        **{"num_blocks": 9, "num_host_blocks": 9, "max_num_seqs": 4, "preemption_mode": "swap"}
+        | options
+    )
 
 
 def add_all(core, **fields):
@@ -39,7 +51,12 @@ def test_swapped_requests_compute_nothing_twice():
     core = swapping_core(executor=executor)
     add_all(core)
     run_all(core)
-    computed = [(row.request_id, row.start + i) for plan in executor.plans for row in plan.rows for i in range(row.num_tokens)]
+    computed = [
+        (row.request_id, row.start + i)
+        for plan in executor.plans
+        for row in plan.rows
+        for i in range(row.num_tokens)
+    ]
     assert core.scheduler.stats().num_swaps > 0
     assert len(computed) == len(set(computed))
 
@@ -75,10 +92,16 @@ def test_a_fork_of_a_swapped_request_waits_for_it():
     core.add(make_request("old", list(range(300, 330)), max_tokens=80))
     core.add(make_request("p", list(range(60)), max_tokens=60))
     for index in (1, 2):
-        core.add(make_request(f"p#{index}", list(range(60)), max_tokens=20, sample_index=index, fork_of="p"))
+        core.add(
+            make_request(
+                f"p#{index}", list(range(60)), max_tokens=20, sample_index=index, fork_of="p"
+            )
+        )
     met, tokens = False, {}
     while core.has_work:
-        states = {request.request_id: request.status for request in core.scheduler._requests.values()}
+        states = {
+            request.request_id: request.status for request in core.scheduler._requests.values()
+        }
         if states.get("p") is RequestStatus.SWAPPED and states.get("p#1") is RequestStatus.WAITING:
             met = True
             assert states["p#2"] is RequestStatus.WAITING
@@ -108,7 +131,9 @@ def test_what_a_failed_step_may_not_have_swapped_out_is_computed_again():
         assert found[name][-1].finish_reason == ("error" if name in failed else "length")
         if name not in failed:
             assert tokens_of(found[name]) == expected_tokens(prompt, 60)
-    assert core.scheduler.stats().num_host_blocks == 0 and core.scheduler.blocks.num_free_blocks == 9
+    assert (
+        core.scheduler.stats().num_host_blocks == 0 and core.scheduler.blocks.num_free_blocks == 9
+    )
 
 
 def test_without_a_kv_cache_every_step_computes_all_tokens_again():
@@ -121,8 +146,12 @@ def test_without_a_kv_cache_every_step_computes_all_tokens_again():
     for name, prompt in PROMPTS.items():
         for index, request_id in enumerate((name, name + "#1")):
             assert tokens_of(found[request_id]) == expected_tokens(prompt, 6, index)
-            rows = [row for plan in executor.plans for row in plan.rows if row.request_id == request_id]
-            assert [(row.start, row.num_tokens) for row in rows] == [(0, len(prompt) + i) for i in range(6)]
+            rows = [
+                row for plan in executor.plans for row in plan.rows if row.request_id == request_id
+            ]
+            assert [(row.start, row.num_tokens) for row in rows] == [
+                (0, len(prompt) + i) for i in range(6)
+            ]
 
 
 def plan_of(num_tokens, *moves):
@@ -134,7 +163,9 @@ def test_rates_are_means_of_what_steps_took():
     result = [RowResult("a")]
     meter.observe(plan_of(1), StepResult(0, result, 0.1))
     meter.observe(plan_of(1, BlockMove(0, 1, 2)), StepResult(0, result, 0.1, 0.01))
-    assert meter.rates == Rates(decode_step_s=pytest.approx(0.098)), "copies on the device say nothing, one token nothing of prefill"
+    assert meter.rates == Rates(decode_step_s=pytest.approx(0.098)), (
+        "copies on the device say nothing, one token nothing of prefill"
+    )
     meter.observe(plan_of(100), StepResult(0, result, 0.5))
     meter.observe(plan_of(1, BlockMove(0, 1, 2, "swap_out")), StepResult(0, result, 0.1, 0.01))
     assert (meter.rates.prefill_tokens_per_s, meter.rates.swap_blocks_per_s) == (200.0, 100.0)

@@ -1,4 +1,6 @@
-"""Steps that are planned while another is in flight: the same tokens and ends as one after the other, and what they wait for."""
+"""Steps that are planned while another is in flight: the same tokens and ends as one after the
+other, and what they wait for.
+"""
 
 import random
 from collections import Counter
@@ -8,7 +10,14 @@ import pytest
 from octavo.engine.clients.heartbeat import PAGE_BYTES, Slate, Watched
 from octavo.engine.core import EngineCore
 from octavo.engine.scheduling.steps_in_flight import ALL_MAY_END, SHORT, SWAPPING
-from tests.support.engine_fakes import LaunchingExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.engine_fakes import (
+    LaunchingExecutor,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_all,
+    tokens_of,
+)
 
 
 def from_device(core: EngineCore) -> int:
@@ -37,7 +46,11 @@ def seen(core, seed, **fields):
         }
         core.add(make_request(str(index), prompt, **sizes, **fields))
         if draw.random() < 0.3:
-            core.add(make_request(f"{index}#1", prompt, sample_index=1, fork_of=str(index), **sizes, **fields))
+            core.add(
+                make_request(
+                    f"{index}#1", prompt, sample_index=1, fork_of=str(index), **sizes, **fields
+                )
+            )
         aborted = draw.randrange(index + 1) if draw.random() < 0.1 else None
         for _ in range(draw.randrange(6)):
             step()
@@ -54,7 +67,13 @@ def seen(core, seed, **fields):
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_and_ends_are_those_of_one_step_after_the_other(policy, mode, seed):
-    options = {"num_blocks": 14, "windows": [None, 40], "num_host_blocks": 8, "budget": 48, "max_model_len": 200}
+    options = {
+        "num_blocks": 14,
+        "windows": [None, 40],
+        "num_host_blocks": 8,
+        "budget": 48,
+        "max_model_len": 200,
+    }
     options |= {"scheduling_policy": policy, "preemption_mode": mode}
     in_turn, ahead = make_core(**options), make_core(runs_ahead=True, **options)
     (tokens, ends), (tokens_ahead, ends_ahead) = seen(in_turn, seed), seen(ahead, seed)
@@ -66,7 +85,11 @@ def test_tokens_and_ends_are_those_of_one_step_after_the_other(policy, mode, see
         shorter, longer = sorted((found, tokens_ahead.get(name, [])), key=len)
         assert longer[: len(shorter)] == shorter and (name in aborted or longer == shorter)
     stats = ahead.scheduler.stats()
-    assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0 and Counter(reason for reason, _ in ends.values())["stop"] > 10
+    assert (
+        stats.num_preemptions > 0
+        and stats.prefix_hit_tokens > 0
+        and Counter(reason for reason, _ in ends.values())["stop"] > 10
+    )
     assert from_device(ahead) > sum(map(len, tokens_ahead.values())) / 4, "most steps run ahead"
     assert stats.num_used_blocks == 0 and from_device(in_turn) == 0
 
@@ -75,7 +98,9 @@ def test_every_step_but_the_first_runs_ahead():
     core = make_core(runs_ahead=True)
     core.add(make_request("a", [1, 2, 3], max_tokens=20))
     found = [len(tokens_of(core.step().outputs)) for _ in range(21)]
-    assert found == [0] + [1] * 20 and not core.has_work, "max_tokens is known ahead: no step is computed in vain"
+    assert found == [0] + [1] * 20 and not core.has_work, (
+        "max_tokens is known ahead: no step is computed in vain"
+    )
     assert from_device(core) == 19 and len(core.executor.plans) == 20
 
 
@@ -84,7 +109,9 @@ def test_what_ends_with_a_stop_token_holds_its_blocks_until_the_step_in_flight_i
     stop = expected_tokens(prompt, 5)[4]
     core = make_core(runs_ahead=True, num_blocks=4)
     core.add(make_request("a", prompt, max_tokens=30, eos=(stop,)))
-    output = next(output for _ in range(20) for output in core.step().outputs if output.finish_reason)
+    output = next(
+        output for _ in range(20) for output in core.step().outputs if output.finish_reason
+    )
     assert output.finish_reason == "stop" and core.has_work
     assert set(core.scheduler.blocks.tables) == {"a"} and not core.scheduler.running
     core.add(make_request("b", prompt, max_tokens=3))
@@ -100,9 +127,25 @@ def test_what_ends_with_a_stop_token_holds_its_blocks_until_the_step_in_flight_i
         ({"repetition_penalty": 1.2}, "a penalty: it counts the tokens"),
         ({"presence_penalty": 0.1}, "a penalty: it counts the tokens"),
         ({"frequency_penalty": 0.1}, "a penalty: it counts the tokens"),
-        ({"bad_words_token_ids": [[4, 5]]}, "bad_words: what is banned depends on the tokens before"),
-        ({"beam_width": 2, "n": 2}, "a beam search: which beams go on is decided by what they yield"),
-        ({"bad_words_token_ids": [[4]], "min_tokens": 3, "logit_bias": {5: 1.0}, "logprobs": 2, "prompt_logprobs": 1, "seed": 4}, ""),
+        (
+            {"bad_words_token_ids": [[4, 5]]},
+            "bad_words: what is banned depends on the tokens before",
+        ),
+        (
+            {"beam_width": 2, "n": 2},
+            "a beam search: which beams go on is decided by what they yield",
+        ),
+        (
+            {
+                "bad_words_token_ids": [[4]],
+                "min_tokens": 3,
+                "logit_bias": {5: 1.0},
+                "logprobs": 2,
+                "prompt_logprobs": 1,
+                "seed": 4,
+            },
+            "",
+        ),
     ],
 )
 def test_what_needs_a_requests_last_token_waits_for_it(fields, reason):
@@ -123,7 +166,9 @@ def test_one_that_waits_for_its_tokens_makes_the_others_wait():
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight():
-    core = make_core(runs_ahead=True, num_blocks=5, num_host_blocks=5, caching=False, preemption_mode="swap")
+    core = make_core(
+        runs_ahead=True, num_blocks=5, num_host_blocks=5, caching=False, preemption_mode="swap"
+    )
     for name, prompt in (("a", list(range(30))), ("b", list(range(40, 65)))):
         core.add(make_request(name, prompt, max_tokens=30))
     reasons, outputs = set(), {}
@@ -166,7 +211,10 @@ def test_a_step_that_cannot_be_launched_fails_alone():
     found = [output for _ in range(4) for output in core.step().outputs]
     core.add(make_request("b", [4, 5]))
     outputs = run_all(core)
-    assert len(tokens_of(found)) == 3 and tokens_of(outputs["a"]) == expected_tokens([1, 2, 3], 20)[3:4]
+    assert (
+        len(tokens_of(found)) == 3
+        and tokens_of(outputs["a"]) == expected_tokens([1, 2, 3], 20)[3:4]
+    )
     for name in "ab":
         assert outputs[name][-1].error == "the step failed: MemoryError: no room for two"
     core.add(make_request("c", [4, 5]))
@@ -182,7 +230,9 @@ def test_the_cache_is_reset_once_nothing_is_in_flight():
     assert core._in_flight and core.reset_prefix_cache() and not core._in_flight
     core.add(make_request("b", prompt))
     assert tokens_of(core.step().outputs) == [] and not core.reset_prefix_cache(), "b runs"
-    assert tokens_of(run_all(core)["b"]) == expected_tokens(prompt, 8), "what was taken in meanwhile comes with the next step"
+    assert tokens_of(run_all(core)["b"]) == expected_tokens(prompt, 8), (
+        "what was taken in meanwhile comes with the next step"
+    )
 
 
 def test_the_slate_names_the_step_that_computes(tmp_path):

@@ -1,12 +1,23 @@
-"""The scheduler's decisions, seen through a core with a pseudo-model whose tokens depend on every KV entry."""
+"""The scheduler's decisions, seen through a core with a pseudo-model whose tokens depend on every
+KV entry.
+"""
 
 import pytest
 
 from octavo.engine.core import EngineCore
-from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request, run_all, tokens_of
+from tests.support.engine_fakes import (
+    FakeExecutor,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_all,
+    tokens_of,
+)
 from tests.support.fake_tiers import Disk, FakeTiers
 
-PROMPTS = [[(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))]
+PROMPTS = [
+    [(7 * i + j) % 900 for j in range(length)] for i, length in enumerate((1, 5, 16, 17, 40, 100))
+]
 
 
 def run_prompts(core, prompts=PROMPTS, **fields):
@@ -42,7 +53,10 @@ def test_a_step_mixes_decode_and_prefill_within_the_budget():
     core.add(make_request("b", list(range(30))))
     core.step()
     plan = executor.plans[-1]
-    assert [(row.request_id, row.num_tokens, row.samples) for row in plan.rows] == [("a", 1, True), ("b", 9, False)]
+    assert [(row.request_id, row.num_tokens, row.samples) for row in plan.rows] == [
+        ("a", 1, True),
+        ("b", 9, False),
+    ]
     assert plan.num_tokens == 10
 
 
@@ -63,7 +77,10 @@ def test_the_youngest_is_preempted_and_returns_first():
     while core.has_work:
         core.step()
         if core.scheduler.stats().num_preemptions and not seen:
-            seen = [[request.request_id for request in core.scheduler.waiting], [request.request_id for request in core.scheduler.running]]
+            seen = [
+                [request.request_id for request in core.scheduler.waiting],
+                [request.request_id for request in core.scheduler.running],
+            ]
     assert seen[0][0] == "young" and seen[1] == ["old"]
 
 
@@ -88,7 +105,10 @@ def test_a_prompt_that_can_never_fit_fails_with_its_numbers(num_blocks, limit):
     core.add(make_request("b", [1, 2, 3]))
     found = run_all(core)
     assert found["a"][0].finish_reason == "error"
-    assert f"is {limit} tokens" in found["a"][0].error or f"holds {limit} tokens" in found["a"][0].error
+    assert (
+        f"is {limit} tokens" in found["a"][0].error
+        or f"holds {limit} tokens" in found["a"][0].error
+    )
     assert f"the prompt has {limit}; allowed are at most {limit - 1}" in found["a"][0].error
     assert tokens_of(found["b"]) == expected_tokens([1, 2, 3], 8)
 
@@ -111,7 +131,12 @@ def test_a_cached_prompt_still_computes_its_last_token():
 def test_other_salts_and_prompt_logprobs_do_not_read_the_cache():
     core = make_core()
     prompt = list(range(40))
-    for request_id, fields in (("a", {}), ("salted", {"cache_salt": "x"}), ("scored", {"prompt_logprobs": 0}), ("hit", {})):
+    for request_id, fields in (
+        ("a", {}),
+        ("salted", {"cache_salt": "x"}),
+        ("scored", {"prompt_logprobs": 0}),
+        ("hit", {}),
+    ):
         core.add(make_request(request_id, prompt, **fields))
         found = run_all(core)[request_id]
         assert found[0].num_cached_tokens == (32 if request_id == "hit" else 0)
@@ -141,10 +166,16 @@ def test_prompt_logprobs_read_the_cache_before_their_start(start, budget):
     core = make_core(budget=budget)
     prompt = list(range(100, 148))
     for request_id in ("cold", "warm"):
-        core.add(make_request(request_id, prompt, prompt_logprobs=0, prompt_logprob_start=start, max_tokens=2))
+        core.add(
+            make_request(
+                request_id, prompt, prompt_logprobs=0, prompt_logprob_start=start, max_tokens=2
+            )
+        )
         outputs = run_all(core)[request_id]
         assert outputs[0].num_cached_tokens == (0 if request_id == "cold" else max(0, start - 1))
-        assert [entry.token_ids[0] for entry in outputs[0].prompt_logprobs] == prompt[max(1, start) :]
+        assert [entry.token_ids[0] for entry in outputs[0].prompt_logprobs] == prompt[
+            max(1, start) :
+        ]
 
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(64, 64), (7, 64), (16, 8)])
@@ -154,7 +185,11 @@ def test_prompt_logprobs_come_once_and_whole(budget, num_blocks):
         core.add(make_request(str(index), prompt, prompt_logprobs=0, max_tokens=20))
     found = run_all(core)
     for index, prompt in enumerate(PROMPTS):
-        given = [output.prompt_logprobs for output in found[str(index)] if output.prompt_logprobs is not None]
+        given = [
+            output.prompt_logprobs
+            for output in found[str(index)]
+            if output.prompt_logprobs is not None
+        ]
         assert [[entry.token_ids[0] for entry in entries] for entries in given] == [prompt[1:]]
 
 
@@ -169,8 +204,12 @@ def test_forks_share_the_prompt_and_differ_like_separate_requests(length):
     found = run_all(core)
     for index, request_id in enumerate(("p", "p_1", "p_2")):
         assert tokens_of(found[request_id]) == expected_tokens(prompt, 20, index)
-    computed = sum(row.num_tokens for plan in executor.plans for row in plan.rows if row.start < length)
-    assert computed == length + 2, "the prompt is computed once, its last token once more for each sibling"
+    computed = sum(
+        row.num_tokens for plan in executor.plans for row in plan.rows if row.start < length
+    )
+    assert computed == length + 2, (
+        "the prompt is computed once, its last token once more for each sibling"
+    )
     moves = [move for plan in executor.plans for move in plan.moves]
     assert len(moves) == (0 if (length - 1) % 16 == 0 else 4)
     assert core.scheduler.blocks.num_free_blocks == 64
@@ -197,7 +236,9 @@ def test_forks_under_pressure_yield_the_same_tokens():
     found = run_all(core)
     assert core.scheduler.stats().num_preemptions > 0
     for index in range(6):
-        assert tokens_of(found[f"p_{index}" if index else "p"]) == expected_tokens(prompt, 40, index)
+        assert tokens_of(found[f"p_{index}" if index else "p"]) == expected_tokens(
+            prompt, 40, index
+        )
 
 
 def test_stop_tokens_and_min_tokens():
@@ -206,12 +247,24 @@ def test_stop_tokens_and_min_tokens():
     core = make_core()
     core.add(make_request("eos", prompt, max_tokens=10, eos=(tokens[4],)))
     core.add(make_request("stop", prompt, max_tokens=10, stop_token_ids=[tokens[2]]))
-    core.add(make_request("late", prompt, max_tokens=10, min_tokens=6, stop_token_ids=[tokens[2], tokens[7]]))
+    core.add(
+        make_request(
+            "late", prompt, max_tokens=10, min_tokens=6, stop_token_ids=[tokens[2], tokens[7]]
+        )
+    )
     found = run_all(core)
     last = found["eos"][-1]
-    assert (last.finish_reason, last.stop_reason, tokens_of(found["eos"])) == ("stop", None, tokens[:5])
+    assert (last.finish_reason, last.stop_reason, tokens_of(found["eos"])) == (
+        "stop",
+        None,
+        tokens[:5],
+    )
     last = found["stop"][-1]
-    assert (last.finish_reason, last.stop_reason, tokens_of(found["stop"])) == ("stop", tokens[2], tokens[:3])
+    assert (last.finish_reason, last.stop_reason, tokens_of(found["stop"])) == (
+        "stop",
+        tokens[2],
+        tokens[:3],
+    )
     assert tokens_of(found["late"]) == tokens[:8]
 
 
@@ -224,7 +277,9 @@ def test_abort_frees_at_once_and_ends_in_one_final_output():
         core.abort(request_id)
     assert core.scheduler.blocks.num_free_blocks == 64
     found = run_all(core)
-    assert {request_id: [o.finish_reason for o in outputs] for request_id, outputs in found.items()} == {
+    assert {
+        request_id: [o.finish_reason for o in outputs] for request_id, outputs in found.items()
+    } == {
         "running": ["abort"],
         "waiting": ["abort"],
     }
@@ -278,22 +333,30 @@ def test_every_request_has_exactly_one_final_output():
 
 
 def test_one_that_an_earlier_core_began_goes_on():
-    """With what it had yielded, the tokens that follow are those that would have followed; the limit counts them all."""
+    """With what it had yielded, the tokens that follow are those that would have followed; the
+    limit counts them all.
+    """
     prompt = [3, 1, 4, 1, 5]
     expected = expected_tokens(prompt, 12)
     core = make_core()
-    core.add(make_request("a", prompt, max_tokens=12, output_token_ids=expected[:5], fork_of="gone"))
+    core.add(
+        make_request("a", prompt, max_tokens=12, output_token_ids=expected[:5], fork_of="gone")
+    )
     (outputs,) = run_all(core).values()
     assert tokens_of(outputs) == expected[5:] and outputs[-1].finish_reason == "length"
     assert outputs[-1].timings.decode_s >= 0 and core.scheduler.stats().prompt_tokens == 0
 
 
 def test_steps_that_compute_nothing_end_in_a_failure():
-    """A scheduler that starts nobody is a bug, or blocks that others hold; whoever stands first fails with what it waited for."""
+    """A scheduler that starts nobody is a bug, or blocks that others hold; whoever stands first
+    fails with what it waited for.
+    """
     now = [0.0]
     core = make_core(num_blocks=8, clock=lambda: now[0])
     core = EngineCore(core.scheduler, core.executor, clock=lambda: now[0], stall_timeout_s=60)
-    core.scheduler.blocks.start("other", list(range(100)), salt="", max_cached_tokens=0, reserve=0, step_tokens=100)
+    core.scheduler.blocks.start(
+        "other", list(range(100)), salt="", max_cached_tokens=0, reserve=0, step_tokens=100
+    )
     core.add(make_request("a", [1] * 40))
     core.add(make_request("b", [1] * 3, max_tokens=2))
     core.step()

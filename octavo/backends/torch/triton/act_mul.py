@@ -1,9 +1,10 @@
 """f(gate) * (up + up_offset), with gpt_oss's clamp.
 
-    program (t, n)  one tile of one row:  gate[t, n*BLOCK : ...], up[t, the same]  ->  out[t, the same]
+    program (t, n)  one tile of one row:  gate[t, n*BLOCK : ...], up[t, the same]  ->  out[t, the
+    same]
 
-gate and up may be halves of one array: each has its own row stride. A NaN stays one through every clamp.
-Reference: `plain.PlainKernels.gated`.
+gate and up may be halves of one array: each has its own row stride. A NaN stays one through every
+clamp. Reference: `plain.PlainKernels.gated`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def _act_mul_kernel(
 
 @triton.jit
 def _activated(x, alpha, ACTIVATION: tl.constexpr):
-    """As `plain.ACTIVATIONS`; tanh(u) = 2 sigmoid(2 u) - 1, so gelu_tanh is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    """As `plain.ACTIVATIONS`; tanh(u) = 2 sigmoid(2 u) - 1, so gelu_tanh is x sigmoid(2 sqrt(2 /
+    pi) (x + 0.044715 x^3)).
+    """
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(alpha * x)
     elif ACTIVATION == "gelu":

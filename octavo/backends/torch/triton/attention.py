@@ -1,7 +1,8 @@
 """Attention by Triton's kernels: which calls they take, and how a call is launched.
 
-Rows of requests of one row go to `decode.py` and `merge.py`, the rest to `prefill.py`; both read the step's arrays on the device alone.
-Tiles come from the table (`tuning.py`); with `fixed_tiles` both have the same, so that a row's bits are the same whichever took it.
+Rows of requests of one row go to `decode.py` and `merge.py`, the rest to `prefill.py`; both read
+the step's arrays on the device alone. Tiles come from the table (`tuning.py`); with `fixed_tiles`
+both have the same, so that a row's bits are the same whichever took it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, StepBatch
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.backends.torch.attention import ArraysOf, AttentionCall, Bias
 from octavo.backends.torch.rope_write import RopeWriteCall
 from octavo.backends.torch.triton import fit, splits
@@ -33,12 +35,13 @@ from octavo.program.program import Op, Program
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 MOST_STATE_BYTES = 256 << 20
-"""Of splits' states at a time: 256 requests of 32 heads of 128 and contexts of 8,192 in one launch; requests beyond go in one of their
-own."""
+"""Of splits' states at a time: 256 requests of 32 heads of 128 and contexts of 8,192 in one launch;
+requests beyond go in one of their own."""
 
 ENOUGH_PROGRAMS = 8192
-"""Of a launch of decode: some waves of what a large GPU runs at once. More runs and heads take fewer programs each, so that a captured
-launch for the longest context does not consist of programs without keys."""
+"""Of a launch of decode: some waves of what a large GPU runs at once. More runs and heads take
+fewer programs each, so that a captured launch for the longest context does not consist of programs
+without keys."""
 
 
 class TritonAttention:
@@ -48,7 +51,12 @@ class TritonAttention:
     for_graphs = True
 
     def __init__(
-        self, device: torch.device, *, fixed_tiles: bool = False, share_prefixes: bool = True, shared_bytes: int | None = None
+        self,
+        device: torch.device,
+        *,
+        fixed_tiles: bool = False,
+        share_prefixes: bool = True,
+        shared_bytes: int | None = None,
     ) -> None:
         """`shared_bytes`: that a tile may take (`fit.shared_bytes`), None: any number."""
         self._device = device_name(device)
@@ -64,7 +72,9 @@ class TritonAttention:
         if self._shared_bytes is None:
             return None
         assert isinstance(op, ops.Attention | ops.MlaAttention)
-        return fit.refusal(_tile_widths(*_widths_of(op)), 4 if kv_dtype == torch.float32 else 2, self._shared_bytes)
+        return fit.refusal(
+            _tile_widths(*_widths_of(op)), 4 if kv_dtype == torch.float32 else 2, self._shared_bytes
+        )
 
     def attend(self, call: AttentionCall) -> Tensor:
         rows, shape = call.rows, (*call.q.shape[:2], call.v_width)
@@ -79,9 +89,19 @@ class TritonAttention:
 
     def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
         """States of splits: every layer's lie in the same place."""
-        shapes = {_state_shape(op, program) for op in program.ops if isinstance(op, ops.Attention | ops.MlaAttention)}
+        shapes = {
+            _state_shape(op, program)
+            for op in program.ops
+            if isinstance(op, ops.Attention | ops.MlaAttention)
+        }
         num_splits = -(-max_context // SPLIT_KEYS)
-        return max((min(MOST_STATE_BYTES, num_requests * _state_bytes(*shape, num_splits)) for shape in shapes), default=0)
+        return max(
+            (
+                min(MOST_STATE_BYTES, num_requests * _state_bytes(*shape, num_splits))
+                for shape in shapes
+            ),
+            default=0,
+        )
 
     def arrays_of(self, program: Program) -> ArraysOf:
         """Who shares which splits, for each kind of mask that the Program's attention has."""
@@ -113,31 +133,83 @@ class TritonAttention:
         shared = _Shared.of(call) if at_once >= num_slots else None
         for first in range(0, num_slots, at_once):
             count = min(at_once, num_slots - first)
-            states = torch.empty((count, num_heads, num_splits, 2), dtype=torch.float32, device=out.device)
-            accs = torch.empty((count, num_heads, num_splits, call.v_width), dtype=torch.float32, device=out.device)
-            where = {"row_of": rows.rows, "request_of": rows.singles, "first_slot": first, "num_splits": num_splits}
+            states = torch.empty(
+                (count, num_heads, num_splits, 2), dtype=torch.float32, device=out.device
+            )
+            accs = torch.empty(
+                (count, num_heads, num_splits, call.v_width), dtype=torch.float32, device=out.device
+            )
+            where = {
+                "row_of": rows.rows,
+                "request_of": rows.singles,
+                "first_slot": first,
+                "num_splits": num_splits,
+            }
             tiles = common.num_kv_heads * lanes.parts
             decode_kernel[(count, tiles, _programs(count * tiles, num_splits))](
-                states, accs, run_slots=None, run_splits=None, own_splits=shared.own_splits if shared else None, RUN_ROWS=1,
-                **where, **lanes.arguments, **common.arguments, **tile,
-            )  # fmt: skip
+                states,
+                accs,
+                run_slots=None,
+                run_splits=None,
+                own_splits=shared.own_splits if shared else None,
+                RUN_ROWS=1,
+                **where,
+                **lanes.arguments,
+                **common.arguments,
+                **tile,
+            )
             if shared is not None:
                 wide = self._tile(self._shared_kernel, call)
                 num_runs, rows_a_run = shared.run_slots.shape
-                assert rows_a_run * lanes.share <= wide["BLOCK_M"], "BLOCK_M does not depend on the dtype of the cache"
-                decode_kernel[(num_runs, common.num_kv_heads, _programs(num_runs * common.num_kv_heads, num_splits))](
-                    states, accs, run_slots=shared.run_slots, run_splits=shared.run_splits, own_splits=None, RUN_ROWS=rows_a_run,
-                    **where, **_Lanes.of(call, wide["BLOCK_M"]).arguments, **common.arguments, **wide,
-                )  # fmt: skip
+                assert rows_a_run * lanes.share <= wide["BLOCK_M"], (
+                    "BLOCK_M does not depend on the dtype of the cache"
+                )
+                decode_kernel[
+                    (
+                        num_runs,
+                        common.num_kv_heads,
+                        _programs(num_runs * common.num_kv_heads, num_splits),
+                    )
+                ](
+                    states,
+                    accs,
+                    run_slots=shared.run_slots,
+                    run_splits=shared.run_splits,
+                    own_splits=None,
+                    RUN_ROWS=rows_a_run,
+                    **where,
+                    **_Lanes.of(call, wide["BLOCK_M"]).arguments,
+                    **common.arguments,
+                    **wide,
+                )
             self._merge(call, out, states, accs, where, count)
 
-    def _merge(self, call: AttentionCall, out: Tensor, states: Tensor, accs: Tensor, where: dict[str, Any], count: int) -> None:
+    def _merge(
+        self,
+        call: AttentionCall,
+        out: Tensor,
+        states: Tensor,
+        accs: Tensor,
+        where: dict[str, Any],
+        count: int,
+    ) -> None:
         tile = self._tile("merge_attention", call)
         num_heads = call.q.shape[1]
         merge_kernel[(count, -(-num_heads // tile["HEADS_A_TILE"]))](
-            out, states, accs, call.positions, call.context_lens, sinks=call.sinks, HEADS=num_heads, WINDOW=call.window or 0,
-            FULL=call.full, V_WIDTH=call.v_width, V_TILE=_tile_width(call.v_width), **where, **tile,
-        )  # fmt: skip
+            out,
+            states,
+            accs,
+            call.positions,
+            call.context_lens,
+            sinks=call.sinks,
+            HEADS=num_heads,
+            WINDOW=call.window or 0,
+            FULL=call.full,
+            V_WIDTH=call.v_width,
+            V_TILE=_tile_width(call.v_width),
+            **where,
+            **tile,
+        )
 
     def _prefill(self, call: AttentionCall, out: Tensor) -> None:
         common = _Common.of(call)
@@ -145,10 +217,19 @@ class TritonAttention:
         lanes = _Lanes.of(call, tile["BLOCK_M"])
         starts = call.inputs["query_starts"]
         num_requests = len(starts) - 1
-        prefill_kernel[(len(call.q) // lanes.rows + num_requests, common.num_kv_heads * lanes.parts)](
-            out, query_starts=starts, sinks=call.sinks, num_requests=num_requests, ROWS=lanes.rows, BY_SPLIT=self.is_invariant,
-            **lanes.arguments, **common.arguments, **tile,
-        )  # fmt: skip
+        prefill_kernel[
+            (len(call.q) // lanes.rows + num_requests, common.num_kv_heads * lanes.parts)
+        ](
+            out,
+            query_starts=starts,
+            sinks=call.sinks,
+            num_requests=num_requests,
+            ROWS=lanes.rows,
+            BY_SPLIT=self.is_invariant,
+            **lanes.arguments,
+            **common.arguments,
+            **tile,
+        )
 
     @property
     def _shared_kernel(self) -> str:
@@ -160,7 +241,11 @@ class TritonAttention:
         return self._rows_fitted(launch, _tile_widths(k_width, v_width))["BLOCK_M"] // share
 
     def _rows_fitted(self, launch: dict[str, int], widths: tuple[int, int]) -> dict[str, int]:
-        return launch if self._shared_bytes is None else fit.fitted_rows(launch, widths, self._shared_bytes)
+        return (
+            launch
+            if self._shared_bytes is None
+            else fit.fitted_rows(launch, widths, self._shared_bytes)
+        )
 
     def _tile(self, kernel: str, call: AttentionCall) -> dict[str, int]:
         k, v = call.k.numbers, call.v.numbers
@@ -169,18 +254,29 @@ class TritonAttention:
             "group": call.q.shape[1] // k.shape[-2],
             "kv": str(k.dtype).removeprefix("torch."),
         }
-        launch, widths = tuned(kernel, self._device, **shape), _tile_widths(k.shape[-1], call.v_width)
+        launch, widths = (
+            tuned(kernel, self._device, **shape),
+            _tile_widths(k.shape[-1], call.v_width),
+        )
         if kernel == self._shared_kernel:
             launch = self._rows_fitted(launch, widths)
-        if self._shared_bytes is None or "BLOCK_N" not in launch or is_measured(kernel, self._device, **shape):
+        if (
+            self._shared_bytes is None
+            or "BLOCK_N" not in launch
+            or is_measured(kernel, self._device, **shape)
+        ):
             return launch
         itemsize = dot_dtype(call.q.dtype, k.dtype, v.dtype).primitive_bitwidth // 8
-        return fit.fitted(launch, widths, itemsize, self._shared_bytes, keep_rows=kernel != "prefill_attention")
+        return fit.fitted(
+            launch, widths, itemsize, self._shared_bytes, keep_rows=kernel != "prefill_attention"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Attention ops that see the same keys in tiles of the same rows: one plan of sharing serves them all."""
+    """Attention ops that see the same keys in tiles of the same rows: one plan of sharing serves
+    them all.
+    """
 
     group: int
     window: int | None
@@ -188,13 +284,19 @@ class _Kind:
     rows_a_run: int
 
     @staticmethod
-    def of(op: ops.Attention | ops.MlaAttention, program: Program, rows_a_run: Callable[[int, int, int], int]) -> _Kind:
+    def of(
+        op: ops.Attention | ops.MlaAttention,
+        program: Program,
+        rows_a_run: Callable[[int, int, int], int],
+    ) -> _Kind:
         at = program.group_index(op.group)
         group = program.groups[at]
         v_width = op.latent_width if isinstance(op, ops.MlaAttention) else group.v_width
         full = isinstance(op, ops.Attention) and op.mask == "full"
         window = op.window if isinstance(op, ops.Attention) and op.mask == "window" else None
-        return _Kind(at, window, full, rows_a_run(group.k_width, v_width, op.num_heads // group.num_kv_heads))
+        return _Kind(
+            at, window, full, rows_a_run(group.k_width, v_width, op.num_heads // group.num_kv_heads)
+        )
 
     @property
     def name(self) -> str:
@@ -205,17 +307,25 @@ class _Kind:
         most = (len(batch.query_starts) - 1) // 2
         if self.rows_a_run < 2 or not most:
             return {}
-        found = sharing_of(batch, self.group, window=self.window, full=self.full, rows_a_run=self.rows_a_run)
+        found = sharing_of(
+            batch, self.group, window=self.window, full=self.full, rows_a_run=self.rows_a_run
+        )
         if fixed:
             found = found.padded(most)
         elif not len(found.run_slots):
             return {}
-        return {f"{name}, slots": found.run_slots, f"{name}, splits": found.run_splits, f"{name}, own": found.own_splits}
+        return {
+            f"{name}, slots": found.run_slots,
+            f"{name}, splits": found.run_splits,
+            f"{name}, own": found.own_splits,
+        }
 
 
 def _state_shape(op: ops.Attention | ops.MlaAttention, program: Program) -> tuple[int, int]:
     """Query heads, and the width of what is summed for each."""
-    return op.num_heads, op.latent_width if isinstance(op, ops.MlaAttention) else program.group(op.group).v_width
+    return op.num_heads, op.latent_width if isinstance(op, ops.MlaAttention) else program.group(
+        op.group
+    ).v_width
 
 
 def _programs(num_tiles: int, num_splits: int) -> int:
@@ -250,7 +360,9 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Lanes:
-    """How query heads and rows share a tile: `rows` rows of `heads` heads each; a KV head's query heads take `parts` tiles."""
+    """How query heads and rows share a tile: `rows` rows of `heads` heads each; a KV head's query
+    heads take `parts` tiles.
+    """
 
     share: int
     heads: int
@@ -344,7 +456,9 @@ def _tile_widths(k_width: int, v_width: int) -> tuple[int, int]:
 
 
 def _two_widths(width: int) -> tuple[int, int]:
-    """A row's columns as one tile or two, whichever pads less: 128 is (128, 0), 80 is (64, 16), 192 is (128, 64), 24 is (32, 0)."""
+    """A row's columns as one tile or two, whichever pads less: 128 is (128, 0), 80 is (64, 16), 192
+    is (128, 64), 24 is (32, 0).
+    """
     whole = _tile_width(width)
     first = 1 << int(math.log2(width)) if width > 16 else 16
     rest = _tile_width(width - first) if width > first else 0

@@ -1,6 +1,7 @@
 """Experts' rows summed by their weights, in the order of the choice.
 
-    program (t, n)  out[t, n*BLOCK ...] = weights[t, 0] * x[t*k] + weights[t, 1] * x[t*k + 1] + ...  in fp32, rounded once
+    program (t, n)  out[t, n*BLOCK ...] = weights[t, 0] * x[t*k] + weights[t, 1] * x[t*k + 1] + ...
+    in fp32, rounded once
 
 Reference: `plain.PlainKernels.combined`.
 """
@@ -28,7 +29,9 @@ def combine_rows(x: Tensor, weights: Tensor) -> Tensor:
     if num_rows:
         block = min(BLOCK, triton.next_power_of_2(width))
         grid = (num_rows, triton.cdiv(width, block))
-        _combine_kernel[grid](x, weights, out, x.stride(0), width, NUM=weights.shape[1], BLOCK=block)
+        _combine_kernel[grid](
+            x, weights, out, x.stride(0), width, NUM=weights.shape[1], BLOCK=block
+        )
     return out
 
 

@@ -1,17 +1,21 @@
-"""Attention of requests of one row each, split over their contexts: the states of splits, which `merge.py` makes results of.
+"""Attention of requests of one row each, split over their contexts: the states of splits, which
+`merge.py` makes results of.
 
-    program (run, kv head and part of its query heads, z) takes the splits first + z, first + z + Z ... of its run, one by one
+    program (run, kv head and part of its query heads, z) takes the splits first + z, first + z + Z
+    ... of its run, one by one
 
     lanes of a tile, 3 query heads a KV head, BLOCK_M = 16:
         a run of one row      h0 h1 h2  .  .  .  .  .  .  .  .  .  .  .  .  .
         a shared run          h0 h1 h2 h0 h1 h2 h0 h1 h2 h0 h1 h2 h0 h1 h2  .
                               \\ row 0 / \\ row 7 / \\ row 9 / ...
 
-    states: m and l   [slots, H, splits, 2] fp32        slot: which of the step's rows of one-row requests
+    states: m and l   [slots, H, splits, 2] fp32        slot: which of the step's rows of one-row
+    requests
             acc       [slots, H, splits, v_width] fp32
 
-A shared run's rows are of several requests whose block tables begin with the same splits (`shared_prefix.py`): it reads those for all of
-them, and what each has beyond is read by its own run. Contexts' lengths are read on the device, so a captured launch serves any.
+A shared run's rows are of several requests whose block tables begin with the same splits
+(`shared_prefix.py`): it reads those for all of them, and what each has beyond is read by its own
+run. Contexts' lengths are read on the device, so a captured launch serves any.
 """
 
 from __future__ import annotations
@@ -70,8 +74,9 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`row_of`, `request_of [slots]` (None: a slot is its row and its request); `own_splits [slots]`: the first that a row's own run
-    takes. `run_slots [runs, RUN_ROWS]` (-1: none), `run_splits [runs]`: the launch of shared runs; None: slot first_slot + run."""
+    """`row_of`, `request_of [slots]` (None: a slot is its row and its request); `own_splits
+    [slots]`: the first that a row's own run takes. `run_slots [runs, RUN_ROWS]` (-1: none),
+    `run_splits [runs]`: the launch of shared runs; None: slot first_slot + run."""
     run = tl.program_id(0)
     kv_head = tl.program_id(1) // PARTS
     lane = tl.arange(0, BLOCK_M)
@@ -105,7 +110,9 @@ def decode_kernel(
     q_first = load_query(q, row, head, valid, tl.arange(0, K_FIRST), q_row, q_head, K_WIDTH, DTYPE)
     q_rest = q_first
     if K_REST > 0:
-        q_rest = load_query(q, row, head, valid, K_FIRST + tl.arange(0, K_REST), q_row, q_head, K_WIDTH, DTYPE)
+        q_rest = load_query(
+            q, row, head, valid, K_FIRST + tl.arange(0, K_REST), q_row, q_head, K_WIDTH, DTYPE
+        )
     column = tl.arange(0, V_TILE)
     for split in range(first_split + tl.program_id(2), last_split, tl.num_programs(2)):
         begin = tl.maximum(first_key, split * SPLIT_KEYS)
@@ -146,4 +153,8 @@ def decode_kernel(
         at = ((slot - first_slot).to(tl.int64) * HEADS + head) * num_splits + split
         tl.store(states + 2 * at, m, mask=valid)
         tl.store(states + 2 * at + 1, l, mask=valid)
-        tl.store(accs + at[:, None] * V_WIDTH + column[None, :], acc, mask=valid[:, None] & (column < V_WIDTH)[None, :])
+        tl.store(
+            accs + at[:, None] * V_WIDTH + column[None, :],
+            acc,
+            mask=valid[:, None] & (column < V_WIDTH)[None, :],
+        )

@@ -1,6 +1,8 @@
-"""Whether Triton's kernels run on a device, and what the table of tiles calls it. Imports no Triton.
+"""Whether Triton's kernels run on a device, and what the table of tiles calls it. Imports no
+Triton.
 
-On a CPU they run in Triton's interpreter, which NumPy computes: slow, for tests. It has to be chosen before Triton is imported.
+On a CPU they run in Triton's interpreter, which NumPy computes: slow, for tests. It has to be
+chosen before Triton is imported.
 """
 
 from __future__ import annotations
@@ -32,10 +34,17 @@ def refusal(device: torch.device) -> tuple[str, str] | None:
         return f"Triton has no kernels for the device {device.type}", HINT_ON_CPU
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
-        return f"Triton wants compute capability 8.0, the device has {'.'.join(map(str, capability))}", PLAIN
+        return (
+            f"Triton wants compute capability 8.0, the device has {'.'.join(map(str, capability))}",
+            PLAIN,
+        )
     return None
 
 
 def device_name(device: torch.device) -> str:
     """As in the table: the GPU's own name, or the interpreter."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" and not is_interpreted() else INTERPRETER
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda" and not is_interpreted()
+        else INTERPRETER
+    )

@@ -1,12 +1,14 @@
-"""Tiles of attention made small enough for a device's shared memory, where the table has none that were measured on it.
+"""Tiles of attention made small enough for a device's shared memory, where the table has none that
+were measured on it.
 
-What a program keeps there while it computes, as compiled for capabilities 8.0 to 9.0 (Triton 3.9), in numbers of the product's type:
+What a program keeps there while it computes, as compiled for capabilities 8.0 to 9.0 (Triton 3.9),
+in numbers of the product's type:
 
-    queries [M, k]   keys [N, k]   values [N, v]   weights [M, N]      fp32: all of them at once; halves: at most all of them
-    and less than 1 KiB for what its warps tell one another
+    queries [M, k]   keys [N, k]   values [N, v]   weights [M, N]      fp32: all of them at once;
+    halves: at most all of them and less than 1 KiB for what its warps tell one another
 
-A GPU gives a program 227 KiB (H100), 163 (A100) or 99 (RTX 30 and 40, L4, L40): heads of 256 in fp32 and latents of 576 do not fit
-everywhere.
+A GPU gives a program 227 KiB (H100), 163 (A100) or 99 (RTX 30 and 40, L4, L40): heads of 256 in
+fp32 and latents of 576 do not fit everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ def shared_bytes(device: torch.device) -> int | None:
     """That a program may have on a GPU; None elsewhere: the interpreter has any."""
     if device.type != "cuda":
         return None
-    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED_BYTES)
+    found = getattr(
+        torch.cuda.get_device_properties(device),
+        "shared_memory_per_block_optin",
+        LEAST_SHARED_BYTES,
+    )
     return int(found)
 
 
@@ -40,10 +46,15 @@ def attention_bytes(m: int, n: int, widths: tuple[int, int], itemsize: int) -> i
 
 
 def fitted(
-    launch: Mapping[str, int], widths: tuple[int, int], itemsize: int, most_bytes: int, *, keep_rows: bool = False
+    launch: Mapping[str, int],
+    widths: tuple[int, int],
+    itemsize: int,
+    most_bytes: int,
+    *,
+    keep_rows: bool = False,
 ) -> dict[str, int]:
-    """The launch with BLOCK_N, then BLOCK_M halved until it fits, the larger one first; `keep_rows`: BLOCK_N only. BackendUnavailable
-    where the smallest is too large."""
+    """The launch with BLOCK_N, then BLOCK_M halved until it fits, the larger one first;
+    `keep_rows`: BLOCK_N only. BackendUnavailable where the smallest is too large."""
     m, n = launch["BLOCK_M"], launch["BLOCK_N"]
     while (needed := attention_bytes(m, n, widths, itemsize)) > most_bytes:
         if n > LEAST and (n >= m or keep_rows):
@@ -52,7 +63,8 @@ def fitted(
             m //= 2
         else:
             raise BackendUnavailable(
-                f"attention_backend: {too_large(widths, needed, most_bytes)}", hint="--attention-backend sdpa has no limit"
+                f"attention_backend: {too_large(widths, needed, most_bytes)}",
+                hint="--attention-backend sdpa has no limit",
             )
     return {**launch, "BLOCK_M": m, "BLOCK_N": n}
 
@@ -68,8 +80,12 @@ def refusal(widths: tuple[int, int], itemsize: int, most_bytes: int) -> str | No
     return too_large(widths, needed, most_bytes) if needed > most_bytes else None
 
 
-def fitted_rows(launch: Mapping[str, int], widths: tuple[int, int], most_bytes: int) -> dict[str, int]:
-    """The launch with so few rows that some keys fit beside them in any type: who shares what is planned before it is known."""
+def fitted_rows(
+    launch: Mapping[str, int], widths: tuple[int, int], most_bytes: int
+) -> dict[str, int]:
+    """The launch with so few rows that some keys fit beside them in any type: who shares what is
+    planned before it is known.
+    """
     m = launch["BLOCK_M"]
     while m > LEAST and attention_bytes(m, LEAST, widths, torch.float32.itemsize) > most_bytes:
         m //= 2

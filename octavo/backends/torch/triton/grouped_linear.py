@@ -1,12 +1,14 @@
 """Products of expert rows, each with its expert's matrix: rows sorted by expert, one expert a tile.
 
-    x [R, in]   experts [R]   W [E, out, in], plain or packed      order [R]: rows by expert, those of one expert in their order
+    x [R, in]   experts [R]   W [E, out, in], plain or packed      order [R]: rows by expert, those
+    of one expert in their order
 
-    program (i, n)  tile i: at most BLOCK_M rows of one expert, gathered through `order`;  outputs n*BLOCK_N ...  ->  out [R, out]
+    program (i, n)  tile i: at most BLOCK_M rows of one expert, gathered through `order`;  outputs
+    n*BLOCK_N ...  ->  out [R, out]
 
-The tiles are made on the device of the ids alone (`ExpertRows.of`), as many as there may be at most: nobody waits for a count, and a
-graph can hold it. Sums go over the inputs tile by tile, for each row the same whatever rows stand beside it.
-Reference: `plain.PlainKernels.grouped`.
+The tiles are made on the device of the ids alone (`ExpertRows.of`), as many as there may be at
+most: nobody waits for a count, and a graph can hold it. Sums go over the inputs tile by tile, for
+each row the same whatever rows stand beside it. Reference: `plain.PlainKernels.grouped`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.backends.torch.triton.matrix_tile import FLOATS, MatrixArguments, refusal, tiles_times_rows
+from octavo.backends.torch.triton.matrix_tile import (
+    FLOATS,
+    MatrixArguments,
+    refusal,
+    tiles_times_rows,
+)
 from octavo.backends.torch.triton.numbers import rounded
 from octavo.backends.torch.triton.tuning import tuned
 from octavo.backends.torch.weights import DeviceWeight
@@ -29,7 +36,9 @@ FEW_ROWS = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
-    """`order [R] int64`; of each tile its expert (E where the tile is empty) and which part of `order` it has, `[tiles] int64`."""
+    """`order [R] int64`; of each tile its expert (E where the tile is empty) and which part of
+    `order` it has, `[tiles] int64`.
+    """
 
     experts: Tensor
     order: Tensor
@@ -42,7 +51,9 @@ class ExpertRows:
     def of(experts: Tensor, num_experts: int, tile_rows: int) -> ExpertRows:
         """`experts [R]`, each row's, below `num_experts`."""
         experts = experts.long()
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_add_(0, experts, torch.ones_like(experts))
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_add_(
+            0, experts, torch.ones_like(experts)
+        )
         stops, tiles = counts.cumsum(0), (counts + tile_rows - 1) // tile_rows
         tile_stops = tiles.cumsum(0)
         most = min(len(experts), (len(experts) + num_experts * (tile_rows - 1)) // tile_rows)
@@ -50,7 +61,14 @@ class ExpertRows:
         expert = torch.searchsorted(tile_stops, at, right=True)
         known = expert.clamp(max=num_experts - 1)
         starts = stops[known] - counts[known] + (at - tile_stops[known] + tiles[known]) * tile_rows
-        return ExpertRows(experts, experts.argsort(stable=True), expert, starts, torch.minimum(starts + tile_rows, stops[known]), tile_rows)
+        return ExpertRows(
+            experts,
+            experts.argsort(stable=True),
+            expert,
+            starts,
+            torch.minimum(starts + tile_rows, stops[known]),
+            tile_rows,
+        )
 
 
 def tile_rows_of(num_rows: int, num_experts: int) -> int:
@@ -63,14 +81,23 @@ def carries(x: Tensor, matrix: DeviceWeight) -> bool:
     return not matrix.is_plain or (matrix.codes.dtype == x.dtype and matrix.codes.is_contiguous())
 
 
-def grouped_product(x: Tensor, rows: ExpertRows, matrix: DeviceWeight, bias: Tensor | None, device: str) -> Tensor:
+def grouped_product(
+    x: Tensor, rows: ExpertRows, matrix: DeviceWeight, bias: Tensor | None, device: str
+) -> Tensor:
     """`x [R, in]` to `[R, out]`, plus `bias [E, out] fp32`."""
     num_experts, num_outputs, row_bytes = matrix.codes.shape
     out = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
     if not len(x):
         return out
     arguments = MatrixArguments.of(matrix)
-    launch = tuned("grouped_linear", device, tile_rows=rows.tile_rows, outputs=num_outputs, row_bytes=row_bytes, bits=matrix.bits)
+    launch = tuned(
+        "grouped_linear",
+        device,
+        tile_rows=rows.tile_rows,
+        outputs=num_outputs,
+        row_bytes=row_bytes,
+        bits=matrix.bits,
+    )
     _grouped_linear_kernel[(len(rows.tile_experts), triton.cdiv(num_outputs, launch["BLOCK_N"]))](
         x,
         x.stride(0),
@@ -158,6 +185,12 @@ def _grouped_linear_kernel(
             BLOCK_B,
         )
         if bias is not None:
-            acc += tl.load(bias + expert * num_outputs + columns, mask=columns_mask, other=0.0)[:, None]
+            acc += tl.load(bias + expert * num_outputs + columns, mask=columns_mask, other=0.0)[
+                :, None
+            ]
         at = rows[None, :] * num_outputs + columns[:, None]
-        tl.store(out + at, rounded(acc, out.dtype.element_ty), mask=columns_mask[:, None] & rows_mask[None, :])
+        tl.store(
+            out + at,
+            rounded(acc, out.dtype.element_ty),
+            mask=columns_mask[:, None] & rows_mask[None, :],
+        )

@@ -1,6 +1,8 @@
-"""Triton's kernels where they carry what is asked, plain torch everywhere else; the one place that says which.
+"""Triton's kernels where they carry what is asked, plain torch everywhere else; the one place that
+says which.
 
-Each kernel's file states its rule (`carries`); nothing is computed by a kernel that does not carry it.
+Each kernel's file states its rule (`carries`); nothing is computed by a kernel that does not carry
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.backends.torch.plain import Cuts, Norm, PlainKernels
-from octavo.backends.torch.triton import act_mul, combine, grouped_linear, packed_linear, pick, unpack
+from octavo.backends.torch.triton import (
+    act_mul,
+    combine,
+    grouped_linear,
+    packed_linear,
+    pick,
+    unpack,
+)
 from octavo.backends.torch.triton import norm as norms
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.grouped_linear import ExpertRows
@@ -22,8 +31,9 @@ from octavo.program import ops
 
 
 class TritonKernels:
-    """Implements `kernels.Kernels`. With `fixed_tiles` a row's numbers are the same bits in any company: tiles never depend on the number
-    of rows, and what the kernels do not carry is computed row by row."""
+    """Implements `kernels.Kernels`. With `fixed_tiles` a row's numbers are the same bits in any
+    company: tiles never depend on the number of rows, and what the kernels do not carry is computed
+    row by row."""
 
     name = "triton"
 
@@ -45,33 +55,56 @@ class TritonKernels:
         return total, self.norm(total, norm)
 
     def gated(self, gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
-        return act_mul.act_mul(gate, up, how) if act_mul.carries(gate, up, how) else self._plain.gated(gate, up, how)
+        return (
+            act_mul.act_mul(gate, up, how)
+            if act_mul.carries(gate, up, how)
+            else self._plain.gated(gate, up, how)
+        )
 
     def product(self, x: Tensor, product: Product) -> Tensor:
-        if packed_linear.carries(x, product) and (self.is_invariant or packed_linear.gains(x, product)):
-            tile_rows = packed_linear.FEW_ROWS if self.is_invariant else packed_linear.tile_rows_of(len(x))
+        if packed_linear.carries(x, product) and (
+            self.is_invariant or packed_linear.gains(x, product)
+        ):
+            tile_rows = (
+                packed_linear.FEW_ROWS if self.is_invariant else packed_linear.tile_rows_of(len(x))
+            )
             return packed_linear.packed_product(x, product, self._device, tile_rows)
         if not self.is_invariant and unpack.carries(product.parts, x.dtype):
             return F.linear(x, unpack.unpacked(product.parts, x.dtype, self._device), product.bias)
         return self._plainly(self._plain.product, x, product)
 
     def rows_of_experts(self, experts: Tensor, num_experts: int) -> ExpertRows:
-        tile_rows = 16 if self.is_invariant else grouped_linear.tile_rows_of(len(experts), num_experts)
+        tile_rows = (
+            16 if self.is_invariant else grouped_linear.tile_rows_of(len(experts), num_experts)
+        )
         return ExpertRows.of(experts, num_experts, tile_rows)
 
-    def grouped(self, x: Tensor, rows: ExpertRows, matrix: DeviceWeight, bias: Tensor | None) -> Tensor:
+    def grouped(
+        self, x: Tensor, rows: ExpertRows, matrix: DeviceWeight, bias: Tensor | None
+    ) -> Tensor:
         if grouped_linear.carries(x, matrix):
             return grouped_linear.grouped_product(x, rows, matrix, bias, self._device)
         if not self.is_invariant:
             return self._plain.grouped(x, rows.experts, matrix, bias)
-        parts = [self._plain.grouped(x[i : i + 1], rows.experts[i : i + 1], matrix, bias) for i in range(len(x))]
+        parts = [
+            self._plain.grouped(x[i : i + 1], rows.experts[i : i + 1], matrix, bias)
+            for i in range(len(x))
+        ]
         return torch.cat(parts) if parts else self._plain.grouped(x, rows.experts, matrix, bias)
 
     def combined(self, x: Tensor, weights: Tensor) -> Tensor:
-        return combine.combine_rows(x, weights) if combine.carries(x, weights) else self._plain.combined(x, weights)
+        return (
+            combine.combine_rows(x, weights)
+            if combine.carries(x, weights)
+            else self._plain.combined(x, weights)
+        )
 
     def sums(self, x: Tensor) -> Tensor:
-        return torch.stack([row.sum() for row in x]) if self.is_invariant and len(x) else self._plain.sums(x)
+        return (
+            torch.stack([row.sum() for row in x])
+            if self.is_invariant and len(x)
+            else self._plain.sums(x)
+        )
 
     def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
         return pick.pick(z, weights, points, cuts, self._device)

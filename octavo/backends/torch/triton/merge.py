@@ -1,6 +1,8 @@
-"""Merges the states that `decode.py` leaves of a row's splits, left to right, into the row's result.
+"""Merges the states that `decode.py` leaves of a row's splits, left to right, into the row's
+result.
 
-program (slot, heads): m, l [HEADS_A_TILE], acc [HEADS_A_TILE, v_width]  <-  split first, first + 1 ... last
+program (slot, heads): m, l [HEADS_A_TILE], acc [HEADS_A_TILE, v_width]  <-  split first, first + 1
+... last
 """
 
 from __future__ import annotations
@@ -41,7 +43,13 @@ def merge_kernel(
         row = tl.load(row_of + slot)
         request = tl.load(request_of + slot)
     nowhere = tl.zeros([HEADS_A_TILE], tl.int32)
-    low, high = visible(tl.load(positions + row + nowhere), tl.load(context_lens + request + nowhere), nowhere == 0, WINDOW, FULL)
+    low, high = visible(
+        tl.load(positions + row + nowhere),
+        tl.load(context_lens + request + nowhere),
+        nowhere == 0,
+        WINDOW,
+        FULL,
+    )
     first_split = tl.min(low, axis=0) // SPLIT_KEYS
     last_split = (tl.max(high, axis=0) + SPLIT_KEYS - 1) // SPLIT_KEYS
     column = tl.arange(0, V_TILE)

@@ -1,10 +1,11 @@
 """Norms of rows, RMS and centered, with the sum before them in the same pass.
 
     program (t, g)  one group of one row:  x[t, g*W : (g+1)*W]
-                    a, b  ->  total = a + b  ->  out = total / sqrt(mean(total^2) + eps) * (weight + offset) + bias
+                    a, b  ->  total = a + b  ->  out = total / sqrt(mean(total^2) + eps) * (weight +
+                    offset) + bias
 
-A group is one tile of the next power of two, reduced in fp32: a row's numbers never depend on other rows.
-Reference: `plain.PlainKernels.norm` and `add_norm`.
+A group is one tile of the next power of two, reduced in fp32: a row's numbers never depend on other
+rows. Reference: `plain.PlainKernels.norm` and `add_norm`.
 """
 
 from __future__ import annotations

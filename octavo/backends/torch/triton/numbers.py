@@ -1,7 +1,8 @@
-"""Roundings that kernels share, so that what they write is what the torch formulas write, bit for bit.
+"""Roundings that kernels share, so that what they write is what the torch formulas write, bit for
+bit.
 
-Triton's interpreter cuts a float off where it becomes bf16, and multiplies bf16 tiles as the integers that they lie in memory as: hence
-`rounded`, and `dot_dtype`.
+Triton's interpreter cuts a float off where it becomes bf16, and multiplies bf16 tiles as the
+integers that they lie in memory as: hence `rounded`, and `dot_dtype`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 def dot_dtype(*operands: torch.dtype) -> tl.dtype:
-    """In which tiles of these dtypes are multiplied: one that holds the numbers of all; int8 codes fit into any."""
+    """In which tiles of these dtypes are multiplied: one that holds the numbers of all; int8 codes
+    fit into any.
+    """
     kinds = {kind for kind in operands if kind.is_floating_point}
     same = kinds.pop() if len(kinds) == 1 else torch.float32
     return tl.float32 if same == torch.bfloat16 and is_interpreted() else TYPES[same]
 
 
 def dot_precision(*operands: torch.dtype) -> str:
-    """Of a product in fp32: exact, but where it stands for mixed halves, each of which tf32 holds."""
+    """Of a product in fp32: exact, but where it stands for mixed halves, each of which tf32
+    holds."""
     return "ieee" if torch.float32 in operands else "tf32"
 
 

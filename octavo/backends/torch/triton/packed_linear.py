@@ -1,13 +1,16 @@
-"""Products of few rows with packed weights, unpacked in registers: what is read of a weight is its bytes, once.
+"""Products of few rows with packed weights, unpacked in registers: what is read of a weight is its
+bytes, once.
 
     x [T, in]      W: DeviceWeight [out, in] of 4 to 8 bits, or plain floats
 
-    program (n, s, i)  outputs n*BLOCK_N ..., split s of the inputs, rows 16 i ...:  sums [s, T, BLOCK_N] fp32
-    program (t, n)     splits 0, 1, ... of a row added in that order, plus bias, rounded:  out [T, out]
+    program (n, s, i)  outputs n*BLOCK_N ..., split s of the inputs, rows 16 i ...:  sums [s, T,
+    BLOCK_N] fp32 program (t, n)     splits 0, 1, ... of a row added in that order, plus bias,
+    rounded:  out [T, out]
 
-T is filled up to a multiple of 16, the least that a GPU's matrix units take, beyond 16 rows to 32 or 64. How a weight is cut into tiles
-and splits depends on the weight alone: of up to 16 rows a row's result is the same in any company. Where that is not asked for, more than
-64 rows and plain floats are PyTorch's (`unpack.py`). Reference: `plain.PlainKernels.product`.
+T is filled up to a multiple of 16, the least that a GPU's matrix units take, beyond 16 rows to 32
+or 64. How a weight is cut into tiles and splits depends on the weight alone: of up to 16 rows a
+row's result is the same in any company. Where that is not asked for, more than 64 rows and plain
+floats are PyTorch's (`unpack.py`). Reference: `plain.PlainKernels.product`.
 """
 
 from __future__ import annotations
@@ -20,33 +23,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.backends.torch.triton.matrix_tile import FLOATS, MatrixArguments, refusal, tiles_times_rows
+from octavo.backends.torch.triton.matrix_tile import (
+    FLOATS,
+    MatrixArguments,
+    refusal,
+    tiles_times_rows,
+)
 from octavo.backends.torch.triton.numbers import rounded
 from octavo.backends.torch.triton.tuning import tuned
 from octavo.backends.torch.weights import DeviceWeight, Product
 
 FEW_ROWS = 16
 MOST_ROWS = 64
-"""Of a tile: a weight that is read once for all rows of a step. Beyond, the product itself takes the time."""
+"""Of a tile: a weight that is read once for all rows of a step. Beyond, the product itself takes
+the time.
+"""
 
 SUM_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """`launch`: BLOCK_N outputs and BLOCK_B bytes of a tile, and Triton's own; into how many splits the tiles of a row go."""
+    """`launch`: BLOCK_N outputs and BLOCK_B bytes of a tile, and Triton's own; into how many splits
+    the tiles of a row go.
+    """
 
     launch: Mapping[str, int]
     splits: int = 1
 
     @staticmethod
     def of(weight: DeviceWeight, device: str) -> Tiles:
-        """As the table says; splits where it is silent: enough programs to keep a large GPU busy, with at least four tiles each."""
+        """As the table says; splits where it is silent: enough programs to keep a large GPU busy,
+        with at least four tiles each.
+        """
         num_outputs, row_bytes = weight.codes.shape
-        launch = tuned("packed_linear", device, outputs=num_outputs, row_bytes=row_bytes, bits=weight.bits)
+        launch = tuned(
+            "packed_linear", device, outputs=num_outputs, row_bytes=row_bytes, bits=weight.bits
+        )
         splits = launch.pop("SPLITS", 0)
         if not splits:
-            blocks, most = triton.cdiv(num_outputs, launch["BLOCK_N"]), triton.cdiv(row_bytes, launch["BLOCK_B"])
+            blocks, most = (
+                triton.cdiv(num_outputs, launch["BLOCK_N"]),
+                triton.cdiv(row_bytes, launch["BLOCK_B"]),
+            )
             splits = min(16, max(1, 256 // blocks), max(1, most // 4))
         return Tiles(launch, splits)
 
@@ -55,7 +74,10 @@ def carries(x: Tensor, product: Product) -> bool:
     """Whatever the number of rows."""
     if not len(x) or x.dtype not in FLOATS or x.stride(1) != 1:
         return False
-    return all(refusal(part) is None and (not part.is_plain or part.codes.dtype == x.dtype) for part in product.parts)
+    return all(
+        refusal(part) is None and (not part.is_plain or part.codes.dtype == x.dtype)
+        for part in product.parts
+    )
 
 
 def gains(x: Tensor, product: Product) -> bool:
@@ -64,7 +86,9 @@ def gains(x: Tensor, product: Product) -> bool:
 
 
 def packed_product(x: Tensor, product: Product, device: str, tile_rows: int = FEW_ROWS) -> Tensor:
-    """`x [T, in]`, rows at any stride, to `[T, sum of out]`; `device` as the table of tiles calls it."""
+    """`x [T, in]`, rows at any stride, to `[T, sum of out]`; `device` as the table of tiles calls
+    it.
+    """
     widths = [part.codes.shape[0] for part in product.parts]
     out = torch.empty(len(x), sum(widths), dtype=x.dtype, device=x.device)
     start = 0
@@ -79,13 +103,26 @@ def tile_rows_of(num_rows: int) -> int:
     return FEW_ROWS if num_rows <= FEW_ROWS else 32 if num_rows <= 32 else MOST_ROWS
 
 
-def multiply(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, tiles: Tiles, tile_rows: int = FEW_ROWS) -> None:
+def multiply(
+    x: Tensor,
+    weight: DeviceWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    tile_rows: int = FEW_ROWS,
+) -> None:
     """`x [T, in]`, `weight [out, in]`, `out [T, out]` to be written."""
     matrix = MatrixArguments.of(weight)
     num_rows, num_outputs = out.shape
     num_tiles = triton.cdiv(weight.codes.shape[1], tiles.launch["BLOCK_B"])
     sums = torch.empty(tiles.splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    _packed_linear_kernel[(triton.cdiv(num_outputs, tiles.launch["BLOCK_N"]), tiles.splits, triton.cdiv(num_rows, tile_rows))](
+    _packed_linear_kernel[
+        (
+            triton.cdiv(num_outputs, tiles.launch["BLOCK_N"]),
+            tiles.splits,
+            triton.cdiv(num_rows, tile_rows),
+        )
+    ](
         x,
         x.stride(0),
         num_rows,
@@ -165,11 +202,15 @@ def _packed_linear_kernel(
         BLOCK_B,
     )
     at = (split * num_rows + rows).to(tl.int64) * num_outputs
-    tl.store(sums + at[None, :] + outputs[:, None], acc, mask=outputs_mask[:, None] & rows_mask[None, :])
+    tl.store(
+        sums + at[None, :] + outputs[:, None], acc, mask=outputs_mask[:, None] & rows_mask[None, :]
+    )
 
 
 @triton.jit
-def _sum_splits_kernel(sums, bias, out, out_stride, num_rows, num_outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_splits_kernel(
+    sums, bias, out, out_stride, num_rows, num_outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_outputs

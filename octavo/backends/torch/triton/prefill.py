@@ -1,13 +1,15 @@
-"""Attention of requests of several rows each, all in one launch: prompts, chunks at the end of longer contexts, drafts to verify.
+"""Attention of requests of several rows each, all in one launch: prompts, chunks at the end of
+longer contexts, drafts to verify.
 
     rows of the step       | request 0 (9 rows)    | request 1 | request 2 (6 rows) | padding
     tiles of ROWS = 4      | 0 1 2 3|4 5 6 7|8 . . | (1 row)   | 0 1 2 3|4 5 . .
 
-    program (tile, kv head and part of its query heads) walks over the keys that its rows see; with fixed tiles split by split, merging
-    them left to right
+    program (tile, kv head and part of its query heads) walks over the keys that its rows see; with
+    fixed tiles split by split, merging them left to right
 
-A tile finds its request in `query_starts` by halving: request r's tiles begin at query_starts[r] // ROWS + r, so that no list of them is
-made on the host. Tiles that no request fills end at once, and requests of one row are `decode.py`'s.
+A tile finds its request in `query_starts` by halving: request r's tiles begin at query_starts[r] //
+ROWS + r, so that no list of them is made on the host. Tiles that no request fills end at once, and
+requests of one row are `decode.py`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ import triton
 import triton.language as tl
 
 from octavo.backends.torch.triton.numbers import rounded
-from octavo.backends.torch.triton.splits import SPLIT_KEYS, attend_keys, attend_split, finished, load_query, merged, visible
+from octavo.backends.torch.triton.splits import (
+    SPLIT_KEYS,
+    attend_keys,
+    attend_split,
+    finished,
+    load_query,
+    merged,
+    visible,
+)
 
 
 @triton.jit
@@ -77,10 +87,12 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`out [T, H, V_WIDTH]`, `q [T, H, K_WIDTH]`, `query_starts [R + 1]`. The last tiles, whose rows see most, come first.
+    """`out [T, H, V_WIDTH]`, `q [T, H, K_WIDTH]`, `query_starts [R + 1]`. The last tiles, whose
+    rows see most, come first.
 
-    BY_SPLIT: each split has a state of its own, as a row's bits in any company want it; else one state goes through all keys, and those
-    that every row of the tile sees are not compared with anything.
+    BY_SPLIT: each split has a state of its own, as a row's bits in any company want it; else one
+    state goes through all keys, and those that every row of the tile sees are not compared with
+    anything.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     request = request_of_tile(tile, query_starts, num_requests, ROWS)
@@ -106,7 +118,9 @@ def prefill_kernel(
     q_first = load_query(q, row, head, valid, tl.arange(0, K_FIRST), q_row, q_head, K_WIDTH, DTYPE)
     q_rest = q_first
     if K_REST > 0:
-        q_rest = load_query(q, row, head, valid, K_FIRST + tl.arange(0, K_REST), q_row, q_head, K_WIDTH, DTYPE)
+        q_rest = load_query(
+            q, row, head, valid, K_FIRST + tl.arange(0, K_REST), q_row, q_head, K_WIDTH, DTYPE
+        )
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_TILE], tl.float32)
@@ -150,7 +164,9 @@ def prefill_kernel(
             m, l, acc = merged(m, l, acc, m_next, l_next, acc_next)
     else:
         all_from = (tl.max(tl.where(valid, low, 0), axis=0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        all_to = tl.maximum(all_from, tl.min(tl.where(valid, high, 1 << 30), axis=0) // BLOCK_N * BLOCK_N)
+        all_to = tl.maximum(
+            all_from, tl.min(tl.where(valid, high, 1 << 30), axis=0) // BLOCK_N * BLOCK_N
+        )
         for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
             begin = first_key if part == 0 else all_from if part == 1 else all_to
             end = tl.minimum(all_from, last_key) if part == 0 else all_to if part == 1 else last_key
@@ -194,4 +210,8 @@ def prefill_kernel(
     acc = finished(m, l, acc, sinks, head, valid)
     column = tl.arange(0, V_TILE)
     to = (row.to(tl.int64) * HEADS + head)[:, None] * V_WIDTH + column[None, :]
-    tl.store(out + to, rounded(acc, out.dtype.element_ty), mask=valid[:, None] & (column < V_WIDTH)[None, :])
+    tl.store(
+        out + to,
+        rounded(acc, out.dtype.element_ty),
+        mask=valid[:, None] & (column < V_WIDTH)[None, :],
+    )

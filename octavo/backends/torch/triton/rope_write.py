@@ -1,12 +1,15 @@
-"""Rotates queries and keys and stores keys and values, in one launch: what would be two ropes and a write.
+"""Rotates queries and keys and stores keys and values, in one launch: what would be two ropes and a
+write.
 
     program (rows, y)    y < H:  q[t, y]      -> turned -> q_out[t, y]
-                         else:   k[t, y - H]  -> turned -> K at slots[t];   v[t, y - H] -> V at slots[t]
+                         else:   k[t, y - H]  -> turned -> K at slots[t];   v[t, y - H] -> V at
+                         slots[t]
 
     a head's columns     | start of them as they are | pairs that turn | the rest as they are |
 
-Turned numbers are rounded to the step's dtype first, as the op by itself does, then to the cache's: the same bytes. int8: codes with one
-bf16 scale for each token and head, absmax / 127 (`kv_cache.as_int8`). Source: Su et al. 2021.
+Turned numbers are rounded to the step's dtype first, as the op by itself does, then to the cache's:
+the same bytes. int8: codes with one bf16 scale for each token and head, absmax / 127
+(`kv_cache.as_int8`). Source: Su et al. 2021.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ from octavo.backends.torch.triton.tuning import tuned
 
 @triton.jit
 def largest(x):
-    """The largest |x| of each row, and whether all of its numbers are finite: `tl.max` looks past a NaN."""
+    """The largest |x| of each row, and whether all of its numbers are finite: `tl.max` looks past a
+    NaN.
+    """
     size = tl.abs(x)
-    return tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), tl.min((size < float("inf")).to(tl.int32), axis=1)
+    return tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), tl.min(
+        (size < float("inf")).to(tl.int32), axis=1
+    )
 
 
 @triton.jit
 def scale_of(top, finite):
     """bf16 in fp32."""
-    return rounded(tl.where(finite > 0, tl.div_rn(top, top * 0 + 127.0), float("nan")), tl.bfloat16).to(tl.float32)
+    return rounded(
+        tl.where(finite > 0, tl.div_rn(top, top * 0 + 127.0), float("nan")), tl.bfloat16
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -76,7 +85,9 @@ def rope_write_kernel(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Pair i of a head is the columns START + i * STEP and APART behind it; `REST_TILE` columns (0: none) hold those that turn not."""
+    """Pair i of a head is the columns START + i * STEP and APART behind it; `REST_TILE` columns (0:
+    none) hold those that turn not.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_query = tl.program_id(1) < HEADS
     head = tl.where(is_query, tl.program_id(1), tl.program_id(1) - HEADS)
@@ -135,9 +146,21 @@ def rope_write_kernel(
             tl.store(k_scales + place, rounded(k_scale, tl.bfloat16), mask=slot >= 0)
             tl.store(v_scales + place, rounded(v_scale, tl.bfloat16), mask=slot >= 0)
         put(k_numbers, place[:, None] * K_WIDTH + one[None, :], k_first, k_scale, written & turns)
-        put(k_numbers, place[:, None] * K_WIDTH + one[None, :] + APART, k_second, k_scale, written & turns)
+        put(
+            k_numbers,
+            place[:, None] * K_WIDTH + one[None, :] + APART,
+            k_second,
+            k_scale,
+            written & turns,
+        )
         if REST_TILE > 0:
-            put(k_numbers, place[:, None] * K_WIDTH + column[None, :], k_rest, k_scale, written & stays)
+            put(
+                k_numbers,
+                place[:, None] * K_WIDTH + column[None, :],
+                k_rest,
+                k_scale,
+                written & stays,
+            )
         put(v_numbers, place[:, None] * V_WIDTH + v_column[None, :], values, v_scale, v_inside)
 
 
@@ -152,10 +175,33 @@ def rope_write(call: RopeWriteCall, device: str) -> Tensor:
     half = op.style == "half"
     tile = tuned("rope_write", device, width=k_width)
     rope_write_kernel[(-(-num_rows // tile["ROWS"]), num_heads + num_kv_heads)](
-        out, stored.numbers, call.v_stored.numbers, stored.scales, call.v_stored.scales, call.q, call.k, call.v, call.cos, call.sin,
-        call.slots, num_rows, call.q.stride(0), call.k.stride(0), call.v.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads,
-        K_WIDTH=k_width, V_WIDTH=v_width, START=op.rotary_start, PAIRS=pairs, STEP=1 if half else 2, APART=pairs if half else 1,
-        PAIR_TILE=triton.next_power_of_2(pairs), REST_TILE=triton.next_power_of_2(rest) if rest else 0,
-        V_TILE=triton.next_power_of_2(v_width), DTYPE=TYPES[call.q.dtype], **tile,
-    )  # fmt: skip
+        out,
+        stored.numbers,
+        call.v_stored.numbers,
+        stored.scales,
+        call.v_stored.scales,
+        call.q,
+        call.k,
+        call.v,
+        call.cos,
+        call.sin,
+        call.slots,
+        num_rows,
+        call.q.stride(0),
+        call.k.stride(0),
+        call.v.stride(0),
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        K_WIDTH=k_width,
+        V_WIDTH=v_width,
+        START=op.rotary_start,
+        PAIRS=pairs,
+        STEP=1 if half else 2,
+        APART=pairs if half else 1,
+        PAIR_TILE=triton.next_power_of_2(pairs),
+        REST_TILE=triton.next_power_of_2(rest) if rest else 0,
+        V_TILE=triton.next_power_of_2(v_width),
+        DTYPE=TYPES[call.q.dtype],
+        **tile,
+    )
     return out

@@ -1,8 +1,10 @@
-"""Who shares splits with whom in a step, read off its block tables: requests of one row each whose tables begin with the same blocks.
+"""Who shares splits with whom in a step, read off its block tables: requests of one row each whose
+tables begin with the same blocks.
 
-Only whole splits of 256 keys that every row sees are shared, so the states of a shared run are those that each row's own run would
-have left, and merging does not know of it (docs/decisions/0015-shared-prefix-by-partials.md). Knows NumPy and no kernel.
-Source: Ye et al. 2024 (ChunkAttention's two phases).
+Only whole splits of 256 keys that every row sees are shared, so the states of a shared run are
+those that each row's own run would have left, and merging does not know of it
+(docs/decisions/0015-shared-prefix-by-partials.md). Knows NumPy and no kernel. Source: Ye et al.
+2024 (ChunkAttention's two phases).
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import BLOCK_SIZE, SPLIT_KEYS, StepBatch
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 
 SPLIT_BLOCKS = SPLIT_KEYS // BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """`run_slots [runs, rows]`: slots (which of the one-row requests) that are read together, -1: none; of each run the first
-    `run_splits [runs]` splits. `own_splits [slots]`: where a slot's own run begins, 0 for those that share nothing."""
+    """`run_slots [runs, rows]`: slots (which of the one-row requests) that are read together, -1:
+    none; of each run the first `run_splits [runs]` splits. `own_splits [slots]`: where a slot's own
+    run begins, 0 for those that share nothing."""
 
     run_slots: NDArray[np.int32]
     run_splits: NDArray[np.int32]
@@ -31,8 +35,12 @@ class Sharing:
     def padded(self, num_runs: int) -> Sharing:
         """With runs of nobody behind, so that every step of so many rows has the same shapes."""
         more = num_runs - len(self.run_slots)
-        slots = np.concatenate([self.run_slots, np.full((more, self.run_slots.shape[1]), -1, np.int32)])
-        return Sharing(slots, np.concatenate([self.run_splits, np.zeros(more, np.int32)]), self.own_splits)
+        slots = np.concatenate(
+            [self.run_slots, np.full((more, self.run_slots.shape[1]), -1, np.int32)]
+        )
+        return Sharing(
+            slots, np.concatenate([self.run_splits, np.zeros(more, np.int32)]), self.own_splits
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,9 @@ class _Sharer:
         return self.table[: self.splits * SPLIT_BLOCKS].tobytes()
 
 
-def sharing_of(batch: StepBatch, group: int, *, window: int | None, full: bool, rows_a_run: int) -> Sharing:
+def sharing_of(
+    batch: StepBatch, group: int, *, window: int | None, full: bool, rows_a_run: int
+) -> Sharing:
     """`rows_a_run`: rows whose query heads of one KV head fill a tile."""
     num_rows = np.diff(batch.query_starts)
     singles = np.flatnonzero((num_rows == 1) & (batch.context_lens[group] > 0))
@@ -68,21 +78,32 @@ def sharing_of(batch: StepBatch, group: int, *, window: int | None, full: bool, 
     return Sharing(slots, np.array([splits for _, splits in runs], np.int32), own)
 
 
-def _sharers(batch: StepBatch, group: int, singles: NDArray[np.int64], *, window: int | None, full: bool) -> list[list[_Sharer]]:
-    """Those that begin with the same split, sorted; of a window only rows that see from the first key on."""
-    context, position = batch.context_lens[group, singles], batch.positions[0, batch.query_starts[:-1][singles]]
+def _sharers(
+    batch: StepBatch, group: int, singles: NDArray[np.int64], *, window: int | None, full: bool
+) -> list[list[_Sharer]]:
+    """Those that begin with the same split, sorted; of a window only rows that see from the first
+    key on.
+    """
+    context, position = (
+        batch.context_lens[group, singles],
+        batch.positions[0, batch.query_starts[:-1][singles]],
+    )
     splits = (context if full else np.minimum(context, position + 1)) // SPLIT_KEYS
     eligible = splits > 0 if window is None else (splits > 0) & (position < window)
     alike: dict[bytes, list[_Sharer]] = defaultdict(list)
     for slot in np.flatnonzero(eligible).tolist():
         table = batch.block_tables[group, singles[slot]]
         alike[table[:SPLIT_BLOCKS].tobytes()].append(_Sharer(slot, int(splits[slot]), table))
-    return [sorted(sharers, key=lambda sharer: sharer.order) for sharers in alike.values() if len(sharers) > 1]
+    return [
+        sorted(sharers, key=lambda sharer: sharer.order)
+        for sharers in alike.values()
+        if len(sharers) > 1
+    ]
 
 
 def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Sharer], int]]]:
-    """How many reads of a split are spared, and by which (sharers, splits): all with what all have in common, or each part that has
-    more in common by itself."""
+    """How many reads of a split are spared, and by which (sharers, splits): all with what all have
+    in common, or each part that has more in common by itself."""
     if len(sharers) < 2:
         return 0, []
     splits = _common(sharers[0], sharers[-1])

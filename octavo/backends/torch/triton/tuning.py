@@ -1,8 +1,10 @@
-"""How each Triton kernel is cut into tiles: read from `tuned.json`, which `benchmarks/tune_triton.py` writes; nothing is tuned at run time.
+"""How each Triton kernel is cut into tiles: read from `tuned.json`, which
+`benchmarks/tune_triton.py` writes; nothing is tuned at run time.
 
-A row of the table names a kernel, a device ("*": any), the shape it holds for, and what the launch is given. Of the rows that hold for a
-call the one that says most counts. The rows for any device are what this kind of kernel usually wants, not measurements; those of
-"interpreter" are large, for there each operation of a tile costs the same.
+A row of the table names a kernel, a device ("*": any), the shape it holds for, and what the launch
+is given. Of the rows that hold for a call the one that says most counts. The rows for any device
+are what this kind of kernel usually wants, not measurements; those of "interpreter" are large, for
+there each operation of a tile costs the same.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Shape = Mapping[str, int | str]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`shape`: what a call must have, e.g. {"width": 128, "kv": "bfloat16"}; `launch`: tile sizes, `num_warps`, `num_stages`."""
+    """`shape`: what a call must have, e.g. {"width": 128, "kv": "bfloat16"}; `launch`: tile sizes,
+    `num_warps`, `num_stages`.
+    """
 
     kernel: str
     device: str
@@ -29,16 +33,24 @@ class Row:
     launch: Mapping[str, int]
 
     def holds(self, kernel: str, device: str, shape: Shape) -> bool:
-        return self.kernel == kernel and self.device in (device, ANY) and self.shape.items() <= shape.items()
+        return (
+            self.kernel == kernel
+            and self.device in (device, ANY)
+            and self.shape.items() <= shape.items()
+        )
 
     @property
     def weight(self) -> tuple[bool, int]:
-        """A row for the device itself says more than one for any, then the one that names more of the shape."""
+        """A row for the device itself says more than one for any, then the one that names more of
+        the shape.
+        """
         return self.device != ANY, len(self.shape)
 
 
 def tuned(kernel: str, device: str, **shape: int | str) -> dict[str, int]:
-    """What to launch the kernel with on a device (its name as `device.device_name` gives it) for such a shape."""
+    """What to launch the kernel with on a device (its name as `device.device_name` gives it) for
+    such a shape.
+    """
     return dict(_best(kernel, device, tuple(sorted(shape.items()))).launch)
 
 
@@ -51,7 +63,9 @@ def is_measured(kernel: str, device: str, **shape: int | str) -> bool:
 def _best(kernel: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> Row:
     found = [row for row in table() if row.holds(kernel, device, dict(shape))]
     if not found:
-        raise KeyError(f"{TABLE.name} has no row for the kernel {kernel} on {device}, nor for any device")
+        raise KeyError(
+            f"{TABLE.name} has no row for the kernel {kernel} on {device}, nor for any device"
+        )
     return max(found, key=lambda row: row.weight)
 
 
@@ -65,7 +79,9 @@ def read(path: Path) -> tuple[Row, ...]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """In order, a row a line; a row takes the place of an earlier one for the same kernel, device and shape."""
+    """In order, a row a line; a row takes the place of an earlier one for the same kernel, device
+    and shape.
+    """
     last = {(row.kernel, row.device, tuple(sorted(row.shape.items()))): row for row in rows}
     lines = (json.dumps(asdict(last[key])) for key in sorted(last, key=str))
     path.write_text("[\n  " + ",\n  ".join(lines) + "\n]\n")

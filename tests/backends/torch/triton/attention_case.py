@@ -1,5 +1,6 @@
-"""Attention calls drawn at random, for one set of kernels against another. Whatever no row may see is NaN: unused slots, the block that
-tables name where they have none, the queries of padded rows."""
+"""Attention calls drawn at random, for one set of kernels against another. Whatever no row may see
+is NaN: unused slots, the block that tables name where they have none, the queries of padded rows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.backends.base import BLOCK_SIZE, StepBatch
+from octavo.backends.batch import StepBatch
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention import AttentionCall, Bias, Sdpa
 from octavo.backends.torch.kv_cache import Stored
 from octavo.backends.torch.rows import rows_of
@@ -54,10 +56,16 @@ class Case:
         num_rows = int(starts[-1])
         return StepBatch(
             token_ids=np.zeros(num_rows + self.pad, np.int32),
-            positions=np.concatenate([*positions, np.zeros(self.pad, np.int64)])[None].astype(np.int32),
+            positions=np.concatenate([*positions, np.zeros(self.pad, np.int64)])[None].astype(
+                np.int32
+            ),
             query_starts=starts,
-            context_lens=np.array([[context for _, context in self.requests]], np.int32).reshape(1, -1),
-            slots=np.concatenate([np.zeros(num_rows), np.full(self.pad, -1)])[None].astype(np.int32),
+            context_lens=np.array([[context for _, context in self.requests]], np.int32).reshape(
+                1, -1
+            ),
+            slots=np.concatenate([np.zeros(num_rows), np.full(self.pad, -1)])[None].astype(
+                np.int32
+            ),
             block_tables=tables,
             sample_rows=np.arange(num_rows, dtype=np.int32),
         )
@@ -77,7 +85,9 @@ class Case:
         rows[~written] = torch.nan
         if self.kv != torch.int8:
             return Stored(rows.to(self.kv).to(DEVICE))
-        made = Stored(torch.zeros(rows.shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.bfloat16))
+        made = Stored(
+            torch.zeros(rows.shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.bfloat16)
+        )
         made.write(torch.arange(shape[0] * BLOCK_SIZE), rows.flatten(0, 1))
         assert made.scales is not None
         return Stored(made.numbers.to(DEVICE), made.scales.to(DEVICE))
@@ -88,7 +98,10 @@ class Case:
         k = self.stored(self.k_width, generator)
         q = torch.randn((len(self.batch.token_ids), self.heads, self.k_width), generator=generator)
         q[len(self.batch.sample_rows) :] = torch.nan
-        inputs = {name: torch.from_numpy(array).to(DEVICE) for name, array in step_arrays(self.batch, [self.num_blocks]).items()}
+        inputs = {
+            name: torch.from_numpy(array).to(DEVICE)
+            for name, array in step_arrays(self.batch, [self.num_blocks]).items()
+        }
         return AttentionCall(
             op=None,  # type: ignore[arg-type]  # kernels read the call
             q=q.to(self.dtype).to(DEVICE),
@@ -116,10 +129,17 @@ class Case:
         numbers = torch.randn((self.heads, 2 * FAR + 1), generator=generator).to(DEVICE)
         if self.bias == "slopes":
             slopes = numbers[:, 0].abs().contiguous() / 8
-            return Bias(lambda keys, queries: slopes[:, None, None] * _distance(keys, queries)[..., None, :, :], slopes=slopes)
+            return Bias(
+                lambda keys, queries: (
+                    slopes[:, None, None] * _distance(keys, queries)[..., None, :, :]
+                ),
+                slopes=slopes,
+            )
         if self.bias == "by distance":
             return Bias(
-                lambda keys, queries: numbers[:, _distance(keys, queries).clamp(-FAR, FAR).long() + FAR].movedim(0, -3),
+                lambda keys, queries: numbers[
+                    :, _distance(keys, queries).clamp(-FAR, FAR).long() + FAR
+                ].movedim(0, -3),
                 by_distance=lambda: numbers,
             )
         return None

@@ -1,4 +1,6 @@
-"""Where tests of Triton's kernels compute: on the GPU where there is one, else in Triton's interpreter."""
+"""Where tests of Triton's kernels compute: on the GPU where there is one, else in Triton's
+interpreter.
+"""
 
 import torch
 

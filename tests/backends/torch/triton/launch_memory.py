@@ -1,5 +1,6 @@
-"""What a kernel may touch: the tensors that it was launched with. On a GPU a mask that lets a lane past the end reads or overwrites what
-lies there, and nobody notices; Triton's interpreter copies from and to plain addresses, so there every lane can be looked at.
+"""What a kernel may touch: the tensors that it was launched with. On a GPU a mask that lets a lane
+past the end reads or overwrites what lies there, and nobody notices; Triton's interpreter copies
+from and to plain addresses, so there every lane can be looked at.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from triton.runtime import interpreter
 
 
 class LaunchMemory:
-    """Of the launch that runs: where each of its tensors begins and ends, overlapping ones as one."""
+    """Of the launch that runs: where each of its tensors begins and ends, overlapping ones as
+    one."""
 
     def __init__(self) -> None:
         self._begins = self._ends = np.zeros(0, np.uint64)
 
     def enter(self, arguments) -> None:
         spans: list[list[int]] = []
-        for begin, end in sorted(_span(argument) for argument in arguments if hasattr(argument, "data_ptr")):
+        for begin, end in sorted(
+            _span(argument) for argument in arguments if hasattr(argument, "data_ptr")
+        ):
             if spans and begin < spans[-1][1]:
                 spans[-1][1] = max(end, spans[-1][1])
             else:
@@ -24,25 +28,42 @@ class LaunchMemory:
         self._begins, self._ends = np.array(spans, np.uint64).reshape(-1, 2).T
 
     def check(self, pointers, mask, what: str) -> None:
-        """Of the lanes of a load or a store that the mask lets through; AssertionError where one lies outside."""
+        """Of the lanes of a load or a store that the mask lets through; AssertionError where one
+        lies outside.
+        """
         at = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
         if not at.size:
             return
         num_bytes = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8 or 1)
         span = np.searchsorted(self._begins, at, side="right").astype(np.int64) - 1
         outside = (span < 0) | (at + num_bytes > self._ends[np.maximum(span, 0)])
-        assert not outside.any(), f"{outside.sum()} of {at.size} lanes {what} outside of the launch's tensors"
+        assert not outside.any(), (
+            f"{outside.sum()} of {at.size} lanes {what} outside of the launch's tensors"
+        )
 
 
 def _span(tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1 if tensor.numel() else 0) * tensor.element_size()
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (
+        tensor.data_ptr(),
+        tensor.data_ptr() + (last + 1 if tensor.numel() else 0) * tensor.element_size(),
+    )
 
 
 def check_launches(monkeypatch) -> None:
     """All that kernels load and store from here on."""
-    memory, builder, launch = LaunchMemory(), interpreter.InterpreterBuilder, interpreter.GridExecutor
-    to_host, load, store = launch._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    memory, builder, launch = (
+        LaunchMemory(),
+        interpreter.InterpreterBuilder,
+        interpreter.GridExecutor,
+    )
+    to_host, load, store = (
+        launch._init_args_hst,
+        builder.create_masked_load,
+        builder.create_masked_store,
+    )
 
     def checked_to_host(self, arguments, named):
         found, found_named = to_host(self, arguments, named)

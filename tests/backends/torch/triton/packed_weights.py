@@ -7,7 +7,9 @@ from octavo.quant.packed import Levels, PackedWeight
 
 
 def kinds(width=256, outputs=70, lead=()):
-    """Name to weight `[*lead, outputs, width]`; `width` a multiple of 256. Last: those that only plain torch multiplies with."""
+    """Name to weight `[*lead, outputs, width]`; `width` a multiple of 256. Last: those that only
+    plain torch multiplies with.
+    """
     rng = np.random.default_rng(width + outputs)
 
     def levels(groups, *, two=False, integers=np.uint8):
@@ -16,30 +18,58 @@ def kinds(width=256, outputs=70, lead=()):
             return Levels(rng.uniform(0.01, 0.02, shape).astype(np.float16))
         low = 0 if integers is np.uint8 else -30
         return Levels(
-            rng.integers(low, 63, shape).astype(integers), rng.uniform(0.01, 0.02, (*lead, outputs, width // 256)).astype(np.float16)
+            rng.integers(low, 63, shape).astype(integers),
+            rng.uniform(0.01, 0.02, (*lead, outputs, width // 256)).astype(np.float16),
         )
 
     def weight(bits, group, **more):
         code = more.get("code", "uint")
         count = width // 2 if bits == 4 else width
-        low, high = (0, 256) if bits == 4 else (-(1 << bits - 1), 1 << bits - 1) if code == "int" else (0, 1 << bits)
-        codes = rng.integers(low, high, (*lead, outputs, count)).astype(np.int8 if code == "int" else np.uint8)
+        low, high = (
+            (0, 256)
+            if bits == 4
+            else (-(1 << bits - 1), 1 << bits - 1)
+            if code == "int"
+            else (0, 1 << bits)
+        )
+        codes = rng.integers(low, high, (*lead, outputs, count)).astype(
+            np.int8 if code == "int" else np.uint8
+        )
         return PackedWeight(
-            (*lead, outputs, width), bits, code, codes, group, **{name: value for name, value in more.items() if name != "code"}
+            (*lead, outputs, width),
+            bits,
+            code,
+            codes,
+            group,
+            **{name: value for name, value in more.items() if name != "code"},
         )
 
     floats = rng.normal(size=(*lead, outputs, width)).astype(np.float32)
     table = rng.normal(size=16).astype(np.float32)
     return {
         "Q4_0": weight(4, 32, scales=levels(width // 32), zero_point=8, nibbles="halves"),
-        "Q4_1": weight(4, 32, scales=levels(width // 32), mins=levels(width // 32), nibbles="halves"),
+        "Q4_1": weight(
+            4, 32, scales=levels(width // 32), mins=levels(width // 32), nibbles="halves"
+        ),
         "Q5_0": weight(5, 32, scales=levels(width // 32), code="int"),
         "Q8_0": weight(8, 32, scales=levels(width // 32), code="int"),
-        "Q4_K": weight(4, 32, scales=levels(width // 32, two=True), mins=levels(width // 32, two=True), nibbles="halves"),
-        "Q5_K": weight(5, 32, scales=levels(width // 32, two=True), mins=levels(width // 32, two=True)),
+        "Q4_K": weight(
+            4,
+            32,
+            scales=levels(width // 32, two=True),
+            mins=levels(width // 32, two=True),
+            nibbles="halves",
+        ),
+        "Q5_K": weight(
+            5, 32, scales=levels(width // 32, two=True), mins=levels(width // 32, two=True)
+        ),
         "Q6_K": weight(6, 16, scales=levels(width // 16, two=True, integers=np.int8), code="int"),
-        "pairs": weight(4, 128, scales=levels(width // 128), mins=levels(width // 128), nibbles="pairs"),
-        "a large group": weight(4, 256, scales=levels(width // 256), zero_point=7, nibbles="halves"),
+        "pairs": weight(
+            4, 128, scales=levels(width // 128), mins=levels(width // 128), nibbles="pairs"
+        ),
+        "a large group": weight(
+            4, 256, scales=levels(width // 256), zero_point=7, nibbles="halves"
+        ),
         "lookup": weight(4, 16, scales=levels(width // 16), lookup=table, code="lookup"),
         "zero point": weight(8, 64, scales=levels(width // 64), zero_point=128),
         "int8": pack_int8(floats),
@@ -58,6 +88,10 @@ def uncarried(width=256, outputs=70):
     floats = rng.normal(size=(outputs, width)).astype(np.float32)
     return {
         "plain": PackedWeight.plain(floats),
-        "permuted": PackedWeight((outputs, width), 4, "uint", codes, 32, scales, input_permutation=order),
-        "groups of 96": PackedWeight((outputs, width), 8, "uint", rng.integers(0, 256, (outputs, width), np.uint8), 96, by_96),
+        "permuted": PackedWeight(
+            (outputs, width), 4, "uint", codes, 32, scales, input_permutation=order
+        ),
+        "groups of 96": PackedWeight(
+            (outputs, width), 8, "uint", rng.integers(0, 256, (outputs, width), np.uint8), 96, by_96
+        ),
     }

@@ -1,7 +1,9 @@
-"""Triton's attention kernels, in its interpreter where there is no GPU, against plain torch and the reference.
+"""Triton's attention kernels, in its interpreter where there is no GPU, against plain torch and the
+reference.
 
-|triton - torch| <= 2e-5 in fp32, 2e-2 in the halves (results of size one are rounded to 8 or 11 bits; so are weights on a GPU). With
-tiles that are fixed a row's bits are the same in any company, in whatever chunks its request comes.
+|triton - torch| <= 2e-5 in fp32, 2e-2 in the halves (results of size one are rounded to 8 or 11
+bits; so are weights on a GPU). With tiles that are fixed a row's bits are the same in any company,
+in whatever chunks its request comes.
 """
 
 from dataclasses import replace
@@ -18,7 +20,9 @@ from octavo.backends.torch.triton.attention import TritonAttention
 from tests.backends.native.test_attention import HEADS, MASKS, Run, Shape, chunks, mixed
 from tests.backends.torch.triton.attention_case import DEVICE, Case
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+pytestmark = (
+    pytest.mark.slow
+)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
@@ -34,22 +38,49 @@ CASES = {
     "slopes": Case(bias="slopes"),
     "bias by distance": Case(bias="by distance"),
     "bias by distance, both ways": Case(bias="by distance", full=True),
-    "all at once": Case(sinks=True, window=290, softcap=3.0, bias="slopes", heads=6, kv_heads=2, k_width=80, v_width=40),
+    "all at once": Case(
+        sinks=True,
+        window=290,
+        softcap=3.0,
+        bias="slopes",
+        heads=6,
+        kv_heads=2,
+        k_width=80,
+        v_width=40,
+    ),
     "latent": Case(latent=True, heads=5, kv_heads=1, k_width=40, v_width=24),
-    "latent, 24 heads": Case(latent=True, heads=24, kv_heads=1, k_width=576, v_width=512, requests=((1, 300), (3, 40))),
-    "decode": Case(requests=((1, 1), (1, 16), (1, 17), (1, 256), (1, 257), (1, 512), (1, 530)), pad=0),
+    "latent, 24 heads": Case(
+        latent=True, heads=24, kv_heads=1, k_width=576, v_width=512, requests=((1, 300), (3, 40))
+    ),
+    "decode": Case(
+        requests=((1, 1), (1, 16), (1, 17), (1, 256), (1, 257), (1, 512), (1, 530)), pad=0
+    ),
     "prompts": Case(requests=((1, 1), (16, 16), (17, 17), (257, 257), (2, 513))),
     "chunks": Case(requests=((64, 300), (1, 2), (33, 600))),
     "one prompt": Case(requests=((90, 90),), pad=0),
     "requests without rows or keys": Case(requests=((0, 40), (3, 30), (0, 0), (1, 260), (0, 5))),
 }
 GROUPS = [(1, 1), (3, 3), (6, 2), (5, 1), (14, 2), (8, 1), (16, 1), (20, 1), (40, 2)]
-WIDTHS = [(16, 16), (7, 13), (24, 130), (40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+WIDTHS = [
+    (16, 16),
+    (7, 13),
+    (24, 130),
+    (40, 40),
+    (64, 64),
+    (72, 72),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+]
 
 
 def assert_close(case):
     wanted = case.wanted()
-    np.testing.assert_allclose(case.found(), wanted, rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype])
+    np.testing.assert_allclose(
+        case.found(), wanted, rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype]
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,7 +118,11 @@ def test_a_prompt_over_many_blocks_of_keys(window):
 
 def test_programs_of_a_launch():
     """One for each split, but no more than make enough together."""
-    assert attention._programs(8, 128) == 128 and attention._programs(2048, 33) == 4 and attention._programs(10**6, 9) == 1
+    assert (
+        attention._programs(8, 128) == 128
+        and attention._programs(2048, 33) == 4
+        and attention._programs(10**6, 9) == 1
+    )
 
 
 def test_no_rows_at_all():
@@ -114,13 +149,16 @@ def test_a_faulty_row_is_its_own():
     torch.testing.assert_close(found[others], wanted[others], rtol=0, atol=0)
 
 
-# -- within the backend, against the reference -----------------------------------------------------------------------------------
+# -- within the backend, against the reference -----------------------------------------------------
 
 
 def backend(kv="fp32", *, fixed_tiles=False, **options):
     """With `fixed_tiles` rows stay together: what batch_invariant tears apart is what is tested."""
     made = TorchBackend(
-        BackendOptions(num_threads=1, kv_cache_dtype=kv, dtype="float32", attention_backend="triton", **options), DEVICE.type
+        BackendOptions(
+            num_threads=1, kv_cache_dtype=kv, dtype="float32", attention_backend="triton", **options
+        ),
+        DEVICE.type,
     )
     made._attention = (TritonAttention(DEVICE, fixed_tiles=fixed_tiles),)
     return made
@@ -142,7 +180,9 @@ def test_shapes_and_masks(name, kv):
     wanted = Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype=kv))).whole()
     np.testing.assert_allclose(Run(shape, backend(kv)).whole(pad=2), wanted, rtol=5e-5, atol=5e-5)
     if shape.mask != "full":
-        np.testing.assert_allclose(Run(shape, backend(kv)).steps(mixed(shape), pad=2), wanted, rtol=5e-5, atol=5e-5)
+        np.testing.assert_allclose(
+            Run(shape, backend(kv)).steps(mixed(shape), pad=2), wanted, rtol=5e-5, atol=5e-5
+        )
 
 
 COMPANY = {
@@ -152,13 +192,19 @@ COMPANY = {
 }
 
 
-@pytest.mark.parametrize(("name", "kv"), [("causal", "fp32"), ("causal", "int8"), ("window", "bf16"), ("sinks", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "kv"), [("causal", "fp32"), ("causal", "int8"), ("window", "bf16"), ("sinks", "fp32")]
+)
 def test_a_row_has_the_same_bits_in_any_company(name, kv):
-    """Whole, in chunks, one row a step (which the kernels of splits compute), joined and left by others."""
+    """Whole, in chunks, one row a step (which the kernels of splits compute), joined and left by
+    others.
+    """
     shape = COMPANY[name]
     whole = Run(shape, backend(kv, fixed_tiles=True)).whole()
     for steps in (mixed(shape), chunks(shape, 100)):
-        np.testing.assert_array_equal(Run(shape, backend(kv, fixed_tiles=True), seed=3).steps(steps, pad=2), whole)
+        np.testing.assert_array_equal(
+            Run(shape, backend(kv, fixed_tiles=True), seed=3).steps(steps, pad=2), whole
+        )
     run = Run(shape, backend(kv, fixed_tiles=True), seed=4)
     lasts = [(r, n - 1, n) for r, n in enumerate(shape.contexts)]
     run.step([(r, 0, n) for r, n in enumerate(shape.contexts)])

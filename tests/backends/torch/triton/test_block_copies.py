@@ -1,7 +1,8 @@
-"""Blocks copied to the host and back beside what computes: as if everything were done in the order in which it is asked for, whatever
-order the two queues of a device are worked off in.
+"""Blocks copied to the host and back beside what computes: as if everything were done in the order
+in which it is asked for, whatever order the two queues of a device are worked off in.
 
-The stand-in for CUDA's streams does nothing when it is asked to, and later any work that its queue and the other queue's events allow.
+The stand-in for CUDA's streams does nothing when it is asked to, and later any work that its queue
+and the other queue's events allow.
 """
 
 import random
@@ -22,7 +23,9 @@ LAYERS, BLOCKS = 2, 7
 
 
 class AnyOrder(InTurn):
-    """Queues of closures; a number among them is an event: so much of the other queue is to be done before. Staging holds rubbish."""
+    """Queues of closures; a number among them is an event: so much of the other queue is to be done
+    before. Staging holds rubbish.
+    """
 
     def __init__(self, seed: int, *, waits: bool = True) -> None:
         self.draw = random.Random(seed)
@@ -79,8 +82,14 @@ class AnyOrder(InTurn):
 
 def tensors_of(draw) -> list[list[torch.Tensor]]:
     """A group of K and V in bf16, and one in int8 with scales, whose V has another width."""
-    shapes = [((3,), torch.bfloat16), ((3,), torch.bfloat16)], [((4,), torch.int8), ((), torch.bfloat16), ((2,), torch.int8)]
-    made = [[torch.empty(LAYERS, BLOCKS, 16, 2, *width, dtype=kind) for width, kind in group] for group in shapes]
+    shapes = (
+        [((3,), torch.bfloat16), ((3,), torch.bfloat16)],
+        [((4,), torch.int8), ((), torch.bfloat16), ((2,), torch.int8)],
+    )
+    made = [
+        [torch.empty(LAYERS, BLOCKS, 16, 2, *width, dtype=kind) for width, kind in group]
+        for group in shapes
+    ]
     for tensor in (tensor for group in made for tensor in group):
         numbers = np.array([draw.randrange(120) for _ in range(tensor.nbytes)], np.uint8)
         tensor.copy_(torch.from_numpy(numbers).view(tensor.dtype).view(tensor.shape))
@@ -95,7 +104,9 @@ class Traffic:
         self.tensors = tensors_of(self.draw)
         self.streams = AnyOrder(seed, waits=waits)
         self.copies = BlockCopies(self.tensors, self.streams)
-        self.blocks = [[self.block_bytes(group, block) for block in range(BLOCKS)] for group in (0, 1)]
+        self.blocks = [
+            [self.block_bytes(group, block) for block in range(BLOCKS)] for group in (0, 1)
+        ]
         sizes = [len(group[0]) for group in self.blocks]
         self.host = [np.zeros((4, size), np.uint8) for size in sizes]
         self.slots = [np.zeros((4, size), np.uint8) for size in sizes]
@@ -105,7 +116,12 @@ class Traffic:
             self.copies.pin(memory)
 
     def block_bytes(self, group: int, block: int) -> np.ndarray:
-        return np.concatenate([tensor[:, block].contiguous().view(-1).view(torch.uint8).numpy() for tensor in self.tensors[group]])
+        return np.concatenate(
+            [
+                tensor[:, block].contiguous().view(-1).view(torch.uint8).numpy()
+                for tensor in self.tensors[group]
+            ]
+        )
 
     def act(self) -> None:
         draw, group = self.draw, self.draw.randrange(2)
@@ -121,12 +137,20 @@ class Traffic:
         elif kind == "step":
             self.write_a_step(group, few[0])
         elif kind in ("swap_out", "save"):
-            memory, wanted = (self.host, self.wanted_host) if kind == "swap_out" else (self.slots, self.wanted_slots)
+            memory, wanted = (
+                (self.host, self.wanted_host)
+                if kind == "swap_out"
+                else (self.slots, self.wanted_slots)
+            )
             self.copies.read(group, few, [memory[group][place] for place in places])
             for block, place in zip(few, places, strict=True):
                 wanted[group][place] = blocks[block]
         elif kind in ("swap_in", "load"):
-            memory, wanted = (self.host, self.wanted_host) if kind == "swap_in" else (self.slots, self.wanted_slots)
+            memory, wanted = (
+                (self.host, self.wanted_host)
+                if kind == "swap_in"
+                else (self.slots, self.wanted_slots)
+            )
             if kind == "load":
                 self.copies.settle()  # as a slot is ready once its step is back
             self.copies.write(group, few, [memory[group][place] for place in places])
@@ -145,13 +169,19 @@ class Traffic:
         for other in self.tensors[group]:
             size = other[:, 0].nbytes
             if other is tensor:
-                filled = torch.full((size // other.itemsize,), value, dtype=other.dtype).view(torch.uint8).numpy()
+                filled = (
+                    torch.full((size // other.itemsize,), value, dtype=other.dtype)
+                    .view(torch.uint8)
+                    .numpy()
+                )
                 blocks[block][start : start + size] = filled
             start += size
 
     def settle(self) -> None:
         self.copies.settle()
-        for found, wanted in zip(self.host + self.slots, self.wanted_host + self.wanted_slots, strict=True):
+        for found, wanted in zip(
+            self.host + self.slots, self.wanted_host + self.wanted_slots, strict=True
+        ):
             np.testing.assert_array_equal(found, wanted)
 
     def finish(self) -> None:
@@ -159,7 +189,9 @@ class Traffic:
         self.streams.work_off(0)
         for group in (0, 1):
             for block in range(BLOCKS):
-                np.testing.assert_array_equal(self.block_bytes(group, block), self.blocks[group][block])
+                np.testing.assert_array_equal(
+                    self.block_bytes(group, block), self.blocks[group][block]
+                )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -185,21 +217,29 @@ def test_without_events_it_is_not():
 
 
 def test_what_leaves_is_not_waited_for_and_what_comes_is():
-    """A step is queued behind the gathering, not behind the copy to the host; and behind the whole way of what it reads."""
+    """A step is queued behind the gathering, not behind the copy to the host; and behind the whole
+    way of what it reads.
+    """
     traffic = Traffic(1)
     queues = traffic.streams.queues
     traffic.copies.read(0, [1, 2], [traffic.host[0][0], traffic.host[0][1]])
-    assert [isinstance(work, int) for work in queues[0]] == [False] and [isinstance(work, int) for work in queues[1]] == [True, False]
+    assert [isinstance(work, int) for work in queues[0]] == [False] and [
+        isinstance(work, int) for work in queues[1]
+    ] == [True, False]
     traffic.copies.write(0, [3], [traffic.host[0][1]])
     assert [isinstance(work, int) for work in queues[0]] == [False, True, False]
-    assert queues[1][0] == 1 and queues[0][1] == 3 and not isinstance(queues[1][2], int), "it comes while the step before computes"
+    assert queues[1][0] == 1 and queues[0][1] == 3 and not isinstance(queues[1][2], int), (
+        "it comes while the step before computes"
+    )
 
 
 def test_large_batches_pass_in_parts(monkeypatch):
     monkeypatch.setattr("octavo.backends.torch.block_copies.STAGING_BYTES", 1000)
     traffic = Traffic(2)
     shapes = []
-    traffic.streams.staging = lambda count, size, *, on_side: shapes.append(count) or torch.empty(count, size, dtype=torch.uint8)
+    traffic.streams.staging = lambda count, size, *, on_side: (
+        shapes.append(count) or torch.empty(count, size, dtype=torch.uint8)
+    )
     traffic.copies.read(0, [0, 1, 2, 3], list(traffic.host[0]))
     traffic.copies.settle()
     size = traffic.host[0].shape[1]
@@ -208,9 +248,17 @@ def test_large_batches_pass_in_parts(monkeypatch):
 
 
 def test_batches_of_a_plan():
-    moves = [BlockMove(0, 1, 2), BlockMove(0, 3, 4), BlockMove(0, 2, 5), BlockMove(1, 0, 1), BlockMove(1, 5, 6, "swap_out")]
+    moves = [
+        BlockMove(0, 1, 2),
+        BlockMove(0, 3, 4),
+        BlockMove(0, 2, 5),
+        BlockMove(1, 0, 1),
+        BlockMove(1, 5, 6, "swap_out"),
+    ]
     moves += [BlockMove(1, 6, 7, "swap_out"), BlockMove(0, 6, 7, "swap_out"), BlockMove(0, 8, 7)]
-    assert [len(batch) for batch in batches(moves)] == [2, 1, 1, 2, 1, 1], "what was copied to is read by a later batch"
+    assert [len(batch) for batch in batches(moves)] == [2, 1, 1, 2, 1, 1], (
+        "what was copied to is read by a later batch"
+    )
     assert [move for batch in batches(moves) for move in batch] == moves
     assert list(batches([])) == []
 
@@ -229,11 +277,15 @@ def engine_on(device: str, seed: int) -> tuple[CacheEngine, TorchKvCache]:
 def test_swapped_out_over_and_in_again(device):
     engine, kv = engine_on(device, 1)
     before = [tensor.clone() for group in kv.groups for tensor in group.tensors]
-    engine.apply([BlockMove(group, block, block - 1, "swap_out") for group in (0, 1) for block in (1, 2, 3)])
+    engine.apply(
+        [BlockMove(group, block, block - 1, "swap_out") for group in (0, 1) for block in (1, 2, 3)]
+    )
     for group in kv.groups:
         for tensor in group.tensors:
             tensor[:, 1:4] = 7
-    moves = [BlockMove(group, block - 1, block + 3, "swap_in") for group in (0, 1) for block in (1, 2, 3)]
+    moves = [
+        BlockMove(group, block - 1, block + 3, "swap_in") for group in (0, 1) for block in (1, 2, 3)
+    ]
     engine.apply([*moves, BlockMove(0, 5, 0)])
     engine.settle(moves)
     after = [tensor for group in kv.groups for tensor in group.tensors]

@@ -6,10 +6,14 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+pytestmark = (
+    pytest.mark.slow
+)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 
-@pytest.mark.parametrize("which", [[], pytest.param(["all"], marks=pytest.mark.slow)], ids=["of each kind", "all"])
+@pytest.mark.parametrize(
+    "which", [[], pytest.param(["all"], marks=pytest.mark.slow)], ids=["of each kind", "all"]
+)
 def test_kernels_compile_for_an_h100(which, tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.backends.torch.triton.compile_kernels", *which]

@@ -1,11 +1,19 @@
-"""Tiles of attention where a device's shared memory is small. What kernels take of it was read off them as compiled (`compile_kernels`)."""
+"""Tiles of attention where a device's shared memory is small. What kernels take of it was read off
+them as compiled (`compile_kernels`).
+"""
 
 import pytest
 import torch
 
 from octavo.backends.torch.triton import attention, tuning
 from octavo.backends.torch.triton.attention import TritonAttention
-from octavo.backends.torch.triton.fit import LEAST, attention_bytes, fitted, fitted_rows, shared_bytes
+from octavo.backends.torch.triton.fit import (
+    LEAST,
+    attention_bytes,
+    fitted,
+    fitted_rows,
+    shared_bytes,
+)
 from octavo.backends.torch.triton.tuning import Row, tuned
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
@@ -26,7 +34,9 @@ COMPILED = [
     (64, 64, (576, 512), 2, 144),
     (16, 64, (576, 512), 2, 84),
 ]
-"""BLOCK_M, BLOCK_N, columns of keys and values, bytes of a number; KiB of shared memory as compiled."""
+"""BLOCK_M, BLOCK_N, columns of keys and values, bytes of a number; KiB of shared memory as
+compiled.
+"""
 
 WIDTHS = [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512)]
 
@@ -48,11 +58,19 @@ def test_tiles_for_any_device_fit_on_every_gpu_or_are_refused_by_name(gpu, kerne
             found = fitted(base, widths, itemsize, most, keep_rows=kernel != "prefill_attention")
         except BackendUnavailable as error:
             assert attention_bytes(LEAST, LEAST, widths, itemsize) > most or base["BLOCK_M"] > LEAST
-            assert f"keys {widths[0]} wide (values {widths[1]}) take" in error.message and f"the device has {most}" in error.message
-            assert widths[0] == 576 and (itemsize == 4 or gpu == "T4"), "only latents are too wide for a GPU"
+            assert (
+                f"keys {widths[0]} wide (values {widths[1]}) take" in error.message
+                and f"the device has {most}" in error.message
+            )
+            assert widths[0] == 576 and (itemsize == 4 or gpu == "T4"), (
+                "only latents are too wide for a GPU"
+            )
         else:
             assert attention_bytes(found["BLOCK_M"], found["BLOCK_N"], widths, itemsize) <= most
-            assert min(found["BLOCK_M"], found["BLOCK_N"]) >= LEAST and found["num_warps"] == launch["num_warps"]
+            assert (
+                min(found["BLOCK_M"], found["BLOCK_N"]) >= LEAST
+                and found["num_warps"] == launch["num_warps"]
+            )
 
 
 def test_what_fits_stays_as_it_is():
@@ -67,13 +85,19 @@ def test_small_tiles_compute_the_same(fixed_tiles, monkeypatch):
     rows = tuple(Row(**{**row, "device": "*"}) for row in ROWS)
     monkeypatch.setattr(tuning, "table", lambda: rows)
     tuning._best.cache_clear()
-    case = Case(heads=8, kv_heads=2, k_width=192, v_width=128, requests=((1, 300), (40, 290), (1, 17)))
+    case = Case(
+        heads=8, kv_heads=2, k_width=192, v_width=128, requests=((1, 300), (40, 290), (1, 17))
+    )
     small = TritonAttention(torch.device("cpu"), fixed_tiles=fixed_tiles, shared_bytes=GPUS["T4"])
-    decode, shared = (small._tile(kernel, case.call) for kernel in ("decode_attention", small._shared_kernel))
+    decode, shared = (
+        small._tile(kernel, case.call) for kernel in ("decode_attention", small._shared_kernel)
+    )
     rows_a_run = small._rows_a_run(192, 128, 4)
     found = case.live(small.attend(case.call))
     tuning._best.cache_clear()
-    assert decode["BLOCK_M"] == 16 and decode["BLOCK_N"] < 64 and rows_a_run * 4 == shared["BLOCK_M"]
+    assert (
+        decode["BLOCK_M"] == 16 and decode["BLOCK_N"] < 64 and rows_a_run * 4 == shared["BLOCK_M"]
+    )
     torch.testing.assert_close(found, case.wanted(), rtol=2e-5, atol=2e-5)
 
 
@@ -93,15 +117,31 @@ def test_what_was_measured_on_a_device_is_not_touched(monkeypatch):
 
 
 LATENT = ops.MlaAttention(
-    Value("q", "tokens", 2048), Value("r", "tokens", 1024), Value("o", "tokens", 2048), Weight("w", (4096, 512)), "latent", 0,
-    num_heads=16, nope_width=128, rope_width=64, latent_width=512, v_width=128, scale=1.0,
-)  # fmt: skip
+    Value("q", "tokens", 2048),
+    Value("r", "tokens", 1024),
+    Value("o", "tokens", 2048),
+    Weight("w", (4096, 512)),
+    "latent",
+    0,
+    num_heads=16,
+    nope_width=128,
+    rope_width=64,
+    latent_width=512,
+    v_width=128,
+    scale=1.0,
+)
 
 
-@pytest.mark.parametrize(("gpu", "kv", "fits"), [("L4", torch.float32, False), ("L4", torch.bfloat16, True), ("A100", torch.float32, True)])
+@pytest.mark.parametrize(
+    ("gpu", "kv", "fits"),
+    [("L4", torch.float32, False), ("L4", torch.bfloat16, True), ("A100", torch.float32, True)],
+)
 def test_what_fits_nowhere_is_refused_before_a_step(gpu, kv, fits):
     refused = TritonAttention(torch.device("cpu"), shared_bytes=GPUS[gpu]).refusal(LATENT, kv)
-    wanted = "Triton's smallest tiles of keys 576 wide (values 512) take 108544 bytes of shared memory, the device has 101376"
+    wanted = (
+        "Triton's smallest tiles of keys 576 wide (values 512) take 108544 bytes of shared memory,"
+        " the device has 101376"
+    )
     assert refused == (None if fits else wanted)
 
 

@@ -1,6 +1,8 @@
-"""Kernels of fixed tiles in place of rows computed alone: whole models, bitwise the same in chunks, alone and in company.
+"""Kernels of fixed tiles in place of rows computed alone: whole models, bitwise the same in chunks,
+alone and in company.
 
-In Triton's interpreter this holds of models whose widths are multiples of 16: PyTorch's loops over elements leave no tails there.
+In Triton's interpreter this holds of models whose widths are multiples of 16: PyTorch's loops over
+elements leave no tails there.
 """
 
 from dataclasses import replace
@@ -21,25 +23,43 @@ from tests.backends.torch.triton.device import DEVICE
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import tiny_model
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+pytestmark = (
+    pytest.mark.slow
+)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 torch.set_num_threads(1)
 
 EVEN = {
     "llama": {"hidden_size": 64, "intermediate_size": 96},
-    "qwen2_moe": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
 }
 
 
 def fixed_runner(path, load=None, dtype="auto", seed=0):
-    options = BackendOptions(num_threads=1, torch_kernels="triton", attention_backend="triton", batch_invariant=True, dtype=dtype)
-    runner = PagedRunner(path, TorchBackend(options, DEVICE.type), load=load, padding=seed, seed=seed)
+    options = BackendOptions(
+        num_threads=1,
+        torch_kernels="triton",
+        attention_backend="triton",
+        batch_invariant=True,
+        dtype=dtype,
+    )
+    runner = PagedRunner(
+        path, TorchBackend(options, DEVICE.type), load=load, padding=seed, seed=seed
+    )
     for prepared in runner.runnables.values():
         prepared._engine = replace(prepared._engine, rows_alone=False)
     return runner
 
 
-@pytest.mark.parametrize(("family", "dtype", "quantization"), [("llama", "bfloat16", None), ("qwen2_moe", "auto", "int4")])
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [("llama", "bfloat16", None), ("qwen2_moe", "auto", "int4")],
+)
 def test_rows_are_bitwise_the_same(family, dtype, quantization):
     path = tiny_model(family, **EVEN[family]).path
     checkpoint = open_checkpoint(path)
@@ -50,10 +70,16 @@ def test_rows_are_bitwise_the_same(family, dtype, quantization):
     np.testing.assert_array_equal(fixed_runner(path, load, dtype, seed=3).logits(ids, 17), whole)
     runner = fixed_runner(path, load, dtype, seed=2)
     mine, other = runner.add(ids), runner.add(ids[::-1].copy())
-    found = [runner.step([(other, at, at + 8), (mine, at, at + 8)])["logits"][8:] for at in range(0, 24, 8)]
+    found = [
+        runner.step([(other, at, at + 8), (mine, at, at + 8)])["logits"][8:]
+        for at in range(0, 24, 8)
+    ]
     np.testing.assert_array_equal(np.concatenate(found), whole)
     wanted = PagedRunner(path, load=load).logits(ids)
-    assert np.sqrt(np.mean((whole - wanted) ** 2)) < (0.06 if dtype == "bfloat16" else 3e-5) * abs(wanted).max()
+    assert (
+        np.sqrt(np.mean((whole - wanted) ** 2))
+        < (0.06 if dtype == "bfloat16" else 3e-5) * abs(wanted).max()
+    )
 
 
 class Attention:
@@ -61,8 +87,14 @@ class Attention:
 
 
 def test_when_the_kernels_suffice():
-    llama, latent = (build_programs(tiny_model(family).config)["decoder"] for family in ("llama", "deepseek_v3"))
-    fixed, cpu, cuda = TritonKernels(DEVICE, fixed_tiles=True), torch.device("cpu"), torch.device("cuda")
+    llama, latent = (
+        build_programs(tiny_model(family).config)["decoder"] for family in ("llama", "deepseek_v3")
+    )
+    fixed, cpu, cuda = (
+        TritonKernels(DEVICE, fixed_tiles=True),
+        torch.device("cpu"),
+        torch.device("cuda"),
+    )
     assert kernels_suffice(llama, fixed, Attention(), cuda)
     assert not kernels_suffice(llama, fixed, Attention(), cpu)
     assert not kernels_suffice(latent, fixed, Attention(), cuda)

@@ -29,21 +29,32 @@ def test_by_device(monkeypatch):
 def test_a_cpu_without_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert choose_kernels("auto", CPU).name == "plain"
-    with pytest.raises(BackendUnavailable, match="torch_kernels: got 'triton', but Triton has no kernels for the device cpu") as raised:
+    with pytest.raises(
+        BackendUnavailable,
+        match="torch_kernels: got 'triton', but Triton has no kernels for the device cpu",
+    ) as raised:
         TorchBackend(BackendOptions(torch_kernels="triton"))
-    assert "--torch-kernels plain" in raised.value.hint and "TRITON_INTERPRET=1" in raised.value.hint
+    assert (
+        "--torch-kernels plain" in raised.value.hint and "TRITON_INTERPRET=1" in raised.value.hint
+    )
 
 
 def test_without_triton(monkeypatch):
     monkeypatch.setattr(triton_device.importlib.util, "find_spec", lambda name: None)
     assert choose_kernels("auto", CUDA).name == "plain"
-    with pytest.raises(BackendUnavailable, match="torch_kernels: got 'triton', but Triton is not installed"):
+    with pytest.raises(
+        BackendUnavailable, match="torch_kernels: got 'triton', but Triton is not installed"
+    ):
         choose_kernels("triton", CPU)
 
 
-@pytest.mark.parametrize(("family", "num_norms"), [("llama", 5), ("qwen2_moe", 5), ("gemma3_text", 7), ("gpt2", 4)])
+@pytest.mark.parametrize(
+    ("family", "num_norms"), [("llama", 5), ("qwen2_moe", 5), ("gemma3_text", 7), ("gpt2", 4)]
+)
 def test_norms_that_are_made_with_the_sum_before_them(family, num_norms):
-    """All but the first of the model, and the last, which only sampled rows take (gpt2: of gathered rows too)."""
+    """All but the first of the model, and the last, which only sampled rows take (gpt2: of gathered
+    rows too).
+    """
     program = fuse(build_programs(tiny_model(family).config)["decoder"])
     assert len(norms_ahead(program.ops)) == num_norms
 

@@ -1,4 +1,5 @@
-"""Whole models with Triton's kernels, in its interpreter, against the reference backend: plain and packed weights, chunks, padding.
+"""Whole models with Triton's kernels, in its interpreter, against the reference backend: plain and
+packed weights, chunks, padding.
 
 In fp32 within 3e-5 of the largest logit, as plain torch is.
 """
@@ -16,7 +17,9 @@ from tests.backends.torch.triton.device import DEVICE
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import tiny_model
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+pytestmark = (
+    pytest.mark.slow
+)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 torch.set_num_threads(1)
 
@@ -26,7 +29,12 @@ HALF_BOUND = 0.06
 
 def triton_runner(path, load=None, dtype="auto"):
     return PagedRunner(
-        path, TorchBackend(BackendOptions(num_threads=1, torch_kernels="triton", dtype=dtype), DEVICE.type), load=load, padding=2
+        path,
+        TorchBackend(
+            BackendOptions(num_threads=1, torch_kernels="triton", dtype=dtype), DEVICE.type
+        ),
+        load=load,
+        padding=2,
     )
 
 
@@ -56,17 +64,34 @@ def test_packed_weights(quantization):
     """Steps of up to 16 rows take the kernel, longer ones unpack."""
     path = tiny_model("llama", hidden_size=64, intermediate_size=96).path
     checkpoint = open_checkpoint(path)
-    load = WeightReader(checkpoint, "auto", quantization, build_programs(checkpoint.config)["decoder"]).load
+    load = WeightReader(
+        checkpoint, "auto", quantization, build_programs(checkpoint.config)["decoder"]
+    ).load
     ids = np.random.default_rng(1).integers(0, 320, 28)
     wanted = PagedRunner(path, load=load).logits(ids)
     for chunk in (9, 28):
-        np.testing.assert_allclose(triton_runner(path, load).logits(ids, chunk), wanted, rtol=0, atol=BOUND * abs(wanted).max())
+        np.testing.assert_allclose(
+            triton_runner(path, load).logits(ids, chunk),
+            wanted,
+            rtol=0,
+            atol=BOUND * abs(wanted).max(),
+        )
 
 
 def test_packed_experts():
-    path = tiny_model("qwen2_moe", hidden_size=64, intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=64).path
+    path = tiny_model(
+        "qwen2_moe",
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    ).path
     checkpoint = open_checkpoint(path)
-    load = WeightReader(checkpoint, "auto", "int4", build_programs(checkpoint.config)["decoder"]).load
+    load = WeightReader(
+        checkpoint, "auto", "int4", build_programs(checkpoint.config)["decoder"]
+    ).load
     ids = np.random.default_rng(1).integers(0, 264, 16)
     wanted = PagedRunner(path, load=load).logits(ids)
-    np.testing.assert_allclose(triton_runner(path, load).logits(ids), wanted, rtol=0, atol=BOUND * abs(wanted).max())
+    np.testing.assert_allclose(
+        triton_runner(path, load).logits(ids), wanted, rtol=0, atol=BOUND * abs(wanted).max()
+    )

@@ -7,7 +7,9 @@ import triton.language as tl
 
 from octavo.backends.torch.triton.device import is_interpreted
 
-pytestmark = pytest.mark.skipif(not is_interpreted(), reason="only Triton's interpreter looks at every lane; a GPU does not")
+pytestmark = pytest.mark.skipif(
+    not is_interpreted(), reason="only Triton's interpreter looks at every lane; a GPU does not"
+)
 
 
 @triton.jit
@@ -18,7 +20,12 @@ def copy_kernel(x, out, read, written, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize(
     ("read", "written", "fault"),
-    [(5, 5, None), (0, 0, None), (6, 5, "1 of 6 lanes read outside of the launch's tensors"), (5, 8, "3 of 8 lanes write outside")],
+    [
+        (5, 5, None),
+        (0, 0, None),
+        (6, 5, "1 of 6 lanes read outside of the launch's tensors"),
+        (5, 8, "3 of 8 lanes write outside"),
+    ],
 )
 @pytest.mark.parametrize("offset", [0, 3])
 def test_lanes_past_the_end(read, written, fault, offset):

@@ -1,6 +1,8 @@
-"""Whole tiny models with Triton's attention and KV writes against the reference, and what of them can be chosen, captured and refused.
+"""Whole tiny models with Triton's attention and KV writes against the reference, and what of them
+can be chosen, captured and refused.
 
-In fp32 within 3e-5 of the largest logit; chunks and padding as in the other tests of the torch backend.
+In fp32 within 3e-5 of the largest logit; chunks and padding as in the other tests of the torch
+backend.
 """
 
 import logging
@@ -45,7 +47,9 @@ def assert_close(found, wanted, bound=3e-5):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=bound * abs(wanted).max())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2"]
+)
 def test_families_in_chunks_beside_padding(family):
     tiny = tiny_model(family)
     ids = tokens(tiny, 75)
@@ -60,8 +64,15 @@ def test_caches_of_fewer_bits(kv):
     """The same bytes as plain torch writes, and what both read of them."""
     tiny = tiny_model("llama")
     ids = tokens(tiny, 60)
-    plain = PagedRunner(tiny.path, TorchBackend(BackendOptions(num_threads=1, attention_backend="sdpa", kv_cache_dtype=kv)))
-    assert_close(PagedRunner(tiny.path, backend(kv_cache_dtype=kv)).logits(ids, 23), plain.logits(ids, 23), 2e-3)
+    plain = PagedRunner(
+        tiny.path,
+        TorchBackend(BackendOptions(num_threads=1, attention_backend="sdpa", kv_cache_dtype=kv)),
+    )
+    assert_close(
+        PagedRunner(tiny.path, backend(kv_cache_dtype=kv)).logits(ids, 23),
+        plain.logits(ids, 23),
+        2e-3,
+    )
 
 
 def test_a_long_context_and_requests_together():
@@ -72,18 +83,31 @@ def test_a_long_context_and_requests_together():
     for each in (runner, truth):
         requests = [each.add(row) for row in ids]
         each.step([(request, 0, len(row) - 2) for request, row in zip(requests, ids, strict=True)])
-        first = each.step([(request, len(row) - 2, len(row) - 1) for request, row in zip(requests, ids, strict=True)])["logits"]
-        made.append(np.concatenate([first, each.step([(requests[0], 529, 530), (requests[1], 268, 270)])["logits"]]))
+        first = each.step(
+            [
+                (request, len(row) - 2, len(row) - 1)
+                for request, row in zip(requests, ids, strict=True)
+            ]
+        )["logits"]
+        made.append(
+            np.concatenate(
+                [first, each.step([(requests[0], 529, 530), (requests[1], 268, 270)])["logits"]]
+            )
+        )
     assert_close(*made)
 
 
 def test_encoder_and_decoder():
     path = tiny_model("t5").path
-    assert_close(t5_logits(PagedRunner(path, backend(), padding=3), 7), t5_logits(PagedRunner(path)))
+    assert_close(
+        t5_logits(PagedRunner(path, backend(), padding=3), 7), t5_logits(PagedRunner(path))
+    )
 
 
 def test_requests_that_begin_alike_share_reads_in_captured_steps():
-    """A step of 4 and of 3 requests, filled up to a captured size of 4: what they share is theirs, not that of the captured step."""
+    """A step of 4 and of 3 requests, filled up to a captured size of 4: what they share is theirs,
+    not that of the captured step.
+    """
     tiny = tiny_model("llama", num_hidden_layers=2)
     shared, width = tokens(tiny, 256), 20
     made = []
@@ -98,7 +122,10 @@ def test_requests_that_begin_alike_share_reads_in_captured_steps():
         if capture:
             record = Recorder()
             runner.runnables["decoder"].capture(runner.kv, (4,), width, record)
-        steps = [[(request, 260, 261) for request in requests], [(request, 261, 262) for request in requests[1:]]]
+        steps = [
+            [(request, 260, 261) for request in requests],
+            [(request, 261, 262) for request in requests[1:]],
+        ]
         made.append(np.concatenate([runner.step(step)["logits"] for step in steps]))
     assert record.graphs[0].replays == 2
     assert_close(*made, 1e-5)
@@ -112,12 +139,14 @@ def test_what_states_of_splits_take():
     assert kernels.graph_bytes(program, 10**6, 10**6) == MOST_STATE_BYTES
 
 
-# -- who is chosen ---------------------------------------------------------------------------------------------------------------
+# -- who is chosen ---------------------------------------------------------------------------------
 
 
 def test_auto_is_sdpa_on_a_cpu():
     assert [choice.name for choice in choose_attention(BackendOptions(), CPU)] == ["sdpa"]
-    assert [choice.name for choice in choose_attention(BackendOptions(attention_backend="triton"), CPU)] == ["triton"]
+    assert [
+        choice.name for choice in choose_attention(BackendOptions(attention_backend="triton"), CPU)
+    ] == ["triton"]
 
 
 def test_whose_numbers_they_are_is_part_of_what_a_stored_cache_depends_on():
@@ -127,7 +156,10 @@ def test_whose_numbers_they_are_is_part_of_what_a_stored_cache_depends_on():
 
 def test_without_the_interpreter_a_cpu_refuses(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(BackendUnavailable, match="attention_backend: got 'triton', but Triton has no kernels for the device cpu") as caught:
+    with pytest.raises(
+        BackendUnavailable,
+        match="attention_backend: got 'triton', but Triton has no kernels for the device cpu",
+    ) as caught:
         backend()
     assert "TRITON_INTERPRET=1" in caught.value.hint
 
@@ -142,25 +174,48 @@ def test_without_triton_the_message_says_how_to_get_it(monkeypatch):
 def test_torch_runs_without_importing_triton():
     code = "import sys, octavo.backends.torch.backend; print('triton' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert made.stdout.strip() == "False"
 
 
 def expanded():
     """A Program whose latent attention makes keys and values of each head."""
-    nope, rope, out = Value("nope", "tokens", 16), Value("rope", "tokens", 8), Value("out", "tokens", 12)
-    op = ops.MlaAttention(nope, rope, out, Weight("up", (28, 10)), "latent", 0, 2, 8, 4, 10, 6, 1.0, "expanded")
-    return Program("decoder", {"hidden": nope}, {"hidden": out}, (op,), (CacheGroup("latent", "latent", 1, 1, 14, 0),))
+    nope, rope, out = (
+        Value("nope", "tokens", 16),
+        Value("rope", "tokens", 8),
+        Value("out", "tokens", 12),
+    )
+    op = ops.MlaAttention(
+        nope, rope, out, Weight("up", (28, 10)), "latent", 0, 2, 8, 4, 10, 6, 1.0, "expanded"
+    )
+    return Program(
+        "decoder",
+        {"hidden": nope},
+        {"hidden": out},
+        (op,),
+        (CacheGroup("latent", "latent", 1, 1, 14, 0),),
+    )
 
 
 def test_what_its_kernels_do_not_take_is_refused_by_name_or_goes_to_another_which_is_logged(caplog):
-    triton, sdpa = (choose_attention(BackendOptions(attention_backend=name), CPU)[0] for name in ("triton", "sdpa"))
-    message = "cannot run attention with triton: expanded latent attention makes keys of its own, which no kernel reads"
+    triton, sdpa = (
+        choose_attention(BackendOptions(attention_backend=name), CPU)[0]
+        for name in ("triton", "sdpa")
+    )
+    message = (
+        "cannot run attention with triton: expanded latent attention makes keys of its own, which"
+        " no kernel reads"
+    )
     with pytest.raises(BackendUnavailable, match=message):
         takes_all((triton,), expanded(), torch.float32)
     with caplog.at_level(logging.WARNING):
         assert takes_all((triton, sdpa), expanded(), torch.float32) is sdpa
-    assert "attention of the decoder is computed with sdpa, for triton: expanded latent attention" in caplog.text
+    assert (
+        "attention of the decoder is computed with sdpa, for triton: expanded latent attention"
+        in caplog.text
+    )
     absorbed = replace(expanded(), ops=(replace(expanded().ops[0], form="absorbed"),))
     assert takes_all((triton, sdpa), absorbed, torch.float32) is triton
     with pytest.raises(BackendUnavailable, match="its kernels read no KV cache of float8_e4m3fn"):

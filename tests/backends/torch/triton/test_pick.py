@@ -1,4 +1,6 @@
-"""Triton's draw without a sort, in its interpreter, against the reference sampler: the same tokens wherever no tie lies within rounding."""
+"""Triton's draw without a sort, in its interpreter, against the reference sampler: the same tokens
+wherever no tie lies within rounding.
+"""
 
 import numpy as np
 import pytest
@@ -18,7 +20,10 @@ TRITON = TritonKernels(DEVICE)
 
 def sample_triton(logits, batch):
     wants = wants_of(batch, logits.shape[1])
-    inputs = {name: torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for name, array in draw_arrays(batch, wants).items()}
+    inputs = {
+        name: torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
+        for name, array in draw_arrays(batch, wants).items()
+    }
     return result_of([draw(torch.from_numpy(logits).to(DEVICE), inputs, wants, TRITON)])
 
 
@@ -27,7 +32,10 @@ def picked(z, weights, points, top_k=None, top_p=1.0):
     z, weights, points = (torch.from_numpy(array).to(DEVICE) for array in (z, weights, points))
     cuts = Cuts(None, None)
     if top_k is not None:
-        cuts = Cuts(torch.full((len(z),), top_k, dtype=torch.int32, device=DEVICE), torch.full((len(z),), top_p, device=DEVICE))
+        cuts = Cuts(
+            torch.full((len(z),), top_k, dtype=torch.int32, device=DEVICE),
+            torch.full((len(z),), top_p, device=DEVICE),
+        )
     return pick.pick(z, weights, points, cuts, device_name(DEVICE)).cpu().numpy()
 
 
@@ -37,7 +45,9 @@ def middles(weights):
     return (np.concatenate([[0], sums[:-1]]) + sums) / 2
 
 
-@pytest.mark.parametrize(("rows", "vocab", "seed"), [(1, 1, 1), (60, 5, 2), (65, 100, 3), (60, 1003, 4), (5, 49152, 5)])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "seed"), [(1, 1, 1), (60, 5, 2), (65, 100, 3), (60, 1003, 4), (5, 49152, 5)]
+)
 def test_random_batches(rows, vocab, seed):
     logits, batch, wanted, tokens = drawn(rows, vocab, seed)
     found = sample_triton(logits, batch)
@@ -57,7 +67,15 @@ def test_more_random_batches(seed):
 def drawing(rows, vocab, seed, **columns):
     """Every row draws, with these columns and no other wish."""
     batch = random_batch(rows, vocab, seed)
-    plain = {"temperatures": 1.0, "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0, "target_ids": -1, "num_logprobs": -1, "allowed": -1}
+    plain = {
+        "temperatures": 1.0,
+        "top_ks": 0,
+        "top_ps": 1.0,
+        "min_ps": 0.0,
+        "target_ids": -1,
+        "num_logprobs": -1,
+        "allowed": -1,
+    }
     for name, value in (plain | columns).items():
         getattr(batch, name)[:] = value
     batch.bias_starts[:], batch.history_starts[:] = 0, 0
@@ -89,7 +107,9 @@ def test_ties_go_by_id(levels, columns):
     logits = rng.integers(0, levels, (24, 37)).astype(np.float32)
     logits[3::4, 11:] = -np.inf
     batch = drawing(24, 37, 9, **columns)
-    np.testing.assert_array_equal(sample_triton(logits, batch).token_ids, sampling.sample(logits, batch).token_ids)
+    np.testing.assert_array_equal(
+        sample_triton(logits, batch).token_ids, sampling.sample(logits, batch).token_ids
+    )
 
 
 def test_what_is_kept_is_what_the_reference_keeps():
@@ -100,17 +120,23 @@ def test_what_is_kept_is_what_the_reference_keeps():
         weights = np.exp(z - z.max())
         kept = sampling._kept(z, weights, s, batch)
         rows = np.repeat(np.stack([z, weights])[:, None], len(kept), axis=1)
-        np.testing.assert_array_equal(picked(rows[0], rows[1], middles(weights[kept]), 20, 0.8), kept)
+        np.testing.assert_array_equal(
+            picked(rows[0], rows[1], middles(weights[kept]), 20, 0.8), kept
+        )
 
 
 def test_values_of_every_size_in_one_row():
     """Neighbours that differ in their last bit, and values hundreds apart."""
-    z = np.array([[0.0, 1e-300, 5e-324, -1e-16, -700.0, 1.0, np.nextafter(1.0, 2), -1e-3, 1.0, -744.0]])
+    z = np.array(
+        [[0.0, 1e-300, 5e-324, -1e-16, -700.0, 1.0, np.nextafter(1.0, 2), -1e-3, 1.0, -744.0]]
+    )
     weights = np.exp(z - z.max())
     order = np.argsort(-z[0], kind="stable")
     for k in range(1, 11):
         kept = np.sort(order[:k])
-        found = picked(np.repeat(z, k, axis=0), np.repeat(weights, k, axis=0), middles(weights[0, kept]), k)
+        found = picked(
+            np.repeat(z, k, axis=0), np.repeat(weights, k, axis=0), middles(weights[0, kept]), k
+        )
         assert set(found.tolist()) <= set(kept.tolist())
         large = weights[0, kept] > 1e-12
         np.testing.assert_array_equal(found[large], kept[large])
@@ -121,7 +147,9 @@ def test_a_row_draws_the_same_in_any_company():
     logits, batch, _, _ = drawn(60, 1003, 4)
     whole, order = sample_triton(logits, batch), np.array([40, 3, 17, 9, 2, 58])
     assert whole.failed[9]
-    np.testing.assert_array_equal(sample_triton(logits[order], taken(batch, order)).token_ids, whole.token_ids[order])
+    np.testing.assert_array_equal(
+        sample_triton(logits[order], taken(batch, order)).token_ids, whole.token_ids[order]
+    )
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-5, 1e4])
@@ -129,12 +157,18 @@ def test_extreme_temperatures(temperature):
     logits, batch = random_logits(6, 50, 3), random_batch(6, 50, 3)
     batch.temperatures[:], batch.target_ids[:] = temperature, -1
     with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(sample_triton(logits, batch).token_ids, sampling.sample(logits, batch).token_ids)
+        np.testing.assert_array_equal(
+            sample_triton(logits, batch).token_ids, sampling.sample(logits, batch).token_ids
+        )
 
 
 def test_rows_without_weights_and_no_rows():
     z, weights = np.full((2, 7), -np.inf), np.zeros((2, 7))
-    assert picked(z, weights, np.zeros(2)).tolist() == picked(z, weights, np.zeros(2), 3).tolist() == [0, 0]
+    assert (
+        picked(z, weights, np.zeros(2)).tolist()
+        == picked(z, weights, np.zeros(2), 3).tolist()
+        == [0, 0]
+    )
     assert picked(z[:0], weights[:0], np.zeros(0)).shape == (0,)
 
 
@@ -148,4 +182,6 @@ def test_plain_draws_the_same():
         torch.from_numpy(rng.random(40).astype(np.float32)).to(DEVICE),
     )
     for cuts in (Cuts(ks, ps), Cuts(None, None)):
-        assert torch.equal(PlainKernels().pick(z, weights, points, cuts), TRITON.pick(z, weights, points, cuts))
+        assert torch.equal(
+            PlainKernels().pick(z, weights, points, cuts), TRITON.pick(z, weights, points, cuts)
+        )

@@ -1,7 +1,7 @@
 """Triton's products with packed weights and of experts, in its interpreter.
 
-What is unpacked is bit for bit the packed weight's floats; sums lie within rounding of the product in float64; a row is bitwise the same
-alone, among others, and beside rows of NaN.
+What is unpacked is bit for bit the packed weight's floats; sums lie within rounding of the product
+in float64; a row is bitwise the same alone, among others, and beside rows of NaN.
 """
 
 import numpy as np
@@ -19,7 +19,9 @@ from octavo.quant.packed import PackedWeight
 from tests.backends.torch.triton.device import DEVICE
 from tests.backends.torch.triton.packed_weights import kinds, uncarried
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+pytestmark = (
+    pytest.mark.slow
+)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 PLAIN, TRITON = PlainKernels(), TritonKernels(DEVICE)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,12 +74,23 @@ def test_what_is_unpacked_is_the_weight_bit_for_bit(kind, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("kind", "rows"), [("Q4_0", 1), ("Q4_K", 16), ("Q6_K", 3), ("pairs", 7), ("int8, odd width", 5), ("int4, narrow", 2)]
+    ("kind", "rows"),
+    [
+        ("Q4_0", 1),
+        ("Q4_K", 16),
+        ("Q6_K", 3),
+        ("pairs", 7),
+        ("int8, odd width", 5),
+        ("int4, narrow", 2),
+    ],
 )
 def test_products_merged_with_a_bias(kind, rows, dtype):
     packed = kinds()[kind]
     parts = (on_device(packed), on_device(packed.rows(slice(5, 38))))
-    x, bias = drawn(rows, packed.shape[1] + 9, dtype=DTYPES[dtype])[:, 4 : 4 + packed.shape[1]], drawn(103, dtype=DTYPES[dtype])
+    x, bias = (
+        drawn(rows, packed.shape[1] + 9, dtype=DTYPES[dtype])[:, 4 : 4 + packed.shape[1]],
+        drawn(103, dtype=DTYPES[dtype]),
+    )
     product = Product(parts, bias)
     assert packed_linear.carries(x, product)
     floats = torch.cat([part.floats(x.dtype) for part in parts])
@@ -92,7 +105,10 @@ def test_splits_of_the_inputs(kind, splits):
     x = drawn(4, 512)
     for row_bytes in (16, 64, 256):
         assert_product(
-            multiplied(x, on_device(packed), tiles_of(16, row_bytes, splits)), x, torch.from_numpy(packed.dequantize()).to(DEVICE), "fp32"
+            multiplied(x, on_device(packed), tiles_of(16, row_bytes, splits)),
+            x,
+            torch.from_numpy(packed.dequantize()).to(DEVICE),
+            "fp32",
         )
 
 
@@ -116,9 +132,14 @@ FIXED = TritonKernels(DEVICE, fixed_tiles=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Q4_K", *uncarried()])
 def test_fixed_tiles_take_any_number_of_rows_and_every_weight(kind, dtype):
-    """Plain floats by the kernel, what it does not carry row by row: bitwise the same in any company."""
+    """Plain floats by the kernel, what it does not carry row by row: bitwise the same in any
+    company.
+    """
     weight = on_device((kinds() | uncarried())[kind], DTYPES[dtype])
-    x, product = drawn(37, 256, dtype=DTYPES[dtype]), Product((weight,), drawn(70, dtype=DTYPES[dtype]))
+    x, product = (
+        drawn(37, 256, dtype=DTYPES[dtype]),
+        Product((weight,), drawn(70, dtype=DTYPES[dtype])),
+    )
     whole = FIXED.product(x, product)
     assert_product(whole, x, weight.floats(x.dtype), dtype, product.bias.double())
     x[1::4] = torch.nan
@@ -130,7 +151,10 @@ def test_fixed_tiles_take_any_number_of_rows_and_every_weight(kind, dtype):
 def test_fixed_tiles_of_experts_norms_and_sums():
     matrix, x = on_device(PackedWeight.plain(drawn(2, 24, 64).cpu().numpy())), drawn(90, 128)
     experts, how = experts_of(90, 2), Norm(drawn(128), 1e-5)
-    assert FIXED.rows_of_experts(experts, 2).tile_rows == 16 and TRITON.rows_of_experts(experts, 2).tile_rows == 64
+    assert (
+        FIXED.rows_of_experts(experts, 2).tile_rows == 16
+        and TRITON.rows_of_experts(experts, 2).tile_rows == 64
+    )
 
     def grouped(x, ids):
         return FIXED.grouped(x, FIXED.rows_of_experts(ids, 2), matrix, None)
@@ -169,7 +193,9 @@ def test_more_rows_in_larger_tiles(rows, dtype):
 def test_what_the_kernels_do_not_carry_is_multiplied_plainly(kind):
     weight = on_device(uncarried()[kind])
     x, product = drawn(3, 256), Product((weight,), None)
-    assert not packed_linear.carries(x, product) or (weight.is_plain and not packed_linear.gains(x, product))
+    assert not packed_linear.carries(x, product) or (
+        weight.is_plain and not packed_linear.gains(x, product)
+    )
     assert torch.equal(TRITON.product(x, product), PLAIN.product(x, product))
     carried = Product((on_device(kinds()["Q4_0"]),), None)
     assert packed_linear.carries(drawn(16, 256), carried)
@@ -187,11 +213,20 @@ def experts_of(rows, num_experts, seed=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "num_experts", "tile_rows"), [(1, 4, 16), (8, 3, 16), (70, 5, 16), (150, 2, 64), (9, 40, 64)])
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "tile_rows"),
+    [(1, 4, 16), (8, 3, 16), (70, 5, 16), (150, 2, 64), (9, 40, 64)],
+)
 def test_experts_with_plain_weights(rows, num_experts, tile_rows, dtype):
     matrix = on_device(PackedWeight.plain(drawn(num_experts, 70, 100).cpu().numpy()), DTYPES[dtype])
-    x, experts, bias = drawn(rows, 100, dtype=DTYPES[dtype]), experts_of(rows, num_experts), drawn(num_experts, 70, seed=3)
-    found = grouped_linear.grouped_product(x, ExpertRows.of(experts, num_experts, tile_rows), matrix, bias, device_name(DEVICE))
+    x, experts, bias = (
+        drawn(rows, 100, dtype=DTYPES[dtype]),
+        experts_of(rows, num_experts),
+        drawn(num_experts, 70, seed=3),
+    )
+    found = grouped_linear.grouped_product(
+        x, ExpertRows.of(experts, num_experts, tile_rows), matrix, bias, device_name(DEVICE)
+    )
     wanted = torch.einsum("ri,roi->ro", x.double(), matrix.codes[experts].double()) + bias[experts]
     assert (found.double() - wanted).abs().max() <= ROUNDING[dtype] * wanted.abs().max()
 
@@ -202,7 +237,11 @@ def test_experts_with_packed_weights(kind):
     matrix, x, experts = on_device(packed), drawn(21, packed.shape[2]), experts_of(21, 3)
     assert grouped_linear.carries(x, matrix)
     found = TRITON.grouped(x, TRITON.rows_of_experts(experts, 3), matrix, None)
-    wanted = np.einsum("ri,roi->ro", x.cpu().numpy().astype(np.float64), packed.dequantize()[experts.cpu()].astype(np.float64))
+    wanted = np.einsum(
+        "ri,roi->ro",
+        x.cpu().numpy().astype(np.float64),
+        packed.dequantize()[experts.cpu()].astype(np.float64),
+    )
     np.testing.assert_allclose(found.cpu(), wanted, rtol=0, atol=2e-6 * abs(wanted).max())
 
 
@@ -212,7 +251,9 @@ def test_an_expert_s_row_is_the_same_in_any_company(dtype):
     x, experts = drawn(60, 130, dtype=DTYPES[dtype]), experts_of(60, 4)
 
     def product(rows):
-        return grouped_linear.grouped_product(x[rows], ExpertRows.of(experts[rows], 4, 16), matrix, None, device_name(DEVICE))
+        return grouped_linear.grouped_product(
+            x[rows], ExpertRows.of(experts[rows], 4, 16), matrix, None, device_name(DEVICE)
+        )
 
     whole = product(torch.arange(60))
     x[1::4] = torch.nan
@@ -222,12 +263,17 @@ def test_an_expert_s_row_is_the_same_in_any_company(dtype):
 
 
 def test_the_tiles_of_experts():
-    """Each row once, one expert a tile, in order; as many tiles as there may be, the last ones empty."""
+    """Each row once, one expert a tile, in order; as many tiles as there may be, the last ones
+    empty.
+    """
     experts = torch.tensor([2, 0, 2, 2, 5, 2, 0])
     rows = ExpertRows.of(experts, 6, 2)
     assert rows.order.tolist() == [1, 6, 0, 2, 3, 5, 4]
     assert len(rows.tile_experts) == 6 and rows.tile_experts.tolist() == [0, 2, 2, 5, 6, 6]
-    assert [rows.order[a:b].tolist() for a, b in zip(rows.tile_starts[:4], rows.tile_stops[:4], strict=True)] == [
+    assert [
+        rows.order[a:b].tolist()
+        for a, b in zip(rows.tile_starts[:4], rows.tile_stops[:4], strict=True)
+    ] == [
         [1, 6],
         [0, 2],
         [3, 5],
@@ -239,7 +285,11 @@ def test_the_tiles_of_experts():
 def test_experts_that_the_kernel_does_not_carry_are_multiplied_plainly():
     matrix = on_device(PackedWeight.plain(drawn(3, 8, 16).cpu().numpy()))
     x, experts = drawn(12, 32)[:, ::2], experts_of(12, 3)
-    assert not grouped_linear.carries(x, matrix) and not grouped_linear.carries(x.contiguous().bfloat16(), matrix)
+    assert not grouped_linear.carries(x, matrix) and not grouped_linear.carries(
+        x.contiguous().bfloat16(), matrix
+    )
     wanted = PLAIN.grouped(x, experts, matrix, None)
     assert torch.equal(TRITON.grouped(x, TRITON.rows_of_experts(experts, 3), matrix, None), wanted)
-    assert TRITON.grouped(x[:0].contiguous(), TRITON.rows_of_experts(experts[:0], 3), matrix, None).shape == (0, 8)
+    assert TRITON.grouped(
+        x[:0].contiguous(), TRITON.rows_of_experts(experts[:0], 3), matrix, None
+    ).shape == (0, 8)

@@ -1,5 +1,6 @@
-"""Rope and KV write as one kernel: the bytes that the ops leave one by one. In the interpreter bit for bit; a GPU fuses a product and a
-sum, so there within a rounding of the step's dtype. And which ops are found to be one.
+"""Rope and KV write as one kernel: the bytes that the ops leave one by one. In the interpreter bit
+for bit; a GPU fuses a product and a sum, so there within a rounding of the step's dtype. And which
+ops are found to be one.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from octavo.program import ops
 from octavo.program.program import Value
 from tests.backends.torch.triton.attention_case import DEVICE
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+pytestmark = (
+    pytest.mark.slow
+)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 TABLE = ops.RopeTable((1.0, 0.5))
 STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -36,29 +39,47 @@ class Case:
 
     @cached_property
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Rows as parts of one array, the way a merged product gives them; the last row is NaN and has no slot."""
+        """Rows as parts of one array, the way a merged product gives them; the last row is NaN and
+        has no slot.
+        """
         generator = torch.Generator().manual_seed(0)
         widths = [self.heads * self.width, self.kv_heads * self.width, self.kv_heads * self.v_width]
         rows = torch.randn((self.rows, sum(widths)), generator=generator)
         rows[-1] = torch.nan
         q, k, v = torch.split(rows.to(self.dtype).to(DEVICE), widths, dim=1)
-        angles = torch.randn((self.rows, self.rotary_dim // 2), generator=generator, dtype=torch.float64) * 7
+        angles = (
+            torch.randn((self.rows, self.rotary_dim // 2), generator=generator, dtype=torch.float64)
+            * 7
+        )
         slots = torch.randperm(48, generator=generator)[: self.rows]
         slots[-1] = -1
         heads = {"q": (q, self.heads), "k": (k, self.kv_heads), "v": (v, self.kv_heads)}
         made = {name: part.view(self.rows, count, -1) for name, (part, count) in heads.items()}
-        return made | {"cos": angles.cos().float().to(DEVICE), "sin": angles.sin().float().to(DEVICE), "slots": slots.to(DEVICE)}
+        return made | {
+            "cos": angles.cos().float().to(DEVICE),
+            "sin": angles.sin().float().to(DEVICE),
+            "slots": slots.to(DEVICE),
+        }
 
     def stored(self, width: int) -> Stored:
         shape = (3, 16, self.kv_heads)
-        scales = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) if self.kv == torch.int8 else None
+        scales = (
+            torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+            if self.kv == torch.int8
+            else None
+        )
         return Stored(torch.zeros((*shape, width), dtype=self.kv, device=DEVICE), scales)
 
     def call(self) -> RopeWriteCall:
         x, out = Value("x", "tokens", 1), Value("out", "tokens", 1)
         turn = (self.heads, self.width, self.rotary_dim, self.rotary_start, TABLE, self.style)
         op = RopeWrite(x, x, x, out, "kv", 0, *turn)
-        return RopeWriteCall(op=op, k_stored=self.stored(self.width), v_stored=self.stored(self.v_width), **self.numbers)
+        return RopeWriteCall(
+            op=op,
+            k_stored=self.stored(self.width),
+            v_stored=self.stored(self.v_width),
+            **self.numbers,
+        )
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         """As `row_ops.rope` does it."""
@@ -66,7 +87,11 @@ class Case:
         part = x[..., self.rotary_start : self.rotary_start + self.rotary_dim].float()
         a, b = part.chunk(2, dim=-1) if self.style == "half" else (part[..., 0::2], part[..., 1::2])
         first, second = a * cos - b * sin, b * cos + a * sin
-        both = torch.cat([first, second], dim=-1) if self.style == "half" else torch.stack([first, second], dim=-1).flatten(-2)
+        both = (
+            torch.cat([first, second], dim=-1)
+            if self.style == "half"
+            else torch.stack([first, second], dim=-1).flatten(-2)
+        )
         out = x.clone()
         out[..., self.rotary_start : self.rotary_start + self.rotary_dim] = both.to(x.dtype)
         return out
@@ -76,13 +101,19 @@ CASES = {
     "whole heads": Case(),
     "interleaved": Case(style="interleaved", width=80, v_width=80, rotary_dim=80),
     "a part of each head": Case(width=40, rotary_dim=16),
-    "a part in the middle, interleaved": Case(width=20, v_width=7, rotary_dim=8, rotary_start=6, style="interleaved"),
+    "a part in the middle, interleaved": Case(
+        width=20, v_width=7, rotary_dim=8, rotary_start=6, style="interleaved"
+    ),
     "odd widths, one kv head": Case(heads=5, kv_heads=1, width=7, v_width=13, rotary_dim=6),
     "192 and 128": Case(width=192, v_width=128, rotary_dim=192),
     "many rows": Case(rows=40),
     "padding alone": Case(rows=1),
 }
-TYPES = [(dtype, kv) for dtype in STEP for kv in (torch.float32, torch.bfloat16, torch.float16, torch.int8)]
+TYPES = [
+    (dtype, kv)
+    for dtype in STEP
+    for kv in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+]
 
 
 def check(case):
@@ -92,11 +123,21 @@ def check(case):
     wanted.k_stored.write(wanted.slots[live], case.turned(wanted.k)[live])
     wanted.v_stored.write(wanted.slots[live], wanted.v[live])
     exact = DEVICE.type == "cpu"
-    tolerance = {"rtol": 0 if exact else STEP[case.dtype], "atol": 0 if exact else STEP[case.dtype], "equal_nan": True}
+    tolerance = {
+        "rtol": 0 if exact else STEP[case.dtype],
+        "atol": 0 if exact else STEP[case.dtype],
+        "equal_nan": True,
+    }
     torch.testing.assert_close(out, case.turned(wanted.q), **tolerance)
     for name in ("k_stored", "v_stored"):
-        for mine, its in zip(getattr(found, name).tensors, getattr(wanted, name).tensors, strict=True):
-            torch.testing.assert_close(mine, its, **(tolerance if exact or mine.dtype != torch.int8 else {"rtol": 0, "atol": 1}))
+        for mine, its in zip(
+            getattr(found, name).tensors, getattr(wanted, name).tensors, strict=True
+        ):
+            torch.testing.assert_close(
+                mine,
+                its,
+                **(tolerance if exact or mine.dtype != torch.int8 else {"rtol": 0, "atol": 1}),
+            )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,7 +150,9 @@ def test_types(dtype, kv):
     check(Case(dtype=dtype, kv=kv))
 
 
-@pytest.mark.parametrize("name", ["interleaved", "a part of each head", "a part in the middle, interleaved"])
+@pytest.mark.parametrize(
+    "name", ["interleaved", "a part of each head", "a part in the middle, interleaved"]
+)
 def test_int8_has_one_scale_for_all_parts_of_a_head(name):
     case = CASES[name]
     check(Case(**{**{f: getattr(case, f) for f in case.__dataclass_fields__}, "kv": torch.int8}))
@@ -134,7 +177,7 @@ def test_no_rows():
     assert TritonAttention(DEVICE).rope_write(empty.call()).shape == (0, 4, 24)
 
 
-# -- which ops are one -----------------------------------------------------------------------------------------------------------
+# -- which ops are one -----------------------------------------------------------------------------
 
 
 def values(*names):
@@ -151,14 +194,21 @@ def attention(q, out):
 
 def test_two_ropes_and_a_write_are_one():
     q, k, v, q_turned, k_turned, out = values("q", "k", "v", "q turned", "k turned", "out")
-    body = [rope(q, q_turned), rope(k, k_turned), ops.KvWrite((k_turned,), v, "kv", 3), attention(q_turned, out)]
+    body = [
+        rope(q, q_turned),
+        rope(k, k_turned),
+        ops.KvWrite((k_turned,), v, "kv", 3),
+        attention(q_turned, out),
+    ]
     one, last = with_rope_writes(body, {"out"})
     assert one == RopeWrite(q, k, v, q_turned, "kv", 3, 2, 4, 4, 0, TABLE, "half")
     assert last is body[-1]
 
 
 def test_what_is_read_by_others_or_turns_otherwise_stays():
-    q, k, v, q_turned, k_turned, out, more = values("q", "k", "v", "q turned", "k turned", "out", "more")
+    q, k, v, q_turned, k_turned, out, more = values(
+        "q", "k", "v", "q turned", "k turned", "out", "more"
+    )
     write, read = ops.KvWrite((k_turned,), v, "kv", 0), attention(q_turned, out)
     plain = [rope(q, q_turned), rope(k, k_turned), write, read]
     for body, kept in (

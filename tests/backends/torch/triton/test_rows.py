@@ -1,4 +1,6 @@
-"""Triton's norms and gates, in its interpreter, against plain torch: within an ulp of the dtype, each row bitwise the same alone."""
+"""Triton's norms and gates, in its interpreter, against plain torch: within an ulp of the dtype,
+each row bitwise the same alone.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ WIDTHS = [1, 64, 257]
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(
+        DEVICE, dtype
+    )
 
 
 def assert_close(found, wanted):
@@ -35,7 +39,11 @@ def norms(width):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", [name for name, _ in norms(1)])
 def test_norms_and_sums(kind, width, dtype):
-    a, b, how = drawn(7, width, dtype=dtype), drawn(7, width, dtype=dtype, seed=2), dict(norms(width))[kind]
+    a, b, how = (
+        drawn(7, width, dtype=dtype),
+        drawn(7, width, dtype=dtype, seed=2),
+        dict(norms(width))[kind],
+    )
     assert_close(norm.norm_rows(a, how), PLAIN.norm(a, how))
     total, normed = norm.add_norm_rows(a, b, how)
     wanted_total, wanted = PLAIN.add_norm(a, b, how)
@@ -73,18 +81,25 @@ def test_experts_rows_summed(num, width, dtype):
     assert_close(combine.combine_rows(x, weights), PLAIN.combined(x, weights))
     x[num:] = torch.nan
     assert torch.equal(TRITON.combined(x, weights)[0], TRITON.combined(x[:num], weights[:1])[0])
-    assert not combine.carries(x, weights.double()) and TRITON.combined(x[:0], weights[:0]).shape == (0, width)
+    assert not combine.carries(x, weights.double()) and TRITON.combined(
+        x[:0], weights[:0]
+    ).shape == (0, width)
 
 
 def test_what_a_row_is_does_not_depend_on_the_others():
     """Bitwise, whole rows of NaN and infinities beside them; a NaN stays one."""
     x, how, gate = drawn(6, 96), Norm(drawn(48), 1e-5, width=48), ops.Gate("silu", 7.0, 1.702, 1.0)
     x[1], x[3], x[4, 7] = torch.nan, torch.inf, torch.nan
-    for make in (lambda x: TRITON.norm(x, how), lambda x: TRITON.add_norm(x, x, Norm(how.weight.repeat(2), 1e-5))[1]):
+    for make in (
+        lambda x: TRITON.norm(x, how),
+        lambda x: TRITON.add_norm(x, x, Norm(how.weight.repeat(2), 1e-5))[1],
+    ):
         whole = make(x)
         assert whole[1].isnan().all() and whole[4].isnan().any()
         for row in (0, 2, 5):
-            assert torch.equal(make(x[row : row + 1])[0], whole[row]) and whole[row].isfinite().all()
+            assert (
+                torch.equal(make(x[row : row + 1])[0], whole[row]) and whole[row].isfinite().all()
+            )
     whole = TRITON.gated(x[:, :48], x[:, 48:], gate)
     assert whole[1].isnan().all() and whole[4, 7].isnan() and whole[4].isnan().sum() == 1
     assert torch.equal(TRITON.gated(x[2:3, :48], x[2:3, 48:], gate)[0], whole[2])
@@ -99,9 +114,15 @@ def test_no_rows():
 def test_what_the_kernels_do_not_carry_is_computed_plainly():
     x, turned = drawn(4, 8), drawn(8, 4).T
     how, tanh = Norm(drawn(8), 1e-5), ops.Gate("tanh")
-    assert not norm.carries(turned, how) and not act_mul.carries(x, x, tanh) and not act_mul.carries(x, turned, ops.Gate("silu"))
+    assert (
+        not norm.carries(turned, how)
+        and not act_mul.carries(x, x, tanh)
+        and not act_mul.carries(x, turned, ops.Gate("silu"))
+    )
     assert torch.equal(TRITON.norm(turned, how), PLAIN.norm(turned, how))
     assert torch.equal(TRITON.add_norm(x, turned, how)[1], PLAIN.add_norm(x, turned, how)[1])
     assert torch.equal(TRITON.gated(x, x, tanh), PLAIN.gated(x, x, tanh))
     wide = torch.zeros(1, norm.WIDEST + 1, device=DEVICE)
-    assert not norm.carries(wide, Norm(wide[0], 1e-5)) and norm.carries(wide, Norm(wide[0, :8], 1e-5, width=8))
+    assert not norm.carries(wide, Norm(wide[0], 1e-5)) and norm.carries(
+        wide, Norm(wide[0, :8], 1e-5, width=8)
+    )

@@ -1,6 +1,8 @@
-"""Splits that several requests share, read once by Triton's kernels: with fixed tiles the same bits as without, and right.
+"""Splits that several requests share, read once by Triton's kernels: with fixed tiles the same bits
+as without, and right.
 
-Ragged groups of sharers, those that share more among themselves, windows, several heads a KV head, int8.
+Ragged groups of sharers, those that share more among themselves, windows, several heads a KV head,
+int8.
 """
 
 from dataclasses import replace
@@ -9,16 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.backends.base import StepBatch
+from octavo.backends.batch import StepBatch
 from octavo.backends.torch.triton.attention import TritonAttention, kind_name
 from octavo.backends.torch.triton.shared_prefix import sharing_of
 from tests.backends.torch.triton.attention_case import DEVICE, Case
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+pytestmark = (
+    pytest.mark.slow
+)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 CONTEXTS = (600, 530, 830, 257, 520, 860, 300, 40, 513)
 LEADERS = {1: (0, 512), 2: (0, 512), 3: (0, 256), 5: (2, 768), 8: (7, 0), 4: (6, 256)}
-"""Of a request: which one it begins like, and for how many tokens. 2 and 5 have more in common than with 0; 4 and 6 are another group."""
+"""Of a request: which one it begins like, and for how many tokens. 2 and 5 have more in common than
+with 0; 4 and 6 are another group.
+"""
 
 
 def tables() -> np.ndarray:
@@ -32,7 +38,9 @@ def tables() -> np.ndarray:
 
 
 def batch(rows=(1,) * 9, contexts=CONTEXTS, block_tables=None) -> StepBatch:
-    positions = np.concatenate([np.arange(0), *(np.arange(n - count, n) for n, count in zip(contexts, rows, strict=True))])
+    positions = np.concatenate(
+        [np.arange(0), *(np.arange(n - count, n) for n, count in zip(contexts, rows, strict=True))]
+    )
     return StepBatch(
         token_ids=np.zeros(len(positions), np.int32),
         positions=positions[None].astype(np.int32),
@@ -60,15 +68,24 @@ def test_who_shares_what():
 def test_a_tile_has_room_for_so_many():
     same = np.tile(np.arange(40, dtype=np.int32), (7, 1))
     alike = batch((1,) * 7, (600,) * 7, same)
-    assert [len(slots) for slots, _ in runs(sharing_of(alike, 0, window=None, full=False, rows_a_run=3))] == [3, 3]
+    assert [
+        len(slots) for slots, _ in runs(sharing_of(alike, 0, window=None, full=False, rows_a_run=3))
+    ] == [3, 3]
     assert not runs(sharing_of(alike, 0, window=None, full=False, rows_a_run=1))
-    assert runs(sharing_of(alike, 0, window=None, full=False, rows_a_run=8)) == [(list(range(7)), 2)]
+    assert runs(sharing_of(alike, 0, window=None, full=False, rows_a_run=8)) == [
+        (list(range(7)), 2)
+    ]
 
 
 def test_who_does_not():
     two = batch((1, 3, 1) + (1,) * 6)
-    assert all(1 not in slots or 2 not in slots for slots, _ in runs(sharing_of(two, 0, window=None, full=False, rows_a_run=16)))
-    assert not runs(sharing_of(batch(), 0, window=200, full=False, rows_a_run=16)), "a window has passed the first keys"
+    assert all(
+        1 not in slots or 2 not in slots
+        for slots, _ in runs(sharing_of(two, 0, window=None, full=False, rows_a_run=16))
+    )
+    assert not runs(sharing_of(batch(), 0, window=200, full=False, rows_a_run=16)), (
+        "a window has passed the first keys"
+    )
     assert runs(sharing_of(batch(), 0, window=520, full=False, rows_a_run=16)) == [([4, 6], 1)]
     empty = batch((), (), np.zeros((0, 54), np.int32))
     assert not runs(sharing_of(empty, 0, window=None, full=False, rows_a_run=16))
@@ -78,7 +95,11 @@ def test_who_does_not():
 
 def test_shapes_of_a_captured_step_depend_on_its_requests_only():
     found = sharing_of(batch(), 0, window=None, full=False, rows_a_run=4).padded(4)
-    assert found.run_slots.shape == (4, 4) and found.run_splits.shape == (4,) and found.own_splits.shape == (9,)
+    assert (
+        found.run_slots.shape == (4, 4)
+        and found.run_splits.shape == (4,)
+        and found.own_splits.shape == (9,)
+    )
     assert runs(found)[0] == ([], 0)
 
 
@@ -95,19 +116,29 @@ SHAPES = {
 
 
 def shared_case(case: Case, rows=(1,) * 9):
-    """The case with block tables that begin alike; and its call, with and without who shares what."""
+    """The case with block tables that begin alike; and its call, with and without who shares
+    what."""
     case = replace(case, requests=tuple(zip(rows, CONTEXTS, strict=True)), pad=0)
     case.batch.block_tables[0] = tables()
     assert case.num_blocks > case.batch.block_tables.max()
     return case
 
 
-@pytest.mark.parametrize(("name", "rows"), [*((name, (1,) * 9) for name in SHAPES), ("full", (1, 1, 1, 2, 1, 1, 3, 1, 1))])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*((name, (1,) * 9) for name in SHAPES), ("full", (1, 1, 1, 2, 1, 1, 3, 1, 1))],
+)
 def test_read_together_is_bit_for_bit_what_it_is_one_by_one(name, rows):
     case = shared_case(SHAPES[name], rows)
     kernels = TritonAttention(DEVICE, fixed_tiles=True)
     alone = case.live(kernels.attend(case.call))
-    sharing = sharing_of(case.batch, 0, window=case.window, full=case.full, rows_a_run=16 // (case.heads // case.kv_heads))
+    sharing = sharing_of(
+        case.batch,
+        0,
+        window=case.window,
+        full=case.full,
+        rows_a_run=16 // (case.heads // case.kv_heads),
+    )
     assert len(sharing.run_slots), "somebody shares"
     together = case.live(kernels.attend(with_sharing(case, sharing)))
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
@@ -117,7 +148,9 @@ def test_read_together_is_bit_for_bit_what_it_is_one_by_one(name, rows):
 def with_sharing(case, sharing):
     name = kind_name(0, case.window, case.full)
     arrays = {"slots": sharing.run_slots, "splits": sharing.run_splits, "own": sharing.own_splits}
-    found = {f"{name}, {part}": torch.from_numpy(array).to(DEVICE) for part, array in arrays.items()}
+    found = {
+        f"{name}, {part}": torch.from_numpy(array).to(DEVICE) for part, array in arrays.items()
+    }
     return replace(case.call, inputs={**case.call.inputs, **found})
 
 

@@ -1,4 +1,6 @@
-"""The script that measures tiles, over tiny shapes: what it writes is a table that counts before the rows for any device."""
+"""The script that measures tiles, over tiny shapes: what it writes is a table that counts before
+the rows for any device.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +11,9 @@ from octavo.backends.torch.triton import tuning
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.tuning import Row, read, write
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+pytestmark = (
+    pytest.mark.slow
+)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
 
 SCRIPT = Path(__file__).parents[4] / "benchmarks" / "tune_triton.py"
 
@@ -26,15 +30,26 @@ def test_it_writes_rows_for_this_device(tmp_path, monkeypatch, capsys):
         "pick": {"BLOCK": (64, 128), "PIVOTS": (4,)},
     }
     monkeypatch.setattr(script, "CANDIDATES", small)
-    path, old = tmp_path / "tuned.json", Row("decode_attention", "*", {}, {"BLOCK_M": 16, "BLOCK_N": 64})
+    path, old = (
+        tmp_path / "tuned.json",
+        Row("decode_attention", "*", {}, {"BLOCK_M": 16, "BLOCK_N": 64}),
+    )
     write(path, [old])
-    tiny = "--widths 16 --groups 2 --kv int8 --contexts 20 --requests 2 --matrices 48x96 --bits 4,8 --vocabularies 100"
+    tiny = (
+        "--widths 16 --groups 2 --kv int8 --contexts 20 --requests 2 --matrices 48x96 --bits 4,8"
+        " --vocabularies 100"
+    )
     script.main([*tiny.split(), "--output", str(path)])
     made = read(path)
     assert old in made and len(made) == 6
     device, shape = device_name(script.DEVICE), {"width": 16, "group": 2, "kv": "int8"}
-    assert {(row.kernel, row.device) for row in made if row.shape == shape} == {(kernel, device) for kernel in list(small)[:2]}
-    products = [{"outputs": 48, "row_bytes": 48, "bits": 4}, {"outputs": 48, "row_bytes": 96, "bits": 8}]
+    assert {(row.kernel, row.device) for row in made if row.shape == shape} == {
+        (kernel, device) for kernel in list(small)[:2]
+    }
+    products = [
+        {"outputs": 48, "row_bytes": 48, "bits": 4},
+        {"outputs": 48, "row_bytes": 96, "bits": 8},
+    ]
     assert [row.shape for row in made if row.kernel == "packed_linear"] == products
     assert capsys.readouterr().out.count('"ms"') == 5
     monkeypatch.setattr(tuning, "table", lambda: made)

@@ -46,7 +46,17 @@ def test_a_kernel_without_rows():
 
 def test_what_is_written_is_read_and_a_later_row_counts(tmp_path):
     path = tmp_path / "table.json"
-    write(path, [Row("k", "*", {}, {"BLOCK": 1}), Row("a", "gpu", {"width": 8}, {"BLOCK": 2}), Row("k", "*", {}, {"BLOCK": 3})])
-    assert read(path) == (Row("a", "gpu", {"width": 8}, {"BLOCK": 2}), Row("k", "*", {}, {"BLOCK": 3}))
+    write(
+        path,
+        [
+            Row("k", "*", {}, {"BLOCK": 1}),
+            Row("a", "gpu", {"width": 8}, {"BLOCK": 2}),
+            Row("k", "*", {}, {"BLOCK": 3}),
+        ],
+    )
+    assert read(path) == (
+        Row("a", "gpu", {"width": 8}, {"BLOCK": 2}),
+        Row("k", "*", {}, {"BLOCK": 3}),
+    )
     write(path, read(path))
     assert len(path.read_text().splitlines()) == 4

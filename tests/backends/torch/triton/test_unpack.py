@@ -1,4 +1,6 @@
-"""Packed weights unpacked by a kernel: bit for bit the floats of plain torch, in Triton's interpreter; products of many rows with them."""
+"""Packed weights unpacked by a kernel: bit for bit the floats of plain torch, in Triton's
+interpreter; products of many rows with them.
+"""
 
 import pytest
 import torch
@@ -41,7 +43,10 @@ def test_tiles_that_end_within_a_row(monkeypatch):
     monkeypatch.setattr(unpack, "tuned", lambda *_, **__: {"BLOCK_N": 32, "BLOCK_B": 32})
     for kind in ("Q4_K", "Q6_K", "pairs", "lookup", "int8, odd width", "int4, narrow"):
         weight = on_device(kinds()[kind])
-        assert_floats(unpack.unpacked((weight,), torch.float32, device_name(DEVICE)), weight.floats(torch.float32))
+        assert_floats(
+            unpack.unpacked((weight,), torch.float32, device_name(DEVICE)),
+            weight.floats(torch.float32),
+        )
 
 
 def test_parts_of_several_formats_are_one_product():
@@ -58,9 +63,13 @@ def test_parts_of_several_formats_are_one_product():
 def test_what_it_does_not_carry_is_unpacked_plainly(kind):
     floats = torch.randn(70, 256).numpy()
     weight = on_device((uncarried() | {"fp8": pack_fp8(floats)})[kind])
-    assert not unpack.carries((weight,), torch.float32) and not unpack.carries((on_device(kinds()["int4"]), weight), torch.float32)
+    assert not unpack.carries((weight,), torch.float32) and not unpack.carries(
+        (on_device(kinds()["int4"]), weight), torch.float32
+    )
     x, product = torch.randn(65, 256, device=DEVICE), Product((weight,), None)
-    assert torch.equal(TritonKernels(DEVICE).product(x, product), PlainKernels().product(x, product))
+    assert torch.equal(
+        TritonKernels(DEVICE).product(x, product), PlainKernels().product(x, product)
+    )
 
 
 def test_experts_are_no_matrix():
