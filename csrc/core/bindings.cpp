@@ -8,10 +8,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "arrays.h"
 #include "ceilings.h"
-#include "decode_batch.h"
 #include "executor.h"
 #include "levels.h"
+#include "read_batch.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,10 +21,6 @@ namespace octavo {
 
 namespace {
 
-template <typename T>
-using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::device::cpu, nb::ro>;
 using ByteRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 
@@ -160,43 +157,30 @@ struct Builder {
                                              softcap, keep(sinks)});
     }
 
-    void run(const Array<int32_t>& token_ids, const Array<int32_t>& positions,
-             const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
-             const Array<int32_t>& slots, const Array<int32_t>& block_tables,
-             const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
-             const nb::object& logits, const std::shared_ptr<KvMemory>& kv) {
-        Batch b = batch_of(token_ids, positions, query_starts, context_lens, slots, block_tables, sample_rows,
-                           sampling, result);
-        if (!logits.is_none()) b.out_logits = nb::cast<Out<float>>(logits).data();
+    // batch: StepBatch; output: StepOutput, whose arrays are filled in.
+    void run(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv) {
+        const Batch step = read_batch(batch, output);
         nb::gil_scoped_release release;
-        executor.run(b, *kv);
+        executor.run(step, *kv);
     }
 
-    // Returns how many steps were computed. What a step raises after others have been is left to whoever asks
-    // for it again.
-    int decode(const Array<int32_t>& token_ids, const Array<int32_t>& positions,
-               const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
-               const Array<int32_t>& slots, const Array<int32_t>& block_tables,
-               const Array<int32_t>& sample_rows, const nb::object& sampling, const nb::object& result,
-               const std::shared_ptr<KvMemory>& kv, const Array<int32_t>& end_starts,
-               const Array<int32_t>& end_ids, int num_steps, const nb::callable& goes_on) {
-        const Batch first = batch_of(token_ids, positions, query_starts, context_lens, slots, block_tables,
-                                     sample_rows, sampling, result);
-        if (checked<Out<int32_t>>(result.attr("token_ids"), "token_ids").size() <
-                sample_rows.size() * num_steps ||
-            end_starts.size() != query_starts.size())
-            throw std::invalid_argument("decode steps: results or end tokens of another size");
-        DecodeBatch steps(first, kv->num_groups(), (int)positions.shape(0), num_steps,
-                          EndTokens{end_starts.data(), end_ids.data()});
+    // Returns how many steps were computed. An exception in any but the first ends them instead: the caller
+    // meets it again when it computes that step next.
+    int decode(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
+               const nb::object& steps, const nb::callable& goes_on) {
+        const int num_steps = nb::cast<int>(steps.attr("num_steps"));
+        const Batch first = read_batch(batch, output, num_steps);
+        DecodeBatch decoding(first, kv->num_groups(), num_steps, read_end_tokens(steps, first.num_requests));
         for (int done = 0;; done++) {
             try {
                 nb::gil_scoped_release release;
-                executor.run(steps.batch(), *kv);
+                executor.run(decoding.batch(), *kv);
             } catch (const std::exception&) {
                 if (done == 0) throw;
                 return done;
             }
-            if (done + 1 == num_steps || !steps.advance() || !nb::cast<bool>(goes_on(done))) return done + 1;
+            const bool is_last = done + 1 == num_steps || !decoding.advance();
+            if (is_last || !nb::cast<bool>(goes_on(done))) return done + 1;
         }
     }
 
@@ -210,72 +194,6 @@ struct Builder {
 
   private:
     std::vector<RopeAngles*> tables;
-
-    // The array itself, never a converted copy, which would not outlive the call.
-    template <typename A>
-    static A checked(const nb::object& value, const char* name) {
-        A array;
-        if (!nb::try_cast<A>(value, array, false))
-            throw nb::type_error(
-                (std::string(name) + ": not a C-contiguous array of the type that SamplingBatch names")
-                    .c_str());
-        return array;
-    }
-    template <typename T>
-    static const T* field(const nb::object& o, const char* name) {
-        return checked<Array<T>>(o.attr(name), name).data();
-    }
-    template <typename T>
-    static T* out_field(const nb::object& o, const char* name) {
-        const nb::object value = o.attr(name);
-        return value.is_none() ? nullptr : checked<Out<T>>(value, name).data();
-    }
-    static Batch batch_of(const Array<int32_t>& token_ids, const Array<int32_t>& positions,
-                          const Array<int32_t>& query_starts, const Array<int32_t>& context_lens,
-                          const Array<int32_t>& slots, const Array<int32_t>& block_tables,
-                          const Array<int32_t>& sample_rows, const nb::object& sampling,
-                          const nb::object& result) {
-        Batch b{};
-        b.num_tokens = (int)token_ids.size();
-        b.num_requests = (int)query_starts.size() - 1;
-        b.num_samples = (int)sample_rows.size();
-        b.table_width = (int)block_tables.shape(2);
-        b.token_ids = token_ids.data(), b.positions = positions.data(), b.query_starts = query_starts.data();
-        b.context_lens = context_lens.data(), b.slots = slots.data(), b.block_tables = block_tables.data(),
-        b.sample_rows = sample_rows.data();
-        b.draws = !sampling.is_none();
-        if (b.draws) read_sampling(b.sampling, sampling, result);
-        return b;
-    }
-    static void read_sampling(SampleArgs& a, const nb::object& s, const nb::object& r) {
-        a.temperatures = field<float>(s, "temperatures");
-        a.top_ks = field<int32_t>(s, "top_ks");
-        a.top_ps = field<float>(s, "top_ps");
-        a.min_ps = field<float>(s, "min_ps");
-        a.seeds = field<uint64_t>(s, "seeds");
-        a.sample_indices = field<uint32_t>(s, "sample_indices");
-        a.positions = field<uint32_t>(s, "positions");
-        a.targets = field<int32_t>(s, "target_ids");
-        a.num_logprobs = field<int32_t>(s, "num_logprobs");
-        a.repetition = field<float>(s, "repetition_penalties");
-        a.presence = field<float>(s, "presence_penalties");
-        a.frequency = field<float>(s, "frequency_penalties");
-        a.history_starts = field<int32_t>(s, "history_starts");
-        a.history_ids = field<int32_t>(s, "history_ids");
-        a.history_counts = field<int32_t>(s, "history_counts");
-        a.bias_starts = field<int32_t>(s, "bias_starts");
-        a.bias_ids = field<int32_t>(s, "bias_ids");
-        a.bias_values = field<float>(s, "bias_values");
-        a.allowed = field<int32_t>(s, "allowed");
-        a.allowed_masks = (const uint8_t*)field<bool>(s, "allowed_masks");
-        a.out_ids = out_field<int32_t>(r, "token_ids");
-        a.out_failed = (uint8_t*)out_field<bool>(r, "failed");
-        a.out_logprobs = out_field<float>(r, "logprobs");
-        a.out_ranks = out_field<int32_t>(r, "ranks");
-        a.out_top_ids = out_field<int32_t>(r, "top_ids");
-        a.out_top_logprobs = out_field<float>(r, "top_logprobs");
-        a.max_top = a.out_top_ids ? (int)nb::cast<Out<int32_t>>(r.attr("top_ids")).shape(1) : 0;
-    }
 };
 
 Code code_of(const std::string& name) {
@@ -492,14 +410,12 @@ NB_MODULE(_native, m) {
             "profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)
         .def("profiled", &Builder::profiled,
              "Per kind of stage: (name, code of its weights or \"\", calls, seconds, bytes, operations).")
-        .def("run", &Builder::run, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a,
-             "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a.none(), "result"_a.none(),
-             "logits"_a.none(), "kv"_a)
-        .def("decode", &Builder::decode, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a,
-             "slots"_a, "block_tables"_a, "sample_rows"_a, "sampling"_a, "result"_a, "kv"_a, "end_starts"_a,
-             "end_ids"_a, "num_steps"_a, "goes_on"_a,
-             "Steps of a decoding batch, each row's draw its next token, until num_steps, an end, or "
-             "goes_on(step) is false.");
+        .def("run", &Builder::run, "batch"_a, "output"_a, "kv"_a,
+             "Computes a StepBatch into the arrays of a StepOutput.")
+        .def(
+            "decode", &Builder::decode, "batch"_a, "output"_a, "kv"_a, "steps"_a, "goes_on"_a,
+            "Computes up to steps.num_steps steps of a decoding batch, each row's draw its next token, until "
+            "one ends a request or goes_on(step) is false. Returns how many.");
 }
 
 }  // namespace octavo

@@ -26,13 +26,12 @@ void check(const Batch& b, int num_groups, int num_steps) {
 
 }  // namespace
 
-DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_axes, int num_steps,
-                         const EndTokens& ends)
-    : batch_(first), num_groups_(num_groups), num_axes_(num_axes), ends_(ends) {
+DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_steps, const EndTokens& ends)
+    : batch_(first), num_groups_(num_groups), ends_(ends) {
     check(first, num_groups, num_steps);
     const size_t num = first.num_requests, history = first.sampling.history_starts[num];
     token_ids_ = copy(first.token_ids, num);
-    positions_ = copy(first.positions, num * num_axes);
+    positions_ = copy(first.positions, num * first.num_axes);
     context_lens_ = copy(first.context_lens, num * num_groups);
     slots_ = copy(first.slots, num * num_groups);
     draw_positions_ = copy(first.sampling.positions, num);
@@ -73,7 +72,7 @@ bool DecodeBatch::any_ended() const {
 // first axis.
 void DecodeBatch::place(int request) {
     const int num = batch_.num_requests;
-    for (int axis = 0; axis < num_axes_; axis++) positions_[axis * num + request]++;
+    for (int axis = 0; axis < batch_.num_axes; axis++) positions_[axis * num + request]++;
     const int position = positions_[request];
     for (int group = 0; group < num_groups_; group++) {
         const int i = group * num + request;

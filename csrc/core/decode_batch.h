@@ -21,7 +21,7 @@ class DecodeBatch {
     // first: one row for each request, in order, and each draws. Results of step i go to the places i *
     // num_requests and on. invalid_argument where it is another kind of batch, or a table does not reach to
     // the last of `num_steps`.
-    DecodeBatch(const Batch& first, int num_groups, int num_axes, int num_steps, const EndTokens& ends);
+    DecodeBatch(const Batch& first, int num_groups, int num_steps, const EndTokens& ends);
     DecodeBatch(const DecodeBatch&) = delete;
     DecodeBatch& operator=(const DecodeBatch&) = delete;
 
@@ -36,7 +36,7 @@ class DecodeBatch {
     void next_results();
 
     Batch batch_;
-    const int num_groups_, num_axes_;
+    const int num_groups_;
     const EndTokens ends_;
     std::vector<int32_t> token_ids_, positions_, context_lens_, slots_, history_starts_, history_ids_,
         history_counts_;

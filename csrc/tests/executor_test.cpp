@@ -287,7 +287,7 @@ struct Engine {
         Floats logits(rows.size() * kVocab);
         Batch b{};
         b.num_tokens = (int)ids.size(), b.num_requests = (int)spans.size(), b.num_samples = (int)rows.size(),
-        b.table_width = (int)width;
+        b.table_width = (int)width, b.num_axes = 1;
         b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(),
         b.context_lens = contexts.data();
         b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
@@ -466,7 +466,7 @@ void test_draws(const KernelTable& kernels) {
     KvMemory kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}});
     Draws draws(kRows);
     Batch b{};
-    b.num_tokens = b.num_samples = kRows, b.num_requests = 1, b.table_width = 1;
+    b.num_tokens = b.num_samples = kRows, b.num_requests = 1, b.table_width = b.num_axes = 1;
     b.token_ids = b.positions = b.sample_rows = ids.data(), b.query_starts = starts.data(),
     b.context_lens = context.data();
     b.slots = slots.data(), b.block_tables = block.data();
@@ -530,7 +530,8 @@ struct DecodeArrays {
     }
     Batch batch(Draws& draws) const {
         Batch b{};
-        b.num_tokens = b.num_requests = b.num_samples = (int)ids.size(), b.table_width = (int)width;
+        b.num_tokens = b.num_requests = b.num_samples = (int)ids.size(), b.table_width = (int)width,
+        b.num_axes = 1;
         b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(),
         b.context_lens = contexts.data();
         b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
@@ -576,7 +577,7 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     const auto until_end = [&](const std::vector<int32_t>& ends, const std::vector<int32_t>& end_starts) {
         const DecodeArrays arrays(before, prompts);
         Draws draws = draws_of(num * kSteps);
-        DecodeBatch steps(arrays.batch(draws), 1, 1, kSteps, EndTokens{end_starts.data(), ends.data()});
+        DecodeBatch steps(arrays.batch(draws), 1, kSteps, EndTokens{end_starts.data(), ends.data()});
         Drawn found;
         for (int step = 0; step < kSteps; step++) {
             engine.executor.run(steps.batch(), engine.kv);
@@ -594,7 +595,7 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
         const DecodeArrays arrays(before, prompts);
         Draws draws = draws_of(num * 40);
         const std::vector<int32_t> none(num + 1);
-        DecodeBatch(arrays.batch(draws), 1, 1, 40, EndTokens{none.data(), none.data()});
+        DecodeBatch(arrays.batch(draws), 1, 40, EndTokens{none.data(), none.data()});
         CHECK(false, "block tables end before the last step");
     } catch (const std::invalid_argument&) {
     }

@@ -237,53 +237,27 @@ class NativeProgram:
         )
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
-        draws = batch.sampling is not None
-        result = (
-            _empty_result(batch.sampling, len(batch.sample_rows), self._vocab_size)
-            if batch.sampling is not None
-            else None
-        )
-        logits = None if draws else np.empty((len(batch.sample_rows), self._vocab_size), np.float32)
-        self._executor.run(
-            batch.token_ids,
-            batch.positions,
-            batch.query_starts,
-            batch.context_lens,
-            batch.slots,
-            batch.block_tables,
-            batch.sample_rows,
-            batch.sampling,
-            result,
-            logits,
-            kv,
-        )
-        return StepOutput(result) if logits is None else StepOutput(arrays={"logits": logits})
+        num_rows = len(batch.sample_rows)
+        if batch.sampling is None:
+            logits = np.empty((num_rows, self._vocab_size), np.float32)
+            output = StepOutput(arrays={"logits": logits})
+        else:
+            output = StepOutput(_empty_result(batch.sampling, num_rows, self._vocab_size))
+        self._executor.run(batch, output, kv)
+        return output
 
     def decode(
         self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, goes_on: GoesOn
     ) -> list[SampleResult]:
         assert batch.sampling is not None
-        num_draws = len(batch.sample_rows)
-        whole = _empty_result(batch.sampling, num_draws * steps.num_steps, self._vocab_size)
+        num_rows = len(batch.sample_rows)
+        whole = _empty_result(batch.sampling, num_rows * steps.num_steps, self._vocab_size)
 
         def step(index: int) -> SampleResult:
-            return whole.part(index * num_draws, (index + 1) * num_draws)
+            return whole.part(index * num_rows, (index + 1) * num_rows)
 
         num_steps = self._executor.decode(
-            batch.token_ids,
-            batch.positions,
-            batch.query_starts,
-            batch.context_lens,
-            batch.slots,
-            batch.block_tables,
-            batch.sample_rows,
-            batch.sampling,
-            whole,
-            kv,
-            steps.end_starts,
-            steps.end_ids,
-            steps.num_steps,
-            lambda index: goes_on(step(index)),
+            batch, StepOutput(whole), kv, steps, lambda index: goes_on(step(index))
         )
         return [step(index) for index in range(num_steps)]
 

@@ -342,6 +342,27 @@ def test_a_step_larger_than_prepared_is_refused():
         case.run(case.native(None), 300, pad=11)
 
 
+@pytest.mark.parametrize("name", ["token_ids", "slots", "block_tables"])
+def test_a_steps_arrays_are_never_converted(name):
+    """An array of another type is refused by name: a converted copy would not outlive the call."""
+    require_native()
+    case = chain()
+    runnable, step = case.native(None), case.batch(3, pad=0)
+    setattr(step, name, getattr(step, name).astype(np.int64))
+    with pytest.raises(TypeError, match=f"{name}: not a C-contiguous array of the type"):
+        runnable.run(step, case.memory(runnable))
+
+
+def test_a_steps_arrays_have_all_their_axes():
+    """A one-dimensional block table names itself, where its width would be read out of bounds."""
+    require_native()
+    case = chain()
+    runnable, step = case.native(None), case.batch(3, pad=0)
+    step.block_tables = step.block_tables.reshape(-1)
+    with pytest.raises(TypeError, match="block_tables: not a C-contiguous array"):
+        runnable.run(step, case.memory(runnable))
+
+
 MANY_THREADS = """
 import resource
 from octavo.backends.base import BackendOptions

@@ -1,0 +1,104 @@
+#include "read_batch.h"
+
+#include <stdexcept>
+
+#include "arrays.h"
+
+namespace nb = nanobind;
+
+namespace octavo {
+
+namespace {
+
+using Ints = Array<int32_t>;
+
+template <typename T>
+const T* numbers(const nb::object& object, const char* name) {
+    return array_of<Array<T>>(object, name).data();
+}
+
+// Null where the attribute is None: nothing was asked of it.
+template <typename T>
+T* out_numbers(const nb::object& object, const char* name) {
+    return object.attr(name).is_none() ? nullptr : array_of<Out<T>>(object, name).data();
+}
+
+void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
+    const auto ids = array_of<Out<int32_t>>(result, "token_ids");
+    if (ids.size() < num_draws) throw std::invalid_argument("results for fewer rows than are drawn");
+    a.out_ids = ids.data();
+    a.out_failed = (uint8_t*)out_numbers<bool>(result, "failed");
+    a.out_logprobs = out_numbers<float>(result, "logprobs");
+    a.out_ranks = out_numbers<int32_t>(result, "ranks");
+    a.out_top_logprobs = out_numbers<float>(result, "top_logprobs");
+    if (result.attr("top_ids").is_none()) return;
+    const auto top_ids = array_of<Out<int32_t, nb::ndim<2>>>(result, "top_ids");
+    a.out_top_ids = top_ids.data();
+    a.max_top = (int)top_ids.shape(1);
+}
+
+SampleArgs read_sampling(const nb::object& sampling) {
+    SampleArgs a{};
+    a.temperatures = numbers<float>(sampling, "temperatures");
+    a.top_ks = numbers<int32_t>(sampling, "top_ks");
+    a.top_ps = numbers<float>(sampling, "top_ps");
+    a.min_ps = numbers<float>(sampling, "min_ps");
+    a.seeds = numbers<uint64_t>(sampling, "seeds");
+    a.sample_indices = numbers<uint32_t>(sampling, "sample_indices");
+    a.positions = numbers<uint32_t>(sampling, "positions");
+    a.targets = numbers<int32_t>(sampling, "target_ids");
+    a.num_logprobs = numbers<int32_t>(sampling, "num_logprobs");
+    a.repetition = numbers<float>(sampling, "repetition_penalties");
+    a.presence = numbers<float>(sampling, "presence_penalties");
+    a.frequency = numbers<float>(sampling, "frequency_penalties");
+    a.history_starts = numbers<int32_t>(sampling, "history_starts");
+    a.history_ids = numbers<int32_t>(sampling, "history_ids");
+    a.history_counts = numbers<int32_t>(sampling, "history_counts");
+    a.bias_starts = numbers<int32_t>(sampling, "bias_starts");
+    a.bias_ids = numbers<int32_t>(sampling, "bias_ids");
+    a.bias_values = numbers<float>(sampling, "bias_values");
+    a.allowed = numbers<int32_t>(sampling, "allowed");
+    a.allowed_masks = (const uint8_t*)numbers<bool>(sampling, "allowed_masks");
+    return a;
+}
+
+}  // namespace
+
+Batch read_batch(const nb::object& batch, const nb::object& output, int num_steps) {
+    const auto token_ids = array_of<Ints>(batch, "token_ids");
+    const auto positions = array_of<Array<int32_t, nb::ndim<2>>>(batch, "positions");
+    const auto query_starts = array_of<Ints>(batch, "query_starts");
+    const auto block_tables = array_of<Array<int32_t, nb::ndim<3>>>(batch, "block_tables");
+    const auto sample_rows = array_of<Ints>(batch, "sample_rows");
+    Batch b{};
+    b.num_tokens = (int)token_ids.size();
+    b.num_axes = (int)positions.shape(0);
+    b.num_requests = (int)query_starts.size() - 1;
+    b.num_samples = (int)sample_rows.size();
+    b.table_width = (int)block_tables.shape(2);
+    b.token_ids = token_ids.data();
+    b.positions = positions.data();
+    b.query_starts = query_starts.data();
+    b.context_lens = numbers<int32_t>(batch, "context_lens");
+    b.slots = numbers<int32_t>(batch, "slots");
+    b.block_tables = block_tables.data();
+    b.sample_rows = sample_rows.data();
+    const nb::object sampling = batch.attr("sampling");
+    b.draws = !sampling.is_none();
+    if (b.draws) {
+        b.sampling = read_sampling(sampling);
+        read_results(b.sampling, output.attr("samples"), (size_t)b.num_samples * num_steps);
+    } else {
+        b.out_logits = nb::cast<Out<float>>(output.attr("arrays")["logits"]).data();
+    }
+    return b;
+}
+
+EndTokens read_end_tokens(const nb::object& steps, int num_requests) {
+    const auto starts = array_of<Ints>(steps, "end_starts");
+    if (starts.size() != (size_t)num_requests + 1)
+        throw std::invalid_argument("decode steps: end tokens of another number of requests");
+    return EndTokens{starts.data(), numbers<int32_t>(steps, "end_ids")};
+}
+
+}  // namespace octavo
