@@ -2,8 +2,9 @@
 #
 #   make demo      install, fetch the default model, ask it a question
 #   make serve     the same, up to a server on port 8000
-#   make test      install with all that tests need, run every test but the slow ones
-#   make test-all  the slow ones too
+#   make test      install what tests need; check a seeded sample of each property (minutes)
+#   make test-all  ten times that, and the slow tests (about an hour)
+#   make soak      the full counts; goes on where it was stopped (hours)
 #   make check     lint, formatting, types, who may import whom
 #   make bench     tokens/s of the default model on this machine
 #   make wheel     a wheel, in dist/
@@ -23,9 +24,10 @@ BUILT_FROM := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
 
 PYTEST = $(DEV_VENV)/bin/python -m pytest
+SOAK_LOG := build/soak.jsonl
 BESIDE_EACH_OTHER := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all check bench wheel sanitize qemu clean
+.PHONY: demo serve test test-all soak check bench wheel sanitize qemu clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -38,13 +40,19 @@ serve: $(VENV)/.stamp
 
 test: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
-	$(PYTEST) $(BESIDE_EACH_OTHER) -m "not slow and not alone"
-	$(PYTEST) -m "not slow and alone"
+	$(PYTEST) $(BESIDE_EACH_OTHER) -m "not alone"
+	$(PYTEST) -m alone
 
 test-all: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
-	$(PYTEST) $(BESIDE_EACH_OTHER) -m "not alone"
-	$(PYTEST) -m alone
+	$(PYTEST) --tier all $(BESIDE_EACH_OTHER) -m "not alone"
+	$(PYTEST) --tier all -m alone
+
+soak: $(DEV_VENV)/.stamp
+	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
+	$(PYTEST) --tier soak --progress $(SOAK_LOG) $(BESIDE_EACH_OTHER) -m "not alone"
+	$(PYTEST) --tier soak --progress $(SOAK_LOG) -m alone
+	cp $(SOAK_LOG:.jsonl=.summary.json) benchmarks/results/soak.json
 
 check: $(DEV_VENV)/.stamp
 	$(DEV_VENV)/bin/ruff check .

@@ -1,20 +1,22 @@
-"""What every test may ask for."""
+"""Options, markers and fixtures that every test may use."""
 
 import os
 import subprocess
+from pathlib import Path
 
+import hypothesis
 import pytest
 
 from octavo.backends.devices import has_nvidia_driver
+from tests.support import tiers
 from tests.support.backend_choice import BACKENDS, VARIABLE
+from tests.support.progress_log import ProgressLog
 
 if not has_nvidia_driver():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # before anything imports Triton: its kernels run in its interpreter
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # whose products of tiles are too small for threads
+    # Triton's kernels run in its interpreter; the variable counts only before Triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # The interpreter's products of tiles are too small for more than one thread.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 LONG_ON_TORCH = {
     "test_llm_faults.py",
@@ -22,22 +24,37 @@ LONG_ON_TORCH = {
     "test_beam_search.py",
     "test_best_of.py",
 }
-"""Files whose tests on torch, which computes a batch-invariant step row by row, run in make
-test-all only.
+"""Files whose torch tests run in make test-all only; torch computes a batch-invariant step row by
+row.
 """
 
 
 def pytest_addoption(parser):
+    parser.addoption("--backend", choices=BACKENDS, help="run tests of this backend only")
     parser.addoption(
-        "--backend",
-        choices=BACKENDS,
-        help="only this one of the backends that tests have as a parameter",
+        "--tier",
+        choices=list(tiers.MULTIPLES),
+        default="sample",
+        help="how much of each property is checked: a seeded sample, ten times that, everything",
+    )
+    parser.addoption(
+        "--progress",
+        type=Path,
+        help="log finished tests to this file, and skip those that passed at this commit",
     )
 
 
 def pytest_configure(config):
     if config.getoption("--backend") is not None:
         os.environ[VARIABLE] = config.getoption("--backend")
+    os.environ[tiers.VARIABLE] = config.getoption("--tier")
+    hypothesis.settings.register_profile("sample", derandomize=True, database=None)
+    hypothesis.settings.load_profile("sample" if tiers.tier() == "sample" else "default")
+    if config.getoption("--progress") is not None:
+        is_worker = hasattr(config, "workerinput")
+        config.pluginmanager.register(
+            ProgressLog(config.getoption("--progress").absolute(), writes=not is_worker)
+        )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -47,10 +64,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if backend_of(item) == "torch" and item.path.name in LONG_ON_TORCH:
             item.add_marker(pytest.mark.slow)
+    left_out = {"sample": {"slow", "soak"}, "all": {"soak"}, "soak": set()}[tiers.tier()]
+    later = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=later)
+    items[:] = [item for item in items if item not in set(later)]
 
 
 def backend_of(item):
-    """That a test has as a parameter, by itself or within a setup; None where it has none."""
+    """Returns the backend that a test has as a parameter, by itself or in a setup, or None."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     setup = params.get("setup")
     named = params.get("backend")
@@ -61,6 +82,7 @@ def backend_of(item):
 
 @pytest.fixture(params=BACKENDS, scope="session")
 def backend(request) -> str:
+    """The name of each backend that this run tests."""
     return request.param
 
 
@@ -69,11 +91,8 @@ def small_disk(tmp_path):
     """A folder on a disk of 64 KiB; only root can have one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)],
-        capture_output=True,
-        check=False,
-    ).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount a small disk")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)

@@ -20,6 +20,7 @@ from octavo.checkpoint.weights import WeightReader
 from octavo.errors import SetupError, UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
 from octavo.program.program import Weight
+from tests.support.tiers import examples
 from tests.support.tiny_gguf import ARCHITECTURES, SHAPE, interleave, tiny_model, write_tiny_gguf
 
 
@@ -191,7 +192,7 @@ def test_truncated_everywhere_is_one_clear_error(llama: Path, tmp_path: Path) ->
             open_checkpoint(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_damaged_headers_never_crash(llama: Path, data: st.DataObject) -> None:
     """Any bytes changed in the header: it opens, or one SetupError says so."""

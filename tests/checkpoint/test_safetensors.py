@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from octavo.checkpoint.open import open_checkpoint
 from octavo.errors import SetupError, UnsupportedModel, WeightMismatch
+from tests.support.tiers import examples
 from tests.support.tiny_gguf import tiny_model
 
 
@@ -144,7 +145,7 @@ def test_bad_json(tmp_path: Path) -> None:
             open_checkpoint(tmp_path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_damaged_headers_never_crash(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -30,6 +30,7 @@ from tests.support.engine_fakes import (
     run_all,
 )
 from tests.support.fake_tiers import MAX_PINNED_BLOCKS, Disk, FakeTiers
+from tests.support.tiers import examples
 
 NUM_BLOCKS = 9
 WINDOW = 21
@@ -421,7 +422,9 @@ class ControlPlaneMachine(RuleBasedStateMachine):
 
 
 TestControlPlane = ControlPlaneMachine.TestCase
-TestControlPlane.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestControlPlane.settings = settings(
+    max_examples=examples(20), stateful_step_count=40, deadline=None
+)
 
 
 @pytest.mark.parametrize("seed", range(24))

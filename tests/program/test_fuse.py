@@ -20,6 +20,7 @@ from octavo.program.program import Program, Value, Weight
 from octavo.quant.packed import PackedWeight
 from tests.support.paged_runner import PagedRunner
 from tests.support.random_programs import NUM_ROWS, random_programs
+from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
 
 torch.set_num_threads(1)
@@ -50,7 +51,7 @@ def logits_of(program, weights, sampled=None):
     ).arrays["logits"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(random_programs())
 def test_fused_is_unfused(made):
     wanted = logits_of(made.program, made.weights)
@@ -59,7 +60,7 @@ def test_fused_is_unfused(made):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(random_programs())
 def test_fusing_twice_is_fusing_once(made):
     once = fuse(made.program)

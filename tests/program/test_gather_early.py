@@ -15,6 +15,7 @@ from octavo.program.passes.fuse import fuse
 from octavo.program.passes.gather_early import gather_early, gathered_before, wanted_by
 from tests.program.test_fuse import FAMILIES, logits_of
 from tests.support.random_programs import random_programs
+from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
 
 SAMPLED = (5, 5, 69, 0, 33)
@@ -24,7 +25,7 @@ def decoder_of(family):
     return build_programs(open_checkpoint(tiny_model(family).path).config)["decoder"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(random_programs())
 def test_whatever_may_move_computes_the_same(made):
     program = fuse(made.program)
@@ -64,7 +65,7 @@ def test_a_llama_gathers_two_values():
     assert sum(isinstance(op, ops.Linear) for op in early.ops) == 4 * layers + 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(random_programs())
 def test_without_attention_nothing_moves(made):
     assert gather_early(made.program) is made.program

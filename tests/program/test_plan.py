@@ -12,6 +12,7 @@ from octavo.program.ops import Linear
 from octavo.program.passes.fuse import fuse
 from octavo.program.passes.plan import IN_PLACE, plan
 from tests.support.random_programs import random_programs
+from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
 
 torch.set_num_threads(1)
@@ -74,7 +75,7 @@ def next_owner(owner, program, places):
     return next((out for out in outs if places[out.name] == places[owner.name]), None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(random_programs())
 def test_no_two_live_values_share_memory(made):
     check(made.program)

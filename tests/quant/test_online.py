@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from octavo.errors import UnsupportedModel
 from octavo.quant.online import pack_fp8, pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
+from tests.support.tiers import examples
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -126,7 +127,7 @@ def test_int4_with_one_input_that_matters() -> None:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 2**32), st.floats(1e-6, 1e3))
 def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> None:
     """Against codes from min and max alone, per group, but for what rounding scale and min to fp16

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import TextTokenizer, load_tokenizer
+from tests.support.tiers import examples
 from tests.support.tiny_vocabularies import bpe_source, sentencepiece_source
 
 
@@ -39,7 +40,7 @@ def deltas(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 def test_deltas_add_up_to_decode(kind: str, skip: bool) -> None:
     ours = tokenizer(kind)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.lists(st.integers(0, ours.vocab_size + 3) | st.integers(3, 258), max_size=40))
     def check(ids: list[int]) -> None:
         detokenizer = Detokenizer(ours, params(skip_special_tokens=skip))
@@ -50,7 +51,7 @@ def test_deltas_add_up_to_decode(kind: str, skip: bool) -> None:
     check()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.text(max_size=40))
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
 def test_never_half_a_character(kind: str, text: str) -> None:
@@ -60,7 +61,7 @@ def test_never_half_a_character(kind: str, text: str) -> None:
     assert all("\ufffd" not in part for part in deltas(Detokenizer(ours, params()), ids))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.text(alphabet="abcd é漢", max_size=40),
     st.lists(st.text(alphabet="abcd é漢", min_size=1, max_size=5), min_size=1, max_size=3),

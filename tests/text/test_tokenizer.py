@@ -21,6 +21,7 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Vocabulary
 from octavo.text.tokenizer import load_tokenizer
 from octavo.text.vocabulary import CUTTINGS
+from tests.support.tiers import examples
 from tests.support.tiny_vocabularies import (
     TEXT,
     bpe_source,
@@ -73,7 +74,7 @@ def test_bpe_ids_are_the_originals(pre: str) -> None:
     ours, theirs = load_tokenizer(bpe_source(pre)), original(pre)
     theirs.encode_special_tokens = True
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(texts)
     def check(text: str) -> None:
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
@@ -116,7 +117,7 @@ def test_sentencepiece_ids_are_its_own(dummy_prefix: bool) -> None:
     ours = load_tokenizer(sentencepiece_source(dummy_prefix, add_bos_token=False))
     theirs = sentencepiece.SentencePieceProcessor(model_proto=trained_sentencepiece(dummy_prefix))
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(
         texts | st.text(alphabet="ab \n<table>", max_size=40) | st.text(alphabet="a ", max_size=60)
     )

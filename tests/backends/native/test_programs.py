@@ -16,6 +16,7 @@ from octavo.backends.reference import ReferenceBackend
 from octavo.quant.packed import PackedWeight
 from tests.support.native_harness import require_native
 from tests.support.random_programs import NUM_ROWS, random_programs
+from tests.support.tiers import examples
 
 
 def batch_of(rows, samples):
@@ -40,7 +41,7 @@ def logits_of(backend, made, batch):
     ).arrays["logits"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(random_programs(), st.integers(1, NUM_ROWS), st.sampled_from([1, 5, 64, 65, 200]))
 def test_random_programs(made, rows, samples):
     require_native()

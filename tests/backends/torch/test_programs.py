@@ -29,6 +29,7 @@ from tests.models.test_families import CASES
 from tests.models.test_t5 import logits as t5_logits
 from tests.support.paged_runner import PagedRunner
 from tests.support.random_programs import NUM_ROWS, random_programs
+from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
 
 torch.set_num_threads(1)
@@ -96,7 +97,7 @@ def test_encoder_and_decoder(padding):
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(random_programs(), st.integers(1, NUM_ROWS), st.sampled_from([1, 5, 128, 129, 300]))
 def test_random_programs(made, rows, samples):
     batch = batch_of(rows, samples)

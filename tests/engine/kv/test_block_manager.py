@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 from octavo.engine.kv.block_manager import NOTHING, BlockManager, SwappedRow
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
 from octavo.engine.kv.prefix_cache import BlockKey, PrefixCache, extend_keys
+from tests.support.tiers import examples
 
 BLOCK = 4
 NUM_BLOCKS = 12
@@ -229,7 +230,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManager = BlockManagerMachine.TestCase
-TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockManager.settings = settings(
+    max_examples=examples(12), stateful_step_count=40, deadline=None
+)
 
 
 def manager(num_blocks=8, **options):
