@@ -1,5 +1,6 @@
-"""Octavo: LLM inference and serving on a plain CPU. The public names, imported when they are first
-used.
+"""Octavo: LLM inference and serving on a plain CPU and on NVIDIA GPUs.
+
+Holds the public names, each imported when it is first used.
 """
 
 from __future__ import annotations
@@ -7,16 +8,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from octavo.version import __version__
+
 if TYPE_CHECKING:
-    from octavo.llm import LLM, AsyncLLM
+    from octavo.async_llm import AsyncLLM
+    from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import BeamSearchParams, SamplingParams
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "LLM": "octavo.llm",
-    "AsyncLLM": "octavo.llm",
+    "AsyncLLM": "octavo.async_llm",
     "SamplingParams": "octavo.sampling_params",
     "BeamSearchParams": "octavo.sampling_params",
     "RequestOutput": "octavo.outputs",

@@ -230,7 +230,7 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,

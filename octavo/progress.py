@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias
+
+Report: TypeAlias = Callable[[str], None]
+"""A function that is told in words what is being done."""
 
 
 class Bar:

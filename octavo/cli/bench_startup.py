@@ -109,7 +109,7 @@ def startup(
 def _weight_bytes(options: dict[str, Any]) -> int:
     """From the model's header."""
     from octavo.config.engine_config import EngineConfig
-    from octavo.wiring import plan_model
+    from octavo.wiring.plan import plan_model
     from octavo.worker.machine import Machine
 
     found = plan_model(

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo import __version__
 from octavo.config.sizes import format_bytes
 from octavo.errors import BackendUnavailable
+from octavo.version import __version__
 
 WIDTH = 12
 """Of the names."""

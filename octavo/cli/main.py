@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from octavo import __version__
 from octavo.cli.command import Command, Group
 from octavo.cli.errors import exit_code_of
+from octavo.version import __version__
 
 COMMANDS = ("run", "chat", "serve", "pull", "plan", "replay", "doctor", "bench")
 """Each in the file of its name, as a function of its name, or in a Typer of its own that the file

@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.backends.base import Ceilings
-    from octavo.wiring import ModelPlan
+    from octavo.wiring.plan import ModelPlan
     from octavo.worker.capacity import Capacity
 
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
@@ -67,7 +67,7 @@ def plan(
     does not.
     """
     from octavo.config.engine_config import EngineConfig
-    from octavo.wiring import plan_model
+    from octavo.wiring.plan import plan_model
 
     config = EngineConfig.from_options(**options, model=model)
     memory_bytes = _memory(memory, config.backend.tensor_parallel_size)
@@ -224,7 +224,7 @@ def _memory(text: str | None, num_ranks: int) -> int:
 def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
     """As given; what is not given is measured here."""
     from octavo.backends.base import Ceilings
-    from octavo.wiring import build_backend
+    from octavo.wiring.model import build_backend
 
     given = {}
     if bandwidth is not None:
@@ -297,7 +297,7 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
     are floats.
     """
     from octavo.errors import UnsupportedModel
-    from octavo.wiring import plan_model
+    from octavo.wiring.plan import plan_model
 
     model, scheduler = found.config.model, found.config.scheduler
     quantizations: list[Any] = [model.quantization]

@@ -36,7 +36,7 @@ def replay(
     """
     from octavo.engine.recording.recorder import read_log
     from octavo.engine.recording.replay import Replay
-    from octavo.wiring import build_executor, stop_texts_of
+    from octavo.wiring.engine import build_executor, stop_texts_of
 
     if model is not None and not execute:
         raise ConfigError(

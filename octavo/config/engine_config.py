@@ -2,7 +2,7 @@
 
 A field's name with dashes is its flag. `EngineConfig.from_options` takes them flat (LLM's keywords,
 the CLI's flags) and refuses what it does not know. Names and defaults are vLLM's where they mean
-the same. What depends on the model or the machine (None here) is derived in `wiring.py`.
+the same. What depends on the model or the machine (None here) is derived in `config/derive.py`.
 """
 
 from __future__ import annotations
@@ -275,6 +275,15 @@ class EngineConfig:
             }
             parts[section.name] = replace(_default(section), **given)
         return EngineConfig(**parts)
+
+    def to_options(self) -> dict[str, Any]:
+        """Returns the flat options of which `from_options` makes the same config."""
+        sections = [getattr(self, section.name) for section in fields(self)]
+        return {
+            entry.name: getattr(section, entry.name)
+            for section in sections
+            for entry in fields(section)
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
-from octavo import __version__
 from octavo.errors import EngineDead, Unavailable
 from octavo.server.service import Service, service_of
+from octavo.version import __version__
 
 router = APIRouter()
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.types import Lifespan
 
-from octavo import __version__
-from octavo.llm import AsyncLLM
+from octavo.async_llm import AsyncLLM
 from octavo.server import admin, cache, jobs, metrics
 from octavo.server.auth import ApiKeys
 from octavo.server.errors import add_error_handlers
 from octavo.server.openai import chat, completions, models
 from octavo.server.service import EngineSlot, Service
 from octavo.server.settings import ServerSettings
+from octavo.version import __version__
 
 
 def create_app(

@@ -9,9 +9,9 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 
+from octavo.async_llm import AsyncLLM
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest
-from octavo.llm import AsyncLLM
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.generation import chat_prompt_of, prompt_of

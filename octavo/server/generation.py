@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from octavo.async_llm import AsyncLLM
 from octavo.engine.front.input_processor import ANYONE, Origin
+from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
-from octavo.llm import AsyncLLM, RequestStream
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.metrics import ServerMetrics

@@ -19,9 +19,9 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
+from octavo.async_llm import AsyncLLM
 from octavo.engine.front.input_processor import Origin
 from octavo.errors import InvalidRequest, OctavoError, Overloaded
-from octavo.llm import AsyncLLM
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import tenant_of

@@ -21,8 +21,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from octavo.async_llm import AsyncLLM
 from octavo.errors import ConfigError
-from octavo.llm import AsyncLLM
 from octavo.server.app import create_app
 from octavo.server.batched_writes import BatchedHttp, WriteBatch
 from octavo.server.service import EngineSlot

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from fastapi import Request
 
+from octavo.async_llm import AsyncLLM
 from octavo.errors import ModelNotFound, Unavailable
-from octavo.llm import AsyncLLM
 from octavo.ports import Tokenizer
 from octavo.server.settings import ServerSettings
 

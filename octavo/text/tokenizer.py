@@ -110,7 +110,7 @@ class TextTokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,

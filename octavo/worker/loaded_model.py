@@ -4,7 +4,7 @@ and the worker over these blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.backends.base import (
@@ -20,6 +20,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.ports import ConnectorWorker
 from octavo.program.program import Program
+from octavo.progress import Report
 from octavo.worker.block_places import (
     BlockPlaces,
     PagedPlaces,
@@ -33,8 +34,6 @@ from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, GroupSize, KvBudget, Load, plan_kv
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

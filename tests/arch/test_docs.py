@@ -170,7 +170,7 @@ def test_a_name_that_is_gone_is_seen():
     known = (
         "octavo/engine/core.py",
         "Scheduler.update",
-        "wiring.build_core",
+        "engine.build_core",
         "ThreadPool::walk",
         "/result/{id}",
         "--max-num-seqs",

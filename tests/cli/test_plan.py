@@ -9,7 +9,7 @@ from octavo.backends.native.backend import NativeBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.wiring import build_in_process
+from octavo.wiring.engine import build_in_process
 from octavo.worker.machine import Machine
 from tests.support.tiny_models import WIDTHS_OF_32, tiny_model
 

@@ -6,7 +6,6 @@ from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig, option_fields
 from octavo.config.sizes import format_bytes, parse_bytes, parse_count
 from octavo.errors import ConfigError
-from octavo.wiring import flat_options
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_flat_options_find_their_sections():
         config.cache.kv_cache_memory_bytes,
     ) == ("m", 3, 2**20)
     assert (config.backend.threads, config.model.max_model_len) == (2, 4000)
-    assert EngineConfig.from_options(**flat_options(config)) == config
+    assert EngineConfig.from_options(**config.to_options()) == config
 
 
 @pytest.mark.parametrize(

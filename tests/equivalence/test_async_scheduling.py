@@ -21,7 +21,7 @@ from octavo.engine.recording.replay import Replay
 from octavo.errors import ConfigError
 from octavo.ports import Executor
 from octavo.step import StepPlan, StepResult
-from octavo.wiring import build_executor
+from octavo.wiring.engine import build_executor
 from tests.equivalence.test_llm_equivalence import Setup
 from tests.support.llm_tools import GREEDY, PENALISED, fingerprint, make_llm, prompts_of
 

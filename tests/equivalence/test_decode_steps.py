@@ -219,7 +219,7 @@ def test_a_call_ends_with_what_comes():
 
 
 def test_steps_of_a_recording_are_made_again(tmp_path):
-    from octavo.wiring import build_executor
+    from octavo.wiring.engine import build_executor
 
     draw, path = random.Random(7), tmp_path / "log"
     with llm_of(

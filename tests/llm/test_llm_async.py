@@ -7,7 +7,10 @@ import signal
 import pytest
 
 from octavo import AsyncLLM, SamplingParams
+from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest, Overloaded
+from octavo.progress import quiet
+from octavo.wiring.engine import build_with_process
 from tests.support.llm_tools import GREEDY, alone, fingerprint, make_llm, prompts_of, small_options
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
@@ -224,12 +227,13 @@ def test_closing_ends_the_streams(llm):
 
 
 def test_the_death_of_the_process_reaches_every_stream():
-    llm = make_async(in_process=False)
+    front = build_with_process(EngineConfig.from_options(**small_options()), quiet)
+    llm = AsyncLLM(front)
 
     async def run():
         streams = [llm.submit([5 + i], LONG) for i in range(2)]
         await anext(streams[0])
-        os.kill(llm._front.client.pid, signal.SIGKILL)
+        os.kill(front.client.pid, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineDead, match="killed by signal 9"):
                 async for _ in stream:

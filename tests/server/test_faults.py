@@ -17,7 +17,7 @@ from octavo.engine.clients.supervised import SupervisedClient
 from octavo.server.app import create_app
 from octavo.server.service import EngineSlot
 from octavo.server.settings import ServerSettings
-from octavo.wiring import build_in_process
+from octavo.wiring.engine import build_in_process
 from tests.support.engine_fakes import expected_tokens
 from tests.support.live_server import LETTERS, LiveServer, events_of, ids_of
 from tests.support.llm_tools import small_options

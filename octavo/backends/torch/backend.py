@@ -1,8 +1,8 @@
 """The torch backend: Programs on any device PyTorch has, computed in fp32, bf16 or fp16.
 
 Owns the choice of device and precision, the weights on the device and the layout of the KV cache.
-Imported by the factory in `wiring.py` only, once `backends/devices.py` has found PyTorch; nothing
-here or below needs the compiled extension.
+Imported by the factory in `wiring/model.py` only, once `backends/devices.py` has found PyTorch;
+nothing here or below needs the compiled extension.
 """
 
 from __future__ import annotations

@@ -27,6 +27,9 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished.
 """
 
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""One conversation: [{"role": "user", "content": "..."}, ...]"""
+
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
 
@@ -117,7 +120,7 @@ class InputProcessor:
 
     def chat_prompt(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Messages,
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.backends.devices import Device
 from octavo.ports import ConnectorWorker
-from octavo.worker.loaded_model import LoadedModel, Report
+from octavo.progress import Report
+from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.memory import KvBudget
 from octavo.worker.ranks.messages import Allocate, Fits, Loaded, Measure, Ready, Started
 from octavo.worker.worker import Worker

@@ -21,7 +21,7 @@ from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Program, Value, Weight
 from octavo.quant.packed import PackedWeight
-from octavo.wiring import build_backend
+from octavo.wiring.model import build_backend
 from tests.support.native_harness import NUM_ROWS, Case, check_rows, normal, plain, require_native
 
 WIDTHS = (1, 7, 16, 37, 100, 576)

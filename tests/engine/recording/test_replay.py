@@ -216,7 +216,7 @@ def test_a_real_model(tmp_path, backend):
     """Requests with seeds of their own and without, samples, more than the KV cache holds: the same
     plans yield the same tokens.
     """
-    from octavo.wiring import build_executor
+    from octavo.wiring.engine import build_executor
 
     path = tmp_path / "log"
     options = {

@@ -1,0 +1,248 @@
+"""AsyncLLM: an engine for many concurrent streams, from one asyncio event loop.
+
+A thread reads the core's outputs and hands them to the loop, where everything else happens. Owns
+the streams and the limit of the queue; all that it shares with LLM is its `Front`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.clients.client import EngineInfo
+from octavo.engine.core import CoreOutputs
+from octavo.engine.front.front import Front
+from octavo.engine.front.input_processor import Messages, Origin, Prompt
+from octavo.engine.front.queue_limit import QueueLimit, Size
+from octavo.engine.front.request_stream import RequestStream
+from octavo.engine.stats import EngineStats
+from octavo.errors import EngineDead
+from octavo.outputs import RequestOutput
+from octavo.ports import Tokenizer
+from octavo.progress import Report, quiet
+from octavo.sampling_params import SamplingParams
+from octavo.wiring.engine import build_in_process, build_with_process
+
+
+class AsyncLLM:
+    """An engine for many concurrent requests, from one asyncio event loop.
+
+    `from_options` loads the model (call it in a thread where the loop must go on). The core is
+    listened to from the first request on, or from `start`.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._streams: dict[str, RequestStream] = {}
+        """Streams whose final output has not come, by request id; touched in the loop's thread."""
+        self._request_ids = itertools.count()
+        self._queue = QueueLimit(front.config.scheduler)
+        self._dead: EngineDead | None = None
+        self._closing = False
+        self._reader: threading.Thread | None = None
+
+    @staticmethod
+    def from_options(
+        *, in_process: bool = False, report: Report = quiet, **options: Any
+    ) -> AsyncLLM:
+        """Loads a model; its core runs in a process of its own, or with `in_process` in a thread of
+        this one.
+        """
+        build = build_in_process if in_process else build_with_process
+        return AsyncLLM(build(EngineConfig.from_options(**options), report))
+
+    @property
+    def config(self) -> EngineConfig:
+        """Every option, derived ones included."""
+        return self._front.config
+
+    @property
+    def info(self) -> EngineInfo:
+        """Vocabulary, context and what the KV cache holds."""
+        return self._front.info
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of samples (n of a request) that wait or run."""
+        return self._front.num_unfinished
+
+    def start(self) -> None:
+        """Listens to the core from now on, in this event loop, so that its death is known even
+        while no request runs.
+        """
+        if self._reader is None:
+            self._reader = threading.Thread(
+                target=self._read,
+                args=(asyncio.get_running_loop(),),
+                name="octavo-reader",
+                daemon=True,
+            )
+            self._reader.start()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        deltas: bool = False,
+    ) -> RequestStream:
+        """Starts a request; a user's fault is raised here, before anything runs, and Overloaded
+        where too many wait already.
+
+        With `deltas` each output holds what is new since the one before, else all so far.
+        """
+        self._check_alive()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        self._check_queue(Size(params.num_samples))
+        request_id = request_id or f"request-{next(self._request_ids)}"
+        request = self._front.prepare(request_id, prompt, params, Origin(priority, tenant))
+        size = Size(len(request.samples), len(request.samples) * len(request.prompt_token_ids))
+        self._check_queue(size)
+        self.start()
+        self._front.submit(request)
+        self._queue.sent(size)
+        stream = RequestStream(self._front, request_id, self._drop, deltas=deltas)
+        self._streams[request_id] = stream
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields a request's outputs as they grow; closing the generator or cancelling its task
+        aborts the request.
+        """
+        stream = self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Renders a conversation through the model's chat template, as a prompt for `generate`."""
+        return self._front.chat_prompt(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its stream gets a final output with finish_reason "abort"."""
+        self._front.abort(request_id)
+
+    def check_health(self) -> None:
+        """Raises EngineDead once the core has ended, Unavailable while one that hung is being
+        replaced.
+        """
+        self._check_alive()
+        self._front.check_trouble()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer; InvalidRequest where the engine runs without one."""
+        return self._front.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the params of a request that names none: the model's own."""
+        return self._front.default_params
+
+    def stats(self) -> EngineStats:
+        """Returns gauges and counters after the last step."""
+        return self._front.stats
+
+    async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
+        returns False, and does nothing, while requests run.
+        """
+        self.start()
+        return await asyncio.to_thread(
+            self._front.reset_prefix_cache, reset_connector=reset_connector
+        )
+
+    async def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
+        """Computes a prompt and keeps its whole blocks in `prefix_cache_dir` for `ttl_s` seconds
+        (None: for good, 0: no longer); returns how many tokens these blocks hold.
+        """
+        params = self._front.pin_params(ttl_s)
+        computed = await self.submit(prompt, params).final()
+        return await asyncio.to_thread(self._front.pin, computed, prompt, ttl_s)
+
+    def close(self) -> None:
+        """Ends the core; streams that still run get EngineDead."""
+        self._closing = True
+        self._front.close()
+        if self._reader is not None:
+            self._reader.join()
+        self._die(EngineDead("the engine was closed"))
+
+    # -- from the core -----------------------------------------------------------------------------
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hands each step's outputs to the event loop; runs in a thread until the engine ends."""
+
+        def hand_over(step: CoreOutputs) -> bool:
+            loop.call_soon_threadsafe(self._take, step)
+            return True
+
+        while not self._closing:
+            try:
+                step = self._front.client.receive(take_early=hand_over)
+                if step is not None:
+                    hand_over(step)
+            except Exception as error:
+                dead = (
+                    error
+                    if isinstance(error, EngineDead)
+                    else EngineDead(f"the engine has failed: {type(error).__name__}: {error}")
+                )
+                with contextlib.suppress(RuntimeError):  # the loop may have been closed
+                    loop.call_soon_threadsafe(self._die, dead)
+                return
+
+    def _take(self, step: CoreOutputs) -> None:
+        """Wakes the streams of the requests to which a step gave something."""
+        self._queue.take(step.stats, time.monotonic())
+        for request_id in self._front.take(step):
+            self._streams[request_id].wake()
+            if self._front.is_finished(request_id):
+                del self._streams[request_id]
+
+    def _die(self, error: EngineDead) -> None:
+        self._dead = self._dead or error
+        for stream in self._streams.values():
+            stream.wake(error)
+        self._streams.clear()
+
+    # -- from the streams --------------------------------------------------------------------------
+
+    def _drop(self, request_id: str) -> None:
+        """Aborts and forgets a request whose stream was abandoned."""
+        self._streams.pop(request_id, None)
+        self._front.drop(request_id)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _check_queue(self, more: Size) -> None:
+        self._queue.check(more, num_unfinished=self.num_unfinished, now=time.monotonic())

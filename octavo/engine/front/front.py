@@ -1,0 +1,171 @@
+"""The front of an engine: what LLM and AsyncLLM do alike, from a prompt on its way in to an output
+on its way out.
+
+Owns the input and the output processor, a client of the core and the newest stats. Reads no clock
+of its own but to stamp arrivals, starts no thread, knows no event loop: who calls `receive`, and
+when, is its user's choice. Not safe to be called by two threads at once, but for `close`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.clients.client import EngineClient, EngineInfo
+from octavo.engine.core import CoreOutputs
+from octavo.engine.front.input_processor import (
+    ANYONE,
+    FrontRequest,
+    InputProcessor,
+    Messages,
+    Origin,
+    Prompt,
+    default_sampling_params,
+)
+from octavo.engine.front.output_processor import OutputProcessor
+from octavo.engine.kv.pin import COMPUTE, check_pin, pin_of
+from octavo.engine.stats import EngineStats
+from octavo.errors import InvalidRequest, Unavailable
+from octavo.outputs import RequestOutput
+from octavo.ports import Profiler, Tokenizer
+from octavo.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Front:
+    """One engine as its users see it: prompts and params go in, texts come out."""
+
+    config: EngineConfig
+    """Every option, derived ones included."""
+    client: EngineClient
+    inputs: InputProcessor
+    outputs: OutputProcessor
+    generation_config: Mapping[str, Any]
+    """Sampling values that the model's makers recommend; {} where they name none."""
+    profiler: Profiler | None = None
+    """Profiler of a core in this process; None for one in a process of its own."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    """Gauges and counters after the last step."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Vocabulary, context and what the KV cache holds."""
+        return self.client.info
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of samples (n of a request) that wait or run."""
+        return self.outputs.num_unfinished
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Params of a request that names none: the model's own."""
+        return default_sampling_params(self.generation_config)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; InvalidRequest where the engine runs without one."""
+        if self.inputs.tokenizer is None:
+            raise InvalidRequest(
+                "this engine has no tokenizer", hint="start it without skip_tokenizer_init"
+            )
+        return self.inputs.tokenizer
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, origin: Origin = ANYONE
+    ) -> FrontRequest:
+        """Checks and tokenizes a request; raises the error of what is wrong with it. Nothing is
+        registered and nothing runs.
+        """
+        return self.inputs.process(request_id, prompt, params, origin)
+
+    def submit(self, request: FrontRequest) -> None:
+        """Gives a prepared request to the core. Where the client cannot send it, the error is
+        raised and nothing of the request remains.
+        """
+        self.outputs.add(request)
+        try:
+            self.client.add(request.samples)
+        except BaseException:
+            self.outputs.forget(request.request_id)
+            raise
+
+    def take(self, step: CoreOutputs) -> list[str]:
+        """Takes in a step's outputs, aborts samples that a stop string has ended, and returns the
+        ids of the requests that have something new.
+        """
+        self.stats = step.stats
+        changes = self.outputs.process(step.outputs, time.monotonic())
+        if changes.abort_ids:
+            self.client.abort(changes.abort_ids)
+        return list(changes.request_ids)
+
+    def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
+        """Returns all of a request so far, or with `only_new` what it gained since the last call;
+        the final output is given once.
+        """
+        return self.outputs.output(request_id, only_new=only_new)
+
+    def is_finished(self, request_id: str) -> bool:
+        """Tells whether the request's next output is its final one."""
+        return self.outputs.is_finished(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request early; its final output has the finish_reason "abort"."""
+        unfinished = self.outputs.unfinished_ids(request_id)
+        if unfinished:
+            self.client.abort(unfinished)
+
+    def drop(self, request_id: str) -> None:
+        """Ends a request whose outputs are not read any more, and forgets it."""
+        self.abort(request_id)
+        self.outputs.forget(request_id)
+
+    # -- conversations -----------------------------------------------------------------------------
+
+    def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Renders a conversation through the model's chat template, as a prompt of token ids."""
+        return self.inputs.chat_prompt(
+            messages, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs
+        )
+
+    # -- the engine as a whole ---------------------------------------------------------------------
+
+    def check_trouble(self) -> None:
+        """Raises Unavailable while an engine that hung is being replaced."""
+        if self.client.trouble:
+            raise Unavailable(self.client.trouble)
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
+        returns False, and does nothing, while requests run.
+        """
+        return self.client.reset_prefix_cache(reset_connector=reset_connector)
+
+    def pin_params(self, ttl_s: float | None) -> SamplingParams:
+        """Returns the params under which a prompt is computed in order to be pinned; InvalidRequest
+        where this engine cannot pin, or not for `ttl_s` seconds.
+        """
+        check_pin(ttl_s, self.config.cache)
+        return COMPUTE
+
+    def pin(self, computed: RequestOutput, prompt: Prompt, ttl_s: float | None) -> int:
+        """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: for good) and
+        returns how many of its tokens they hold.
+        """
+        return self.client.pin_prefix(pin_of(computed, prompt, ttl_s))
+
+    def close(self) -> None:
+        """Ends the core and gives back its threads and memory."""
+        self.client.close()

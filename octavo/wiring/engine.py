@@ -1,0 +1,281 @@
+"""Puts an engine together: the core (scheduler over a loaded model), the client that reaches it,
+and the front that its users meet.
+
+The core is built in this process (`LLM`, tests), in a process of its own (`serve`), or as the bare
+executor of a recording (`octavo replay`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.backends.base import AsyncBackend, Backend
+from octavo.backends.kv import BLOCK_SIZE
+from octavo.config.derive import against_async_scheduling
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.clients.client import EngineClient, EngineInfo, InProcessClient
+from octavo.engine.core import EngineCore
+from octavo.engine.front.front import Front
+from octavo.engine.front.input_processor import InputProcessor, ModelLimits
+from octavo.engine.front.output_processor import OutputProcessor
+from octavo.engine.front.stop_texts import LazyStopTexts, MakeStopTexts
+from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.kv.tier_connector import Tiers
+from octavo.engine.kv_meter import KvMeter
+from octavo.engine.recording.recorder import FORMAT, Began, Log, NoLog, Recorder, check_writable
+from octavo.engine.scheduling.build import build_scheduler, prompt_limits
+from octavo.errors import ConfigError
+from octavo.ports import Executor, Profiler, Tokenizer
+from octavo.progress import Report
+from octavo.version import __version__
+from octavo.wiring.model import Model, build_tokenizer, load_model, open_model
+from octavo.wiring.ranks import start_other_ranks
+from octavo.wiring.tiers import build_tiers
+from octavo.worker.loaded_model import device_memory
+from octavo.worker.memory import KvBudget, memory_table
+from octavo.worker.ranks.start import common_budget, common_worker, end_ranks
+from octavo.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from octavo.backends.torch.ranks import TorchRanks
+    from octavo.engine.clients.process import ProcessClient
+    from octavo.engine.clients.supervised import SupervisedClient
+    from octavo.worker.ranks.other_ranks import OtherRanks
+    from octavo.worker.ranks.ranked_worker import RankedWorker
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltCore:
+    """A core ready to step, what fronts must know of it, and the worker that it steps."""
+
+    core: EngineCore
+    info: EngineInfo
+    worker: Worker | RankedWorker
+
+
+# -- fronts ----------------------------------------------------------------------------------------
+
+
+def build_in_process(config: EngineConfig, report: Report) -> Front:
+    """Builds an engine whose core is in this process."""
+    model = open_model(config)
+    tokenizer = build_tokenizer(model)
+    built = build_core(model, report, LazyStopTexts(lambda: tokenizer))
+    client = InProcessClient(built.core, built.info)
+    return _build_front(model, client, built.info, tokenizer, built.worker)
+
+
+def build_with_process(config: EngineConfig, report: Report) -> Front:
+    """Builds an engine whose core is in a process of its own, which loads while this one reads the
+    tokenizer.
+    """
+    model = open_model(config)
+    client = _start_process(model, report)
+    try:
+        tokenizer = build_tokenizer(model)
+        info = client.wait_until_ready(report)
+    except BaseException:
+        client.close()
+        raise
+    return _build_front(model, client, info, tokenizer)
+
+
+def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedClient:
+    from octavo.engine.clients.process import ProcessClient
+    from octavo.engine.clients.supervised import SupervisedClient
+
+    observe = model.config.observe
+    options = model.options()
+
+    def start(num_before: int) -> ProcessClient:
+        """Starts a core; its recording does not overwrite an earlier core's."""
+        record = observe.record
+        if record is not None and num_before:
+            record = f"{record}.{num_before}"
+        build = "octavo.wiring.engine:build_core_of_options"
+        return ProcessClient(build, options | {"record": record})
+
+    if not observe.stall_timeout:
+        return start(0)
+    return SupervisedClient(start, stall_timeout_s=observe.stall_timeout, report=report)
+
+
+def _build_front(
+    model: Model,
+    client: EngineClient,
+    info: EngineInfo,
+    tokenizer: Tokenizer | None,
+    profiler: Profiler | None = None,
+) -> Front:
+    options = model.config.scheduler
+    prompts = prompt_limits(
+        options,
+        model.config.cache,
+        max_model_len=info.max_model_len,
+        kv_capacity_tokens=info.kv_capacity_tokens,
+        block_size=BLOCK_SIZE,
+    )
+    of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
+    inputs = InputProcessor(
+        limits=ModelLimits(info.vocab_size, prompts, model.config.model.max_logprobs),
+        tokenizer=tokenizer,
+        eos_token_ids=(*model.info.eos_token_ids, *of_tokenizer),
+        seed=model.config.model.seed,
+        scheduling_policy=options.scheduling_policy,
+    )
+    return Front(
+        config=model.config,
+        client=client,
+        inputs=inputs,
+        outputs=OutputProcessor(tokenizer),
+        generation_config=model.checkpoint.generation_config,
+        profiler=profiler,
+    )
+
+
+# -- cores -----------------------------------------------------------------------------------------
+
+
+def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[EngineCore, EngineInfo]:
+    """Builds a core from flat options: the entry point of the core's own process."""
+    model = open_model(EngineConfig.from_options(**options))
+    built = build_core(model, report, LazyStopTexts(lambda: build_tokenizer(model)))
+    return built.core, built.info
+
+
+def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> BuiltCore:
+    """Packs the weights, allocates the KV cache and puts a scheduler in front; starts the other
+    ranks first, where there are any.
+    """
+    if model.config.observe.record is not None:
+        check_writable(Path(model.config.observe.record))
+    if model.config.backend.tensor_parallel_size == 1:
+        return _build_core(model, report, stop_texts)
+    ranks, others = start_other_ranks(model)
+    try:
+        return _build_core(model, report, stop_texts, ranks, others)
+    except BaseException as error:
+        raise end_ranks(others, error) from None
+
+
+def _build_core(
+    model: Model,
+    report: Report,
+    stop_texts: MakeStopTexts,
+    ranks: TorchRanks | None = None,
+    others: OtherRanks | None = None,
+) -> BuiltCore:
+    config = model.config
+    loaded = load_model(model, report, ranks)
+    budget = common_budget(loaded, others)
+    if (memory := device_memory(loaded.backend)) is not None:
+        report(memory_table(memory, budget.num_bytes))
+    report(budget.describe())
+    groups = _block_groups(config, budget)
+    tiers, tier_worker = build_tiers(model.checkpoint, loaded, report)
+    num_blocks = [group.num_blocks for group in groups]
+    num_host_blocks = [group.num_host_blocks for group in groups]
+    worker = common_worker(
+        loaded, others, num_blocks, num_host_blocks, connector=tier_worker, report=report
+    )
+    max_model_len = budget.load.max_model_len
+    scheduler = build_scheduler(
+        config.scheduler,
+        config.cache,
+        groups,
+        block_size=BLOCK_SIZE,
+        max_model_len=max_model_len,
+        tiers=tiers,
+        stop_texts=stop_texts,
+    )
+    core = EngineCore(
+        scheduler,
+        worker,
+        log=_open_log(config, budget, groups, tiers),
+        stall_timeout_s=config.observe.stall_timeout,
+        kv_meter=KvMeter(
+            [layout.block_bytes for layout in loaded.layouts], max_model_len=max_model_len
+        ),
+        runs_ahead=_runs_ahead(config, loaded.backend),
+    )
+    capacity_tokens = scheduler.blocks.capacity_tokens
+    info = EngineInfo(loaded.program.vocab_size, max_model_len, capacity_tokens, budget.describe())
+    return BuiltCore(core, info, worker)
+
+
+def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
+    """Describes the KV cache to the scheduler; the host never holds more than the device."""
+    num_host_blocks = config.cache.swap_space // budget.block_bytes
+    return [
+        BlockGroup(count, group.window, min(count, num_host_blocks))
+        for count, group in zip(budget.num_blocks, budget.groups, strict=True)
+    ]
+
+
+def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
+    """Decides whether steps are planned while one is computed; `derive` has refused `on` where that
+    cannot be.
+    """
+    wanted = config.scheduler.async_scheduling
+    if wanted != "auto":
+        return wanted == "on"
+    return (
+        isinstance(backend, AsyncBackend)
+        and backend.computes_apart
+        and not against_async_scheduling(config)
+    )
+
+
+# -- recordings ------------------------------------------------------------------------------------
+
+
+def _open_log(
+    config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None
+) -> Log:
+    """Opens the recording that the options ask for, and writes what the engine is made of."""
+    if config.observe.record is None:
+        return NoLog()
+    log = Recorder(Path(config.observe.record))
+    log.write(
+        Began(
+            FORMAT,
+            __version__,
+            config.to_options(),
+            config.scheduler,
+            config.cache,
+            groups,
+            block_size=BLOCK_SIZE,
+            max_model_len=budget.load.max_model_len,
+            kv_bytes=budget.num_bytes,
+            tiers=tiers,
+        )
+    )
+    return log
+
+
+def build_executor(began: Began, *, model: str | None, report: Report) -> Executor:
+    """Builds what carries out the plans of a recording: the recorded model, or the copy of it that
+    `model` names, with the recorded KV blocks.
+    """
+    if began.tiers is not None:
+        raise ConfigError(
+            "the recording is of an engine with a prefix cache off the device, whose blocks are not"
+            " in it: its plans cannot be carried out",
+            hint="replay it without --execute",
+        )
+    config = _recorded_config(began, model, kv_cache_memory_bytes=began.kv_bytes)
+    return build_core(open_model(config), report, stop_texts_of(began, model=model)).worker
+
+
+def stop_texts_of(began: Began, *, model: str | None) -> MakeStopTexts:
+    """Makes what finds stop strings as the recorded engine did; the model is opened only when a
+    beam search has any.
+    """
+    return LazyStopTexts(lambda: build_tokenizer(open_model(_recorded_config(began, model))))
+
+
+def _recorded_config(began: Began, model: str | None, **more: Any) -> EngineConfig:
+    options = began.options | {"record": None} | more
+    return EngineConfig.from_options(**options | ({"model": model} if model else {}))
