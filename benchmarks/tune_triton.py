@@ -31,15 +31,15 @@ import torch
 
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.torch.attention import AttentionCall
-from octavo.backends.torch.kv_cache import Stored
+from octavo.backends.torch.attention.call import AttentionCall
+from octavo.backends.torch.attention.query_rows import query_rows_of
+from octavo.backends.torch.kv_cache import KvTensor
 from octavo.backends.torch.plain import Cuts
-from octavo.backends.torch.rows import rows_of
 from octavo.backends.torch.step import step_arrays
 from octavo.backends.torch.triton import attention, packed_linear, pick, tuning
 from octavo.backends.torch.triton.attention import TritonAttention
 from octavo.backends.torch.triton.device import device_name
-from octavo.backends.torch.triton.tuning import Row
+from octavo.backends.torch.triton.tuning import TunedLaunch
 from octavo.backends.torch.weights import DeviceLevels, DeviceWeight, Product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,7 +102,7 @@ def call_of(
         context_lens=inputs["context_lens"][0],
         positions=inputs["positions"],
         inputs=inputs,
-        rows=rows_of(batch, 0, full=False, window=None, device=DEVICE),
+        rows=query_rows_of(batch, 0, full=False, window=None, device=DEVICE),
         batch=batch,
         group=0,
         once=lambda key, make: make(),
@@ -111,12 +111,12 @@ def call_of(
     )
 
 
-def stored(num_blocks: int, width: int, kv: torch.dtype) -> Stored:
+def stored(num_blocks: int, width: int, kv: torch.dtype) -> KvTensor:
     shape = (num_blocks + 1, BLOCK_SIZE, 8)
     if kv.is_floating_point:
-        return Stored(torch.randn((*shape, width), device=DEVICE).to(kv))
+        return KvTensor(torch.randn((*shape, width), device=DEVICE).to(kv))
     codes = torch.randint(-127, 128, (*shape, width), dtype=torch.int8, device=DEVICE)
-    return Stored(codes, torch.full(shape, 1 / 64, dtype=torch.bfloat16, device=DEVICE))
+    return KvTensor(codes, torch.full(shape, 1 / 64, dtype=torch.bfloat16, device=DEVICE))
 
 
 def launches(kernel: str) -> Iterator[dict[str, int]]:
@@ -229,7 +229,7 @@ def pick_task(vocab_size: int) -> Task:
     return Task({"vocab_size": vocab_size}, pick, run)
 
 
-def rows(args: argparse.Namespace) -> Iterator[Row]:
+def rows(args: argparse.Namespace) -> Iterator[TunedLaunch]:
     for kernel in args.kernels:
         for task in tasks(kernel, args):
             times = [
@@ -241,7 +241,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
                 json.dumps({"kernel": kernel, **task.shape, "ms": round(1e3 * best, 3), **launch}),
                 flush=True,
             )
-            yield Row(kernel, device_name(DEVICE), task.shape, launch)
+            yield TunedLaunch(kernel, device_name(DEVICE), task.shape, launch)
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from benchmarks.on_gpu.shapes import Shape, attention_operations, shape_of
 from benchmarks.on_gpu.timing import seconds, seconds_each
 from benchmarks.tune_triton import call_of
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.torch.attention import AttentionCall
+from octavo.backends.torch.attention.call import AttentionCall
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.plain import PlainKernels
 from octavo.backends.torch.sampling import GREEDY, draw

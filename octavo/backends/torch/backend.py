@@ -23,7 +23,7 @@ from octavo.backends.base import (
     LoadWeight,
 )
 from octavo.backends.kv import BLOCK_SIZE, KvLayout
-from octavo.backends.torch.attention import choose_attention, takes_all
+from octavo.backends.torch.attention.choose import choose_attention, first_that_computes
 from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
 from octavo.backends.torch.fp8 import E4M3
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
@@ -31,11 +31,11 @@ from octavo.backends.torch.invariant import kernels_suffice
 from octavo.backends.torch.kernels import choose_kernels
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.memory import CudaMemory, blocks_of, largest_step
-from octavo.backends.torch.program import FORMULAS, Engine, TorchProgram
+from octavo.backends.torch.program import FORMULAS, Runtime, TorchProgram
 from octavo.backends.torch.ranks import TorchRanks
 from octavo.backends.torch.rates import measured_ceilings
 from octavo.backends.torch.step import staging_bytes
-from octavo.backends.torch.weights import Weights
+from octavo.backends.torch.weights import ProgramWeights
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.program import ops
 from octavo.program.passes.optimize import optimize
@@ -102,8 +102,8 @@ class TorchBackend:
         self._check(fused)
         weights = self._load(fused, once.load)
         options = self.options
-        attention = takes_all(self._attention, fused, self._kv_dtype(self._dtype))
-        engine = Engine(
+        attention = first_that_computes(self._attention, fused, self._kv_dtype(self._dtype))
+        runtime = Runtime(
             self.device,
             self._dtype,
             attention,
@@ -116,7 +116,7 @@ class TorchBackend:
             options.max_rows,
             self.ranks,
         )
-        prepared = TorchProgram(fused, weights, engine)
+        prepared = TorchProgram(fused, weights, runtime)
         if self._memory is not None:
             self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
             if sizes := self.graph_sizes(fused):
@@ -151,7 +151,7 @@ class TorchBackend:
             return "not with several ranks (tensor_parallel_size)"
         if self.options.batch_invariant:
             return "not with batch_invariant"
-        attention = takes_all(self._attention, program, self._kv_dtype(self._dtype))
+        attention = first_that_computes(self._attention, program, self._kv_dtype(self._dtype))
         return (
             ""
             if attention.for_graphs
@@ -245,9 +245,9 @@ class TorchBackend:
             else DTYPES_OF_CODES.get(load(first).packed().code, self._packed_dtype)
         )
 
-    def _load(self, program: Program, load: LoadWeight) -> Weights:
+    def _load(self, program: Program, load: LoadWeight) -> ProgramWeights:
         reads = Counter(weight for op in program.ops for weight in op.weights)
-        weights = Weights(
+        weights = ProgramWeights(
             load, self.device, self._dtype, {weight for weight, count in reads.items() if count > 1}
         )
         for op in program.ops:
@@ -305,7 +305,7 @@ def _refused(program: Program, what: str) -> BackendUnavailable:
     return BackendUnavailable(f"the torch backend cannot run {what} (in {program.name})")
 
 
-def _add_weights(op: Op, weights: Weights) -> None:
+def _add_weights(op: Op, weights: ProgramWeights) -> None:
     """Matrices as they are packed; everything else, vectors all, in fp32."""
     matrices: tuple[Weight | None, ...] = ()
     if isinstance(op, ops.Linear):

@@ -39,17 +39,17 @@ class Fetch:
             logprobs = (self.take(own), self.take(ranks), self.take(best), self.take(theirs))
         return Drawn(self.take(drawn.token_ids), self.take(drawn.failed), logprobs)
 
-    def then(self, finish: Callable[[], StepOutput]) -> UnderWay:
+    def then(self, finish: Callable[[], StepOutput]) -> PendingStep:
         """`finish` is called once everything has come."""
         copied: Any = None
         if self._is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        return UnderWay(finish, copied)
+        return PendingStep(finish, copied)
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class PendingStep:
     """Implements `base.Computing`."""
 
     finish: Callable[[], StepOutput]

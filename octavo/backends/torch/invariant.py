@@ -17,7 +17,7 @@ import torch
 
 from octavo.backends.batch import LastTokens, SampleResult, StepBatch, StepOutput
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.torch.attention import AttentionChoice
+from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.sampling import part_of
 from octavo.program import ops
@@ -25,7 +25,7 @@ from octavo.program.program import Program
 
 
 def kernels_suffice(
-    program: Program, kernels: Kernels, attention: AttentionChoice, device: torch.device
+    program: Program, kernels: Kernels, attention: AttentionKernels, device: torch.device
 ) -> bool:
     """Whether a whole step leaves each row its bits: products, norms, experts, attention and sums
     of draws by kernels of fixed tiles, and all else element by element. Not on a CPU, whose loops

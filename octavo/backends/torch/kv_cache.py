@@ -35,15 +35,15 @@ CODES = (torch.int8, E4M3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class KvTensor:
     """K or V of one layer or all: `numbers [(L,) blocks + 1, 16, K, width]`; int8 and e4m3 ones
     with `scales [(L,) blocks + 1, 16, K] bf16`."""
 
     numbers: Tensor
     scales: Tensor | None = None
 
-    def layer(self, layer: int) -> Stored:
-        return Stored(self.numbers[layer], None if self.scales is None else self.scales[layer])
+    def layer(self, layer: int) -> KvTensor:
+        return KvTensor(self.numbers[layer], None if self.scales is None else self.scales[layer])
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """`rows [T, K, width]` at slots of one layer."""
@@ -98,8 +98,8 @@ def _as_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 class GroupTensors:
     """Of one cache group, all layers."""
 
-    k: Stored
-    v: Stored
+    k: KvTensor
+    v: KvTensor
 
     @property
     def num_blocks(self) -> int:
@@ -156,9 +156,9 @@ def _group_tensors(
 ) -> GroupTensors:
     shape = (group.num_layers, num_blocks + 1, BLOCK_SIZE, group.num_kv_heads)
 
-    def stored(width: int) -> Stored:
+    def stored(width: int) -> KvTensor:
         scales = _zeros(shape, torch.bfloat16, device) if dtype in CODES else None
-        return Stored(_zeros((*shape, width), dtype, device), scales)
+        return KvTensor(_zeros((*shape, width), dtype, device), scales)
 
     return GroupTensors(stored(group.k_width), stored(group.v_width))
 

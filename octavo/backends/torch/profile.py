@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.backends.torch.rates import measured_ceilings, wait_for
-from octavo.backends.torch.weights import Weights
+from octavo.backends.torch.weights import ProgramWeights
 from octavo.outputs import OpProfile, Profile
 from octavo.program.ops import Linear
 from octavo.program.program import Op
@@ -33,7 +33,7 @@ class _Times:
 class OpTimes:
     """`dtype`: what products are computed in, however their weights are packed."""
 
-    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, weights: ProgramWeights, device: torch.device, dtype: torch.dtype) -> None:
         self._weights = weights
         self._device = device
         self._dtype = dtype

@@ -21,16 +21,18 @@ from torch import Tensor
 
 from octavo.backends.batch import SampleResult, SamplingBatch, StepBatch, StepOutput
 from octavo.backends.kv import KvCache
-from octavo.backends.torch.attention import ATTENTION_FORMULAS, AttentionChoice
+from octavo.backends.torch.attention.call import AttentionKernels
+from octavo.backends.torch.attention.formulas import ATTENTION_FORMULAS
+from octavo.backends.torch.collectives import RANK_FORMULAS
 from octavo.backends.torch.experts import EXPERT_FORMULAS
-from octavo.backends.torch.fetch import Fetch, UnderWay, out_of_memory_named
+from octavo.backends.torch.fetch import Fetch, PendingStep, out_of_memory_named
 from octavo.backends.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
 from octavo.backends.torch.invariant import joined, rows_alone
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import TorchKvCache
 from octavo.backends.torch.last_tokens import source_arrays, target_arrays
 from octavo.backends.torch.profile import OpTimes
-from octavo.backends.torch.ranks import RANK_FORMULAS, TorchRanks, told_by_first
+from octavo.backends.torch.ranks import TorchRanks, broadcast_drawn
 from octavo.backends.torch.rope_write import with_rope_writes
 from octavo.backends.torch.row_ops import ROW_FORMULAS, norms_ahead
 from octavo.backends.torch.sampling import (
@@ -43,7 +45,7 @@ from octavo.backends.torch.sampling import (
     wants_of,
 )
 from octavo.backends.torch.step import Made, Staging, Step, step_arrays
-from octavo.backends.torch.weights import Weights
+from octavo.backends.torch.weights import ProgramWeights
 from octavo.errors import BackendUnavailable
 from octavo.outputs import Profile
 from octavo.program.program import Op, Program, Value
@@ -76,12 +78,12 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class Runtime:
     """What all prepared Programs of a backend share."""
 
     device: torch.device
     dtype: torch.dtype
-    attention: AttentionChoice
+    attention: AttentionKernels
     kernels: Kernels
     batch_invariant: bool
     rows_alone: bool
@@ -112,22 +114,22 @@ ValuesOf = Callable[[slice], dict[str, Tensor]]
 class TorchProgram:
     """Implements `base.Runnable`."""
 
-    def __init__(self, program: Program, weights: Weights, engine: Engine) -> None:
+    def __init__(self, program: Program, weights: ProgramWeights, runtime: Runtime) -> None:
         self.program = program
         self._weights = weights
-        self._engine = engine
+        self._runtime = runtime
         self._body, self._head = _instructions(
-            program, write_with_rope=engine.attention.rope_write is not None
+            program, write_with_rope=runtime.attention.rope_write is not None
         )
         self._norms_ahead = norms_ahead([instruction.op for instruction in self._body])
-        self._attention_arrays = engine.attention.arrays_of(program)
+        self._attention_arrays = runtime.attention.arrays_of(program)
         self._progress = 0
         self._staging, self._late_staging = (
-            Staging(engine.device, engine.staging_bytes),
-            Staging(engine.device),
+            Staging(runtime.device, runtime.staging_bytes),
+            Staging(runtime.device),
         )
         self._last_tokens = torch.zeros(
-            engine.max_rows + 1, dtype=torch.int32, device=engine.device
+            runtime.max_rows + 1, dtype=torch.int32, device=runtime.device
         )
         """`[N + 1]`: what each permanent row has drawn last; the one behind is nobody's."""
         self._graphs: DecodeGraphs | None = None
@@ -143,7 +145,7 @@ class TorchProgram:
         return self._weights.num_bytes
 
     def start_profile(self) -> None:
-        self._times = OpTimes(self._weights, self._engine.device, self._engine.dtype)
+        self._times = OpTimes(self._weights, self._runtime.device, self._runtime.dtype)
 
     def stop_profile(self) -> Profile:
         if self._times is None:
@@ -154,17 +156,17 @@ class TorchProgram:
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         return self.launch(batch, kv).result()
 
-    def launch(self, batch: StepBatch, kv: KvCache) -> UnderWay:
+    def launch(self, batch: StepBatch, kv: KvCache) -> PendingStep:
         """On the CPU it has been computed when this returns."""
         assert isinstance(kv, TorchKvCache)
         self._set_threads()
         with out_of_memory_named():
             return self._launch(batch, kv)
 
-    def _launch(self, batch: StepBatch, kv: TorchKvCache) -> UnderWay:
-        fetch = Fetch(self._engine.device)
+    def _launch(self, batch: StepBatch, kv: TorchKvCache) -> PendingStep:
+        fetch = Fetch(self._runtime.device)
         with torch.inference_mode():
-            if not self._engine.rows_alone:
+            if not self._runtime.rows_alone:
                 finish = self._run(batch, kv, fetch)
                 return fetch.then(finish)
             found = [(part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)]
@@ -247,7 +249,7 @@ class TorchProgram:
             chunk,
             wants,
             draw_arrays(part, wants)
-            | target_arrays(batch.last_tokens, chunk, spare=self._engine.max_rows),
+            | target_arrays(batch.last_tokens, chunk, spare=self._runtime.max_rows),
         )
 
     def _take_last_tokens(self, inputs: dict[str, Tensor]) -> None:
@@ -265,19 +267,19 @@ class TorchProgram:
             self._last_tokens.index_copy_(0, targets, drawn.token_ids.int())
 
     def _new_step(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Step:
-        engine = self._engine
+        runtime = self._runtime
         return Step(
-            self.program,
-            self._weights,
-            engine.dtype,
-            engine.device,
-            batch,
-            kv.groups,
-            inputs,
-            engine.attention,
-            engine.kernels,
-            self._norms_ahead,
-            engine.ranks,
+            program=self.program,
+            weights=self._weights,
+            dtype=runtime.dtype,
+            device=runtime.device,
+            batch=batch,
+            kv=kv.groups,
+            inputs=inputs,
+            attention=runtime.attention,
+            kernels=runtime.kernels,
+            norms_ahead=self._norms_ahead,
+            ranks=runtime.ranks,
         )
 
     def _arrays(self, batch: StepBatch, kv: TorchKvCache, *, fixed: bool) -> dict[str, NDArray]:
@@ -321,10 +323,10 @@ class TorchProgram:
 
     def _drawn(self, logits: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Drawn:
         """Of several ranks the first one draws, and tells the others."""
-        ranks, kernels = self._engine.ranks, self._engine.kernels
+        ranks, kernels = self._runtime.ranks, self._runtime.kernels
         if ranks is None:
             return draw(logits, inputs, wants, kernels)
-        return told_by_first(
+        return broadcast_drawn(
             ranks, draw(logits, inputs, wants, kernels) if ranks.rank == 0 else None, len(logits)
         )
 
@@ -345,7 +347,7 @@ class TorchProgram:
 
     def _set_threads(self) -> None:
         """PyTorch's threads are the process's; another engine in it may have set them."""
-        wanted = 1 if self._engine.batch_invariant else self._engine.num_threads
+        wanted = 1 if self._runtime.batch_invariant else self._runtime.num_threads
         if wanted is not None and torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
 

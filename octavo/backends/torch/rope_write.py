@@ -2,7 +2,7 @@
 may compute in one launch.
 
 Found among a prepared Program's ops by who makes and who reads a Value, like the fuse pass does;
-made only where the choice has such a kernel (`attention.AttentionChoice.rope_write`), so no other
+made only where the choice has such a kernel (`attention.AttentionKernels.rope_write`), so no other
 backend meets it.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from octavo.backends.torch.kv_cache import Stored
+from octavo.backends.torch.kv_cache import KvTensor
 from octavo.program import ops
 from octavo.program.program import Op, Value
 
@@ -54,8 +54,8 @@ class RopeWriteCall:
     cos: Tensor
     sin: Tensor
     slots: Tensor
-    k_stored: Stored
-    v_stored: Stored
+    k_stored: KvTensor
+    v_stored: KvTensor
 
 
 def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:

@@ -1,5 +1,5 @@
-"""One step on the device: the batch's arrays in one staging buffer, the Values made so far, what
-attention layers share.
+"""One step on the device: the batch's arrays in one staging buffer, the Values made so far, and
+what several layers share.
 
 Owns the copy of a step's inputs: one transfer, asynchronous from pinned memory on CUDA. Knows
 shapes and no formula.
@@ -19,22 +19,24 @@ from torch import Tensor
 from octavo.backends.base import BackendOptions
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import GroupTensors
-from octavo.backends.torch.weights import Weights
+from octavo.backends.torch.ranks import TorchRanks
+from octavo.backends.torch.weights import ProgramWeights
 from octavo.program import ops
 from octavo.program.program import Program, Value
 
 Made = tuple[Tensor, ...]
+"""What an op made, in the order of its outputs."""
 NormOp = ops.RmsNorm | ops.LayerNorm | ops.PreNorm
 Shared = TypeVar("Shared")
 
 ALIGN_BYTES = 64
 
 SHARING_BYTES = 36
-"""A request's part of who shares a prefix with whom, and the length of its context: numbers of 4
-bytes in each group.
-"""
+"""Bytes of one request in each cache group for the arrays of shared prefixes and its context
+length."""
 
 TYPES: dict[str, torch.dtype] = {
     "int32": torch.int32,
@@ -46,7 +48,9 @@ TYPES: dict[str, torch.dtype] = {
 
 
 class Staging:
-    """A buffer on the host and one on the device; `put` fills the first and copies it over."""
+    """A buffer on the host and one on the device, through which a step's arrays are copied in one
+    transfer.
+    """
 
     def __init__(self, device: torch.device, num_bytes: int = 1 << 16) -> None:
         self._device = device
@@ -54,8 +58,8 @@ class Staging:
         self._make(num_bytes)
 
     def put(self, arrays: Mapping[str, NDArray]) -> dict[str, Tensor]:
-        """The arrays on the device, views of the buffer: good until the next call. Equal shapes lie
-        at equal addresses.
+        """Copies arrays to the device and returns views of the buffer, which hold until the next
+        call. Arrays of equal shapes always get equal addresses.
         """
         places, end = _places(arrays)
         if end > len(self._host):
@@ -74,7 +78,9 @@ class Staging:
         return {name: self._view(places[name], array) for name, array in arrays.items()}
 
     def fits(self, arrays: Mapping[str, NDArray]) -> bool:
-        """Without a new buffer, which would leave graphs with the old one."""
+        """Returns whether `put` can keep its buffer. A new one would have other addresses than
+        those that captured graphs read.
+        """
         return _places(arrays)[1] <= len(self._host)
 
     def _view(self, start: int, array: NDArray) -> Tensor:
@@ -93,8 +99,9 @@ class Staging:
 
 
 def staging_bytes(options: BackendOptions, num_groups: int) -> int:
-    """Of the arrays of the largest step, and as much again for how to draw, a mask or a bias
-    aside."""
+    """Returns the bytes of the largest step's arrays, twice: the sampling arrays are counted as
+    large as the rest. Token masks and biases are not counted.
+    """
     table = options.max_requests * -(-options.max_context // BLOCK_SIZE)
     of_requests = SHARING_BYTES * options.max_requests
     return 2 * (
@@ -105,7 +112,7 @@ def staging_bytes(options: BackendOptions, num_groups: int) -> int:
 
 
 def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
-    """Where each begins, and where they end."""
+    """Returns the offset of each array in the buffer, and the end of the last."""
     places, end = {}, 0
     for name, array in arrays.items():
         places[name] = end
@@ -114,8 +121,8 @@ def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
 
 
 def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
-    """What the ops read of a batch. Padded rows get the id 0, the position 0 and a slot in the
-    block behind each group's last.
+    """Returns the arrays of a batch that ops read. A padded row gets the id 0, the position 0 and a
+    slot in the spare block behind each group's last.
     """
     live = live_rows(batch)
     spare = np.array(num_blocks, np.int32)[:, None] * BLOCK_SIZE
@@ -134,7 +141,7 @@ def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
 
 
 def live_rows(batch: StepBatch) -> NDArray[np.bool_]:
-    """[T]: those that are no padding."""
+    """Returns which rows are no padding, `[T]`: those with a slot in any cache group."""
     live: NDArray[np.bool_] = (
         np.any(batch.slots >= 0, axis=0)
         if len(batch.slots)
@@ -145,27 +152,27 @@ def live_rows(batch: StepBatch) -> NDArray[np.bool_]:
 
 @dataclass(slots=True)
 class Step:
-    """One run: what ops read, and the Values made so far."""
+    """One run of a Program: what its ops read, and the Values made so far."""
 
     program: Program
-    weights: Weights
+    weights: ProgramWeights
     dtype: torch.dtype
-    """Of Values."""
+    """Type of Values."""
     device: torch.device
     batch: StepBatch
     kv: list[GroupTensors]
     inputs: dict[str, Tensor]
-    """`step_arrays` on the device."""
-    attention: Any
-    """The chosen `attention.AttentionChoice`."""
+    """`step_arrays` on the device, and the arrays of the attention kernels and the draw."""
+    attention: AttentionKernels
     kernels: Kernels
     norms_ahead: Mapping[str, NormOp]
     """`row_ops.norms_ahead` of the Program."""
-    ranks: Any = None
-    """`ranks.TorchRanks`, where there are several."""
+    ranks: TorchRanks | None = None
+    """The ranks that share the Program; None where there is one."""
     values: dict[str, Tensor] = field(default_factory=dict)
     normed: dict[str, Tensor] = field(default_factory=dict)
-    """Norms of Values that were made with them, until the next op takes them."""
+    """Norms that were computed together with the sum they norm, by the sum's name, until the op
+    that reads them takes them."""
     _shared: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -180,7 +187,7 @@ class Step:
         return self.values[value.name]
 
     def once(self, key: Any, make: Callable[[], Shared]) -> Shared:
-        """What several layers need alike is made by the first of them."""
+        """Returns what `make` makes, which is called for the step's first use of `key` only."""
         if key not in self._shared:
             self._shared[key] = make()
         found: Shared = self._shared[key]

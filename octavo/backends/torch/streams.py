@@ -1,9 +1,8 @@
-"""The order of two queues of work for a device: what computes, and what copies between it and the
-host beside that.
+"""Two queues of work for a device: one computes, the side one copies between device and host.
 
-Each queue keeps its own order; one waits for the other only where it is told to. `InTurn` is for
-devices that have one queue (the CPU); tests have one of their own, which does the work in any order
-that is allowed.
+Each queue keeps its own order; one waits for the other only where it is told to. `CudaStreams` has
+two CUDA streams. `SerialStreams` is for devices with one queue (the CPU). Tests have streams that
+do the work in any order that the calls allow.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Streams(Protocol):
         ...
 
 
-class InTurn:
+class SerialStreams:
     """Everything at once."""
 
     def compute(self, work: Work) -> None:
@@ -180,4 +179,4 @@ def on_device(array: NDArray, device: torch.device) -> Tensor:
 
 
 def streams_of(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else InTurn()
+    return CudaStreams(device) if device.type == "cuda" else SerialStreams()

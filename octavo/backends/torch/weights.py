@@ -218,7 +218,7 @@ class Product:
         return made if self.bias is None else made + self.bias
 
 
-class Weights:
+class ProgramWeights:
     """Loads each weight of a Program once, and keeps it as its readers want it: matrices as they
     are packed, vectors in fp32.
 

@@ -30,14 +30,14 @@ def start_ranks(
     """`build` names what loads the others ("module:function", a `process.BuildRank`). PyTorch must
     have been found.
     """
-    from octavo.backends.torch.ranks import Meeting, TorchRanks
+    from octavo.backends.torch.ranks import Rendezvous, TorchRanks
     from octavo.worker.ranks.other_ranks import OtherRanks
 
-    meeting = Meeting(num_ranks)
-    others = OtherRanks(build, options, num_ranks, meeting.port)
+    rendezvous = Rendezvous(num_ranks)
+    others = OtherRanks(build, options, num_ranks, rendezvous.port)
     try:
         others.expect(Started)
-        ranks = TorchRanks(0, num_ranks, device, meeting)
+        ranks = TorchRanks(0, num_ranks, device, rendezvous)
         others.when_lost(lambda error: ranks.abort())
         return ranks, others
     except BaseException as error:

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.reference import ReferenceBackend
-from octavo.backends.torch import sdpa
+from octavo.backends.torch.attention import sdpa
 from octavo.backends.torch.backend import TorchBackend
 from tests.backends.native.test_attention import HEADS, MASKS, Run, Shape, chunks, mixed
 

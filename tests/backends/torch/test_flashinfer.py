@@ -15,8 +15,8 @@ import torch
 from octavo.backends import devices
 from octavo.backends.base import BackendOptions
 from octavo.backends.reference import ReferenceBackend
+from octavo.backends.torch.attention.flashinfer import FlashInfer
 from octavo.backends.torch.backend import TorchBackend
-from octavo.backends.torch.flashinfer import FlashInfer
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Value, Weight

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
-from octavo.backends.torch.attention import ArraysOf, AttentionCall, Bias
+from octavo.backends.torch.attention.call import AttentionCall, Bias, StepArraysMaker
 from octavo.backends.torch.rope_write import RopeWriteCall
 from octavo.backends.torch.triton import fit, splits
 from octavo.backends.torch.triton.decode import decode_kernel
@@ -45,7 +45,7 @@ without keys."""
 
 
 class TritonAttention:
-    """Implements `attention.AttentionChoice`."""
+    """Implements `attention.AttentionKernels`."""
 
     name = "triton"
     for_graphs = True
@@ -103,7 +103,7 @@ class TritonAttention:
             default=0,
         )
 
-    def arrays_of(self, program: Program) -> ArraysOf:
+    def arrays_of(self, program: Program) -> StepArraysMaker:
         """Who shares which splits, for each kind of mask that the Program's attention has."""
         kinds: dict[str, _Kind] = {}
         for op in program.ops if self._share_prefixes else ():

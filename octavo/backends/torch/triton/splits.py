@@ -8,7 +8,7 @@ so it is the same whether one program walks over all splits or many programs tak
 numbers depend on its own row and on the shape of the tile, never on the other lanes: keys that it
 does not see change no bit of it.
 
-K and V lie as `kv_cache.Stored` has them: `[blocks, 16, heads, width]`, int8 codes with a bf16
+K and V lie as `kv_cache.KvTensor` has them: `[blocks, 16, heads, width]`, int8 codes with a bf16
 scale for each token and head. Sources: Dao et al. 2022 (tiles), Milakov and Gimelshein 2018
 (merging), Kwon et al. 2023 (paging).
 """

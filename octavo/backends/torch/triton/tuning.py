@@ -22,7 +22,7 @@ Shape = Mapping[str, int | str]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TunedLaunch:
     """`shape`: what a call must have, e.g. {"width": 128, "kv": "bfloat16"}; `launch`: tile sizes,
     `num_warps`, `num_stages`.
     """
@@ -60,7 +60,7 @@ def is_measured(kernel: str, device: str, **shape: int | str) -> bool:
 
 
 @cache
-def _best(kernel: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> Row:
+def _best(kernel: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> TunedLaunch:
     found = [row for row in table() if row.holds(kernel, device, dict(shape))]
     if not found:
         raise KeyError(
@@ -70,15 +70,15 @@ def _best(kernel: str, device: str, shape: tuple[tuple[str, int | str], ...]) ->
 
 
 @cache
-def table() -> tuple[Row, ...]:
+def table() -> tuple[TunedLaunch, ...]:
     return read(TABLE)
 
 
-def read(path: Path) -> tuple[Row, ...]:
-    return tuple(Row(**row) for row in json.loads(path.read_text()))
+def read(path: Path) -> tuple[TunedLaunch, ...]:
+    return tuple(TunedLaunch(**row) for row in json.loads(path.read_text()))
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
+def write(path: Path, rows: Iterable[TunedLaunch]) -> None:
     """In order, a row a line; a row takes the place of an earlier one for the same kernel, device
     and shape.
     """

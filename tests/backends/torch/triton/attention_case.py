@@ -13,9 +13,10 @@ from torch import Tensor
 
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.torch.attention import AttentionCall, Bias, Sdpa
-from octavo.backends.torch.kv_cache import Stored
-from octavo.backends.torch.rows import rows_of
+from octavo.backends.torch.attention.call import AttentionCall, Bias
+from octavo.backends.torch.attention.query_rows import query_rows_of
+from octavo.backends.torch.attention.sdpa import Sdpa
+from octavo.backends.torch.kv_cache import KvTensor
 from octavo.backends.torch.step import step_arrays
 from octavo.backends.torch.triton.attention import TritonAttention
 
@@ -74,7 +75,7 @@ class Case:
     def num_blocks(self) -> int:
         return sum(-(-context // BLOCK_SIZE) for _, context in self.requests) + 1
 
-    def stored(self, width: int, generator: torch.Generator) -> Stored:
+    def stored(self, width: int, generator: torch.Generator) -> KvTensor:
         """`[blocks + 1, 16, K, width]`; NaN where no request has a key."""
         shape = (self.num_blocks + 1, BLOCK_SIZE, self.kv_heads)
         rows = torch.randn((*shape, width), generator=generator)
@@ -84,13 +85,13 @@ class Case:
             written[self.batch.block_tables[0, request][at // BLOCK_SIZE], at % BLOCK_SIZE] = True
         rows[~written] = torch.nan
         if self.kv != torch.int8:
-            return Stored(rows.to(self.kv).to(DEVICE))
-        made = Stored(
+            return KvTensor(rows.to(self.kv).to(DEVICE))
+        made = KvTensor(
             torch.zeros(rows.shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.bfloat16)
         )
         made.write(torch.arange(shape[0] * BLOCK_SIZE), rows.flatten(0, 1))
         assert made.scales is not None
-        return Stored(made.numbers.to(DEVICE), made.scales.to(DEVICE))
+        return KvTensor(made.numbers.to(DEVICE), made.scales.to(DEVICE))
 
     @cached_property
     def call(self) -> AttentionCall:
@@ -114,7 +115,7 @@ class Case:
             group=0,
             batch=self.batch,
             once=lambda key, make: make(),
-            rows=rows_of(self.batch, 0, full=self.full, window=self.window, device=DEVICE),
+            rows=query_rows_of(self.batch, 0, full=self.full, window=self.window, device=DEVICE),
             scale=self.k_width**-0.5,
             v_width=self.v_width,
             window=self.window,
@@ -122,7 +123,7 @@ class Case:
             softcap=self.softcap,
             sinks=torch.randn(self.heads, generator=generator).to(DEVICE) if self.sinks else None,
             bias=self.made_bias(generator),
-            read=(lambda k, _: (k, k[..., : self.v_width])) if self.latent else None,
+            expand=(lambda k, _: (k, k[..., : self.v_width])) if self.latent else None,
         )
 
     def made_bias(self, generator: torch.Generator) -> Bias | None:

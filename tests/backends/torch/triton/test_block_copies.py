@@ -13,7 +13,7 @@ import torch
 
 from octavo.backends.torch.block_copies import BlockCopies
 from octavo.backends.torch.kv_cache import TorchKvCache
-from octavo.backends.torch.streams import CudaStreams, InTurn
+from octavo.backends.torch.streams import CudaStreams, SerialStreams
 from octavo.program.program import CacheGroup
 from octavo.step import BlockMove
 from octavo.worker.cache_engine import CacheEngine, HostShape, batches
@@ -22,7 +22,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="a side stream n
 LAYERS, BLOCKS = 2, 7
 
 
-class AnyOrder(InTurn):
+class AnyOrder(SerialStreams):
     """Queues of closures; a number among them is an event: so much of the other queue is to be done
     before. Staging holds rubbish.
     """

@@ -14,7 +14,7 @@ from octavo.backends.torch.triton.fit import (
     fitted_rows,
     shared_bytes,
 )
-from octavo.backends.torch.triton.tuning import Row, tuned
+from octavo.backends.torch.triton.tuning import TunedLaunch, tuned
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Value, Weight
@@ -82,7 +82,7 @@ def test_what_fits_stays_as_it_is():
 @pytest.mark.parametrize("fixed_tiles", [False, True])
 def test_small_tiles_compute_the_same(fixed_tiles, monkeypatch):
     """As on a GPU with little shared memory: requests of one row, and of several."""
-    rows = tuple(Row(**{**row, "device": "*"}) for row in ROWS)
+    rows = tuple(TunedLaunch(**{**row, "device": "*"}) for row in ROWS)
     monkeypatch.setattr(tuning, "table", lambda: rows)
     tuning._best.cache_clear()
     case = Case(

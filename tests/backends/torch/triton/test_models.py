@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.torch.attention import choose_attention, takes_all
+from octavo.backends.torch.attention.choose import choose_attention, first_that_computes
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.rope_write import RopeWrite
 from octavo.backends.torch.triton.attention import MOST_STATE_BYTES
@@ -209,14 +209,14 @@ def test_what_its_kernels_do_not_take_is_refused_by_name_or_goes_to_another_whic
         " no kernel reads"
     )
     with pytest.raises(BackendUnavailable, match=message):
-        takes_all((triton,), expanded(), torch.float32)
+        first_that_computes((triton,), expanded(), torch.float32)
     with caplog.at_level(logging.WARNING):
-        assert takes_all((triton, sdpa), expanded(), torch.float32) is sdpa
+        assert first_that_computes((triton, sdpa), expanded(), torch.float32) is sdpa
     assert (
         "attention of the decoder is computed with sdpa, for triton: expanded latent attention"
         in caplog.text
     )
     absorbed = replace(expanded(), ops=(replace(expanded().ops[0], form="absorbed"),))
-    assert takes_all((triton, sdpa), absorbed, torch.float32) is triton
+    assert first_that_computes((triton, sdpa), absorbed, torch.float32) is triton
     with pytest.raises(BackendUnavailable, match="its kernels read no KV cache of float8_e4m3fn"):
-        takes_all((triton,), absorbed, torch.float8_e4m3fn)
+        first_that_computes((triton,), absorbed, torch.float8_e4m3fn)

@@ -9,7 +9,7 @@ from functools import cached_property
 import pytest
 import torch
 
-from octavo.backends.torch.kv_cache import Stored
+from octavo.backends.torch.kv_cache import KvTensor
 from octavo.backends.torch.rope_write import RopeWrite, RopeWriteCall, with_rope_writes
 from octavo.backends.torch.triton.attention import TritonAttention
 from octavo.program import ops
@@ -61,14 +61,14 @@ class Case:
             "slots": slots.to(DEVICE),
         }
 
-    def stored(self, width: int) -> Stored:
+    def stored(self, width: int) -> KvTensor:
         shape = (3, 16, self.kv_heads)
         scales = (
             torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
             if self.kv == torch.int8
             else None
         )
-        return Stored(torch.zeros((*shape, width), dtype=self.kv, device=DEVICE), scales)
+        return KvTensor(torch.zeros((*shape, width), dtype=self.kv, device=DEVICE), scales)
 
     def call(self) -> RopeWriteCall:
         x, out = Value("x", "tokens", 1), Value("out", "tokens", 1)

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.backends.torch.triton import tuning
 from octavo.backends.torch.triton.device import device_name
-from octavo.backends.torch.triton.tuning import Row, read, write
+from octavo.backends.torch.triton.tuning import TunedLaunch, read, write
 
 pytestmark = (
     pytest.mark.slow
@@ -32,7 +32,7 @@ def test_it_writes_rows_for_this_device(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "CANDIDATES", small)
     path, old = (
         tmp_path / "tuned.json",
-        Row("decode_attention", "*", {}, {"BLOCK_M": 16, "BLOCK_N": 64}),
+        TunedLaunch("decode_attention", "*", {}, {"BLOCK_M": 16, "BLOCK_N": 64}),
     )
     write(path, [old])
     tiny = (

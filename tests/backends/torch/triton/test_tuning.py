@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.backends.torch.triton import tuning
-from octavo.backends.torch.triton.tuning import Row, read, table, tuned, write
+from octavo.backends.torch.triton.tuning import TunedLaunch, read, table, tuned, write
 
 
 def test_every_kernel_has_a_row_for_any_device_and_shape():
@@ -15,12 +15,12 @@ def test_every_kernel_has_a_row_for_any_device_and_shape():
 
 def test_the_row_that_says_most_counts(monkeypatch):
     rows = (
-        Row("k", "*", {}, {"BLOCK": 1}),
-        Row("k", "*", {"width": 64}, {"BLOCK": 2}),
-        Row("k", "*", {"width": 64, "kv": "int8"}, {"BLOCK": 3}),
-        Row("k", "gpu", {}, {"BLOCK": 4}),
-        Row("k", "gpu", {"width": 64}, {"BLOCK": 5}),
-        Row("other", "gpu", {"width": 64, "kv": "int8"}, {"BLOCK": 6}),
+        TunedLaunch("k", "*", {}, {"BLOCK": 1}),
+        TunedLaunch("k", "*", {"width": 64}, {"BLOCK": 2}),
+        TunedLaunch("k", "*", {"width": 64, "kv": "int8"}, {"BLOCK": 3}),
+        TunedLaunch("k", "gpu", {}, {"BLOCK": 4}),
+        TunedLaunch("k", "gpu", {"width": 64}, {"BLOCK": 5}),
+        TunedLaunch("other", "gpu", {"width": 64, "kv": "int8"}, {"BLOCK": 6}),
     )
     monkeypatch.setattr(tuning, "table", lambda: rows)
     tuning._best.cache_clear()
@@ -49,14 +49,14 @@ def test_what_is_written_is_read_and_a_later_row_counts(tmp_path):
     write(
         path,
         [
-            Row("k", "*", {}, {"BLOCK": 1}),
-            Row("a", "gpu", {"width": 8}, {"BLOCK": 2}),
-            Row("k", "*", {}, {"BLOCK": 3}),
+            TunedLaunch("k", "*", {}, {"BLOCK": 1}),
+            TunedLaunch("a", "gpu", {"width": 8}, {"BLOCK": 2}),
+            TunedLaunch("k", "*", {}, {"BLOCK": 3}),
         ],
     )
     assert read(path) == (
-        Row("a", "gpu", {"width": 8}, {"BLOCK": 2}),
-        Row("k", "*", {}, {"BLOCK": 3}),
+        TunedLaunch("a", "gpu", {"width": 8}, {"BLOCK": 2}),
+        TunedLaunch("k", "*", {}, {"BLOCK": 3}),
     )
     write(path, read(path))
     assert len(path.read_text().splitlines()) == 4

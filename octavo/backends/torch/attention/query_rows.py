@@ -1,8 +1,8 @@
-"""Which rows of a step belong to which request, and which keys they see: worked out on the host,
-once a step and kind of mask.
+"""Rows of a step by request, and the keys they see: worked out on the host, once a step and kind of
+mask.
 
-Requests of one row each (decode) go together; those of more go one by one, between their first key
-and their last.
+Requests of one row (decode) are computed together. Requests of several rows (prefill, drafts) are
+computed one by one, each from its first visible key to its last.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from octavo.backends.torch.streams import on_device
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows start .. stop - 1 of the request `request`, which see keys from first_key to last_key -
-    1.
-    """
+    """Rows start .. stop - 1 of one request, and the keys first_key .. last_key - 1 they see."""
 
     request: int
     start: int
@@ -32,27 +30,30 @@ class Span:
 
     @property
     def blocks(self) -> slice:
-        """Of its block table."""
+        """Entries of the request's block table that hold its visible keys."""
         return slice(self.first_key // BLOCK_SIZE, -(-self.last_key // BLOCK_SIZE))
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRows:
-    """`singles [n]`: requests that have one row, with these `rows [n]`; both None where they are
-    all there is, in order.
-    """
+class QueryRows:
+    """A step's rows, by requests of one row (`singles`) and of several (`spans`)."""
 
     spans: tuple[Span, ...]
     num_singles: int
     first_block: int = 0
+    """First entry of a block table that any single row reads."""
     last_block: int = 0
+    """End of the entries of a block table that any single row reads."""
     singles: Tensor | None = None
+    """Requests that have one row, `[n] int64` on the device; None where every row of the step is
+    such a request, in order."""
     rows: Tensor | None = None
+    """Rows of `singles`, `[n] int64` on the device; None where `singles` is."""
 
 
-def rows_of(
+def query_rows_of(
     batch: StepBatch, group: int, *, full: bool, window: int | None, device: torch.device
-) -> RequestRows:
+) -> QueryRows:
     starts = batch.query_starts
     context, positions = batch.context_lens[group], batch.positions[0]
     num_rows = np.diff(starts)
@@ -69,18 +70,16 @@ def rows_of(
     first_block = max(0, int(firsts.min(initial=1 << 30))) // BLOCK_SIZE if len(singles) else 0
     last_block = -(-int(context[singles].max(initial=0)) // BLOCK_SIZE)
     if len(singles) == len(num_rows) == len(batch.token_ids):
-        return RequestRows((), len(singles), first_block, last_block)
+        return QueryRows((), len(singles), first_block, last_block)
     at = on_device(np.stack([singles, starts[:-1][singles]]).astype(np.int64), device)
-    return RequestRows(tuple(spans), len(singles), first_block, last_block, at[0], at[1])
+    return QueryRows(tuple(spans), len(singles), first_block, last_block, at[0], at[1])
 
 
 def _span(batch: StepBatch, group: int, request: int, *, full: bool, window: int | None) -> Span:
     start, stop = int(batch.query_starts[request]), int(batch.query_starts[request + 1])
-    context, first, last = (
-        int(batch.context_lens[group, request]),
-        0,
-        int(batch.positions[0, stop - 1]) + 1,
-    )
+    context = int(batch.context_lens[group, request])
+    first = 0
+    last = int(batch.positions[0, stop - 1]) + 1
     if window is not None:
         first = max(0, int(batch.positions[0, start]) + 1 - window)
     return Span(request, start, stop, first, context if full else min(last, context))

@@ -1,9 +1,9 @@
-"""FlashInfer's attention kernels as a choice: paged decode, and paged prefill over ragged queries,
-planned once a step.
+"""Attention by FlashInfer's kernels: paged decode, and paged prefill over ragged queries, planned
+once a step.
 
-A step in which every request has one row goes to the decode wrapper, any other to the prefill
-wrapper, all requests together. Layers that are alike (group, mask, heads, scale, soft cap) share a
-plan. Windows: blocks before the first key that is seen are left out of the tables. Knows
+A step in which every request has one row goes to the decode wrapper, any other step to the prefill
+wrapper, all requests together. Layers with the same cache group, mask, heads, scale and soft cap
+share a plan. With a window, blocks before the first visible key are left out of the tables. Knows
 FlashInfer's interface and no op's formula. Source: docs.flashinfer.ai, `flashinfer.decode` and
 `flashinfer.prefill`.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,40 +22,37 @@ from torch import Tensor
 from octavo.backends.batch import StepBatch
 from octavo.backends.devices import require_flashinfer
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.backends.torch.attention.call import AttentionCall, StepArraysMaker
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Op, Program
 
-if TYPE_CHECKING:
-    from octavo.backends.torch.attention import ArraysOf, AttentionCall
-
 WORKSPACE_BYTES = 128 << 20
-"""Where splits of a long context are kept until they are merged: what FlashInfer recommends. All
-plans share it, for one runs at a time.
-"""
+"""Size of the workspace in which FlashInfer keeps the splits of long contexts until it merges them,
+as it recommends. All plans share one workspace, because one runs at a time."""
 
 HEAD_WIDTHS = (64, 128, 256)
-"""That its kernels are built for on every device."""
+"""Head widths that FlashInfer's kernels are built for on every device."""
 
 KV_DTYPES = (torch.float16, torch.bfloat16)
 LAYOUT = "NHD"
-"""Blocks `[page, token, head, width]`, as `Stored` has them."""
+"""FlashInfer's name for blocks `[page, token, head, width]`, the layout of `KvTensor`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """What the kernels read of each request that has rows and keys. `rows`: those of the step that
-    are theirs, None where all are.
-
-    `query_starts [n + 1]`; `starts [n + 1]` into `blocks`, which are `last_lens [n]` tokens full at
-    their end.
-    """
+    """Blocks and rows of the n requests that have both rows and keys, as FlashInfer wants them."""
 
     query_starts: NDArray[np.int32]
+    """First row of each request among `rows`, and the end, `[n + 1]`."""
     starts: NDArray[np.int32]
+    """First entry of each request in `blocks`, and the end, `[n + 1]`."""
     blocks: NDArray[np.int32]
+    """Block ids of all requests, one request behind the other."""
     last_lens: NDArray[np.int32]
+    """Number of keys in each request's last block, `[n]`."""
     rows: NDArray[np.int64] | None
+    """Rows of the step that belong to these requests; None where all do."""
 
     @property
     def is_decode(self) -> bool:
@@ -63,17 +60,17 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """A wrapper that has been told of this step's pages; None where no request has any. `rows` as
-    in `Pages`, on the device.
-    """
+class PlannedWrapper:
+    """A FlashInfer wrapper that has planned this step."""
 
     wrapper: Any
+    """None where no request has pages."""
     rows: Tensor | None
+    """`Pages.rows` on the device."""
 
 
 class FlashInfer:
-    """Implements `AttentionChoice`. `kernels`: the package, or in tests what stands in for it."""
+    """FlashInfer's kernels on one device. Implements `AttentionKernels`."""
 
     name = "flashinfer"
     for_graphs = False
@@ -81,6 +78,7 @@ class FlashInfer:
     rope_write = None
 
     def __init__(self, kernels: Any, device: torch.device) -> None:
+        """Takes the package `flashinfer` as `kernels`, so that tests can pass a stand-in."""
         self._kernels = kernels
         self._device = device
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -89,7 +87,7 @@ class FlashInfer:
     def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
         return 0
 
-    def arrays_of(self, program: Program) -> ArraysOf:
+    def arrays_of(self, program: Program) -> StepArraysMaker:
         return lambda batch, *, fixed: {}
 
     def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
@@ -115,7 +113,7 @@ class FlashInfer:
         return None
 
     def attend(self, call: AttentionCall) -> Tensor:
-        plan: Plan = call.once(("flashinfer", *_kind(call)), lambda: self._plan(call))
+        plan: PlannedWrapper = call.once(("flashinfer", *_kind(call)), lambda: self._plan(call))
         if plan.wrapper is None:
             return torch.zeros_like(call.q)
         q = call.q if plan.rows is None else call.q[plan.rows]
@@ -126,10 +124,10 @@ class FlashInfer:
             made if plan.rows is None else torch.zeros_like(call.q).index_copy_(0, plan.rows, made)
         )
 
-    def _plan(self, call: AttentionCall) -> Plan:
+    def _plan(self, call: AttentionCall) -> PlannedWrapper:
         pages = pages_of(call.batch, call.group, full=call.full, window=call.window)
         if not len(pages.last_lens):
-            return Plan(None, None)
+            return PlannedWrapper(None, None)
         kv_dtype = call.k.numbers.dtype
         tables = [
             torch.from_numpy(array) for array in (pages.starts, pages.blocks, pages.last_lens)
@@ -153,12 +151,12 @@ class FlashInfer:
                 causal=not call.full,
                 **options,
             )
-        return Plan(
+        return PlannedWrapper(
             wrapper, None if pages.rows is None else torch.from_numpy(pages.rows).to(self._device)
         )
 
     def _wrapper(self, is_decode: bool, kind: Hashable) -> Any:
-        """One for each kind of layer, so that their plans stand beside each other in a step."""
+        """Returns the wrapper of a kind of layers; each has its own, as one holds one plan."""
         key = (is_decode, kind)
         if key not in self._wrappers:
             kernels = self._kernels
@@ -173,7 +171,9 @@ class FlashInfer:
 
 
 def flashinfer_on(device: torch.device) -> FlashInfer:
-    """BackendUnavailable where there is no CUDA device, or the package is missing."""
+    """Returns the kernels. Raises BackendUnavailable on a device other than CUDA, or where the
+    package is missing.
+    """
     if device.type != "cuda":
         hint = "--attention-backend sdpa computes on any device"
         raise BackendUnavailable(
@@ -220,5 +220,5 @@ def _starts(counts: NDArray[Any]) -> NDArray[np.int32]:
 
 
 def _kind(call: AttentionCall) -> tuple[Hashable, ...]:
-    """What layers must have in common to share a plan."""
+    """Returns what layers must have in common to share a plan."""
     return (call.group, call.full, call.window, call.q.shape[1], call.scale, call.softcap)

@@ -1,29 +1,47 @@
-"""Attention in plain torch: keys gathered through the block tables, then PyTorch's own product, or
-the formula in fp32.
+"""Attention in plain torch, on any device: keys are gathered through the block tables, then
+multiplied by PyTorch's scaled dot product attention.
 
-The formula is used where a soft cap, sinks or a bias ask for it. Scores of at most `MOST_SCORES`
-numbers are made at a time.
+Where a call has a soft cap, sinks or a bias, the formula is computed in fp32 instead. At most
+`MOST_SCORES` scores are in memory at a time. Computes every call, whatever its attributes.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.backends.kv import BLOCK_SIZE
-
-if TYPE_CHECKING:
-    from octavo.backends.torch.attention import AttentionCall
-    from octavo.backends.torch.rows import Span
+from octavo.backends.torch.attention.call import AttentionCall, StepArraysMaker
+from octavo.backends.torch.attention.query_rows import Span
+from octavo.program.program import Op, Program
 
 MOST_SCORES = 1 << 26
+"""Upper bound on the scores computed at a time."""
 
 
-def attend(call: AttentionCall) -> Tensor:
-    """`[T, H, v_width]`."""
+class Sdpa:
+    """PyTorch's scaled dot product attention. Implements `AttentionKernels`."""
+
+    name = "sdpa"
+    for_graphs = False
+    is_invariant = False
+    rope_write = None
+
+    def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
+        return 0
+
+    def arrays_of(self, program: Program) -> StepArraysMaker:
+        return lambda batch, *, fixed: {}
+
+    def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
+        return None
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return _attend(call)
+
+
+def _attend(call: AttentionCall) -> Tensor:
     rows = call.rows
     if rows.singles is None and not rows.spans:
         return _decode(call, call.q, call.positions, call.block_tables, call.context_lens)
@@ -42,7 +60,7 @@ def attend(call: AttentionCall) -> Tensor:
 def _decode(
     call: AttentionCall, q: Tensor, positions: Tensor, tables: Tensor, context_lens: Tensor
 ) -> Tensor:
-    """One row a request: `q [R, H, Dk]`, all tables as long as the longest."""
+    """Computes requests of one row, `q [R, H, Dk]`, all over as many blocks as the longest."""
     first, last = call.rows.first_block, call.rows.last_block
     at_once = max(1, MOST_SCORES // max(1, (last - first) * BLOCK_SIZE * q.shape[1] * 4))
     made = []
@@ -60,7 +78,7 @@ def _decode(
 
 
 def _prefill(call: AttentionCall, span: Span) -> Tensor:
-    """The rows of one request `[t, H, v_width]`, some at a time."""
+    """Computes the rows of one request, `[t, H, v_width]`."""
     blocks = span.blocks
     keys = torch.arange(blocks.start * BLOCK_SIZE, blocks.stop * BLOCK_SIZE, device=call.q.device)
     within = ((keys >= span.first_key) & (keys < span.last_key))[None]
@@ -80,22 +98,21 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
 
 
 def _gather(call: AttentionCall, tables: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values `[N, n, K, width]` of `tables [N, B]`; zeros where `seen [N, n]` is False,
-    for what lies there may be NaN.
+    """Returns keys and values `[N, n, K, width]` of `tables [N, B]`, with zeros where `seen [N, n]`
+    is False: unused slots may hold NaN, which a weight of 0 would not remove.
     """
     k, v = (
         stored.read(tables).masked_fill(~seen[:, :, None, None], 0) for stored in (call.k, call.v)
     )
-    return (k, v) if call.read is None else call.read(k, v)
+    return (k, v) if call.expand is None else call.expand(k, v)
 
 
 def _product(
     call: AttentionCall, q: Tensor, kv: tuple[Tensor, Tensor], seen: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """`q [N, M, H, Dk]`, `kv [N, n, K, Dk]` and `[N, n, K, Dv]`, `seen [N, M, n]`: `[N, M, H, Dv]`
-    in q's dtype.
-
-    The query heads of one kv head are rows of one product.
+    """Computes `[N, M, H, Dv]` in q's dtype from `q [N, M, H, Dk]`, keys and values
+    `kv [N, n, K, Dk]` and `[N, n, K, Dv]`, and `seen [N, M, n]`. The query heads of one KV head are
+    rows of one product.
     """
     num, rows, heads, _ = q.shape
     kv_heads = kv[0].shape[2]
@@ -121,7 +138,7 @@ def _product(
 def _weights(
     call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Each key's share `[N, K, H / K * M, n] fp32`, of `q [N, K, H / K * M, Dk]`."""
+    """Returns each key's weight `[N, K, H / K * M, n] fp32` for `q [N, K, H / K * M, Dk]`."""
     num, kv_heads, _, _ = q.shape
     scores = (q.float() * call.scale) @ k.float().transpose(-1, -2)
     if call.softcap is not None:

@@ -1,0 +1,58 @@
+"""Biases of attention scores by the distance of key and query: ALiBi's slopes and T5's buckets.
+
+Formulas and sources: `ops.AlibiBias`, `ops.T5Bias`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.backends.torch.attention.call import Bias
+from octavo.backends.torch.step import Step
+from octavo.program import ops
+
+
+def bias_of(bias: ops.T5Bias | ops.AlibiBias | None, step: Step) -> Bias | None:
+    """Returns an op's bias with its numbers on the device; None where the op has none."""
+    if isinstance(bias, ops.T5Bias):
+        return _t5_bias(bias, step)
+    if isinstance(bias, ops.AlibiBias):
+        slopes = step.weights.constant(bias).float()
+        return Bias(
+            lambda keys, queries: slopes[:, None, None] * _distance(keys, queries)[..., None, :, :],
+            slopes=slopes,
+        )
+    return None
+
+
+def _t5_bias(bias: ops.T5Bias, step: Step) -> Bias:
+    table = step.weights.vector(bias.table)
+
+    def by_distance() -> Tensor:
+        far = torch.arange(-bias.max_distance, bias.max_distance + 1, device=step.device)
+        return table[t5_buckets(far, bias)].T.contiguous()
+
+    def make(keys: Tensor, queries: Tensor) -> Tensor:
+        return table[t5_buckets(_distance(keys, queries), bias)].movedim(-1, -3)
+
+    return Bias(make, by_distance=lambda: step.once(bias, by_distance))
+
+
+def _distance(keys: Tensor, queries: Tensor) -> Tensor:
+    """Returns key position - query position, `[..., M, n]`."""
+    return keys[..., None, :] - queries[..., :, None]
+
+
+def t5_buckets(distance: Tensor, bias: ops.T5Bias) -> Tensor:
+    """Returns the bucket of each distance, as `reference_attention.t5_buckets` does."""
+    num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
+    right = (
+        (distance > 0).long() * num_buckets if bias.bidirectional else torch.zeros_like(distance)
+    )
+    away = distance.abs() if bias.bidirectional else (-distance).clamp(min=0)
+    exact = num_buckets // 2
+    spread = torch.tensor(bias.max_distance / exact, dtype=torch.float64).log()
+    octaves = (away.clamp(min=exact).double() / exact).log() / spread.item()
+    far = (exact + (octaves * (num_buckets - exact)).long()).clamp(max=num_buckets - 1)
+    return right + torch.where(away < exact, away, far)
