@@ -232,6 +232,10 @@ class RowResult(msgspec.Struct):
     """Of this chunk: the entry i belongs to the prompt token at `start + 1 + i`."""
     failure: str | None = None
     """Set where this row alone failed (NaN logits ...): the scheduler ends the request with it."""
+    num_kept: int = 0
+    """Number of the row's computed tokens whose K and V hold, counted from `start`; the request's
+    computed count advances by it. 0 where the row failed.
+    """
 
 
 class StepResult(msgspec.Struct):

@@ -48,6 +48,13 @@ class Detokenizer:
                 self._add(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return self.stop
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens taken in; the last of them completes the stop string, where one ended
+        the text.
+        """
+        return self._num_tokens
+
     def text(self, *, finished: bool = True) -> str:
         """All so far. While unfinished, what may yet become a stop string is held back: its longest
         length less one.

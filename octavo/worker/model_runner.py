@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,14 @@ class Layout:
     """(index in R, first token of this step, one past the last) whose successors in the prompt want
     a logprob.
     """
+
+
+class DecodedRows(NamedTuple):
+    """The results of several decode steps in one call."""
+
+    rows: list[RowResult]
+    num_steps: int
+    """Decode steps computed; each row has a token from every one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ class ModelRunner:
 
     def decode(
         self, scheduled: Sequence[ScheduledRow], num_steps: int, between: Between | None
-    ) -> list[RowResult]:
+    ) -> DecodedRows:
         """`run` so many times, each row's drawn token being its next one, in one call. Ends early
         as `StepPlan.num_steps` says.
         """
@@ -115,7 +124,7 @@ class ModelRunner:
         )
         for samples in steps[len(done) :]:
             take(samples)
-        return [_joined(results) for results in zip(*done, strict=True)]
+        return DecodedRows([_joined(results) for results in zip(*done, strict=True)], len(done))
 
     def _batch(
         self, scheduled: Sequence[ScheduledRow], num_steps: int = 1
@@ -219,7 +228,7 @@ class ModelRunner:
         num_draws = len(layout.draws)
         draws = np.array(layout.draws, np.intp)
         self._rows.append(layout.rows[draws], layout.ends[draws], samples.token_ids[:num_draws])
-        results = [RowResult(row.request_id) for row in scheduled]
+        results = [RowResult(row.request_id, num_kept=row.num_tokens) for row in scheduled]
         failed = samples.failed.tolist()
         for entry, (index, token_id) in enumerate(
             zip(layout.draws, samples.token_ids[:num_draws].tolist(), strict=True)
@@ -238,6 +247,9 @@ class ModelRunner:
                     results[
                         index
                     ].failure = "the model's logits within the prompt are not numbers (NaN)"
+        for result in results:
+            if result.failure is not None:
+                result.num_kept = 0
         return results
 
 
@@ -262,7 +274,9 @@ def _joined(steps: Sequence[RowResult]) -> RowResult:
         if steps[0].logprobs is None
         else [entry for step in steps for entry in step.logprobs or ()]
     )
-    return RowResult(steps[0].request_id, token_ids, logprobs, failure=steps[-1].failure)
+    failure = steps[-1].failure
+    num_kept = 0 if failure is not None else sum(step.num_kept for step in steps)
+    return RowResult(steps[0].request_id, token_ids, logprobs, failure=failure, num_kept=num_kept)
 
 
 def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:

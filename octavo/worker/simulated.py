@@ -88,6 +88,7 @@ class SimulatedExecutor:
             num_steps += 1
             for result in results:
                 result.token_ids.append(TOKEN)
+                result.num_kept += 1
         return StepResult(plan.step, results, busy_s, moved_s, num_steps=num_steps)
 
     @property
@@ -110,5 +111,6 @@ class SimulatedExecutor:
 
 def _result(row: ScheduledRow) -> RowResult:
     if not row.samples:
-        return RowResult(row.request_id)
-    return RowResult(row.request_id, [TOKEN], [LIKELY] if row.search_of else None)
+        return RowResult(row.request_id, num_kept=row.num_tokens)
+    logprobs = [LIKELY] if row.search_of else None
+    return RowResult(row.request_id, [TOKEN], logprobs, num_kept=row.num_tokens)

@@ -18,7 +18,7 @@ from octavo.outputs import Profile
 from octavo.ports import Between
 from octavo.step import BlockMove, ConnectorReport, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.cache_engine import CacheEngine
-from octavo.worker.model_runner import LaunchedRows, ModelRunner
+from octavo.worker.model_runner import DecodedRows, LaunchedRows, ModelRunner
 from octavo.worker.request_rows import RequestRows
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,8 @@ class Worker:
         began = time.perf_counter()
         moved_s = max(self._apply(plan), self._cache_engine.settle(plan.moves))
         self._begin_connector(plan)
-        results = self._compute(plan, between) if plan.rows else []
+        results, num_steps = self._compute(plan, between) if plan.rows else DecodedRows([], 1)
         busy_s = time.perf_counter() - began
-        num_steps = max(1, len(results[0].token_ids)) if plan.num_steps > 1 else 1
         kv_bytes = self._cache_engine.places.num_bytes
         return StepResult(
             plan.step,
@@ -187,7 +186,7 @@ class Worker:
         connector = self._cache_engine.connector
         return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
 
-    def _compute(self, plan: StepPlan, between: Between | None) -> list[RowResult]:
+    def _compute(self, plan: StepPlan, between: Between | None) -> DecodedRows:
         """Where several decode steps raise with the first of them, that one by itself."""
         if plan.num_steps > 1:
             try:
@@ -198,7 +197,7 @@ class Worker:
                     plan.num_steps,
                     len(plan.rows),
                 )
-        return self._run(plan.rows, self._runner.run)
+        return DecodedRows(self._run(plan.rows, self._runner.run), num_steps=1)
 
     def _run(self, rows: Sequence[ScheduledRow], run: RunRows) -> list[RowResult]:
         """Runs them together; where that raises, one by one. To compute a position twice writes the

@@ -156,7 +156,9 @@ class FakeExecutor:
             ]
             prompt_logprobs = [TokenLogprobs([token], [-float(token)], [1]) for token in targets]
         if not row.samples:
-            return RowResult(row.request_id, prompt_logprobs=prompt_logprobs)
+            return RowResult(
+                row.request_id, prompt_logprobs=prompt_logprobs, num_kept=row.num_tokens
+            )
         end = row.start + row.num_tokens
         for kv, table, window in zip(self.kv, state.tables, self.windows, strict=True):
             first = 0 if window is None else max(0, row.start - window + 1)
@@ -169,10 +171,18 @@ class FakeExecutor:
         if row.search_of:
             logprobs = pseudo_logprobs(state.tokens[:end])
             state.tokens.append(logprobs.token_ids[0])
-            return RowResult(row.request_id, logprobs.token_ids[:1], [logprobs], prompt_logprobs)
+            return RowResult(
+                row.request_id,
+                logprobs.token_ids[:1],
+                [logprobs],
+                prompt_logprobs,
+                num_kept=row.num_tokens,
+            )
         token = pseudo_token(state.tokens[:end], state.sample_index)
         state.tokens.append(token)
-        return RowResult(row.request_id, [token], prompt_logprobs=prompt_logprobs)
+        return RowResult(
+            row.request_id, [token], prompt_logprobs=prompt_logprobs, num_kept=row.num_tokens
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -186,6 +196,7 @@ def _joined(steps: Sequence[RowResult]) -> RowResult:
         last.logprobs,
         last.prompt_logprobs,
         last.failure,
+        num_kept=sum(step.num_kept for step in steps),
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.requests.request import EngineOutput
 from octavo.errors import InvalidRequest
@@ -56,6 +58,9 @@ class Sample:
             if end > self.num_detokenized
             else None
         )
+        if stop is not None:
+            # what follows the stop string was generated in vain
+            del self.token_ids[self.detokenizer.num_tokens :]
         self.num_detokenized = len(self.token_ids)
         return stop
 
@@ -214,32 +219,44 @@ class OutputProcessor:
         now: float,
         changes: Changes,
     ) -> None:
-        params = state.request.params
-        if output.beams is not None:
-            self._take_beams(state, output, now)
-        elif output.token_ids:
-            self._take_tokens(state, sample, output, now)
         if output.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
             state.error = state.error or output.error
-            state.metrics.num_preemptions += output.num_preemptions
-        by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
-        if output.beams is None and (params.stop_strings or by_token):
-            stop = sample.catch_up(hide_last=by_token)
-            if stop is not None:
-                if sample.finish_reason is None:
-                    changes.abort_ids.append(output.request_id)
-                sample.finish_reason, sample.stop_reason = "stop", stop
+        if output.beams is not None:
+            self._take_beams(state, output, now)
+        else:
+            num_kept = self._search_stop(state.request.params, sample, output, changes)
+            if num_kept:
+                self._take_tokens(state, sample, _first_tokens(output, num_kept), now)
         if sample.finish_reason is not None:
             if output.timings is not None:
                 state.timings.append(output.timings)
+                state.metrics.num_preemptions += output.timings.num_preemptions
             del self._samples[output.request_id]
             state.num_unfinished -= 1
+
+    def _search_stop(
+        self, params: SamplingParams, sample: Sample, output: EngineOutput, changes: Changes
+    ) -> int:
+        """Adds the tokens to the sample, up to the one that completes a stop string, which ends it;
+        returns how many were added.
+        """
+        num_before = len(sample.token_ids)
+        sample.token_ids += output.token_ids
+        by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
+        if not (params.stop_strings or by_token):
+            return len(output.token_ids)
+        stop = sample.catch_up(hide_last=by_token)
+        if stop is not None:
+            if output.finish_reason is None:
+                changes.abort_ids.append(output.request_id)
+            sample.finish_reason, sample.stop_reason = "stop", stop
+        return len(sample.token_ids) - num_before
 
     def _take_tokens(
         self, state: RequestState, sample: Sample, output: EngineOutput, now: float
     ) -> None:
-        sample.token_ids += output.token_ids
+        """Takes in what comes with tokens that `_search_stop` has added."""
         self._take_start(state, output, now)
         state.metrics.num_generation_tokens += len(output.token_ids)
         if output.logprobs is not None and sample.cumulative_logprob is not None:
@@ -290,6 +307,14 @@ class OutputProcessor:
             if token_id not in found:
                 found[token_id] = Logprob(logprob, rank, text(token_id))
         return found
+
+
+def _first_tokens(output: EngineOutput, count: int) -> EngineOutput:
+    """Returns the output with its first `count` tokens alone."""
+    if count == len(output.token_ids):
+        return output
+    logprobs = output.logprobs and output.logprobs[:count]
+    return msgspec.structs.replace(output, token_ids=output.token_ids[:count], logprobs=logprobs)
 
 
 def _completion(sample: Sample) -> CompletionOutput:

@@ -24,7 +24,7 @@ from octavo.engine.requests.request import EngineRequest
 from octavo.errors import ConfigError
 from octavo.step import RowResult, StepPlan, StepResult, TokenLogprobs
 
-FORMAT = 1
+FORMAT = 2
 
 NO_LOGPROBS = TokenLogprobs([], [], [])
 
@@ -171,6 +171,7 @@ def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
         logprobs,
         [NO_LOGPROBS] * count if count else None,
         failure=row.failure,
+        num_kept=row.num_kept,
     )
 
 

@@ -458,7 +458,7 @@ class Scheduler:
         num_before = request.num_tokens
         finish = request.extend(result.token_ids) if request.search is None else None
         num_drawn = request.num_tokens - num_before
-        row.num_computed_tokens = scheduled.start + scheduled.num_tokens + max(0, num_drawn - 1)
+        row.num_computed_tokens = min(scheduled.start + result.num_kept, row.num_tokens)
         row.num_tokens_in_flight -= scheduled.num_tokens
         if self._limits.keeps_kv:
             self.blocks.record(

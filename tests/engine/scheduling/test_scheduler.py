@@ -370,3 +370,23 @@ def test_steps_that_compute_nothing_end_in_a_failure():
     now[0] = 500.0
     core.add(make_request("c", [1] * 40))
     assert core.step().outputs == [], "time without work does not count"
+
+
+def test_tokens_whose_kv_does_not_hold_are_computed_again():
+    """A row's computed count advances by what its result keeps, not by what the plan holds."""
+
+    class Forgetful(FakeExecutor):
+        """Keeps all but three tokens of the first chunk of a prompt."""
+
+        def execute(self, plan, between=None):
+            result = super().execute(plan, between)
+            if len(self.plans) == 1:
+                result.rows[0].num_kept -= 3
+            return result
+
+    prompt = list(range(40))
+    core = make_core(executor=Forgetful(), budget=16)
+    core.add(make_request("a", prompt))
+    outputs = run_all(core)["a"]
+    starts = [row.start for plan in core.executor.plans for row in plan.rows]
+    assert starts[:4] == [0, 13, 29, 40] and tokens_of(outputs) == expected_tokens(prompt, 8)
