@@ -17,7 +17,6 @@ import msgspec
 from octavo.engine.early_outputs import EarlyOutputs
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.rates import RateMeter
 from octavo.engine.recording.recorder import (
     Aborted,
     Added,
@@ -32,6 +31,7 @@ from octavo.engine.recording.recorder import (
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
+from octavo.engine.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.errors import EngineDead
 from octavo.ports import AsyncExecutor, Between, Executor, Launched
 from octavo.step import RowResult, StepPlan, StepResult
@@ -64,6 +64,16 @@ class Done:
         return self.made
 
 
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that is planned and not taken in."""
+
+    plan: StepPlan
+    launched: Launched
+    began: float
+    """When it was planned, on the core's clock."""
+
+
 class EngineCore:
     """Requests in, steps, outputs out. Every request added ends in exactly one output with a
     finish_reason.
@@ -79,18 +89,23 @@ class EngineCore:
         stall_timeout_s: float = 0.0,
         kv_meter: KvMeter | None = None,
         runs_ahead: bool = False,
+        costs: StepCosts = UNMEASURED,
     ) -> None:
         """`stall_timeout_s`: for how long steps may compute nothing though requests wait, before
         the first of these fails; 0: for ever.
 
         With `runs_ahead` the executor, an AsyncExecutor, is given the next step while it computes
-        one.
+        one. `costs`: what is known of steps before the first one is measured.
         """
         self.scheduler = scheduler
         self.executor = executor
         self._log = log or NoLog()
         self._clock = clock
-        self._meter = RateMeter()
+        self._meter = StepCostMeter(costs)
+        self._measured_until = 0.0
+        """End of the last step taken in, on the clock; the next one is measured from there where it
+        was planned before.
+        """
         self._kv_meter = kv_meter or KvMeter()
         self._stall_timeout_s = stall_timeout_s
         self._holds_memory = False
@@ -100,7 +115,7 @@ class EngineCore:
         of those that are here.
         """
         self._steps_ahead = 1 if runs_ahead else 0
-        self._in_flight: deque[tuple[StepPlan, Launched]] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._early: list[EngineOutput] = []
         """Of steps that were taken in between two calls of `step`."""
 
@@ -112,6 +127,11 @@ class EngineCore:
             or self._holds_memory
             or bool(self._early)
         )
+
+    @property
+    def costs(self) -> StepCosts:
+        """What steps have been measured to cost."""
+        return self._meter.costs
 
     def add(self, request: EngineRequest) -> None:
         self._log.write(Added(request))
@@ -147,12 +167,12 @@ class EngineCore:
         outputs, self._early = self._early, []
         early = None
         if self._may_plan:
-            plan = self._plan()
+            began, plan = self._plan()
             early = self._early_outputs(plan, take_early)
-            self._in_flight.append((plan, self._launch(plan, early)))
+            self._in_flight.append(StepInFlight(plan, self._launch(plan, early), began))
             if len(self._in_flight) <= self._steps_ahead:
                 return CoreOutputs(outputs, self._stats())
-        taken = self._take_in(*self._in_flight.popleft())
+        taken = self._take_in(self._in_flight.popleft())
         outputs += taken if early is None else early.rest(taken)
         return CoreOutputs(outputs, self._stats())
 
@@ -161,15 +181,15 @@ class EngineCore:
         """Not on top of a step that could not be launched, nor of one whose results the plan
         needs."""
         return not self._in_flight or not (
-            isinstance(self._in_flight[-1][1], Done) or self.scheduler.waits_for_results
+            isinstance(self._in_flight[-1].launched, Done) or self.scheduler.waits_for_results
         )
 
-    def _plan(self) -> StepPlan:
-        now, rates = self._clock(), self._meter.rates
-        plan = self.scheduler.schedule(now, rates)
-        self._log.write(Planned(now, rates, plan, self.scheduler.waits_for))
+    def _plan(self) -> tuple[float, StepPlan]:
+        now, costs = self._clock(), self._meter.costs
+        plan = self.scheduler.schedule(now, costs)
+        self._log.write(Planned(now, costs, plan, self.scheduler.waits_for))
         self._end_starvation(plan, now)
-        return plan
+        return now, plan
 
     def _early_outputs(self, plan: StepPlan, take: TakeEarly | None) -> EarlyOutputs | None:
         """Where there is somebody to take what comes between a plan's steps."""
@@ -189,17 +209,21 @@ class EngineCore:
         except Exception as error:
             return Done(error)
 
-    def _take_in(self, plan: StepPlan, launched: Launched) -> list[EngineOutput]:
-        result = self._result(plan, launched)
-        self._meter.observe(plan, result)
+    def _take_in(self, step: StepInFlight) -> list[EngineOutput]:
+        plan = step.plan
+        result = self._result(plan, step.launched)
         self._kv_meter.observe(plan, result, self.scheduler)
         self._holds_memory = bool(result.kv_bytes)
-        return self.scheduler.update(plan, result)
+        outputs = self.scheduler.update(plan, result)
+        now = self._clock()
+        self._meter.observe(plan, result, now - max(step.began, self._measured_until))
+        self._measured_until = now
+        return outputs
 
     def _settle(self) -> None:
         """Nothing is in flight any more; what it gave comes with the next step."""
         while self._in_flight:
-            self._early += self._take_in(*self._in_flight.popleft())
+            self._early += self._take_in(self._in_flight.popleft())
 
     def _stats(self) -> EngineStats:
         stats = self.scheduler.stats()

@@ -48,7 +48,7 @@ class SimulatedClock:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCosts:
+class SimulatedCosts:
     """`table`: (tokens, seconds), ascending; straight lines between its points, and beyond the last
     as before it.
     """
@@ -70,9 +70,9 @@ class StepCosts:
 class SimulatedExecutor:
     """Each step moves the clock on."""
 
-    def __init__(self, clock: SimulatedClock, costs: StepCosts | None = None) -> None:
+    def __init__(self, clock: SimulatedClock, costs: SimulatedCosts | None = None) -> None:
         self.clock = clock
-        self.costs = costs or StepCosts()
+        self.costs = costs or SimulatedCosts()
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         moved_s = self.costs.move_s * len(plan.moves)

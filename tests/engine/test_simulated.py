@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from octavo.worker.simulated import StepCosts
+from octavo.worker.simulated import SimulatedCosts
 from tests.support.simulation import percentile, request_of, simulation
 from tests.support.slowness import slowness
 
@@ -42,7 +42,7 @@ def flood(tenant, count, at, seed, prompt=(64, 512), output=(64, 256)):
 
 
 def test_costs_are_lines_between_the_tables_points():
-    costs = StepCosts(((1, 1.0), (3, 2.0), (5, 6.0)))
+    costs = SimulatedCosts(((1, 1.0), (3, 2.0), (5, 6.0)))
     assert [costs.compute_s(n) for n in (0, 1, 2, 3, 4, 5, 6)] == [
         1.0,
         1.0,
@@ -200,7 +200,7 @@ def test_swapping_is_chosen_where_copies_are_cheap_and_recomputing_where_they_ar
         "budget": 256,
     }
     for move_s, swaps_most in ((1e-5, True), (1.0, False)):
-        sim = simulation(costs=StepCosts(move_s=move_s), **options).run(requests)
+        sim = simulation(costs=SimulatedCosts(move_s=move_s), **options).run(requests)
         stats = sim.core.scheduler.stats()
         assert stats.num_preemptions > 10
         assert (stats.num_swaps == stats.num_preemptions) == swaps_most

@@ -15,6 +15,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
+from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.ports import Between
 from octavo.sampling_params import SamplingParams
 from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
@@ -243,6 +244,7 @@ def make_core(
     max_num_seqs: int = 8,
     num_slots: int = 0,
     runs_ahead: bool = False,
+    costs: StepCosts = UNMEASURED,
     **options,
 ) -> EngineCore:
     """`options` are the scheduler's; with `windows` each group has its own; with `num_slots` the
@@ -262,7 +264,7 @@ def make_core(
         max_model_len=max_model_len,
         tiers=tiers_of(len(groups), executor.tiers, num_slots) if num_slots else None,
     )
-    return EngineCore(scheduler, executor, clock=clock, runs_ahead=runs_ahead)
+    return EngineCore(scheduler, executor, clock=clock, runs_ahead=runs_ahead, costs=costs)
 
 
 def make_request(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from octavo.engine.core import EngineCore
 from octavo.engine.requests.request import EngineRequest
 from octavo.sampling_params import SamplingParams
-from octavo.worker.simulated import SimulatedClock, SimulatedExecutor, StepCosts
+from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import make_core
 
 
@@ -87,7 +87,7 @@ class Simulation:
         return [met for met in self.met.values() if met.tenant == tenant]
 
 
-def simulation(*, costs: StepCosts | None = None, **options) -> Simulation:
+def simulation(*, costs: SimulatedCosts | None = None, **options) -> Simulation:
     """`options` are `make_core`'s."""
     clock = SimulatedClock()
     return Simulation(

@@ -19,8 +19,8 @@ from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv.tier_connector import Tiers
-from octavo.engine.rates import Rates
 from octavo.engine.requests.request import EngineRequest
+from octavo.engine.step_costs import StepCosts
 from octavo.errors import ConfigError
 from octavo.step import RowResult, StepPlan, StepResult, TokenLogprobs
 
@@ -74,7 +74,7 @@ class Pinned(msgspec.Struct, tag=True):
 
 class Planned(msgspec.Struct, tag=True):
     now: float
-    rates: Rates
+    costs: StepCosts
     plan: StepPlan
     waits_for: str
     """What keeps the first of the waiting from starting; "" where nobody waits."""

@@ -1,7 +1,7 @@
 """Makes the steps of a recording again: the same calls to a new Scheduler, and whether it decides
 the same.
 
-Time, rates and results come from the recording, so the plans are those of then whatever computes
+Time, costs and results come from the recording, so the plans are those of then whatever computes
 them now. With an executor the plans are carried out too, and what they yield is compared. Knows no
 file and no model.
 """
@@ -105,7 +105,7 @@ class Replay:
     def _schedule(self, then: Planned) -> None:
         if len(self._in_flight) > MAX_STEPS_AHEAD:
             raise _damaged(f"step {self._in_flight[0].plan.step} has no result, but others follow")
-        plan = self._scheduler.schedule(then.now, then.rates)
+        plan = self._scheduler.schedule(then.now, then.costs)
         self._in_flight.append(then)
         if plan != then.plan:
             self._other_plan = True

@@ -34,23 +34,22 @@ class DecodeSteps:
         """Without looking at blocks: all decode, none ends or draws in another way before the last
         step, no block moves.
         """
-        step_s = builder.rates.decode_step_s
         if (
             self._max_num_steps == 1
-            or not step_s
             or builder.moves
             or builder.has_prompt
+            or not builder.rows
             or len(builder.rows) != num_running
         ):
+            return 1
+        num_keys = sum(row.start + 1 for row in builder.rows)
+        step_s = builder.costs.step_s(len(builder.rows), num_keys)
+        if not step_s:
             return 1
         most = min(self._max_num_steps, int(MAX_CALL_S / step_s))
         if most < 2 or not all(row.samples and row.num_tokens == 1 for row in builder.rows):
             return 1
-        return (
-            min(most, *(request.num_plain_draws for request, _ in builder.owners))
-            if builder.rows
-            else 1
-        )
+        return min(most, *(request.num_plain_draws for request, _ in builder.owners))
 
     def _reserve(self, builder: StepBuilder, num_steps: int) -> bool:
         """Blocks for all rows' tokens, or for none."""

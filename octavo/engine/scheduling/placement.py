@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from octavo.engine.kv.block_manager import HERE, BlockManager, Nearer, SwappedRow
-from octavo.engine.rates import Rates
 from octavo.engine.requests.beam_search import Child
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.token_row import TokenRow
@@ -23,13 +22,13 @@ Mode = Literal["auto", "swap", "recompute"]
 
 
 class Preemption:
-    """`auto` swaps while a rate is unknown: the first swap measures it."""
+    """`auto` swaps while a cost is unknown: the first swap measures it."""
 
     def __init__(self, blocks: BlockManager, mode: Mode) -> None:
         self._blocks = blocks
         self._mode = mode
 
-    def swap_out(self, request: Request, rates: Rates) -> list[BlockMove] | None:
+    def swap_out(self, request: Request, builder: StepBuilder) -> list[BlockMove] | None:
         """All blocks of the request's computed tokens, moved to the host; None, and nothing done,
         where it is to be computed again.
         """
@@ -38,19 +37,21 @@ class Preemption:
         if (
             num_tokens == 0
             or self._mode == "recompute"
-            or (self._mode == "auto" and not self._is_swap_cheaper(num_tokens, rates))
+            or (self._mode == "auto" and not self._is_swap_cheaper(num_tokens, builder))
         ):
             return None
         return self._blocks.swap_out(computed)
 
-    def _is_swap_cheaper(self, num_tokens: int, rates: Rates) -> bool:
-        """Out and in again, against a prefill of which nothing is found in the prefix cache; what
-        beams share counts twice in both.
+    def _is_swap_cheaper(self, num_tokens: int, builder: StepBuilder) -> bool:
+        """Compares blocks moved out and in again with a prefill that finds nothing in the prefix
+        cache. Blocks that beams share count twice in both.
         """
-        if rates.swap_blocks_per_s is None or rates.prefill_tokens_per_s is None:
+        swap_blocks_per_s = builder.costs.swap_blocks_per_s
+        prefill_s = builder.costs.prefill_s(num_tokens, builder.max_chunk)
+        if swap_blocks_per_s is None or prefill_s is None:
             return True
         num_blocks = len(self._blocks.pools) * -(-num_tokens // self._blocks.block_size)
-        return 2 * num_blocks / rates.swap_blocks_per_s < num_tokens / rates.prefill_tokens_per_s
+        return 2 * num_blocks / swap_blocks_per_s < prefill_s
 
 
 class Placement:
@@ -204,9 +205,9 @@ class Placement:
             self._blocks.free(row.request_id)
         self._leave_worker(request)
 
-    def swap_out(self, request: Request, rates: Rates) -> list[BlockMove] | None:
+    def swap_out(self, request: Request, builder: StepBuilder) -> list[BlockMove] | None:
         """None, and nothing done, where it is to be computed again."""
-        moves = self._preemption.swap_out(request, rates)
+        moves = self._preemption.swap_out(request, builder)
         if moves is not None:
             self._leave_worker(request)
         return moves

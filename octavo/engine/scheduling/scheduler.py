@@ -2,7 +2,7 @@
 
 There is no prefill phase and no decode phase: every request has `num_computed_tokens` that catches
 up with `num_tokens`, under a budget of tokens a step and of requests at once. Owns the requests'
-tokens, counts and states. Reads no clock and measures nothing (time and rates are arguments), and
+tokens, counts and states. Reads no clock and measures nothing (time and costs are arguments), and
 sees neither text nor arrays. Who goes first (policy), who may start (admission, batching) and how a
 request comes onto the device and off it (placement) are collaborators. Source: continuous batching
 (Orca, Yu et al. 2022), chunked prefill (Sarathi, Agrawal et al. 2023).
@@ -17,7 +17,6 @@ import msgspec
 
 from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.kv.block_manager import BlockManager, Grant
-from octavo.engine.rates import UNMEASURED, Rates
 from octavo.engine.requests.beam_search import BeamSearch
 from octavo.engine.requests.request import EngineOutput, EngineRequest, Request, RequestStatus
 from octavo.engine.requests.timings import Timekeeper
@@ -39,6 +38,7 @@ from octavo.engine.scheduling.policy import Policy
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
 from octavo.engine.stats import EngineStats
+from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 
@@ -204,9 +204,9 @@ class Scheduler:
 
     # -- a step is planned -------------------------------------------------------------------------
 
-    def schedule(self, now: float, rates: Rates = UNMEASURED) -> StepPlan:
+    def schedule(self, now: float, costs: StepCosts = UNMEASURED) -> StepPlan:
         budget, chunk = self._limits.max_num_batched_tokens, self._limits.chunk(self._policy)
-        builder = StepBuilder(now, rates, budget, chunk, runs_ahead=bool(self._in_flight))
+        builder = StepBuilder(now, costs, budget, chunk, runs_ahead=bool(self._in_flight))
         self._times.begin_step(now)
         if self._prompt_since is not None:
             self._last_prompt = PromptStep(now, now - self._prompt_since)
@@ -269,7 +269,7 @@ class Scheduler:
         builder.preempted = True
         builder.waits_for = NO_BLOCKS.reason
         builder.drop_rows(request)
-        moves = self._placement.swap_out(request, builder.rates)
+        moves = self._placement.swap_out(request, builder)
         if moves is None:
             self._start_over(request)
         else:

@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_manager import Grant
-from octavo.engine.rates import Rates
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.step_costs import StepCosts
 from octavo.step import BlockMove, NewRow, ScheduledRow
 
 
 @dataclass(slots=True)
 class StepBuilder:
     now: float
-    rates: Rates
+    costs: StepCosts
     budget: int
     """Tokens that may still be added."""
     max_chunk: int

@@ -139,13 +139,13 @@ def test_who_was_given_up_is_recorded(tmp_path):
 
 
 def test_measured_times_are_recorded(tmp_path):
-    """With `auto`, rates decide between swap and recomputation."""
+    """With `auto`, costs decide between swap and recomputation."""
     clock = SimulatedClock()
     traffic(recorded_core(tmp_path / "log", SimulatedExecutor(clock), clock), 5)
     began, events = read_log(tmp_path / "log")
     events = list(events)
     plans = [event for event in events if isinstance(event, Planned)]
-    assert plans[-1].rates.swap_blocks_per_s and plans[-1].now > 1
+    assert plans[-1].costs.swap_blocks_per_s and plans[-1].now > 1
     clock = SimulatedClock()
     assert Replay(began, SimulatedExecutor(clock)).run(events).differences == []
 

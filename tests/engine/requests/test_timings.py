@@ -11,10 +11,10 @@ from octavo.engine.requests.timings import (
     Timekeeper,
 )
 from octavo.outputs import Timings
-from octavo.worker.simulated import StepCosts
+from octavo.worker.simulated import SimulatedCosts
 from tests.support.simulation import request_of, simulation
 
-SECOND_A_STEP = StepCosts(((1, 1.0), (2, 1.0)), context_token_s=0.0, move_s=0.0)
+SECOND_A_STEP = SimulatedCosts(((1, 1.0), (2, 1.0)), context_token_s=0.0, move_s=0.0)
 
 
 def run(requests, **options):

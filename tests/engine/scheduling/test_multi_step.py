@@ -6,8 +6,8 @@ import pytest
 
 from octavo.engine.clients.supervised import Unfinished
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.rates import Rates
 from octavo.engine.requests.request import EngineRequest
+from octavo.engine.step_costs import CostPoint, StepCosts
 from octavo.sampling_params import SamplingParams
 from tests.support.engine_fakes import (
     FakeExecutor,
@@ -25,8 +25,10 @@ def stepping_core(*, step_s=0.001, num_scheduler_steps=8, **options):
     """Its steps have been measured."""
     executor = FakeExecutor(options.get("num_groups", 1))
     executor.step_s = step_s
-    core = make_core(executor=executor, num_scheduler_steps=num_scheduler_steps, **options)
-    core._meter.rates = Rates(decode_step_s=step_s)
+    costs = StepCosts((CostPoint(1, 0, step_s),))
+    core = make_core(
+        executor=executor, num_scheduler_steps=num_scheduler_steps, costs=costs, **options
+    )
     return core, executor
 
 

@@ -4,9 +4,8 @@ nothing left behind.
 
 import pytest
 
-from octavo.engine.rates import RateMeter, Rates
 from octavo.engine.requests.request import RequestStatus
-from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.engine.step_costs import CostPoint, StepCosts
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,
@@ -154,25 +153,12 @@ def test_without_a_kv_cache_every_step_computes_all_tokens_again():
             ]
 
 
-def plan_of(num_tokens, *moves):
-    return StepPlan(0, [], [], list(moves), [ScheduledRow("a", 0, num_tokens, [])])
-
-
-def test_rates_are_means_of_what_steps_took():
-    meter = RateMeter()
-    result = [RowResult("a")]
-    meter.observe(plan_of(1), StepResult(0, result, 0.1))
-    meter.observe(plan_of(1, BlockMove(0, 1, 2)), StepResult(0, result, 0.1, 0.01))
-    assert meter.rates == Rates(decode_step_s=pytest.approx(0.098)), (
-        "copies on the device say nothing, one token nothing of prefill"
-    )
-    meter.observe(plan_of(100), StepResult(0, result, 0.5))
-    meter.observe(plan_of(1, BlockMove(0, 1, 2, "swap_out")), StepResult(0, result, 0.1, 0.01))
-    assert (meter.rates.prefill_tokens_per_s, meter.rates.swap_blocks_per_s) == (200.0, 100.0)
-    meter = RateMeter()
-    meter.observe(plan_of(1), StepResult(0, result, 0.8, num_steps=8))
-    assert meter.rates == Rates(decode_step_s=0.1)
-    meter = RateMeter()
-    meter.observe(plan_of(100), StepResult(0, result, 0.5))
-    meter.observe(plan_of(100), StepResult(0, result, 1.0))
-    assert meter.rates.prefill_tokens_per_s == pytest.approx(180.0)
+@pytest.mark.parametrize(("swap_blocks_per_s", "swaps"), [(None, True), (10.0, False), (1e4, True)])
+def test_auto_takes_the_cheaper_of_swap_and_recomputation(swap_blocks_per_s, swaps):
+    """Blocks out and in again are compared with a prefill in the engine's chunks."""
+    costs = StepCosts((CostPoint(64, 0, 0.05),), swap_blocks_per_s=swap_blocks_per_s)
+    core = swapping_core(preemption_mode="auto", costs=costs)
+    add_all(core)
+    run_all(core)
+    stats = core.scheduler.stats()
+    assert stats.num_preemptions > 0 and (stats.num_swaps > 0) == swaps

@@ -1,0 +1,190 @@
+"""What a step costs on this machine, measured from steps: seconds by the number of tokens computed,
+plus a cost for each key read, and how fast blocks are swapped.
+
+The core owns the meter, since it has the clock, and hands the costs to the scheduler with each
+call; the scheduler itself measures nothing, and a recording that holds them replays exactly. Knows
+plans and results, no request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import msgspec
+
+from octavo.step import StepPlan, StepResult
+
+MAX_SINGLE_TOKENS = 16
+"""Up to this many tokens each count has a point of its own; beyond, one serves up to the next power
+of two.
+"""
+
+WEIGHT = 0.2
+"""Weight of the newest step in the running mean of a point."""
+
+KEY_WEIGHT = 1 / 64
+"""Weight of the newest step in the fit of the cost of a key. It is small, since a request's context
+grows by one key a step: within a few steps the noise is far larger than what these keys cost.
+"""
+
+
+class CostPoint(msgspec.Struct, frozen=True, array_like=True):
+    """Running means over the steps of about the same number of tokens."""
+
+    num_tokens: float
+    num_keys: float
+    seconds: float
+    """Wall clock of one step with Python's share, keys included and swapped blocks left out."""
+
+
+class StepCosts(msgspec.Struct, frozen=True):
+    """An estimate of what any step takes; an upper bound where nothing close to it was measured."""
+
+    points: tuple[CostPoint, ...] = ()
+    """Ascending by `num_tokens`."""
+    key_s: float = 0.0
+    """Seconds for each key that a row of the step reads."""
+    swap_blocks_per_s: float | None = None
+    """Blocks of any group moved per second, in either direction; None until some were."""
+
+    def step_s(self, num_tokens: int, num_keys: int) -> float | None:
+        """Returns the seconds of one step of `num_tokens` tokens whose rows read `num_keys` keys
+        together; None until a step was measured.
+        """
+        if not self.points:
+            return None
+        return self._tokens_s(num_tokens) + self.key_s * num_keys
+
+    def prefill_s(self, num_tokens: int, max_chunk: int) -> float | None:
+        """Returns the seconds of computing a prompt of `num_tokens` alone, in chunks of at most
+        `max_chunk`; None until a step was measured.
+        """
+        seconds = 0.0
+        for start in range(0, num_tokens, max_chunk):
+            end = min(num_tokens, start + max_chunk)
+            step_s = self.step_s(end - start, end)
+            if step_s is None:
+                return None
+            seconds += step_s
+        return seconds
+
+    def _tokens_s(self, num_tokens: int) -> float:
+        """Returns the seconds of a step that reads no key: on a straight line between two points;
+        those of the first point below it, in proportion to the tokens beyond the last.
+        """
+        index = bisect_left([point.num_tokens for point in self.points], num_tokens)
+        if index == len(self.points):
+            last = self.points[-1]
+            return self._without_keys_s(last) * num_tokens / last.num_tokens
+        high = self.points[index]
+        high_s = self._without_keys_s(high)
+        if index == 0 or high.num_tokens == num_tokens:
+            return high_s
+        low = self.points[index - 1]
+        low_s = self._without_keys_s(low)
+        share = (num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens)
+        return low_s + (high_s - low_s) * share
+
+    def _without_keys_s(self, point: CostPoint) -> float:
+        return max(0.0, point.seconds - self.key_s * point.num_keys)
+
+
+UNMEASURED = StepCosts()
+
+
+class StepCostMeter:
+    """Running means over the steps seen. `known` are costs measured before."""
+
+    def __init__(self, known: StepCosts = UNMEASURED) -> None:
+        self.costs = known
+        self._points = {_bucket(round(point.num_tokens)): point for point in known.points}
+        self._key_fit = KeyCostFit(known.key_s)
+
+    def observe(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
+        """Takes in a plan that was carried out: `elapsed_s` of wall clock for all of its decode
+        steps, Python's share included.
+        """
+        swap_blocks_per_s = self.costs.swap_blocks_per_s
+        if result.moved_s > 0 and any(move.kind != "copy" for move in plan.moves):
+            swap_blocks_per_s = _mean(swap_blocks_per_s, len(plan.moves) / result.moved_s)
+        step_s = (elapsed_s - result.moved_s) / result.num_steps
+        # A step in which a row fails may have been computed again, row by row.
+        if plan.rows and step_s > 0 and all(row.failure is None for row in result.rows):
+            self._observe_step(plan.num_tokens, _keys_read(plan, result.num_steps), step_s)
+        points = tuple(self._points[bucket] for bucket in sorted(self._points))
+        self.costs = StepCosts(points, self._key_fit.key_s, swap_blocks_per_s)
+
+    def _observe_step(self, num_tokens: int, num_keys: float, step_s: float) -> None:
+        bucket = _bucket(num_tokens)
+        # Beyond, steps of one bucket differ in their tokens too: not all of a difference in
+        # seconds would be the keys'.
+        if num_tokens <= MAX_SINGLE_TOKENS:
+            self._key_fit.observe(bucket, num_keys, step_s)
+        old = self._points.get(bucket) or CostPoint(num_tokens, num_keys, step_s)
+        self._points[bucket] = CostPoint(
+            _mean(old.num_tokens, num_tokens),
+            _mean(old.num_keys, num_keys),
+            _mean(old.seconds, step_s),
+        )
+
+
+class KeyCostFit:
+    """The cost of a key, by least squares over steps of equally many tokens: what those with more
+    keys than their mean take longer than their mean. Newer steps count more.
+    """
+
+    def __init__(self, known_s: float = 0.0) -> None:
+        self.key_s = known_s
+        self._means: dict[int, KeyMeans] = {}
+        self._variance = 0.0
+        self._covariance = 0.0
+        self._num_seen = 0
+
+    def observe(self, num_tokens: int, num_keys: float, step_s: float) -> None:
+        """Takes in one step; a cost below zero is noise and is taken for zero."""
+        means = self._means.setdefault(num_tokens, KeyMeans(num_keys, step_s))
+        more_keys, more_s = means.observe(num_keys, step_s)
+        self._num_seen += 1
+        weight = max(KEY_WEIGHT, 1 / self._num_seen)
+        self._variance += weight * (more_keys * more_keys - self._variance)
+        self._covariance += weight * (more_keys * more_s - self._covariance)
+        if self._variance > 0:
+            self.key_s = max(0.0, self._covariance / self._variance)
+
+
+@dataclass(slots=True)
+class KeyMeans:
+    """Running means over steps of equally many tokens."""
+
+    num_keys: float
+    seconds: float
+    num_seen: int = 0
+
+    def observe(self, num_keys: float, step_s: float) -> tuple[float, float]:
+        """Takes in one step; returns by how many keys and seconds it is off the means so far."""
+        more_keys, more_s = num_keys - self.num_keys, step_s - self.seconds
+        self.num_seen += 1
+        weight = max(KEY_WEIGHT, 1 / self.num_seen)
+        self.num_keys += weight * more_keys
+        self.seconds += weight * more_s
+        return more_keys, more_s
+
+
+def _bucket(num_tokens: int) -> int:
+    """Returns which point a step of `num_tokens` belongs to: the number itself, or the next power
+    of two.
+    """
+    return num_tokens if num_tokens <= MAX_SINGLE_TOKENS else 1 << (num_tokens - 1).bit_length()
+
+
+def _keys_read(plan: StepPlan, num_steps: int) -> float:
+    """Returns the keys that the rows of one step read, the mean over the plan's decode steps: a
+    row reads the keys before and at its tokens once, however many tokens it has.
+    """
+    num_first = sum(row.start + row.num_tokens for row in plan.rows)
+    return num_first + len(plan.rows) * (num_steps - 1) / 2
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + WEIGHT * (new - old)

@@ -1,0 +1,121 @@
+"""What steps cost, measured on simulated ones: each estimate against the machine it came from."""
+
+import random
+
+import pytest
+
+from octavo.engine.step_costs import UNMEASURED, CostPoint, StepCostMeter, StepCosts
+from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
+from tests.support.engine_fakes import make_core, make_request, run_all
+
+KEY_S = 2e-6
+
+
+def plan_of(*rows: tuple[int, int], moves: tuple[BlockMove, ...] = ()) -> StepPlan:
+    """Rows as (first token, tokens)."""
+    scheduled = [ScheduledRow(str(i), start, num, []) for i, (start, num) in enumerate(rows)]
+    return StepPlan(0, [], [], list(moves), scheduled)
+
+
+def result_of(plan: StepPlan, **fields) -> StepResult:
+    rows = [RowResult(row.request_id) for row in plan.rows]
+    return StepResult(plan.step, rows, **{"busy_s": 0.001} | fields)
+
+
+def observe(meter: StepCostMeter, elapsed_s: float, *rows: tuple[int, int], **fields) -> None:
+    plan = plan_of(*rows)
+    meter.observe(plan, result_of(plan, **fields), elapsed_s)
+
+
+def test_a_point_is_the_mean_of_what_its_steps_took():
+    """A step of several tokens counts by them, whether they are one row's or several rows'."""
+    meter = StepCostMeter()
+    observe(meter, 0.5, (0, 4))
+    assert meter.costs.points == (CostPoint(4, 4, 0.5),)
+    observe(meter, 1.0, (0, 1), (0, 1), (0, 1), (0, 1))
+    assert meter.costs.points == (CostPoint(4, 4, pytest.approx(0.6)),)
+
+
+def test_sixteen_counts_stand_singly_then_powers_of_two():
+    """Up to 16 tokens each count has its own point; more share one up to the next power of two."""
+    meter = StepCostMeter()
+    for num_tokens in (1, 15, 16, 17, 32, 33, 64, 65):
+        observe(meter, 0.1, (0, num_tokens))
+    tokens = [point.num_tokens for point in meter.costs.points]
+    assert tokens == pytest.approx([1, 15, 16, 17 + 0.2 * 15, 33 + 0.2 * 31, 65])
+
+
+def test_calls_of_several_steps_are_amortised():
+    """The seconds of a call and its keys are shared by its decode steps."""
+    meter = StepCostMeter()
+    observe(meter, 0.8, (9, 1), (19, 1), num_steps=8)
+    assert meter.costs.points == (CostPoint(2, 10 + 20 + 7, 0.1),)
+
+
+def test_swapped_blocks_are_measured_apart():
+    """Copies on the device say nothing of the swap rate, and moves are no part of a step's cost."""
+    meter = StepCostMeter()
+    for kind in ("copy", "swap_out"):
+        assert meter.costs.swap_blocks_per_s is None
+        plan = plan_of((0, 1), moves=(BlockMove(0, 1, 2, kind),))
+        meter.observe(plan, result_of(plan, moved_s=0.01), 0.11)
+    assert meter.costs.swap_blocks_per_s == pytest.approx(100.0)
+    assert meter.costs.step_s(1, 0) == pytest.approx(0.1)
+
+
+def test_steps_in_which_a_row_fails_are_left_out():
+    """They may have been computed again, row by row."""
+    meter = StepCostMeter()
+    plan = plan_of((0, 1))
+    result = result_of(plan)
+    result.rows[0].failure = "NaN"
+    meter.observe(plan, result, 5.0)
+    assert meter.costs == UNMEASURED and meter.costs.step_s(1, 1) is None
+
+
+def test_a_keys_cost_is_found_in_the_noise():
+    """Batches of different sizes and contexts, 5% noise: the key's cost is met within 15%."""
+    draw = random.Random(0)
+    meter = StepCostMeter()
+    for _ in range(40):
+        num_rows, context = draw.randint(1, 16), draw.randrange(4000)
+        for step in range(30):
+            keys = num_rows * (context + step + 1)
+            elapsed_s = (0.004 + 0.0005 * num_rows + KEY_S * keys) * draw.gauss(1, 0.05)
+            observe(meter, elapsed_s, *[(context + step, 1)] * num_rows)
+    assert meter.costs.key_s == pytest.approx(KEY_S, rel=0.15)
+
+
+def test_estimates_are_bounds_where_nothing_close_was_measured():
+    """Below the first point its own seconds, beyond the last in proportion, between on a line."""
+    costs = StepCosts((CostPoint(4, 0, 0.1), CostPoint(8, 0, 0.3)), key_s=KEY_S)
+    assert [costs.step_s(num, 0) for num in (1, 4, 6, 8, 16)] == pytest.approx(
+        [0.1, 0.1, 0.2, 0.3, 0.6]
+    )
+    assert costs.step_s(4, 1000) == pytest.approx(0.1 + 1000 * KEY_S)
+
+
+def test_a_prefill_is_its_chunks():
+    """Each chunk reads the keys of all before it and its own."""
+    costs = StepCosts((CostPoint(4, 0, 0.1), CostPoint(8, 0, 0.3)), key_s=KEY_S)
+    assert costs.prefill_s(20, 8) == pytest.approx(0.7 + (8 + 16 + 20) * KEY_S)
+    assert UNMEASURED.prefill_s(20, 8) is None
+
+
+def test_the_core_measures_the_wall_clock():
+    """A step costs what passes on the core's clock from its plan to its outputs."""
+    clock = SimulatedClock()
+    executor = SimulatedExecutor(clock, SimulatedCosts(((1, 0.5), (4, 0.5)), context_token_s=0.0))
+    schedule_s = 0.25
+    core = make_core(executor=executor, clock=clock)
+    schedule = core.scheduler.schedule
+
+    def slow_schedule(now, costs):
+        clock.now += schedule_s
+        return schedule(now, costs)
+
+    core.scheduler.schedule = slow_schedule
+    core.add(make_request("a", [1, 2, 3], max_tokens=4))
+    run_all(core)
+    assert core.costs.step_s(1, 0) == core.costs.step_s(3, 0) == pytest.approx(0.75)
