@@ -49,12 +49,20 @@ class DecodedRows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedRows:
-    """Of a step that has been launched."""
+class PreparedStep:
+    """A step's arrays, ready to be run or launched."""
 
     scheduled: Sequence[ScheduledRow]
+    batch: StepBatch
     layout: Layout
     sampling: SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRows:
+    """A step that the device computes, and how to read its results."""
+
+    step: PreparedStep
     computing: Computing
 
 
@@ -65,71 +73,72 @@ class ModelRunner:
         self._kv = kv
         self._rows = rows
 
-    def run(self, scheduled: Sequence[ScheduledRow]) -> list[RowResult]:
-        """One result for each row, in order. The rows take in their sampled tokens, but only once
-        the whole step has succeeded.
+    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> PreparedStep:
+        """Gathers the arrays of the first of `num_steps` steps; changes no row."""
+        batch, layout = self._batch(scheduled, num_steps)
+        assert batch.sampling is not None
+        return PreparedStep(scheduled, batch, layout, batch.sampling)
+
+    def run(self, step: PreparedStep) -> list[RowResult]:
+        """Computes a step; returns one result for each row, in order.
+
+        The rows take in their sampled tokens only once the whole step has succeeded.
         """
-        batch, layout = self._batch(scheduled)
-        output = self._runnable.run(batch, self._kv)
-        assert output.samples is not None and batch.sampling is not None
-        return self._results(scheduled, layout, batch.sampling, output.samples)
+        output = self._runnable.run(step.batch, self._kv)
+        assert output.samples is not None
+        return self._results(step, output.samples)
 
-    def launch(self, scheduled: Sequence[ScheduledRow], *, all_known: bool = False) -> LaunchedRows:
-        """`run` without its results. The device keeps what it draws, for rows of the next step that
-        are `from_device`.
+    def launch(self, step: PreparedStep, *, all_known: bool = False) -> LaunchedRows:
+        """Starts a step without waiting for it; `take_in` returns its results.
 
-        With `all_known` these rows' tokens are here by now, too.
+        The device keeps the tokens that it draws, for rows of the next step that are `from_device`.
+        With `all_known` the tokens of these rows have come back already.
         """
         assert self._asynchronous is not None, "only what is asynchronous is launched"
-        batch, layout = self._batch(scheduled)
-        assert batch.sampling is not None
-        batch.last_tokens = _last_tokens(
-            [] if all_known else scheduled, layout, num_samples=len(batch.sample_rows)
+        step.batch.last_tokens = _last_tokens(
+            [] if all_known else step.scheduled,
+            step.layout,
+            num_samples=len(step.batch.sample_rows),
         )
-        return LaunchedRows(
-            scheduled, layout, batch.sampling, self._asynchronous.launch(batch, self._kv)
-        )
+        return LaunchedRows(step, self._asynchronous.launch(step.batch, self._kv))
 
     def take_in(self, launched: LaunchedRows) -> list[RowResult]:
-        """What `run` gives, once it is computed. Steps are taken in in the order of their
-        launches."""
+        """Waits for a launched step and returns what `run` would.
+
+        Steps are taken in in the order of their launches.
+        """
         output = launched.computing.result()
         assert output.samples is not None
-        return self._results(launched.scheduled, launched.layout, launched.sampling, output.samples)
+        return self._results(launched.step, output.samples)
 
-    def decode(
-        self, scheduled: Sequence[ScheduledRow], num_steps: int, between: Between | None
-    ) -> DecodedRows:
-        """`run` so many times, each row's drawn token being its next one, in one call. Ends early
-        as `StepPlan.num_steps` says.
+    def decode(self, step: PreparedStep, num_steps: int, between: Between | None) -> DecodedRows:
+        """Computes up to `num_steps` decode steps in one call, each row's drawn token being its
+        next one.
+
+        Ends early as `StepPlan.num_steps` says.
         """
         assert isinstance(self._runnable, DecodingRunnable)
-        batch, layout = self._batch(scheduled, num_steps)
-        sampling = batch.sampling
-        assert sampling is not None
         done: list[list[RowResult]] = []
 
         def take(samples: SampleResult) -> list[RowResult]:
-            done.append(self._results(scheduled, layout, sampling, samples))
-            layout.ends += 1
+            done.append(self._results(step, samples))
+            step.layout.ends += 1
             return done[-1]
 
         def goes_on(samples: SampleResult) -> bool:
             results = take(samples)
             return between is None or between(results)
 
-        end_ids, end_starts = self._rows.end_tokens(layout.rows)
+        end_ids, end_starts = self._rows.end_tokens(step.layout.rows)
         steps = self._runnable.decode(
-            batch, self._kv, DecodeSteps(num_steps, end_starts, end_ids), goes_on
+            step.batch, self._kv, DecodeSteps(num_steps, end_starts, end_ids), goes_on
         )
         for samples in steps[len(done) :]:
             take(samples)
         return DecodedRows([_joined(results) for results in zip(*done, strict=True)], len(done))
 
-    def _batch(
-        self, scheduled: Sequence[ScheduledRow], num_steps: int = 1
-    ) -> tuple[StepBatch, Layout]:
-        """Of the first of so many steps, with block tables for them all."""
+    def _batch(self, scheduled: Sequence[ScheduledRow], num_steps: int) -> tuple[StepBatch, Layout]:
+        """Gathers the first of `num_steps` steps, with block tables that reach to the last."""
         rows = self._rows.indices(scheduled)
         starts = np.array([row.start for row in scheduled], np.int32)
         counts = np.array([row.num_tokens for row in scheduled], np.int32)
@@ -218,13 +227,8 @@ class ModelRunner:
             sampling,
         )
 
-    def _results(
-        self,
-        scheduled: Sequence[ScheduledRow],
-        layout: Layout,
-        sampling: SamplingBatch,
-        samples: SampleResult,
-    ) -> list[RowResult]:
+    def _results(self, step: PreparedStep, samples: SampleResult) -> list[RowResult]:
+        scheduled, layout, sampling = step.scheduled, step.layout, step.sampling
         num_draws = len(layout.draws)
         draws = np.array(layout.draws, np.intp)
         self._rows.append(layout.rows[draws], layout.ends[draws], samples.token_ids[:num_draws])

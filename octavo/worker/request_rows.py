@@ -52,13 +52,14 @@ class RequestRows:
         self._free.append(row)
 
     def add(self, new: NewRow) -> None:
+        """Gives a request a row; where that raises, the row is still its own, and can be freed."""
         row = self._free.pop()
         self._row_of[new.request_id] = row
+        for num_blocks in self._num_blocks:
+            num_blocks[row] = 0
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self._end_token_ids[row] = np.array(new.end_token_ids, np.int32)
-        for num_blocks in self._num_blocks:
-            num_blocks[row] = 0
         self.sampling.add(row, new)
 
     def update_tables(self, scheduled: ScheduledRow, places: BlockPlaces) -> None:

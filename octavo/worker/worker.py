@@ -1,8 +1,9 @@
 """The execution plane of one device: applies a plan to its rows and blocks, then runs it.
 Implements `ports.AsyncExecutor`.
 
-Decides nothing. A fault that a whole step raises is narrowed to the request that raises it, by
-running the step's rows one by one.
+Decides nothing. A fault met while one row is prepared is that row's alone (`row_faults.py`); a
+fault that a whole step raises is narrowed to the request that raises it, by running the step's rows
+one by one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from octavo.backends.base import Runnable
 from octavo.outputs import Profile
@@ -20,6 +22,7 @@ from octavo.step import BlockMove, ConnectorReport, RowResult, ScheduledRow, Ste
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.model_runner import DecodedRows, LaunchedRows, ModelRunner
 from octavo.worker.request_rows import RequestRows
+from octavo.worker.row_faults import PreparedRows, RowFaults, describe
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +33,20 @@ WAIT_S = 0.005
 RunRows = Callable[[Sequence[ScheduledRow]], list[RowResult]]
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedStepRows:
+    """A plan's rows, of which the device computes those without a fault."""
+
+    prepared: PreparedRows
+    launched: LaunchedRows | None
+
+
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
     """Implements `ports.Launched`."""
 
     plan: StepPlan
-    rows: LaunchedRows | list[RowResult]
+    rows: LaunchedStepRows | list[RowResult]
     began: float
     moved_s: float
     take_in: Callable[[LaunchedStep], StepResult]
@@ -68,6 +79,7 @@ class Worker:
         """When the device had computed the last step taken in."""
         self._close = close
         self._is_alone = is_alone
+        self._faults = RowFaults(is_alone=is_alone)
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         began = time.perf_counter()
@@ -96,10 +108,10 @@ class Worker:
         self._launched.append(step)
         return step
 
-    def _launch(self, rows: Sequence[ScheduledRow]) -> LaunchedRows | list[RowResult]:
-        """The results at once where the rows had to be run one by one."""
+    def _launch(self, rows: Sequence[ScheduledRow]) -> LaunchedStepRows | list[RowResult]:
+        """Returns the results at once where the rows had to be run one by one."""
         try:
-            return self._runner.launch(rows)
+            return self._launch_together(rows)
         except Exception:
             logger.exception(
                 "a step of %d requests could not be launched; running them one by one", len(rows)
@@ -108,11 +120,28 @@ class Worker:
                 earlier.rows = self._results_of(earlier, [])
             return [result for row in rows for result in self._run([row], self._run_again)]
 
+    def _launch_together(
+        self, rows: Sequence[ScheduledRow], *, all_known: bool = False
+    ) -> LaunchedStepRows:
+        prepared = self._faults.prepare(rows, self._runner.prepare)
+        step = prepared.step
+        return LaunchedStepRows(
+            prepared, None if step is None else self._runner.launch(step, all_known=all_known)
+        )
+
+    def _wait_for(self, rows: LaunchedStepRows) -> list[RowResult]:
+        launched = rows.launched
+        return rows.prepared.in_order([] if launched is None else self._runner.take_in(launched))
+
     def _run_again(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
-        """Once the steps before are taken in: what the device has of last tokens may be of a step
-        that failed.
+        """Computes rows once the steps before are taken in: the last tokens on the device may be
+        those of a step that failed.
         """
-        return self._runner.take_in(self._runner.launch(rows, all_known=True))
+        return self._wait_for(self._launch_together(rows, all_known=True))
+
+    def _run_now(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
+        prepared = self._faults.prepare(rows, self._runner.prepare)
+        return prepared.in_order([] if prepared.step is None else self._runner.run(prepared.step))
 
     def _take_in(self, step: LaunchedStep) -> StepResult:
         first = self._launched.popleft()
@@ -137,7 +166,7 @@ class Worker:
         if isinstance(step.rows, list):
             return step.rows
         try:
-            return self._runner.take_in(step.rows)
+            return self._wait_for(step.rows)
         except Exception:
             logger.exception(
                 "a step of %d requests failed after its launch; computing it again",
@@ -164,11 +193,12 @@ class Worker:
         moved_s = self._move(plan.moves[:returning])
         for request_id in plan.freed_rows:
             self._rows.free(request_id, places)
+            self._faults.forget(request_id)
         for new in plan.new_rows:
-            self._rows.add(new)
+            self._faults.set_up(new.request_id, partial(self._rows.add, new))
         for row in plan.rows:
             if row.new_block_ids or row.replaced_blocks:
-                self._rows.update_tables(row, places)
+                self._faults.set_up(row.request_id, partial(self._rows.update_tables, row, places))
         return moved_s + self._move(plan.moves[returning:])
 
     def _begin_connector(self, plan: StepPlan) -> None:
@@ -187,21 +217,28 @@ class Worker:
         return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
 
     def _compute(self, plan: StepPlan, between: Between | None) -> DecodedRows:
-        """Where several decode steps raise with the first of them, that one by itself."""
+        """Computes the plan's decode steps in one call; where that raises, or a row has a fault,
+        one step by itself.
+        """
         if plan.num_steps > 1:
             try:
-                return self._runner.decode(plan.rows, plan.num_steps, between)
+                prepare = partial(self._runner.prepare, num_steps=plan.num_steps)
+                prepared = self._faults.prepare(plan.rows, prepare)
+                if prepared.step is not None and not prepared.failed:
+                    return self._runner.decode(prepared.step, plan.num_steps, between)
             except Exception:
                 logger.exception(
                     "%d decode steps of %d requests failed; running one",
                     plan.num_steps,
                     len(plan.rows),
                 )
-        return DecodedRows(self._run(plan.rows, self._runner.run), num_steps=1)
+        return DecodedRows(self._run(plan.rows, self._run_now), num_steps=1)
 
     def _run(self, rows: Sequence[ScheduledRow], run: RunRows) -> list[RowResult]:
-        """Runs them together; where that raises, one by one. To compute a position twice writes the
-        same KV twice.
+        """Runs rows together; where that raises, one by one.
+
+        A position that is computed twice gets the same KV written twice. With several ranks the
+        fault goes on to the caller: the others would not know of a step taken apart.
         """
         if not self._is_alone:
             return run(rows)
@@ -212,7 +249,7 @@ class Worker:
                 logger.exception("a step of %d requests failed; running them one by one", len(rows))
                 return [result for row in rows for result in self._run([row], run)]
             logger.exception("request %s failed in a step", rows[0].request_id)
-            return [RowResult(rows[0].request_id, failure=_describe(error))]
+            return [RowResult(rows[0].request_id, failure=describe(error))]
 
     def start_profile(self) -> None:
         self._runnable.start_profile()
@@ -224,9 +261,3 @@ class Worker:
         if self._cache_engine.connector is not None:
             self._cache_engine.connector.close()
         self._close()
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return "the step ran out of memory"
-    return f"the step failed: {type(error).__name__}: {error}"

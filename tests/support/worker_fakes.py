@@ -107,6 +107,7 @@ def make_worker(
     max_rows: int = 8,
     max_model_len: int = 512,
     virtual: bool = False,
+    is_alone: bool = True,
 ) -> Worker:
     rows = RequestRows(
         max_rows=max_rows, max_model_len=max_model_len, num_groups=num_groups, vocab_size=VOCAB
@@ -119,4 +120,4 @@ def make_worker(
     cache_engine = CacheEngine(
         kv, [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups, places=places
     )
-    return Worker(runnable, cache_engine, rows, close=lambda: None)
+    return Worker(runnable, cache_engine, rows, close=lambda: None, is_alone=is_alone)
