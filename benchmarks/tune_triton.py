@@ -76,15 +76,16 @@ def call_of(
     rows = [context] if kernel == "prefill_attention" else [1] * requests
     blocks = -(-context // BLOCK_SIZE)
     tables = np.arange(len(rows) * blocks, dtype=np.int32).reshape(1, len(rows), blocks)
-    positions = np.concatenate([np.arange(context - count, context) for count in rows]).astype(
+    places = np.concatenate([np.arange(context - count, context) for count in rows]).astype(
         np.int32
     )
     batch = StepBatch(
-        token_ids=np.zeros(len(positions), np.int32),
-        positions=positions[None],
+        token_ids=np.zeros(len(places), np.int32),
+        places=places,
+        positions=places[None],
         query_starts=np.cumsum([0, *rows]).astype(np.int32),
         context_lens=np.full((1, len(rows)), context, np.int32),
-        slots=np.zeros((1, len(positions)), np.int32),
+        slots=np.zeros((1, len(places)), np.int32),
         block_tables=tables,
         sample_rows=np.zeros(0, np.int32),
     )
@@ -95,12 +96,12 @@ def call_of(
     dtype = kv if kv.is_floating_point else torch.bfloat16
     return AttentionCall(
         op=None,  # type: ignore[arg-type]  # kernels read the call
-        q=torch.randn((len(positions), 8 * group, width), device=DEVICE).to(dtype),
+        q=torch.randn((len(places), 8 * group, width), device=DEVICE).to(dtype),
         k=stored(tables.size, width, kv),
         v=stored(tables.size, width, kv),
         block_tables=inputs["block_tables"][0],
         context_lens=inputs["context_lens"][0],
-        positions=inputs["positions"],
+        places=inputs["places"],
         inputs=inputs,
         rows=query_rows_of(batch, 0, full=False, window=None, device=DEVICE),
         batch=batch,

@@ -101,8 +101,11 @@ class StepBatch:
 
     token_ids: NDArray[np.int32]
     """[T]"""
+    places: NDArray[np.int32]
+    """[T]: each row's index among the keys of its request, which masks and biases go by."""
     positions: NDArray[np.int32]
-    """[P, T]; P = 1 but for families with several position axes."""
+    """[P, T]: what rope and learned embeddings turn or look up. P = 1, and equal to `places`, but
+    for families with several position axes."""
     query_starts: NDArray[np.int32]
     """[R+1]: request r owns the rows query_starts[r] .. query_starts[r+1]."""
     context_lens: NDArray[np.int32]

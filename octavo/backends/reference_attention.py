@@ -22,12 +22,12 @@ from octavo.program import ops
 from octavo.program.program import Op
 
 Adjust = Callable[[Floats, NDArray[np.int64]], Floats]
-"""(scores `[H, n]`, the keys' positions `[n]`) to the scores with softcap and bias."""
+"""Scores `[H, n]` and their keys' places `[n]` to the scores with softcap and bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """One request's keys and values of a layer, `[n, K, width]`, from the position `start` on."""
+    """One request's keys and values of a layer, `[n, K, width]`, from the place `start` on."""
 
     start: int
     k: Floats
@@ -36,12 +36,10 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One row of the step: its number, its position, and the keys it sees, `first <= position <
-    last`.
-    """
+    """One row of the step: its number, its place, and the keys it sees, `first` to `last - 1`."""
 
     row: int
-    position: int
+    place: int
     first: int
     last: int
 
@@ -52,7 +50,7 @@ def attention(op: ops.Attention, step: Step) -> Made:
     sinks = None if op.sinks is None else step.weights[op.sinks]
     for queries, keys in _requests(op, op.mask, op.window, step):
         for query in queries:
-            adjust = _adjustment(op, query.position, step)
+            adjust = _adjustment(op, query.place, step)
             out[query.row] = attend(q[query.row] * op.scale, keys, query, adjust, sinks).reshape(-1)
     return (out,)
 
@@ -129,21 +127,31 @@ def _splits(first: int, last: int) -> Iterator[tuple[int, int]]:
         yield max(first, split * SPLIT_KEYS), min(last, (split + 1) * SPLIT_KEYS)
 
 
-def _adjustment(op: ops.Attention, position: int, step: Step) -> Adjust | None:
-    bias, softcap = op.bias, op.softcap
-    if softcap is not None:
-        return lambda scores, _: softcap * np.tanh(scores / softcap)
+def _adjustment(op: ops.Attention, place: int, step: Step) -> Adjust | None:
+    """Returns what the softcap and then the bias do to the scores of the query at `place`."""
+    softcap, add_bias = op.softcap, _bias(op.bias, place, step)
+    if softcap is None:
+        return add_bias
+
+    def adjust(scores: Floats, keys: NDArray[np.int64]) -> Floats:
+        capped: Floats = softcap * np.tanh(scores / softcap)
+        return capped if add_bias is None else add_bias(capped, keys)
+
+    return adjust
+
+
+def _bias(bias: ops.T5Bias | ops.AlibiBias | None, place: int, step: Step) -> Adjust | None:
     if isinstance(bias, ops.T5Bias):
         table = step.weights[bias.table]
-        return lambda scores, at: scores + table[t5_buckets(at - position, bias)].T
+        return lambda scores, keys: scores + table[t5_buckets(keys - place, bias)].T
     if isinstance(bias, ops.AlibiBias):
         slopes = np.array(bias.slopes)
-        return lambda scores, at: scores + slopes[:, None] * (at - position)
+        return lambda scores, keys: scores + slopes[:, None] * (keys - place)
     return None
 
 
 def t5_buckets(distance: NDArray[np.int64], bias: ops.T5Bias) -> NDArray[np.int64]:
-    """Bucket of each key position - query position: exact while near, then logarithmic up to
+    """Bucket of each key place - query place: exact while near, then logarithmic up to
     max_distance; keys to the right have the upper half of the buckets where the bias looks both
     ways, and bucket 0 where it does not."""
     num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
@@ -165,7 +173,7 @@ def _requests(
     for request in range(len(starts) - 1):
         context = int(step.batch.context_lens[group, request])
         queries = [
-            _query(row, int(step.batch.positions[0, row]), context, mask, window)
+            _query(row, int(step.batch.places[row]), context, mask, window)
             for row in range(starts[request], starts[request + 1])
             if step.live[row]
         ]
@@ -177,20 +185,20 @@ def _requests(
             yield queries, _read(op, step, group, request, span)
 
 
-def _query(row: int, position: int, context: int, mask: ops.MaskKind, window: int | None) -> Query:
+def _query(row: int, place: int, context: int, mask: ops.MaskKind, window: int | None) -> Query:
     if mask == "full":
-        return Query(row, position, 0, context)
-    first = max(0, position + 1 - window) if mask == "window" and window is not None else 0
-    return Query(row, position, first, min(position + 1, context))
+        return Query(row, place, 0, context)
+    first = max(0, place + 1 - window) if mask == "window" and window is not None else 0
+    return Query(row, place, first, min(place + 1, context))
 
 
 def _read(
     op: ops.Attention | ops.MlaAttention, step: Step, group: int, request: int, span: range
 ) -> Keys:
-    """The keys at the positions of the span, gathered through the block table."""
-    positions = np.arange(span.start, span.stop)
-    blocks = step.batch.block_tables[group, request][positions // BLOCK_SIZE]
-    at = (blocks, positions % BLOCK_SIZE)
+    """Gathers the keys at the places of the span through the block table."""
+    places = np.arange(span.start, span.stop)
+    blocks = step.batch.block_tables[group, request][places // BLOCK_SIZE]
+    at = (blocks, places % BLOCK_SIZE)
     arrays = step.kv[group]
     return Keys(
         span.start,

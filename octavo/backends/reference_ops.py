@@ -89,7 +89,7 @@ class Step:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """[T]; 0 for padding."""
+        """[T]: the positions on the first axis; 0 for padding."""
         return np.where(self.live, self.batch.positions[0], 0).astype(np.int64)
 
 

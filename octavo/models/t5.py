@@ -88,7 +88,7 @@ def read_shape(config: HfConfig) -> T5Shape:
 
 def build_encoder(shape: T5Shape) -> Program:
     b = Builder("encoder", shape.groups, shape.vocab_size)
-    x = b.embedding(b.token_ids("encoder_tokens"), "shared", shape.vocab_size, shape.width)
+    x = b.embedding(b.token_ids(), "shared", shape.vocab_size, shape.width)
     for i in range(shape.num_encoder_layers):
         block = f"encoder.block.{i}.layer"
         x = b.add(

@@ -63,15 +63,15 @@ class Builder:
         program.check()
         return program
 
-    def token_ids(self, axis: Axis = "tokens") -> Value:
-        """The input "token_ids"."""
-        value = Value(self._fresh("token_ids"), axis, 1, "int")
+    def token_ids(self) -> Value:
+        """Adds the input "token_ids"."""
+        value = Value(self._fresh("token_ids"), "tokens", 1, "int")
         self._inputs["token_ids"] = value
         return value
 
-    def hidden(self, width: int, axis: Axis = "tokens") -> Value:
-        """The input "hidden"."""
-        value = self._value("hidden", axis, width)
+    def hidden(self, width: int) -> Value:
+        """Adds the input "hidden"."""
+        value = self._value("hidden", "tokens", width)
         self._inputs["hidden"] = value
         return value
 
@@ -84,10 +84,8 @@ class Builder:
         self._ops.append(Embedding(out, Weight(f"{name}.weight", (num_rows, width)), ids, scale))
         return out
 
-    def position_embedding(
-        self, name: str, num_rows: int, width: int, *, axis: Axis = "tokens", offset: int = 0
-    ) -> Value:
-        out = self._value(name, axis, width)
+    def position_embedding(self, name: str, num_rows: int, width: int, *, offset: int = 0) -> Value:
+        out = self._value(name, "tokens", width)
         self._ops.append(
             Embedding(
                 out, Weight(f"{name}.weight", (num_rows, width)), by_position=True, offset=offset

@@ -2,8 +2,10 @@
 
 Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E`
 experts, `k` experts a token, `V` vocabulary. Attributes are plain numbers and strings, so that
-passes and backends can compare and hash ops. Positions, slots and block tables are not Values:
-every op that needs them reads the step's batch (`backends/batch.py`).
+passes and backends can compare and hash ops. Places, positions, slots and block tables are not
+Values: every op that needs them reads the step's batch (`backends/batch.py`). A row's place is its
+index among its request's keys, by which attention masks and biases; its positions are what rope and
+learned embeddings read, and nothing else does.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class RopeTable:
 @dataclass(frozen=True, slots=True)
 class T5Bias:
     """T5's relative position bias: `table [num_buckets, H]`, looked up by the bucket of key
-    position - query position (Raffel et al. 2020, section 2.1; the logarithmic buckets of its
+    place - query place (Raffel et al. 2020, section 2.1; the logarithmic buckets of its
     reference code)."""
 
     table: Weight
@@ -41,7 +43,7 @@ class T5Bias:
 
 @dataclass(frozen=True, slots=True)
 class AlibiBias:
-    """ALiBi: score += slope[h] * (key position - query position) (Press et al. 2022)."""
+    """ALiBi: score += slope[h] * (key place - query place) (Press et al. 2022)."""
 
     slopes: tuple[float, ...]
 
@@ -51,8 +53,8 @@ class AlibiBias:
 
 @dataclass(frozen=True, slots=True)
 class Embedding(Op):
-    """out[t] = table[ids[t]] * scale. `table [V, W]`. With `by_position` the ids are the step's
-    positions plus `offset` (GPT-2, OPT).
+    """out[t] = table[ids[t]] * scale. `table [V, W]`. With `by_position` the ids are the
+    positions on the step's first axis plus `offset` (GPT-2, OPT).
 
     With `first_row` the table is a rank's part of the vocabulary's, from that row on; an id outside
     of it gives zeros.
@@ -210,8 +212,9 @@ class ActMul(Op):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Op):
-    """Rotates the first `rotary_dim` columns of each head by the row's position. `x [T, heads *
-    head_width]`.
+    """Rotates the first `rotary_dim` columns of each head by the row's position on the first axis.
+
+    `x [T, heads * head_width]`.
 
     half: pairs (i, i + rotary_dim/2), GPT-NeoX's and Hugging Face's order; interleaved: pairs (2i,
     2i+1), GPT-J's. angle = position * table.inv_freq[i]; cos and sin are multiplied with
@@ -250,11 +253,11 @@ class Attention(Op):
 
     `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer`
     is the layer within the group whose K and V are read (another layer's where layers share KV).
-    mask causal: key position <= query position; window: and > query position - window; full: every
+    mask causal: key place <= query place; window: and > query place - window; full: every
     key below the request's context length (encoders, cross attention). `softcap` c: score = c *
-    tanh(score / c). `sinks [H]`: one logit a head that joins the softmax's denominator only
-    (gpt_oss). Numbers: splits of 256 keys at absolute positions, each with its own fp32 (m, l,
-    acc), merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
+    tanh(score / c), before the bias. `sinks [H]`: one logit a head that joins the softmax's
+    denominator only (gpt_oss). Numbers: splits of 256 keys at absolute places, each with its own
+    fp32 (m, l, acc), merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
     """
 
     q: Value

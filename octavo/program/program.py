@@ -11,10 +11,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-Axis = Literal["tokens", "samples", "requests", "encoder_tokens", "patches", "expert_rows"]
-"""What a Value's rows are. Their number is free until the step."""
+Axis = Literal["tokens", "samples", "requests", "expert_rows"]
+"""What a Value's rows are. Their number is free until the step.
+
+A Program's `tokens` are its own business: a decoder's text, an encoder's input, pieces of an image.
+"""
 
 GroupKind = Literal["full", "window", "latent", "cross", "state"]
 
@@ -244,9 +247,12 @@ class Program:
 
     def check(self) -> None:
         """Raises ValueError where an op reads a Value that is not made yet, makes one twice, or
-        names an unknown group.
+        names an unknown axis or group.
         """
-        made = {value.name: value for value in self.inputs.values()}
+        made: dict[str, Value] = {}
+        for value in self.inputs.values():
+            self._check_made(value, "an input", made)
+            made[value.name] = value
         names = {group.name for group in self.groups}
         for op in self.ops:
             for value in op.inputs:
@@ -255,8 +261,7 @@ class Program:
                         f"{self.name}: {op.kind} reads {value.name}, which no earlier op makes"
                     )
             for value in op.outputs:
-                if value.name in made:
-                    raise ValueError(f"{self.name}: {op.kind} makes {value.name} a second time")
+                self._check_made(value, op.kind, made)
                 made[value.name] = value
             group = getattr(op, "group", None)
             if group is not None and group not in names:
@@ -267,3 +272,12 @@ class Program:
         for value in self.outputs.values():
             if made.get(value.name) != value:
                 raise ValueError(f"{self.name}: the output {value.name} is never made")
+
+    def _check_made(self, value: Value, maker: str, made: Mapping[str, Value]) -> None:
+        if value.name in made:
+            raise ValueError(f"{self.name}: {maker} makes {value.name} a second time")
+        if value.axis not in get_args(Axis):
+            raise ValueError(
+                f"{self.name}: {maker} makes {value.name} on the axis {value.axis}, known are"
+                f" {', '.join(get_args(Axis))}"
+            )

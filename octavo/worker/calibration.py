@@ -115,6 +115,7 @@ def _whole_text(token_ids: NDArray[np.int32], num_groups: int) -> StepBatch:
     rows = np.arange(num_tokens, dtype=np.int32)
     return StepBatch(
         token_ids=token_ids,
+        places=rows,
         positions=rows[None],
         query_starts=np.array([0, num_tokens], np.int32),
         context_lens=np.full((num_groups, 1), num_tokens, np.int32),

@@ -146,11 +146,11 @@ class ModelRunner:
         np.cumsum(counts, out=query_starts[1:])
         ends = starts + counts
         owners = np.repeat(rows, counts)
-        positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(
+        places = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(
             starts - query_starts[:-1], counts
         )
         tables = self._rows.block_tables
-        slots = tables[:, owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = tables[:, owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
         layout = Layout(
             rows,
             ends,
@@ -160,8 +160,9 @@ class ModelRunner:
         )
         sample_rows, sampling = self._sampling(scheduled, layout)
         batch = StepBatch(
-            token_ids=self._rows.token_ids[owners, positions],
-            positions=positions[None],
+            token_ids=self._rows.token_ids[owners, places],
+            places=places,
+            positions=places[None],
             query_starts=query_starts,
             context_lens=np.broadcast_to(ends, (len(tables), len(rows))).copy(),
             slots=np.ascontiguousarray(slots),

@@ -9,7 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from octavo.backends.base import BackendOptions
+from octavo.backends.reference import ReferenceBackend
 from octavo.backends.reference_attention import t5_buckets
+from octavo.backends.torch.backend import TorchBackend
+from octavo.models.registry import build_programs
 from octavo.program.ops import T5Bias
 from octavo.program.program import Weight
 from tests.models.test_families import TOLERANCE
@@ -48,6 +52,16 @@ def logits(runner, chunk=40):
     return np.concatenate(
         [runner.step([(request, i, min(i + chunk, 40))])["logits"] for i in range(0, 40, chunk)]
     )
+
+
+@pytest.mark.parametrize("kind", [ReferenceBackend, TorchBackend])
+def test_an_encoders_rows_are_its_tokens(kind):
+    """A step of the encoder has buffers like any other Program's."""
+    encoder = build_programs(tiny_model("t5").config)["encoder"]
+    assert {value.axis for op in encoder.ops for value in op.outputs} == {"tokens"}
+    found = kind(BackendOptions(max_tokens=64)).footprint(encoder, lambda weight: "F32")
+    widest = max(value.width for op in encoder.ops for value in op.outputs)
+    assert found.step_bytes >= 64 * 4 * widest
 
 
 BACKENDS = pytest.mark.parametrize("backend", TOLERANCE)

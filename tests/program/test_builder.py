@@ -76,6 +76,9 @@ def test_check_finds_broken_programs():
         replace(program, groups=()).check()
     with pytest.raises(ValueError, match="the output embed#2 is never made"):
         replace(program, ops=program.ops[:-1]).check()
+    patches = {"token_ids": replace(program.inputs["token_ids"], axis="patches")}
+    with pytest.raises(ValueError, match="makes token_ids on the axis patches, known are tokens"):
+        replace(program, inputs=patches).check()
 
 
 def test_ops_know_what_they_read_and_make():

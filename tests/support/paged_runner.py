@@ -108,10 +108,10 @@ class PagedRunner:
 
     def _batch(self, spans: list[tuple[Request, int, int]], program: Program) -> StepBatch:
         written = {op.group for op in program.ops if type(op).__name__ == "KvWrite"}
-        positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans]).astype(
+        places = np.concatenate([np.arange(start, stop) for _, start, stop in spans]).astype(
             np.int32
         )
-        slots = np.full((len(self.groups), len(positions)), -1, np.int32)
+        slots = np.full((len(self.groups), len(places)), -1, np.int32)
         context_lens = np.zeros((len(self.groups), len(spans)), np.int32)
         row = 0
         for index, (request, start, stop) in enumerate(spans):
@@ -128,12 +128,12 @@ class PagedRunner:
         tables = np.full((len(self.groups), len(spans), width), -1, np.int32)
         for index, (request, _, _) in enumerate(spans):
             tables[:, index, : request.blocks.shape[1]] = request.blocks
-        return self._padded(spans, positions, slots, context_lens, tables)
+        return self._padded(spans, places, slots, context_lens, tables)
 
     def _padded(
         self,
         spans: list[tuple[Request, int, int]],
-        positions: NDArray[np.int32],
+        places: NDArray[np.int32],
         slots: NDArray[np.int32],
         context_lens: NDArray[np.int32],
         tables: NDArray[np.int32],
@@ -143,9 +143,11 @@ class PagedRunner:
             [np.asarray(request.token_ids[start:stop]) for request, start, stop in spans]
         ).astype(np.int32)
         starts = np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int32)
+        padded = np.concatenate([places, np.full(pad, 3, np.int32)])
         return StepBatch(
             token_ids=np.concatenate([ids, np.full(pad, 7, np.int32)]),
-            positions=np.concatenate([positions, np.full(pad, 3, np.int32)])[None],
+            places=padded,
+            positions=padded[None],
             query_starts=starts,
             context_lens=context_lens,
             slots=np.concatenate([slots, np.full((len(slots), pad), -1, np.int32)], axis=1),

@@ -91,7 +91,8 @@ class DecodeGraphs:
             return None
         return StepBatch(
             token_ids=_filled(batch.token_ids, (size,), 0),
-            positions=_filled(batch.positions, (1, size), 0),
+            places=_filled(batch.places, (size,), 0),
+            positions=_filled(batch.positions, (len(batch.positions), size), 0),
             query_starts=np.arange(size + 1, dtype=np.int32),
             context_lens=_filled(batch.context_lens, (len(batch.slots), size), 1),
             slots=_filled(batch.slots, (len(batch.slots), size), -1),
@@ -107,6 +108,7 @@ def longest_decode(size: int, width: int, num_groups: int) -> StepBatch:
     context = width * BLOCK_SIZE
     return StepBatch(
         token_ids=np.zeros(size, np.int32),
+        places=np.zeros(size, np.int32),
         positions=np.zeros((1, size), np.int32),
         query_starts=np.arange(size + 1, dtype=np.int32),
         context_lens=np.full((num_groups, size), context, np.int32),

@@ -76,11 +76,10 @@ def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
     """Of the groups that it writes to it sees the keys up to its own; of others all."""
     own = batch.slots[:, row : row + 1] >= 0
     context = batch.context_lens[:, request : request + 1]
-    context = np.where(own, np.minimum(context, batch.positions[:1, row] + 1), context).astype(
-        np.int32
-    )
+    context = np.where(own, np.minimum(context, batch.places[row] + 1), context).astype(np.int32)
     return StepBatch(
         token_ids=batch.token_ids[row : row + 1],
+        places=batch.places[row : row + 1],
         positions=batch.positions[:, row : row + 1],
         query_starts=np.array([0, 1], np.int32),
         context_lens=context,

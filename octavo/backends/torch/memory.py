@@ -24,17 +24,18 @@ def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> S
     num_rows = options.max_tokens
     lengths = [options.max_context] * (num_rows // options.max_context)
     lengths += [num_rows % options.max_context] if num_rows % options.max_context else []
-    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    places = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     blocks = [-(-length // BLOCK_SIZE) for length in lengths]
     firsts = np.cumsum([0, *blocks])[:-1]
     tables = np.full((len(lengths), max(blocks)), -1, np.int32)
     for request, (first, count) in enumerate(zip(firsts, blocks, strict=True)):
         tables[request, :count] = np.arange(first, first + count)
     owners = np.repeat(np.arange(len(lengths)), lengths)
-    slots = tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots = tables[owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
     return StepBatch(
         token_ids=np.zeros(num_rows, np.int32),
-        positions=positions[None],
+        places=places,
+        positions=places[None],
         query_starts=np.cumsum([0, *lengths]).astype(np.int32),
         context_lens=np.broadcast_to(
             np.array(lengths, np.int32), (num_groups, len(lengths))

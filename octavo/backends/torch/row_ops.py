@@ -22,7 +22,7 @@ from octavo.program.program import Op, Value
 
 
 def embedding(op: ops.Embedding, step: Step) -> Made:
-    ids = step.inputs["positions"] + op.offset if op.ids is None else step.get(op.ids)
+    ids = step.inputs["positions"][0] + op.offset if op.ids is None else step.get(op.ids)
     if op.first_row is None:
         rows = step.weights.matrix(op.table).take(ids).floats(torch.float32)
         return ((rows * op.scale).to(step.dtype),)
@@ -150,7 +150,7 @@ def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
     """cos and sin `[T, 1, rotary_dim / 2] fp32`; angles in fp64, for a position of 100,000 leaves
     fp32 two digits behind the point.
     """
-    angles = step.inputs["positions"].double()[:, None, None] * step.weights.constant(table)
+    angles = step.inputs["positions"][0].double()[:, None, None] * step.weights.constant(table)
     return (torch.cos(angles) * table.mscale).float(), (torch.sin(angles) * table.mscale).float()
 
 

@@ -105,7 +105,7 @@ def staging_bytes(options: BackendOptions, num_groups: int) -> int:
     table = options.max_requests * -(-options.max_context // BLOCK_SIZE)
     of_requests = SHARING_BYTES * options.max_requests
     return 2 * (
-        options.max_tokens * (8 + 8 * num_groups)
+        options.max_tokens * (12 + 8 * num_groups)
         + 4 * num_groups * (table + of_requests)
         + (64 << 10)
     )
@@ -121,14 +121,15 @@ def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
 
 
 def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
-    """Returns the arrays of a batch that ops read. A padded row gets the id 0, the position 0 and a
-    slot in the spare block behind each group's last.
+    """Returns the arrays of a batch that ops read. A padded row gets the id, the place and the
+    positions 0, and a slot in the spare block behind each group's last.
     """
     live = live_rows(batch)
     spare = np.array(num_blocks, np.int32)[:, None] * BLOCK_SIZE
     arrays: dict[str, NDArray] = {
         "token_ids": np.where(live, batch.token_ids, 0),
-        "positions": np.where(live, batch.positions[0], 0),
+        "places": np.where(live, batch.places, 0),
+        "positions": np.where(live, batch.positions, 0),
         "slots": np.where(batch.slots < 0, spare, batch.slots).astype(np.int64),
         "query_starts": batch.query_starts,
         "context_lens": batch.context_lens,

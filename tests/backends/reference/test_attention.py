@@ -113,9 +113,7 @@ class PlainAttention:
 def step_of(xs, starts, tables, *, pad=0):
     """A step that computes rows starts[r].. of each request; `xs` hold all rows of each."""
     rows = [x[start:] for x, start in zip(xs, starts, strict=True)]
-    positions = np.concatenate(
-        [np.arange(start, len(x)) for x, start in zip(xs, starts, strict=True)]
-    )
+    places = np.concatenate([np.arange(start, len(x)) for x, start in zip(xs, starts, strict=True)])
     slots = np.concatenate(
         [
             [table[p // 16] * 16 + p % 16 for p in range(start, len(x))]
@@ -124,8 +122,9 @@ def step_of(xs, starts, tables, *, pad=0):
     )
     width = max(map(len, tables))
     return StepBatch(
-        token_ids=np.zeros(len(positions) + pad, np.int32),
-        positions=np.concatenate([positions, np.full(pad, -5)])[None].astype(np.int32),
+        token_ids=np.zeros(len(places) + pad, np.int32),
+        places=np.concatenate([places, np.full(pad, -5)]).astype(np.int32),
+        positions=np.concatenate([places, np.full(pad, -5)])[None].astype(np.int32),
         query_starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
         context_lens=np.array([[len(x) for x in xs]], np.int32),
         slots=np.concatenate([slots, np.full(pad, -1)])[None].astype(np.int32),
@@ -170,6 +169,11 @@ VARIANTS = {
         PlainAttention(bias=ops.AlibiBias((0.5, 0.25, 0.1, 0.0))),
         causal,
         lambda s, h, i, j: s + (0.5, 0.25, 0.1, 0.0)[h] * (j - i),
+    ),
+    "softcap, then alibi": (
+        PlainAttention(softcap=1.5, bias=ops.AlibiBias((0.5, 0.25, 0.1, 0.0))),
+        causal,
+        lambda s, h, i, j: 1.5 * np.tanh(s / 1.5) + (0.5, 0.25, 0.1, 0.0)[h] * (j - i),
     ),
 }
 

@@ -33,6 +33,7 @@ def batch_of(num_rows, positions=None):
     """Rows of one request without any cache."""
     return StepBatch(
         token_ids=np.zeros(num_rows, np.int32),
+        places=np.arange(num_rows, dtype=np.int32),
         positions=np.arange(num_rows, dtype=np.int32)[None]
         if positions is None
         else np.array([positions], np.int32),

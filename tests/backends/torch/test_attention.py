@@ -12,7 +12,10 @@ from octavo.backends.base import BackendOptions
 from octavo.backends.reference import ReferenceBackend
 from octavo.backends.torch.attention import sdpa
 from octavo.backends.torch.backend import TorchBackend
+from octavo.program import ops
+from octavo.program.program import Weight
 from tests.backends.native.test_attention import HEADS, MASKS, Run, Shape, chunks, mixed
+from tests.backends.test_places import attention_program, logits
 
 TOLERANCE = 5e-5
 
@@ -91,3 +94,18 @@ def test_keys_out_of_the_window_are_not_read():
     run.tables[0] = run.tables[0].copy()
     run.tables[0][:3] = -1
     np.testing.assert_allclose(run.step([(0, 99, 100)])[0], wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        ops.AlibiBias((0.5, 0.25, 0.1, 0.0)),
+        ops.T5Bias(Weight("buckets", (12, 4)), 12, 30, bidirectional=False),
+    ],
+    ids=["alibi", "t5"],
+)
+def test_a_bias_is_added_behind_the_softcap(bias):
+    program = attention_program(None, softcap=2.0, bias=bias)
+    wanted = logits("reference", program)
+    found = logits("torch", program)
+    np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE * abs(wanted).max())

@@ -40,7 +40,7 @@ def _t5_bias(bias: ops.T5Bias, step: Step) -> Bias:
 
 
 def _distance(keys: Tensor, queries: Tensor) -> Tensor:
-    """Returns key position - query position, `[..., M, n]`."""
+    """Returns key place - query place, `[..., M, n]`."""
     return keys[..., None, :] - queries[..., :, None]
 
 

@@ -33,12 +33,12 @@ class Bias:
     """A bias added to scores, as a function and in the form that kernels can read."""
 
     make: Callable[[Tensor, Tensor], Tensor]
-    """Makes the bias `[..., H, M, n] fp32` of key positions `[..., n]` and query positions
+    """Makes the bias `[..., H, M, n] fp32` of key places `[..., n]` and query places
     `[..., M]`."""
     slopes: Tensor | None = None
     """ALiBi's slopes `[H] fp32`; None for a bias by distance."""
     by_distance: Callable[[], Tensor] | None = None
-    """Makes the table `[H, 2 d + 1] fp32` of a bias that depends on key position - query position
+    """Makes the table `[H, 2 d + 1] fp32` of a bias that depends on key place - query place
     alone, from -d to d; beyond d the bias is constant."""
 
 
@@ -58,8 +58,8 @@ class AttentionCall:
     """Block tables of the cache group on the device, `[R, B] int32`."""
     context_lens: Tensor
     """Numbers of keys by request, on the device, `[R] int32`."""
-    positions: Tensor
-    """Key index of each row, on the device, `[T] int32`."""
+    places: Tensor
+    """Place of each row, which is its key index, on the device, `[T] int32`."""
     inputs: Mapping[str, Tensor]
     """All arrays of the step on the device, by name."""
     rows: QueryRows
@@ -74,7 +74,7 @@ class AttentionCall:
     v_width: int
     window: int | None = None
     full: bool = False
-    """Whether a row sees every key of its request, whatever the key's position."""
+    """Whether a row sees every key of its request, whatever the key's place."""
     softcap: float | None = None
     sinks: Tensor | None = None
     """Attention sinks, one logit a query head, `[H] fp32`."""

@@ -183,18 +183,16 @@ def flashinfer_on(device: torch.device) -> FlashInfer:
 
 
 def pages_of(batch: StepBatch, group: int, *, full: bool, window: int | None) -> Pages:
-    starts, context, positions = batch.query_starts, batch.context_lens[group], batch.positions[0]
+    starts, context, places = batch.query_starts, batch.context_lens[group], batch.places
     live = np.flatnonzero((np.diff(starts) > 0) & (context > 0))
     first_rows, num_rows = starts[:-1][live], np.diff(starts)[live]
     last_keys = (
-        context[live]
-        if full
-        else np.minimum(positions[first_rows + num_rows - 1] + 1, context[live])
+        context[live] if full else np.minimum(places[first_rows + num_rows - 1] + 1, context[live])
     )
     first_keys = (
         np.zeros_like(last_keys)
         if window is None
-        else np.maximum(0, positions[first_rows] + 1 - window)
+        else np.maximum(0, places[first_rows] + 1 - window)
     )
     first_blocks = first_keys // BLOCK_SIZE
     num_blocks = -(-last_keys // BLOCK_SIZE) - first_blocks

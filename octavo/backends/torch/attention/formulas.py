@@ -104,7 +104,7 @@ def _paging(step: Step, at: int, *, full: bool, window: int | None) -> dict[str,
     return {
         "block_tables": step.inputs["block_tables"][at],
         "context_lens": step.inputs["context_lens"][at],
-        "positions": step.inputs["positions"],
+        "places": step.inputs["places"],
         "inputs": step.inputs,
         "batch": step.batch,
         "group": at,

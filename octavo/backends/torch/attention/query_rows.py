@@ -55,11 +55,11 @@ def query_rows_of(
     batch: StepBatch, group: int, *, full: bool, window: int | None, device: torch.device
 ) -> QueryRows:
     starts = batch.query_starts
-    context, positions = batch.context_lens[group], batch.positions[0]
+    context, places = batch.context_lens[group], batch.places
     num_rows = np.diff(starts)
     singles = np.flatnonzero((num_rows == 1) & (context > 0))
     firsts = (
-        positions[starts[:-1][singles]] + 1 - window
+        places[starts[:-1][singles]] + 1 - window
         if window is not None
         else np.zeros(len(singles), np.int32)
     )
@@ -79,7 +79,7 @@ def _span(batch: StepBatch, group: int, request: int, *, full: bool, window: int
     start, stop = int(batch.query_starts[request]), int(batch.query_starts[request + 1])
     context = int(batch.context_lens[group, request])
     first = 0
-    last = int(batch.positions[0, stop - 1]) + 1
+    last = int(batch.places[stop - 1]) + 1
     if window is not None:
-        first = max(0, int(batch.positions[0, start]) + 1 - window)
+        first = max(0, int(batch.places[start]) + 1 - window)
     return Span(request, start, stop, first, context if full else min(last, context))

@@ -44,21 +44,21 @@ class Sdpa:
 def _attend(call: AttentionCall) -> Tensor:
     rows = call.rows
     if rows.singles is None and not rows.spans:
-        return _decode(call, call.q, call.positions, call.block_tables, call.context_lens)
+        return _decode(call, call.q, call.places, call.block_tables, call.context_lens)
     out = torch.zeros(
         len(call.q), call.q.shape[1], call.v_width, dtype=call.q.dtype, device=call.q.device
     )
     if rows.num_singles:
         assert rows.singles is not None and rows.rows is not None
         tables, lens = call.block_tables[rows.singles], call.context_lens[rows.singles]
-        out[rows.rows] = _decode(call, call.q[rows.rows], call.positions[rows.rows], tables, lens)
+        out[rows.rows] = _decode(call, call.q[rows.rows], call.places[rows.rows], tables, lens)
     for span in rows.spans:
         out[span.start : span.stop] = _prefill(call, span)
     return out
 
 
 def _decode(
-    call: AttentionCall, q: Tensor, positions: Tensor, tables: Tensor, context_lens: Tensor
+    call: AttentionCall, q: Tensor, places: Tensor, tables: Tensor, context_lens: Tensor
 ) -> Tensor:
     """Computes requests of one row, `q [R, H, Dk]`, all over as many blocks as the longest."""
     first, last = call.rows.first_block, call.rows.last_block
@@ -67,7 +67,7 @@ def _decode(
     for start in range(0, len(q), at_once):
         part = slice(start, start + at_once)
         keys = torch.arange(first * BLOCK_SIZE, last * BLOCK_SIZE, device=q.device)
-        at, limit = positions[part, None], context_lens[part, None]
+        at, limit = places[part, None], context_lens[part, None]
         seen = (keys < limit) if call.full else (keys < limit) & (keys <= at)
         if call.window is not None:
             seen = seen & (keys > at - call.window)
@@ -87,7 +87,7 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
     made = []
     for start in range(span.start, span.stop, at_once):
         part = slice(start, min(start + at_once, span.stop))
-        at = call.positions[part]
+        at = call.places[part]
         seen = within if call.full else within & (keys <= at[:, None])
         if call.window is not None:
             seen = seen & (keys > at[:, None] - call.window)

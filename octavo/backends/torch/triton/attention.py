@@ -199,7 +199,7 @@ class TritonAttention:
             out,
             states,
             accs,
-            call.positions,
+            call.places,
             call.context_lens,
             sinks=call.sinks,
             HEADS=num_heads,
@@ -398,7 +398,7 @@ class _Common:
         kinds = [q.dtype, k.dtype, v.dtype]
         arguments = {
             "q": q,
-            "positions": call.positions,
+            "positions": call.places,
             "context_lens": call.context_lens,
             "block_tables": call.block_tables,
             "k": k,

@@ -84,12 +84,12 @@ def _sharers(
     """Those that begin with the same split, sorted; of a window only rows that see from the first
     key on.
     """
-    context, position = (
+    context, place = (
         batch.context_lens[group, singles],
-        batch.positions[0, batch.query_starts[:-1][singles]],
+        batch.places[batch.query_starts[:-1][singles]],
     )
-    splits = (context if full else np.minimum(context, position + 1)) // SPLIT_KEYS
-    eligible = splits > 0 if window is None else (splits > 0) & (position < window)
+    splits = (context if full else np.minimum(context, place + 1)) // SPLIT_KEYS
+    eligible = splits > 0 if window is None else (splits > 0) & (place < window)
     alike: dict[bytes, list[_Sharer]] = defaultdict(list)
     for slot in np.flatnonzero(eligible).tolist():
         table = batch.block_tables[group, singles[slot]]

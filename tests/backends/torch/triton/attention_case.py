@@ -48,18 +48,18 @@ class Case:
     @cached_property
     def batch(self) -> StepBatch:
         starts = np.cumsum([0, *(rows for rows, _ in self.requests)]).astype(np.int32)
-        positions = [np.arange(context - rows, context) for rows, context in self.requests]
+        at = [np.arange(context - rows, context) for rows, context in self.requests]
         blocks = [-(-context // BLOCK_SIZE) for _, context in self.requests]
         tables = np.full((1, len(blocks), max(blocks, default=0)), -1, np.int32)
         free = iter(np.random.default_rng(1).permutation(sum(blocks)) + 1)
         for request, count in enumerate(blocks):
             tables[0, request, :count] = [next(free) for _ in range(count)]
         num_rows = int(starts[-1])
+        places = np.concatenate([*at, np.zeros(self.pad, np.int64)]).astype(np.int32)
         return StepBatch(
             token_ids=np.zeros(num_rows + self.pad, np.int32),
-            positions=np.concatenate([*positions, np.zeros(self.pad, np.int64)])[None].astype(
-                np.int32
-            ),
+            places=places,
+            positions=places[None],
             query_starts=starts,
             context_lens=np.array([[context for _, context in self.requests]], np.int32).reshape(
                 1, -1
@@ -110,7 +110,7 @@ class Case:
             v=k if self.latent else self.stored(self.v_width, generator),
             block_tables=inputs["block_tables"][0],
             context_lens=inputs["context_lens"][0],
-            positions=inputs["positions"],
+            places=inputs["places"],
             inputs=inputs,
             group=0,
             batch=self.batch,
