@@ -19,7 +19,8 @@ A array_of(const nanobind::object& object, const char* name) {
     A array;
     if (!nanobind::try_cast<A>(object.attr(name), array, false))
         throw nanobind::type_error(
-            (std::string(name) + ": not a C-contiguous array of the type and axes that its field has").c_str());
+            (std::string(name) + ": not a C-contiguous array of the type and axes that its field has")
+                .c_str());
     return array;
 }
 

@@ -1,41 +1,19 @@
 // What Python sees of the native backend: pool, packed weights, an executor to build and run, KV memory.
 // Arrays cross as NumPy arrays that live at least as long as the call; the interpreter's lock is released
 // while a step runs.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include "arrays.h"
+#include "builder.h"
 #include "ceilings.h"
-#include "executor.h"
-#include "levels.h"
-#include "read_batch.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
+#include "packing.h"
 
 namespace octavo {
+
+using namespace nb::literals;
 
 namespace {
 
 using AnyArray = nb::ndarray<nb::device::cpu, nb::ro>;
 using ByteRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
-
-// (axis, offset, width)
-using PlaceTuple = std::tuple<std::string, int64_t, int>;
-
-Place place_of(const PlaceTuple& t) {
-    const auto& [axis, offset, width] = t;
-    return Place{axis == "samples" ? Axis::samples
-                 : axis == "block" ? Axis::block
-                                   : Axis::tokens,
-                 offset, width};
-}
-
-std::vector<float> floats_of(const Array<float>& a) { return {a.data(), a.data() + a.size()}; }
 
 Matrix::Kind kind_of(const std::string& name) {
     const char* names[] = {"uint8", "int8", "float16", "bfloat16", "float32", "scales6", "mins6"};
@@ -67,134 +45,6 @@ Matrix matrix_or_none(const nb::object& pair) {
     const auto t = nb::cast<nb::tuple>(pair);
     return matrix_of(nb::cast<AnyArray>(t[0]), nb::cast<std::string>(t[1]));
 }
-
-// One instruction set's kernels with the threads that run them.
-struct Device {
-    ThreadPool pool;
-    const KernelTable& kernels;
-    WeightMemory weights;
-    Device(int threads, const std::string& directory, const std::string& level)
-        : pool(threads), kernels(load_level(directory, level)) {}
-};
-
-struct Builder {
-    std::shared_ptr<Device> device;
-    Executor executor;
-    Builder(std::shared_ptr<Device> d, int max_tokens, int vocab)
-        : device(std::move(d)), executor(device->pool, device->kernels, max_tokens, vocab) {}
-
-    const float* keep(const nb::object& array) {
-        return array.is_none() ? nullptr : executor.keep(floats_of(nb::cast<Array<float>>(array)));
-    }
-    Norm norm_of(
-        const nb::object& spec) {  // None or (weight, bias or None, eps, weight_offset, is_layer_norm)
-        if (spec.is_none()) return {};
-        const auto t = nb::cast<nb::tuple>(spec);
-        return Norm{keep(t[0]), keep(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[3]),
-                    nb::cast<bool>(t[4])};
-    }
-
-    void embedding(const std::shared_ptr<PackedTiles>& table, const PlaceTuple& out, float scale,
-                   bool by_position, int offset) {
-        executor.add_row_op(
-            false, make_embedding(table->tiles, table->memory, place_of(out), scale, by_position, offset));
-    }
-    void norm(const PlaceTuple& x, const PlaceTuple& out, const nb::object& spec, int group_width) {
-        executor.add_row_op(place_of(x).on_samples(),
-                            make_norm(place_of(x), place_of(out), norm_of(spec), group_width));
-    }
-    void rope(const PlaceTuple& x, const PlaceTuple& out, int heads, int head_width, int rotary, int start,
-              bool interleaved, int angles) {
-        executor.add_row_op(false, make_rope(place_of(x), place_of(out), heads, head_width, rotary, start,
-                                             interleaved, tables[angles]));
-    }
-    int angles(const std::vector<double>& inv_freq, double mscale) {
-        tables.push_back(executor.add_angles(inv_freq, mscale));
-        return (int)tables.size() - 1;
-    }
-    void kv_write(const PlaceTuple& k, const PlaceTuple& v, int group, int layer) {
-        executor.add_row_op(false, make_kv_write(place_of(k), place_of(v), group, layer));
-    }
-    void elementwise(const std::string& kind, const PlaceTuple& a, const PlaceTuple& b, const PlaceTuple& out,
-                     float factor, int activation, float clamp, float alpha, float up_offset) {
-        const char* names[] = {"add", "mul", "scale", "activate", "softcap", "gate"};
-        int index = 0;
-        while (index < 6 && kind != names[index]) index++;
-        if (index == 6) throw std::invalid_argument("unknown elementwise op " + kind);
-        Epilogue gate{};
-        gate.activation = activation, gate.gated = true, gate.clamp = clamp, gate.alpha = alpha,
-        gate.up_offset = up_offset;
-        executor.add_row_op(
-            place_of(a).on_samples(),
-            make_elementwise((Elementwise)index, place_of(a), place_of(b), place_of(out), factor, gate));
-    }
-    void gather(const PlaceTuple& x, const PlaceTuple& out) {
-        executor.add_row_op(true, make_gather(place_of(x), place_of(out)));
-    }
-
-    // parts: (tiles, out, bias or None, residual or None) each
-    void linear(const PlaceTuple& x, const nb::object& norm, const nb::list& parts, bool converted,
-                bool gated, int activation, float clamp, float alpha, float up_offset) {
-        LinearSpec spec;
-        spec.x = place_of(x);
-        spec.norm = norm_of(norm);
-        for (const auto& item : parts) {
-            const auto t = nb::cast<nb::tuple>(item);
-            const auto tiles = nb::cast<std::shared_ptr<PackedTiles>>(t[0]);
-            LinearPart part{tiles->tiles, tiles->memory, place_of(nb::cast<PlaceTuple>(t[1])), keep(t[2])};
-            part.has_residual = !t[3].is_none();
-            if (part.has_residual) part.residual = place_of(nb::cast<PlaceTuple>(t[3]));
-            spec.parts.push_back(std::move(part));
-        }
-        spec.converted = converted;
-        spec.gated = gated, spec.activation = activation, spec.clamp = clamp, spec.alpha = alpha,
-        spec.up_offset = up_offset;
-        executor.add_linear(std::move(spec));
-    }
-    void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int heads, int window,
-                   float scale, float softcap, const nb::object& sinks) {
-        executor.add_attention(AttentionSpec{place_of(q), place_of(out), group, layer, heads, window, scale,
-                                             softcap, keep(sinks)});
-    }
-
-    // batch: StepBatch; output: StepOutput, whose arrays are filled in.
-    void run(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv) {
-        const Batch step = read_batch(batch, output);
-        nb::gil_scoped_release release;
-        executor.run(step, *kv);
-    }
-
-    // Returns how many steps were computed. An exception in any but the first ends them instead: the caller
-    // meets it again when it computes that step next.
-    int decode(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
-               const nb::object& steps, const nb::callable& goes_on) {
-        const int num_steps = nb::cast<int>(steps.attr("num_steps"));
-        const Batch first = read_batch(batch, output, num_steps);
-        DecodeBatch decoding(first, kv->num_groups(), num_steps, read_end_tokens(steps, first.num_requests));
-        for (int done = 0;; done++) {
-            try {
-                nb::gil_scoped_release release;
-                executor.run(decoding.batch(), *kv);
-            } catch (const std::exception&) {
-                if (done == 0) throw;
-                return done;
-            }
-            const bool is_last = done + 1 == num_steps || !decoding.advance();
-            if (is_last || !nb::cast<bool>(goes_on(done))) return done + 1;
-        }
-    }
-
-    nb::list profiled() const {
-        nb::list rows;
-        for (const auto& [name, time] : executor.profiled())
-            rows.append(nb::make_tuple(name, time.code, time.calls, time.seconds, time.cost.bytes,
-                                       time.cost.operations));
-        return rows;
-    }
-
-  private:
-    std::vector<RopeAngles*> tables;
-};
 
 Code code_of(const std::string& name) {
     for (int i = 0; i < kNumCodes; i++)
@@ -386,21 +236,25 @@ NB_MODULE(_native, m) {
 
     nb::class_<Builder>(m, "Executor")
         .def(nb::init<std::shared_ptr<Device>, int, int>(), "device"_a, "max_tokens"_a, "vocab"_a)
-        .def("embedding", &Builder::embedding)
-        .def("norm", &Builder::norm)
-        .def("angles", &Builder::angles)
-        .def("rope", &Builder::rope)
-        .def("kv_write", &Builder::kv_write)
-        .def("elementwise", &Builder::elementwise)
-        .def("gather", &Builder::gather)
-        .def("linear", &Builder::linear, "x"_a, "norm"_a.none(), "parts"_a, "converted"_a, "gated"_a,
-             "activation"_a, "clamp"_a, "alpha"_a, "up_offset"_a)
-        .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "heads"_a, "window"_a,
-             "scale"_a, "softcap"_a, "sinks"_a.none())
-        .def("sampling",
-             [](Builder& b, const PlaceTuple& logits) { b.executor.add_sampling(place_of(logits)); })
-        .def("finish", [](Builder& b, int64_t tokens, int64_t block,
-                          int64_t samples) { b.executor.finish(tokens, block, samples); })
+        .def("begin_stage", &Builder::begin_stage, "axis"_a, "range"_a,
+             "Opens the next stage: row ops that follow one another, or one product, attention or draw.")
+        .def("embedding", &Builder::embedding, "table"_a, "out"_a, "scale"_a, "by_position"_a, "offset"_a)
+        .def("norm", &Builder::norm, "x"_a, "out"_a, "norm"_a, "group_width"_a)
+        .def("angles", &Builder::angles, "inv_freq"_a, "mscale"_a)
+        .def("rope", &Builder::rope, "x"_a, "out"_a, "num_heads"_a, "head_width"_a, "rotary_dim"_a,
+             "rotary_start"_a, "interleaved"_a, "angles"_a)
+        .def("kv_write", &Builder::kv_write, "k"_a, "v"_a, "group"_a, "layer"_a)
+        .def("elementwise", &Builder::elementwise, "kind"_a, "a"_a, "b"_a, "out"_a, "factor"_a, "gate"_a)
+        .def("gather", &Builder::gather, "x"_a, "out"_a)
+        .def("conversion", &Builder::conversion, "x"_a, "norm"_a.none(), "tiles"_a,
+             "A row op: converts x for the product of the next stage. Returns the rows.")
+        .def("convert_in_last_stage", &Builder::convert_in_last_stage, "x"_a, "tiles"_a,
+             "Lets the last stage write x, its out, as the next product reads it. Returns the rows.")
+        .def("linear", &Builder::linear, "rows"_a, "parts"_a, "gated"_a, "gate"_a)
+        .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
+             "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none())
+        .def("sampling", &Builder::sampling, "logits"_a)
+        .def("finish", &Builder::finish, "token_floats"_a, "block_floats"_a, "sample_floats"_a)
         .def(
             "share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)
         .def_prop_ro(

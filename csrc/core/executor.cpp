@@ -1,25 +1,25 @@
 #include "executor.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
 #include "stages.h"
+#include "walk.h"
 
 namespace octavo {
 
 float* View::at(const Place& p, int64_t row) const {
-    return executor.arena(p.axis) +
-           (p.axis == Axis::block ? row - shift : row) * executor.row_floats(p.axis) + p.offset;
+    const int64_t place = p.axis == Axis::block ? row - shift : row;
+    return executor.arena(p.axis) + place * executor.row_floats(p.axis) + p.offset;
 }
 
 int64_t View::stride(const Place& p) const { return executor.row_floats(p.axis); }
 
 void RopeAngles::ensure(int positions) {
-    const int n = (int)inv_freq_.size(), have = n ? (int)(table_.size() / (2 * n)) : positions;
+    const int n = (int)inv_freq_.size();
+    const int have = n ? (int)(table_.size() / (2 * n)) : positions;
     if (positions <= have) return;
     const int want = std::max(positions, 2 * have);
     table_.resize((size_t)want * 2 * n);
@@ -30,132 +30,14 @@ void RopeAngles::ensure(int positions) {
         }
 }
 
-// The stages of a step: the body, alone or in ranges that blocks of rows go through, then the head once for
-// each chunk of sampled rows.
-struct Walk : ThreadPool::Work {
-    Executor& executor;
-    const Batch& batch;
-    const KvMemory& kv;
-    const int block;  // rows that a thread takes through a range, or 0
-    const std::vector<StageRange>& body;
-    const int head, chunks;
-    const bool best_only;
-
-    Walk(Executor& e, const Batch& b, const KvMemory& k)
-        : executor(e),
-          batch(b),
-          kv(k),
-          block(row_block(b.num_tokens, e.pool().num_threads(), e.least_rows_, e.kernels().row_block)),
-          body(block ? e.ranges_ : e.each_),
-          head((int)e.head_.size()),
-          chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk),
-          best_only(e.logits_from_product_ && b.draws_best()) {}
-
-    // Threads that share a product's outputs each read a part of its weights, and all rows; threads that
-    // share the rows read all weights, which costs as much as some eight rows more. The latter pays where
-    // rows are many; the block is one with which they come out even.
-    static int row_block(int rows, int threads, int least, int most) {
-        if (rows < threads * least) return 0;
-        int best = 0, lowest = 0;
-        for (int block = most; block >= kTile; block -= kTile) {
-            const int blocks = (rows + block - 1) / block,
-                      cost = (blocks + threads - 1) / threads * (block + 8);
-            if (best == 0 || cost < lowest) best = block, lowest = cost;
-        }
-        return best;
-    }
-
-    int num_stages() const override { return (int)body.size() + head * chunks; }
-    StageRange range(int index) const {
-        if (index < (int)body.size()) return body[index];
-        const int stage = (index - (int)body.size()) % head;
-        return {stage, stage + 1};
-    }
-    bool by_rows(int index) const {
-        return block && index < (int)body.size() && executor.body_[body[index].first]->row_local();
-    }
-    const Stage& stage(int index) const {
-        return *(index < (int)body.size() ? executor.body_ : executor.head_)[range(index).first];
-    }
-    View view(int index) const {
-        if (index < (int)body.size()) return View{executor, batch, kv};
-        const int first = (index - (int)body.size()) / head * kSampleChunk;
-        return View{executor, batch, kv, first, std::min(kSampleChunk, batch.num_samples - first), best_only};
-    }
-    int pieces(int index) const override {
-        return by_rows(index) ? (batch.num_tokens + block - 1) / block : stage(index).pieces(view(index));
-    }
-    void run(int index, int piece, int thread) override {
-        if (by_rows(index))
-            run_block(body[index], piece * block, std::min(batch.num_tokens, (piece + 1) * block), thread);
-        else
-            stage(index).run(view(index), piece, executor.threads_[thread], index);
-    }
-    Span waits(int index, int thread) override {
-        ask_next(index, thread);
-        return upcoming(index, thread);
-    }
-    // The next stage for the first of what its piece will read.
-    void ask_next(int index, int thread) const {
-        if (index + 1 >= num_stages() || by_rows(index + 1)) return;
-        const View next = view(index + 1);
-        const int count = stage(index + 1).pieces(next), piece = executor.pool_.first_piece(count, thread);
-        if (piece < count) stage(index + 1).ask(next, piece, executor.threads_[thread]);
-    }
-    void run_block(const StageRange& range, int row0, int row1, int index) const {
-        const View view{executor, batch, kv, 0, 0, false, row0 - index * executor.kernels().row_block};
-        ThreadState& thread = executor.threads_[index];
-        for (int i = range.first; i < range.last; i++) {
-            const auto start = executor.profiling_ ? Clock::now() : Clock::time_point();
-            executor.body_[i]->run_rows(view, row0, row1, thread);
-            if (executor.profiling_) thread.seconds[i - range.first] += seconds_since(start);
-        }
-    }
-    // Weights of the next product, which is at most three stages away, as far as they leave a second-level
-    // cache room for the rest.
-    Span upcoming(int index, int thread) const {
-        constexpr ptrdiff_t kMost = 256 << 10;
-        if (block) return {};
-        for (int next = index + 1; next < std::min(num_stages(), index + 4); next++) {
-            const Span span = stage(next).reads_first(view(next), thread);
-            if (span.first != span.last)
-                return {span.first, span.first + std::min(span.last - span.first, kMost)};
-        }
-        return {};
-    }
-    void finished(int index) override {
-        executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
-        if (!executor.profiling_) return;
-        if (by_rows(index)) {
-            for (int i = body[index].first; i < body[index].last; i++)
-                executor.record(*executor.body_[i], view(index), mean_seconds(i - body[index].first));
-        } else {
-            executor.record(stage(index), view(index), seconds_since(since));
-        }
-        since = Clock::now();
-    }
-
-  private:
-    using Clock = std::chrono::steady_clock;
-    static double seconds_since(Clock::time_point start) {
-        return std::chrono::duration<double>(Clock::now() - start).count();
-    }
-    // Of a stage of the range that is done, over the threads; starts anew.
-    double mean_seconds(int i) {
-        double sum = 0;
-        for (auto& thread : executor.threads_) sum += std::exchange(thread.seconds[i], 0.0);
-        return sum / (double)executor.threads_.size();
-    }
-    Clock::time_point since = Clock::now();
-};
-
 void Executor::record(const Stage& stage, const View& view, double seconds) {
     StageTime& time = profiled_[stage.name()];
     const Cost cost = stage.cost(view);
     time.code = stage.code();
     time.calls++;
     time.seconds += seconds;
-    time.cost.bytes += cost.bytes, time.cost.operations += cost.operations;
+    time.cost.bytes += cost.bytes;
+    time.cost.operations += cost.operations;
 }
 
 Executor::Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens, int vocab)
@@ -165,79 +47,119 @@ Executor::Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens,
       vocab_(vocab),
       threads_(pool.num_threads()) {}
 
-void Executor::add_row_op(bool samples, std::unique_ptr<RowOp> op) {
-    auto& list = samples ? head_ : body_;
-    auto* stage = list.empty() ? nullptr : dynamic_cast<RowStage*>(list.back().get());
-    if (!stage) {
-        list.push_back(std::make_unique<RowStage>(samples));
-        stage = static_cast<RowStage*>(list.back().get());
+static void require(bool holds, const char* what) {
+    if (!holds) throw std::logic_error(what);
+}
+
+void Executor::begin_stage(bool samples, int range) {
+    require(samples || !open_.samples, "a stage over tokens behind one over samples");
+    require(range >= open_.range, "ranges that do not count up");
+    open_ = {samples, range, true};
+}
+
+// One thread may be stages ahead of another in a range: what is not row-local stands alone in its own.
+void Executor::push(std::unique_ptr<Stage> stage) {
+    require(open_.range >= 0, "an op before the first stage");
+    require(stage->on_samples() == open_.samples, "an op over other rows than its stage has");
+    if (!open_.samples) {
+        const bool continues = !body_.empty() && body_ranges_.back() == open_.range;
+        require(!continues || (body_.back()->row_local() && stage->row_local()),
+                "an attention that shares its range");
+        body_ranges_.push_back(open_.range);
     }
+    open_list().push_back(std::move(stage));
+    open_.is_empty = false;
+}
+
+void Executor::add_row_op(std::unique_ptr<RowOp> op) {
+    if (open_.is_empty) push(std::make_unique<RowStage>(open_.samples));
+    auto* stage = dynamic_cast<RowStage*>(open_list().back().get());
+    require(stage, "a row op in a stage of another kind");
     stage->ops.push_back(std::move(op));
 }
 
 // Rows as the product of `w` reads them; their memory is sized by finish(), which fills the pointers and
 // strides in.
-PreparedRows* Executor::new_rows(const Tiles& w) {
+PreparedRows* Executor::new_rows(const Tiles& w, const Place& x, RowArea area) {
     rows_.push_back(std::make_unique<PreparedRows>());
     const RowType type = kernels_.row_type(w.code);
-    rows_.back()->rows = Rows{type, nullptr, 0, nullptr, nullptr, nullptr, w.num_groups, 0};
+    rows_.back()->x = x;
+    rows_.back()->area = area;
+    rows_.back()->rows = Rows{.type = type, .num_groups = w.num_groups};
     row_bytes_ = std::max(row_bytes_, row_elements(type, w.num_groups) * element_bytes(type));
     groups_ = std::max(groups_, (size_t)w.num_groups);
     return rows_.back().get();
 }
 
-void Executor::add_linear(LinearSpec spec) {
-    auto& list = spec.x.on_samples() ? head_ : body_;
-    PreparedRows* rows = new_rows(spec.parts.front().tiles);
-    for (const auto& part : spec.parts)
-        if (kernels_.row_type(part.tiles.code) != rows->rows.type)
-            throw std::invalid_argument(
-                "weights that read their rows in different types stand in one product");
-    for (const auto& part : spec.parts)
-        product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
-    if (spec.converted)
-        convert_in_last_stage(list, rows);
-    else
-        add_row_op(spec.x.on_samples(), std::make_unique<PrepareOp>(spec.x, spec.norm, rows));
-    if (!spec.x.on_samples())
-        least_rows_ =
-            std::min(kernels_.row_block,
-                     std::max(least_rows_, kernels_.rows_per_byte * (int)element_bytes(rows->rows.type)));
-    list.push_back(std::make_unique<LinearStage>(std::move(spec), rows));
+PreparedRows* Executor::add_conversion(const Place& x, const Norm& norm, const Tiles& w) {
+    PreparedRows* rows = new_rows(w, x, RowArea::prepared);
+    rows->norm = norm;
+    add_row_op(std::make_unique<PrepareOp>(rows));
+    return rows;
 }
 
-// The product or the attention before writes `rows` in place of its out.
-void Executor::convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, PreparedRows* rows) {
+PreparedRows* Executor::convert_in_last_stage(const Place& x, const Tiles& w) {
+    Stages& list = open_list();
+    require(!list.empty(), "rows that no stage converts");
     if (auto* linear = dynamic_cast<LinearStage*>(list.back().get())) {
-        rows->area = RowArea::converted;
+        PreparedRows* rows = new_rows(w, x, RowArea::converted);
         linear->spec.converts = rows;
-        return;
+        return rows;
     }
-    rows->area = RowArea::attended;
+    require(dynamic_cast<AttentionStage*>(list.back().get()), "rows that no product or attention converts");
+    PreparedRows* rows = new_rows(w, x, RowArea::attended);
     for (size_t i = list.size() - 2; i < list.size(); i++)
         dynamic_cast<AttentionStage&>(*list[i]).spec.converts = rows;
+    return rows;
 }
 
-void Executor::add_attention(const AttentionSpec& spec) {
-    int index = 0;
-    for (; index < (int)plans_.size(); index++)
+void Executor::add_linear(LinearSpec spec) {
+    require(open_.is_empty, "a product in a stage with other ops");
+    require(spec.rows, "a product without converted rows");
+    const RowType type = spec.rows->rows.type;
+    for (const auto& part : spec.parts) {
+        require(kernels_.row_type(part.tiles.code) == type,
+                "weights that read their rows in different types stand in one product");
+        product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
+    }
+    if (!open_.samples) {
+        const int least = kernels_.rows_per_byte * (int)element_bytes(type);
+        least_rows_ = std::min(kernels_.row_block, std::max(least_rows_, least));
+    }
+    push(std::make_unique<LinearStage>(std::move(spec)));
+}
+
+// The plan of all attentions that are cut alike.
+int Executor::plan_of(const AttentionSpec& spec) {
+    for (int index = 0; index < (int)plans_.size(); index++)
         if (plans_[index].group == spec.group && plans_[index].window == spec.window &&
             plans_[index].num_heads == spec.num_heads)
-            break;
-    if (index == (int)plans_.size()) {
-        AttentionPlan plan;
-        plan.group = spec.group, plan.window = spec.window, plan.num_heads = spec.num_heads;
-        plans_.push_back(plan);
-    }
-    body_.push_back(std::make_unique<AttentionStage>(spec, index, false));
-    body_.push_back(std::make_unique<AttentionStage>(spec, index, true));
+            return index;
+    AttentionPlan plan;
+    plan.group = spec.group;
+    plan.window = spec.window;
+    plan.num_heads = spec.num_heads;
+    plans_.push_back(plan);
+    return (int)plans_.size() - 1;
+}
+
+// Two stages: the pieces, then the merge of those that are parts of a run.
+void Executor::add_attention(const AttentionSpec& spec) {
+    require(open_.is_empty, "an attention in a stage with other ops");
+    const int plan = plan_of(spec);
+    push(std::make_unique<AttentionStage>(spec, plan, false));
+    body_.push_back(std::make_unique<AttentionStage>(spec, plan, true));
+    body_ranges_.push_back(open_.range);
 }
 
 void Executor::add_sampling(const Place& logits) {
-    if (auto* linear = dynamic_cast<LinearStage*>(head_.back().get()))
-        linear->spec.makes_logits = logits_from_product_ = linear->writes_only(logits);
-    head_.push_back(std::make_unique<SampleStage>(logits, vocab_));
-    add_row_op(true, make_logits_out(logits));
+    require(open_.is_empty && !head_.empty(),
+            "a draw without a stage of its own, behind one that makes logits");
+    const auto* linear = dynamic_cast<const LinearStage*>(head_.back().get());
+    if (linear && linear->writes_only(logits)) logits_product_ = linear;
+    push(std::make_unique<SampleStage>(logits, vocab_));
+    push(std::make_unique<RowStage>(true));
+    add_row_op(make_logits_out(logits));
 }
 
 RopeAngles* Executor::add_angles(std::vector<double> inv_freq, double mscale) {
@@ -256,30 +178,38 @@ const float* Executor::keep(std::vector<float> values) {
     return kept_.back()->data();
 }
 
-// A multiple of cache lines that is odd, so that one place of neighbouring rows lies in different sets of a
-// cache.
+// Rounds up to an odd number of cache lines, so that one place of neighbouring rows lies in different sets of
+// a cache.
 static int64_t odd_lines(int64_t elements, int64_t element) {
     const int64_t lines = (elements * element + 63) / 64;
     return (lines | 1) * 64 / element;
 }
 
+static size_t whole_blocks(int rows) { return (size_t)(rows + kTile - 1) / kTile * kTile; }
+
 void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats) {
-    const auto whole_blocks = [](int rows) { return (size_t)(rows + kTile - 1) / kTile * kTile; };
-    const int blocks = pool_.num_threads() * kernels_.row_block;
     const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats};
-    const int rows[kNumAxes] = {max_tokens_, blocks, kSampleChunk};
+    const int rows[kNumAxes] = {max_tokens_, pool_.num_threads() * kernels_.row_block, kSampleChunk};
     for (int axis = 0; axis < kNumAxes; axis++) {
         row_floats_[axis] = odd_lines(floats[axis], sizeof(float));
         arenas_[axis] = std::make_unique<Memory>((size_t)row_floats_[axis] * rows[axis] * sizeof(float));
     }
+    place_rows();
+    group_stages();
+    size_thread_states();
+}
+
+// The converted rows of all products share the areas: no two products' are alive at a time in one of them.
+void Executor::place_rows() {
     row_bytes_ = (size_t)odd_lines((int64_t)row_bytes_, 1);
-    const size_t prepared = whole_blocks(std::max(blocks, kSampleChunk)),
-                 attended = whole_blocks(max_tokens_);
+    const size_t prepared = whole_blocks(std::max(pool_.num_threads() * kernels_.row_block, kSampleChunk));
+    const auto rows_of = [&](RowArea area) {
+        return area == RowArea::attended ? whole_blocks(max_tokens_) : prepared;
+    };
     for (int area = 0; area < kNumRowAreas; area++)
-        areas_[area] = std::make_unique<Memory>((area == (int)RowArea::attended ? attended : prepared) *
-                                                (row_bytes_ + groups_ * 16));
+        areas_[area] = std::make_unique<Memory>(rows_of((RowArea)area) * (row_bytes_ + groups_ * 16));
     for (auto& each : rows_) {
-        const size_t count = each->area == RowArea::attended ? attended : prepared;
+        const size_t count = rows_of(each->area);
         uint8_t* memory = areas_[(int)each->area]->data();
         Rows& r = each->rows;
         r.stride = (int64_t)(row_bytes_ / element_bytes(r.type));
@@ -289,17 +219,13 @@ void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample
         r.scaled_sums = (float*)(memory += count * groups_ * 4);
         r.sums = (int32_t*)(memory + count * groups_ * 4);
     }
-    group_stages();
-    size_thread_states();
 }
 
+// An attention's two stages have one range, but a barrier between them.
 void Executor::group_stages() {
-    const auto joins = [&](int stage) {
-        return !ranges_.empty() && body_[stage]->row_local() && body_[ranges_.back().first]->row_local();
-    };
     for (int i = 0; i < (int)body_.size(); i++) {
         each_.push_back({i, i + 1});
-        if (joins(i))
+        if (i > 0 && body_ranges_[i] == body_ranges_[i - 1] && body_[i]->row_local())
             ranges_.back().last = i + 1;
         else
             ranges_.push_back({i, i + 1});
@@ -332,35 +258,39 @@ void Executor::make_plans(const Batch& batch, const KvMemory& kv) {
         if (thread.attention.size() < attention_scratch_) thread.attention.resize(attention_scratch_);
 }
 
+[[noreturn]] static void fail(const std::string& what) { throw std::invalid_argument(what); }
+
 // A slot or a block outside the KV memory would corrupt another request's keys: better an exception here.
 void Executor::check(const Batch& batch, const KvMemory& kv) const {
-    const auto fail = [](const std::string& what) { throw std::invalid_argument(what); };
     if (batch.num_tokens > max_tokens_)
         fail("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " +
              std::to_string(max_tokens_));
     for (int i = 0; i < kv.num_groups() * batch.num_tokens; i++)
         if (batch.slots[i] < -1 || batch.slots[i] >= kv.group(i / batch.num_tokens).num_blocks * kTile)
             fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
-    for (const auto& plan : plans_)
-        for (int r = 0; r < batch.num_requests; r++) {
-            const int row = batch.query_starts[r], i = plan.group * batch.num_requests + r;
-            if (row == batch.query_starts[r + 1]) continue;
-            const int needed = (batch.context_lens[i] + kTile - 1) / kTile;
-            if (needed > batch.table_width)
-                fail("a context of " + std::to_string(batch.context_lens[i]) + " keys with " +
-                     std::to_string(batch.table_width) + " blocks");
-            // Blocks that a window has passed may be gone from the table.
-            for (int b = plan.window > 0 ? std::max(0, batch.positions[row] - plan.window + 1) / kTile : 0;
-                 b < needed; b++) {
-                const int block = batch.block_tables[(int64_t)i * batch.table_width + b];
-                if (!kv.has_block(plan.group, block))
-                    fail("block " + std::to_string(block) + " is outside the KV memory");
-            }
-        }
+    for (const auto& plan : plans_) check_tables(plan, batch, kv);
     for (int s = 0; s < batch.num_samples; s++)
         if (batch.sample_rows[s] < 0 || batch.sample_rows[s] >= batch.num_tokens)
             fail("sampled row " + std::to_string(batch.sample_rows[s]) + " of " +
                  std::to_string(batch.num_tokens));
+}
+
+void Executor::check_tables(const AttentionPlan& plan, const Batch& batch, const KvMemory& kv) const {
+    for (int r = 0; r < batch.num_requests; r++) {
+        const int row = batch.query_starts[r], i = plan.group * batch.num_requests + r;
+        if (row == batch.query_starts[r + 1]) continue;
+        const int needed = (batch.context_lens[i] + kTile - 1) / kTile;
+        if (needed > batch.table_width)
+            fail("a context of " + std::to_string(batch.context_lens[i]) + " keys with " +
+                 std::to_string(batch.table_width) + " blocks");
+        // Blocks that a window has passed may be gone from the table.
+        const int first_key = plan.window > 0 ? std::max(0, batch.positions[row] - plan.window + 1) : 0;
+        for (int b = first_key / kTile; b < needed; b++) {
+            const int block = batch.block_tables[(int64_t)i * batch.table_width + b];
+            if (!kv.has_block(plan.group, block))
+                fail("block " + std::to_string(block) + " is outside the KV memory");
+        }
+    }
 }
 
 void Executor::profile(bool on) {
@@ -374,7 +304,10 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
     for (int t = 0; t < batch.num_tokens; t++) last = std::max(last, batch.positions[t]);
     for (auto& angles : angles_) angles->ensure(last + 1);
     make_plans(batch, kv);
-    for (auto& thread : threads_) thread.prepared_stage = -1, thread.best.assign(batch.num_samples, Best{});
+    for (auto& thread : threads_) {
+        thread.prepared_stage = -1;
+        thread.best.assign(batch.num_samples, Best{});
+    }
     kernels_.begin_step();
     Walk walk(*this, batch, kv);
     pool_.walk(walk);

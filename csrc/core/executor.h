@@ -1,12 +1,14 @@
 // The native executor: a Program as an array of stages that the thread pool walks, one call a step.
 //
-// Row-local ops that follow one another (norms, rope, KV writes, adds, a product's conversion of its rows)
-// form one stage that takes each row through all of them; a product, an attention, a draw is a stage of its
-// own. A barrier stands between stages and nowhere else. With many rows there is none between the stages from
-// one attention to the next either: each thread takes a block of rows through all of them, in its own cache.
-// Stages over `samples` rows form the head, which runs in chunks of at most kSampleChunk rows, so that logits
-// never need more memory than that. Where each row draws the best of its logits as a product makes them, they
-// are not written at all: the threads keep the best that each of them has made.
+// Whoever builds it (octavo/backends/native/lower.py) decides the stages: row-local ops that follow one
+// another (norms, rope, KV writes, a product's conversion of its rows) share one, which takes each row
+// through all of them; a product, an attention, a draw is a stage of its own. A barrier stands between stages
+// and nowhere else. The stages are grouped in ranges: with many rows there is no barrier within a range
+// either, and each thread takes a block of rows through all of its stages, in its own cache.
+//
+// Stages over tokens are the body, stages over sampled rows the head, which runs in chunks of at most
+// kSampleChunk rows, so that logits never need more memory than that. Where each row draws the best of its
+// logits as a product makes them, they are not written at all: each thread keeps the best that it has made.
 #pragma once
 
 #include <atomic>
@@ -24,13 +26,13 @@
 namespace octavo {
 
 constexpr int kSampleChunk = 64;
-constexpr int kFewRows =
-    4;  // up to so many rows, each thread converts a product's rows for itself: cheaper than a barrier
-constexpr int kRowBlock =
-    256;  // rows that one piece of a product takes together where threads share a product's outputs
+// Up to this many rows each thread converts a product's rows for itself: cheaper than a barrier.
+constexpr int kFewRows = 4;
+// Rows that one piece of a product takes together where threads share the product's outputs.
+constexpr int kRowBlock = 256;
 
-// What a Value has rows for. `block`: tokens, where nobody needs it after the stages that a block of rows
-// goes through without a barrier.
+// What a Value has rows for. `block`: tokens as well, for a Value that is read only in the range that makes
+// it; it needs no more rows than the threads have on their way at once.
 enum class Axis : int32_t { tokens, block, samples };
 constexpr int kNumAxes = 3;
 
@@ -44,34 +46,39 @@ struct Place {
 };
 
 class Executor;
+struct Stage;
 
 // What a stage sees of the step that is running.
 struct View {
     const Executor& executor;
     const Batch& batch;
     const KvMemory& kv;
-    int first_sample = 0, num_samples = 0;  // of this chunk
-    bool best_only = false;  // of its logits a row keeps the best, and none is written
-    int shift = 0;  // row r of a block lies where row r - shift of `Axis::block` does
+    // Row r of a block of rows lies where row r - shift of `Axis::block` does.
+    int shift = 0;
+    // This chunk of the sampled rows.
+    int first_sample = 0, num_samples = 0;
+    // The product of which each row keeps the best logit instead of writing all; null: none.
+    const Stage* best_only = nullptr;
 
     int rows(bool samples) const { return samples ? num_samples : batch.num_tokens; }
     float* at(const Place& place, int64_t row) const;
-    int64_t stride(const Place& place) const;  // floats from one row of it to the next
+    // Floats from one row of a Value to the next.
+    int64_t stride(const Place& place) const;
 };
-
-struct Stage;
 
 // Memory of one compute thread.
 struct ThreadState {
-    std::vector<float> acc[2], group,
-        attention;  // sums of two tiles, a group of 32 columns before its conversion
-    std::unique_ptr<Memory> product, rows,
-        sampling;  // scratch of products, rows converted for oneself, scratch of draws
+    std::vector<float> acc[2];  // sums of two tiles
+    std::vector<float> group;  // a group of 32 columns before its conversion
+    std::vector<float> attention;  // scratch of an attention
+    std::unique_ptr<Memory> product;  // scratch of products
+    std::unique_ptr<Memory> rows;  // rows that this thread has converted for itself
+    std::unique_ptr<Memory> sampling;  // scratch of draws
     int prepared_stage = -1;  // the stage whose rows lie in `rows`
-    const Stage* asked_stage = nullptr;  // the stage and the piece that has been asked for last
-    int asked_piece = -1;
-    std::vector<Best> best;  // of each sampled row, among the logits that this thread has made
-    std::vector<double> seconds;  // by stage, of the range that is walked; while profiling
+    const Stage* prefetched_stage = nullptr;  // the stage and the piece that were prefetched last
+    int prefetched_piece = -1;
+    std::vector<Best> best;  // for each sampled row, the best logit that this thread has made
+    std::vector<double> seconds;  // by stage of the range that is walked, while profiling
 };
 
 // What a stage moves and computes in one step: bytes of weights or of K and V, multiplications and additions.
@@ -79,7 +86,7 @@ struct Cost {
     double bytes = 0, operations = 0;
 };
 
-// Sums over steps, by what kind of stage it was. `code`: of a product's weights, else "".
+// Sums over steps, for each kind of stage. `code`: that of a product's weights, else "".
 struct StageTime {
     const char* code = "";
     int64_t calls = 0;
@@ -95,10 +102,10 @@ struct Stage {
     virtual bool on_samples() const = 0;
     virtual int pieces(const View& view) const = 0;
     virtual void run(const View& view, int piece, ThreadState& thread, int stage) const = 0;
-    // Asks for what a piece reads first, for the thread that waits to compute it.
-    virtual void ask(const View&, int /*piece*/, ThreadState&) const {}
-    // Where no row needs what another computes in this stage: all of it for rows row0 .. row1 - 1 (whole
-    // blocks of 16, but for the last).
+    // Prefetches what a piece reads first, for the thread that waits to compute it.
+    virtual void prefetch(const View&, int /*piece*/, ThreadState&) const {}
+    // Whether no row needs what another one computes in this stage, so that run_rows may do all of it for
+    // rows row0 .. row1 - 1 (whole blocks of 16, but for the last).
     virtual bool row_local() const { return false; }
     virtual void run_rows(const View&, int /*row0*/, int /*row1*/, ThreadState&) const {}
     // The weights that this thread will read first, to be fetched while it waits for the stage to begin.
@@ -113,7 +120,7 @@ struct StageRange {
 struct RowOp {
     virtual ~RowOp() = default;
     virtual void run(const View& view, int64_t row) const = 0;
-    // False where this step needs it not (rows that the product converts for itself).
+    // False where a step of so few rows does without it, since the product converts them for itself.
     virtual bool needed(int rows) const { return rows > 0; }
 };
 
@@ -132,12 +139,15 @@ class RopeAngles {
     std::vector<float> table_;  // [positions][2][n]
 };
 
-// Where rows of a product lie: those that the stage before writes in an area of their own, since that stage
-// may be reading the other; those that an attention writes in one for all tokens, the others in one for
-// blocks of them.
+// The memory that a product's converted rows lie in. `prepared`: those that a row op converts. `converted`:
+// those that the product before writes, which may be reading `prepared` while it does. `attended`: those that
+// an attention writes, which has no block of rows but all tokens.
 enum class RowArea { prepared, converted, attended };
 constexpr int kNumRowAreas = 3;
+// A Value as a product reads it.
 struct PreparedRows {
+    Place x;
+    Norm norm{};
     RowArea area = RowArea::prepared;
     Rows rows{};
     int64_t at(const View& view, int64_t row) const {
@@ -155,15 +165,10 @@ struct LinearPart {
 };
 
 struct LinearSpec {
-    Place x;
-    Norm norm{};
+    const PreparedRows* rows = nullptr;
     std::vector<LinearPart> parts;  // gated: gate, then up, into parts[0].out
-    bool converted = false;  // the stage before writes x as this product reads it, and no other reads it
-    const PreparedRows* converts = nullptr;  // the next product's rows, in place of the out
-    bool gated = false;
-    bool makes_logits = false;  // which are drawn from as they are
-    int activation = -1;
-    float clamp = 0, alpha = 1, up_offset = 0;
+    const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
+    Epilogue epilogue{};  // without what differs from part to part: biases and the residual
 };
 
 struct AttentionSpec {
@@ -171,7 +176,7 @@ struct AttentionSpec {
     int group, layer, num_heads, window;
     float scale, softcap;
     const float* sinks;
-    const PreparedRows* converts = nullptr;  // the next product's rows, in place of the out
+    const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
 };
 
 class Executor {
@@ -181,16 +186,28 @@ class Executor {
     Executor& operator=(const Executor&) = delete;
 
     // -- building, in the Program's order --
-    void add_row_op(bool samples, std::unique_ptr<RowOp> op);
+    // Every method throws logic_error where what it is told contradicts what it was told before.
+
+    // Opens the next stage; what is added until the next one is opened belongs to it: row ops, one product,
+    // one attention or one draw. `range` counts up; an attention stands alone in its own.
+    void begin_stage(bool samples, int range);
+    void add_row_op(std::unique_ptr<RowOp> op);
+    // A row op: converts x, with the norm where there is one, for the product of `w` in the next stage.
+    PreparedRows* add_conversion(const Place& x, const Norm& norm, const Tiles& w);
+    // Lets the product or the attention of the last stage write the rows of the product of `w` in place of x,
+    // its out, which nothing else may read.
+    PreparedRows* convert_in_last_stage(const Place& x, const Tiles& w);
     void add_linear(LinearSpec spec);
     void add_attention(const AttentionSpec& spec);
+    // Draws from the logits of the stage before, or copies them to where the batch wants them.
     void add_sampling(const Place& logits);
     // Whether requests that begin with the same blocks read them together; true unless said otherwise.
     void share_prefixes(bool share) { share_prefixes_ = share; }
     RopeAngles* add_angles(std::vector<double> inv_freq, double mscale);
-    const float* keep(std::vector<float> values);  // parameters that live as long as the executor
-    void finish(int64_t token_floats, int64_t block_floats,
-                int64_t sample_floats);  // floats of a row of each axis
+    // Copies parameters, to live as long as the executor.
+    const float* keep(std::vector<float> values);
+    // Takes the memory; the arguments are the floats of a row of each axis.
+    void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats);
 
     // -- running --
     void run(const Batch& batch, const KvMemory& kv);
@@ -207,27 +224,42 @@ class Executor {
     float* arena(Axis axis) const { return (float*)arenas_[(int)axis]->data(); }
     int64_t row_floats(Axis axis) const { return row_floats_[(int)axis]; }
     const AttentionPlan& plan(int index) const { return plans_[index]; }
-    Best best(int sample) const;  // of a sampled row, where its logits were not written
+    // The best logit of a sampled row, where its logits were not written.
+    Best best(int sample) const;
     float* partials() const { return (float*)partials_->data(); }
 
   private:
     friend struct Walk;
+    struct OpenStage {
+        bool samples = false;
+        int range = -1;
+        bool is_empty = true;
+    };
+    using Stages = std::vector<std::unique_ptr<Stage>>;
+
     void record(const Stage& stage, const View& view, double seconds);
-    PreparedRows* new_rows(const Tiles& w);
-    void convert_in_last_stage(std::vector<std::unique_ptr<Stage>>& list, PreparedRows* rows);
+    Stages& open_list() { return open_.samples ? head_ : body_; }
+    void push(std::unique_ptr<Stage> stage);
+    PreparedRows* new_rows(const Tiles& w, const Place& x, RowArea area);
+    int plan_of(const AttentionSpec& spec);
+    void place_rows();
     void group_stages();
     void size_thread_states();
     void check(const Batch& batch, const KvMemory& kv) const;
+    void check_tables(const AttentionPlan& plan, const Batch& batch, const KvMemory& kv) const;
     void make_plans(const Batch& batch, const KvMemory& kv);
 
     ThreadPool& pool_;
     const KernelTable& kernels_;
     const int max_tokens_, vocab_;
-    std::vector<std::unique_ptr<Stage>> body_, head_;
-    std::vector<StageRange> each_,
-        ranges_;  // of the body: every stage alone, and row-local neighbours together
+    OpenStage open_;
+    Stages body_, head_;
+    std::vector<int> body_ranges_;  // the range of each stage of the body, as it was told
+    std::vector<StageRange> each_;  // every stage of the body alone
+    std::vector<StageRange> ranges_;  // the stages of a range together
+    const Stage* logits_product_ = nullptr;  // the product that writes just the logits, if one does
     int64_t row_floats_[kNumAxes] = {};
-    int least_rows_ = 0;  // of a thread, from which it goes by ranges
+    int least_rows_ = 0;  // for each thread, from which on the threads go by ranges
     std::vector<std::unique_ptr<RopeAngles>> angles_;
     std::vector<std::unique_ptr<std::vector<float>>> kept_;
     std::vector<AttentionPlan> plans_;
@@ -235,22 +267,46 @@ class Executor {
     std::unique_ptr<Memory> arenas_[kNumAxes], areas_[kNumRowAreas], partials_;
     std::vector<ThreadState> threads_;
     std::atomic<uint64_t> stages_done_{0};
-    bool profiling_ = false, share_prefixes_ = true, logits_from_product_ = false;
+    bool profiling_ = false, share_prefixes_ = true;
     std::map<std::string, StageTime> profiled_;
-    size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0,
-           attention_scratch_ = 0;  // largest over the stages
+    // The largest that any stage needs.
+    size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0, attention_scratch_ = 0;
 };
 
-// Row ops, made by the bindings' builder.
-std::unique_ptr<RowOp> make_embedding(const Tiles& table, std::shared_ptr<void> owner, Place out, float scale,
-                                      bool by_position, int offset);
+// -- row ops --
+
+struct EmbeddingSpec {
+    Tiles table;
+    std::shared_ptr<void> owner;  // keeps the tiles' memory
+    Place out;
+    float scale = 1;
+    bool by_position = false;  // row `position + offset` of the table, not the token's
+    int offset = 0;
+};
+std::unique_ptr<RowOp> make_embedding(EmbeddingSpec spec);
+
 std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width);
-std::unique_ptr<RowOp> make_rope(Place x, Place out, int heads, int head_width, int rotary, int start,
-                                 bool interleaved, const RopeAngles* angles);
+
+struct RopeSpec {
+    Place x, out;
+    int num_heads, head_width;
+    int rotary_dim, rotary_start;  // the part of each head that is rotated
+    bool interleaved;
+    const RopeAngles* angles;
+};
+std::unique_ptr<RowOp> make_rope(const RopeSpec& spec);
+
 std::unique_ptr<RowOp> make_kv_write(Place k, Place v, int group, int layer);
+
 enum class Elementwise { add, mul, scale, activate, softcap, gate };
-std::unique_ptr<RowOp> make_elementwise(Elementwise kind, Place a, Place b, Place out, float factor,
-                                        const Epilogue& gate);
+struct ElementwiseSpec {
+    Elementwise kind;
+    Place a, b, out;
+    float factor = 1;
+    Epilogue gate{};
+};
+std::unique_ptr<RowOp> make_elementwise(const ElementwiseSpec& spec);
+
 std::unique_ptr<RowOp> make_gather(Place x, Place out);
 std::unique_ptr<RowOp> make_logits_out(Place logits);
 

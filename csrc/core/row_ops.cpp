@@ -1,4 +1,5 @@
 // The row-local ops: each takes one row and touches no other.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -9,16 +10,12 @@ namespace octavo {
 namespace {
 
 struct EmbeddingOp : RowOp {
-    Tiles table;
-    std::shared_ptr<void> owner;
-    Place out;
-    float scale;
-    bool by_position;
-    int offset;
+    EmbeddingSpec spec;
+    explicit EmbeddingOp(EmbeddingSpec s) : spec(std::move(s)) {}
     void run(const View& view, int64_t row) const override {
-        const int id = by_position ? view.batch.positions[row] + offset : view.batch.token_ids[row];
-        const int safe = id < 0 || id >= table.num_rows ? 0 : id;  // padded rows may hold anything
-        view.executor.kernels().read_row(table, safe, scale, view.at(out, row));
+        const int id = spec.by_position ? view.batch.positions[row] + spec.offset : view.batch.token_ids[row];
+        const int safe = id < 0 || id >= spec.table.num_rows ? 0 : id;  // padded rows may hold anything
+        view.executor.kernels().read_row(spec.table, safe, spec.scale, view.at(spec.out, row));
     }
 };
 
@@ -34,18 +31,17 @@ struct NormOp : RowOp {
 };
 
 struct RopeOp : RowOp {
-    Place x, out;
-    int heads, head_width, rotary, start;
-    bool interleaved;
-    const RopeAngles* angles;
+    RopeSpec spec;
+    explicit RopeOp(const RopeSpec& s) : spec(s) {}
     void run(const View& view, int64_t row) const override {
-        float* to = view.at(out, row);
-        const float* from = view.at(x, row);
-        if (to != from) std::memcpy(to, from, sizeof(float) * heads * head_width);
-        const int position = view.batch.positions[row] < 0 ? 0 : view.batch.positions[row];
-        for (int h = 0; h < heads; h++)
-            view.executor.kernels().rope_head(to + h * head_width + start, angles->cos(position),
-                                              angles->sin(position), rotary, interleaved);
+        float* to = view.at(spec.out, row);
+        const float* from = view.at(spec.x, row);
+        if (to != from) std::memcpy(to, from, sizeof(float) * spec.num_heads * spec.head_width);
+        const int position = std::max(view.batch.positions[row], 0);  // padded rows may have any
+        const float *cos = spec.angles->cos(position), *sin = spec.angles->sin(position);
+        for (int h = 0; h < spec.num_heads; h++)
+            view.executor.kernels().rope_head(to + h * spec.head_width + spec.rotary_start, cos, sin,
+                                              spec.rotary_dim, spec.interleaved);
     }
 };
 
@@ -61,27 +57,26 @@ struct KvWriteOp : RowOp {
 };
 
 struct ElementwiseOp : RowOp {
-    Elementwise kind;
-    Place a, b, out;
-    float factor;
-    Epilogue gate;
+    ElementwiseSpec spec;
+    explicit ElementwiseOp(const ElementwiseSpec& s) : spec(s) {}
     void run(const View& view, int64_t row) const override {
-        const float *x = view.at(a, row), *y = view.at(b, row);
-        float* to = view.at(out, row);
-        const int width = out.width;
-        switch (kind) {
+        const float *x = view.at(spec.a, row), *y = view.at(spec.b, row);
+        float* to = view.at(spec.out, row);
+        const int width = spec.out.width;
+        const float factor = spec.factor;
+        switch (spec.kind) {
             case Elementwise::add:
                 for (int i = 0; i < width; i++) to[i] = x[i] + y[i];
                 return;
             case Elementwise::mul:
-                for (int i = 0; i < width; i++) to[i] = x[i] * y[b.width == 1 ? 0 : i];
+                for (int i = 0; i < width; i++) to[i] = x[i] * y[spec.b.width == 1 ? 0 : i];
                 return;
             case Elementwise::scale:
                 for (int i = 0; i < width; i++) to[i] = x[i] * factor;
                 return;
             case Elementwise::activate:
                 if (to != x) std::memmove(to, x, sizeof(float) * width);
-                return view.executor.kernels().activate(gate.activation, to, width);
+                return view.executor.kernels().activate(spec.gate.activation, to, width);
             case Elementwise::softcap:
                 for (int i = 0; i < width; i++) to[i] = factor * std::tanh(x[i] / factor);
                 return;
@@ -90,12 +85,12 @@ struct ElementwiseOp : RowOp {
     }
     // Through the products' epilogue, 16 columns at a time, so that a gate means the same there and here.
     void open_gate(const View& view, const float* x, const float* y, float* to) const {
-        for (int i = 0; i < out.width; i += kTile) {
-            const int n = out.width - i < kTile ? out.width - i : kTile;
+        for (int i = 0; i < spec.out.width; i += kTile) {
+            const int n = std::min(spec.out.width - i, kTile);
             float g[kTile] = {}, up[kTile] = {};
             std::memcpy(g, x + i, sizeof(float) * n);
             std::memcpy(up, y + i, sizeof(float) * n);
-            view.executor.kernels().write_tile(gate, g, up, 0, 1, i, n, to + i, 0);
+            view.executor.kernels().write_tile(spec.gate, g, up, 0, 1, i, n, to + i, 0);
         }
     }
 };
@@ -119,45 +114,38 @@ struct LogitsOutOp : RowOp {
 
 }  // namespace
 
-std::unique_ptr<RowOp> make_embedding(const Tiles& table, std::shared_ptr<void> owner, Place out, float scale,
-                                      bool by_position, int offset) {
-    auto op = std::make_unique<EmbeddingOp>();
-    op->table = table, op->owner = std::move(owner), op->out = out, op->scale = scale,
-    op->by_position = by_position, op->offset = offset;
-    return op;
+std::unique_ptr<RowOp> make_embedding(EmbeddingSpec spec) {
+    return std::make_unique<EmbeddingOp>(std::move(spec));
 }
 
 std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width) {
     auto op = std::make_unique<NormOp>();
-    op->x = x, op->out = out, op->norm = norm, op->group_width = group_width ? group_width : x.width;
+    op->x = x;
+    op->out = out;
+    op->norm = norm;
+    op->group_width = group_width ? group_width : x.width;
     return op;
 }
 
-std::unique_ptr<RowOp> make_rope(Place x, Place out, int heads, int head_width, int rotary, int start,
-                                 bool interleaved, const RopeAngles* angles) {
-    auto op = std::make_unique<RopeOp>();
-    op->x = x, op->out = out, op->heads = heads, op->head_width = head_width, op->rotary = rotary,
-    op->start = start;
-    op->interleaved = interleaved, op->angles = angles;
-    return op;
-}
+std::unique_ptr<RowOp> make_rope(const RopeSpec& spec) { return std::make_unique<RopeOp>(spec); }
 
 std::unique_ptr<RowOp> make_kv_write(Place k, Place v, int group, int layer) {
     auto op = std::make_unique<KvWriteOp>();
-    op->k = k, op->v = v, op->group = group, op->layer = layer;
+    op->k = k;
+    op->v = v;
+    op->group = group;
+    op->layer = layer;
     return op;
 }
 
-std::unique_ptr<RowOp> make_elementwise(Elementwise kind, Place a, Place b, Place out, float factor,
-                                        const Epilogue& gate) {
-    auto op = std::make_unique<ElementwiseOp>();
-    op->kind = kind, op->a = a, op->b = b, op->out = out, op->factor = factor, op->gate = gate;
-    return op;
+std::unique_ptr<RowOp> make_elementwise(const ElementwiseSpec& spec) {
+    return std::make_unique<ElementwiseOp>(spec);
 }
 
 std::unique_ptr<RowOp> make_gather(Place x, Place out) {
     auto op = std::make_unique<GatherOp>();
-    op->x = x, op->out = out;
+    op->x = x;
+    op->out = out;
     return op;
 }
 

@@ -1,4 +1,4 @@
-// What an executor walks over: row-local work, products, attention, draws.
+// The four kinds of stage that an executor walks over: row-local ops, a product, an attention, a draw.
 #pragma once
 
 #include <algorithm>
@@ -39,15 +39,15 @@ struct RowStage : Stage {
     }
 };
 
-// Converts a product's rows ahead of it, into the executor's shared rows, where there are more than a few.
+// Converts a product's rows ahead of it, into memory that all threads read. Up to kFewRows the product does
+// it.
 struct PrepareOp : RowOp {
-    Place x;
-    Norm norm;
     const PreparedRows* rows;
-    PrepareOp(Place place, Norm n, const PreparedRows* r) : x(place), norm(n), rows(r) {}
+    explicit PrepareOp(const PreparedRows* r) : rows(r) {}
     bool needed(int count) const override { return count > kFewRows; }
     void run(const View& view, int64_t row) const override {
-        view.executor.kernels().prepare_row(view.at(x, row), x.width, norm, rows->rows, rows->at(view, row));
+        const float* x = view.at(rows->x, row);
+        view.executor.kernels().prepare_row(x, rows->x.width, rows->norm, rows->rows, rows->at(view, row));
     }
 };
 
@@ -57,21 +57,21 @@ size_t element_bytes(RowType type) { return type == RowType::fp32 ? 4 : type == 
 
 struct LinearStage : Stage {
     LinearSpec spec;
-    const PreparedRows* shared;  // where PrepareOp, or the stage before, puts the rows
-    std::vector<int> first;  // of each part: its first tile in the stage's count
+    std::vector<int> first;  // each part's first tile in the stage's count
     int num_tiles = 0;
 
-    LinearStage(LinearSpec s, const PreparedRows* rows) : spec(std::move(s)), shared(rows) {
-        const size_t counted = spec.gated ? 1 : spec.parts.size();
+    explicit LinearStage(LinearSpec s) : spec(std::move(s)) {
+        const size_t counted = is_gated() ? 1 : spec.parts.size();
         for (size_t i = 0; i < counted; i++) {
             first.push_back(num_tiles);
             num_tiles += spec.parts[i].tiles.num_tiles();
         }
     }
-    bool on_samples() const override { return spec.x.on_samples(); }
+    bool is_gated() const { return spec.epilogue.gated; }
+    bool on_samples() const override { return spec.rows->x.on_samples(); }
     std::string name() const override {
-        return "linear " + std::to_string(spec.x.width) + " to " +
-               std::to_string(num_tiles * kTile * (spec.gated ? 2 : 1)) + " " + code();
+        return "linear " + std::to_string(spec.rows->x.width) + " to " +
+               std::to_string(num_tiles * kTile * (is_gated() ? 2 : 1)) + " " + code();
     }
     const char* code() const override { return kCodeNames[(int)spec.parts.front().tiles.code]; }
     Cost cost(const View& view) const override {
@@ -112,33 +112,38 @@ struct LinearStage : Stage {
     }
 
     void run(const View& view, int piece, ThreadState& thread, int stage) const override {
-        const int rows = view.rows(on_samples()), chunk = tiles_a_piece(view.executor.pool().num_threads()),
-                  chunks = (num_tiles + chunk - 1) / chunk;
-        const int row0 = piece / chunks * kRowBlock, rows_here = std::min(kRowBlock, rows - row0);
-        const int tile0 = piece % chunks * chunk, tile1 = std::min(num_tiles, tile0 + chunk);
-        write_tiles(view, thread,
-                    rows <= kFewRows && !spec.converted ? own_rows(view, rows, thread, stage) : shared->rows,
-                    tile0, tile1, row0, rows_here);
+        const int rows = view.rows(on_samples());
+        const int chunk = tiles_a_piece(view.executor.pool().num_threads());
+        const int chunks = (num_tiles + chunk - 1) / chunk;
+        const int row0 = piece / chunks * kRowBlock, tile0 = piece % chunks * chunk;
+        const bool converts_own = rows <= kFewRows && spec.rows->area == RowArea::prepared;
+        const Rows x = converts_own ? own_rows(view, rows, thread, stage) : spec.rows->rows;
+        const Output output{row0, std::min(kRowBlock, rows - row0), tile0,
+                            std::min(num_tiles, tile0 + chunk)};
+        write_tiles(view, thread, x, output);
     }
     bool row_local() const override { return true; }
     void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
-        write_tiles(view, thread, shared->rows, 0, num_tiles, row0, row1 - row0);
+        write_tiles(view, thread, spec.rows->rows, Output{row0, row1 - row0, 0, num_tiles});
     }
 
-    void write_tiles(const View& view, ThreadState& thread, const Rows& x, int tile0, int tile1, int row0,
-                     int rows) const {
+    // What a piece computes: tiles tile0 .. tile1 - 1 of rows row0 and on.
+    struct Output {
+        int row0, num_rows, tile0, tile1;
+    };
+    void write_tiles(const View& view, ThreadState& thread, const Rows& x, const Output& output) const {
         size_t part = 0;
-        for (int tile = tile0; tile < tile1;) {
+        for (int tile = output.tile0; tile < output.tile1;) {
             while (part + 1 < first.size() && tile >= first[part + 1]) part++;
-            const int end = part + 1 < first.size() ? std::min(tile1, first[part + 1]) : tile1;
-            const int count = std::min(2, end - tile);
-            write(view, thread, x, spec.parts[part], tile - first[part], count, row0, rows);
-            tile += count;
+            const int end = part + 1 < first.size() ? std::min(output.tile1, first[part + 1]) : output.tile1;
+            const TilePair tiles{tile - first[part], std::min(2, end - tile), output.row0, output.num_rows};
+            write(view, thread, x, spec.parts[part], tiles);
+            tile += tiles.count;
         }
     }
 
     Rows own_rows(const View& view, int rows, ThreadState& thread, int stage) const {
-        Rows own = shared->rows;
+        Rows own = spec.rows->rows;
         uint8_t* memory = thread.rows->data();
         const size_t element = element_bytes(own.type);
         own.values = memory;
@@ -147,40 +152,45 @@ struct LinearStage : Stage {
         own.sums = (int32_t*)(own.scales + (size_t)kTile * own.group_stride);
         own.scaled_sums = (float*)(own.sums + (size_t)kTile * own.group_stride * 2);
         if (thread.prepared_stage != stage) {
+            const Place& x = spec.rows->x;
             for (int row = 0; row < rows; row++)
-                view.executor.kernels().prepare_row(view.at(spec.x, row), spec.x.width, spec.norm, own, row);
+                view.executor.kernels().prepare_row(view.at(x, row), x.width, spec.rows->norm, own, row);
             thread.prepared_stage = stage;
         }
         return own;
     }
 
-    // One tile of the part or two neighbours, to the out, to the next product's rows or to the best of each
-    // row.
-    void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part, int tile,
-               int count, int row0, int rows) const {
+    // One tile of a part, or two neighbours, for rows row0 and on.
+    struct TilePair {
+        int tile, count, row0, num_rows;
+    };
+    // They go to the out, to the next product's rows, or to the best logit of each row.
+    void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part,
+               const TilePair& tiles) const {
         const KernelTable& k = view.executor.kernels();
-        const int column = tile * kTile, width = std::min(count * kTile, part.tiles.num_rows - column);
-        const bool keeps_best = spec.makes_logits && view.best_only, passes_on = spec.converts || keeps_best;
+        const int row0 = tiles.row0, rows = tiles.num_rows, column = tiles.tile * kTile;
+        const int width = std::min(tiles.count * kTile, part.tiles.num_rows - column);
+        const bool keeps_best = view.best_only == this, passes_on = spec.converts || keeps_best;
         float* out = passes_on ? thread.group.data() : view.at(part.out, row0) + column;
         const int64_t stride = passes_on ? kGroup : view.stride(part.out);
         const Epilogue e = epilogue(view, part);
-        const int64_t x0 = shared->at(view, row0);
+        const int64_t x0 = spec.rows->at(view, row0);
         float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
         const auto finish = [&](int i, const float* sums) {
             k.write_tile(e, sums, other, row0, rows, column + i * kTile, std::min(kTile, width - i * kTile),
                          out + i * kTile, stride);
         };
-        if (spec.gated) {
-            for (int i = 0; i < count; i++) {
-                const TileRef refs[2] = {{&part.tiles, tile + i, acc},
-                                         {&spec.parts[1].tiles, tile + i, other}};
+        if (is_gated()) {
+            for (int i = 0; i < tiles.count; i++) {
+                const TileRef refs[2] = {{&part.tiles, tiles.tile + i, acc},
+                                         {&spec.parts[1].tiles, tiles.tile + i, other}};
                 k.tile_products(refs, 2, x, x0, rows, thread.product->data());
                 finish(i, acc);
             }
         } else {
-            const TileRef refs[2] = {{&part.tiles, tile, acc}, {&part.tiles, tile + 1, other}};
-            k.tile_products(refs, count, x, x0, rows, thread.product->data());
-            for (int i = 0; i < count; i++) finish(i, refs[i].acc);
+            const TileRef refs[2] = {{&part.tiles, tiles.tile, acc}, {&part.tiles, tiles.tile + 1, other}};
+            k.tile_products(refs, tiles.count, x, x0, rows, thread.product->data());
+            for (int i = 0; i < tiles.count; i++) finish(i, refs[i].acc);
         }
         if (spec.converts)
             k.put_rows(out, spec.converts->rows, spec.converts->at(view, row0), rows, column / kGroup, width);
@@ -188,14 +198,13 @@ struct LinearStage : Stage {
     }
 
     Epilogue epilogue(const View& view, const LinearPart& part) const {
-        Epilogue e{};
+        Epilogue e = spec.epilogue;
         e.bias = part.bias;
-        e.up_bias = spec.gated ? spec.parts[1].bias : nullptr;
-        e.activation = spec.activation;
-        e.gated = spec.gated;
-        e.clamp = spec.clamp, e.alpha = spec.alpha, e.up_offset = spec.up_offset;
-        if (part.has_residual)
-            e.residual = view.at(part.residual, 0), e.residual_stride = view.stride(part.residual);
+        e.up_bias = is_gated() ? spec.parts[1].bias : nullptr;
+        if (part.has_residual) {
+            e.residual = view.at(part.residual, 0);
+            e.residual_stride = view.stride(part.residual);
+        }
         return e;
     }
 };
@@ -238,31 +247,32 @@ struct AttentionStage : Stage {
     void run(const View& view, int piece, ThreadState& thread, int) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
-        const Rows* converted = spec.converts ? &spec.converts->rows : nullptr;
-        const AttentionArgs args{view.at(spec.q, 0),
-                                 view.at(spec.out, 0),
-                                 converted,
-                                 view.stride(spec.q),
-                                 view.stride(spec.out),
-                                 kv,
-                                 spec.num_heads,
-                                 spec.scale,
-                                 spec.softcap,
-                                 spec.window,
-                                 spec.sinks};
-        AttentionPiece work;  // whose rows are many, and few of them used
+        const AttentionArgs args{.q = view.at(spec.q, 0),
+                                 .out = view.at(spec.out, 0),
+                                 .rows = spec.converts ? &spec.converts->rows : nullptr,
+                                 .q_stride = view.stride(spec.q),
+                                 .out_stride = view.stride(spec.out),
+                                 .kv = kv,
+                                 .num_heads = spec.num_heads,
+                                 .scale = spec.scale,
+                                 .softcap = spec.softcap,
+                                 .window = spec.window,
+                                 .sinks = spec.sinks};
+        AttentionPiece work;  // not zeroed: it has room for many rows, and most pieces have few
         work.positions = view.batch.positions;
         work.num_rows = 0;
         if (merges) {
             const QueryRun& run = plan.runs[plan.merged[piece / kv.num_heads]];
             work.kv_head = piece % kv.num_heads;
-            work.first_split = run.first_split, work.last_split = run.last_split;
+            work.first_split = run.first_split;
+            work.last_split = run.last_split;
             add_run(view, work, run, kv);
             return view.executor.kernels().attention_merge(args, work);
         }
         const AttentionWork& todo = plan.works[plan.pieces[piece].work];
         work.kv_head = plan.pieces[piece].kv_head;
-        work.first_split = todo.first_split, work.last_split = todo.last_split;
+        work.first_split = todo.first_split;
+        work.last_split = todo.last_split;
         if (todo.shared) {
             const SharedRun& shared = plan.shared[todo.run];
             for (int i = 0; i < shared.num_runs; i++)
@@ -271,19 +281,23 @@ struct AttentionStage : Stage {
         } else {
             add_run(view, work, plan.runs[todo.run], kv);
         }
-        work.asked = thread.asked_stage == this && thread.asked_piece == piece;
+        work.is_prefetched = thread.prefetched_stage == this && thread.prefetched_piece == piece;
         work.ahead = view.executor.pool().goes_on((int)plan.pieces.size(), piece)
                          ? read_first(view, piece + 1)
                          : BlockRange{};
-        if (work.ahead.last) thread.asked_stage = this, thread.asked_piece = piece + 1;
+        if (work.ahead.last) note_prefetched(thread, piece + 1);
         view.executor.kernels().attention(args, work, thread.attention.data());
     }
 
-    void ask(const View& view, int piece, ThreadState& thread) const override {
+    void prefetch(const View& view, int piece, ThreadState& thread) const override {
         if (merges) return;
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
-        ask_for_blocks(kv, read_first(view, piece), 0, kv.block_end());
-        thread.asked_stage = this, thread.asked_piece = piece;
+        prefetch_blocks(kv, read_first(view, piece), 0, kv.block_end());
+        note_prefetched(thread, piece);
+    }
+    void note_prefetched(ThreadState& thread, int piece) const {
+        thread.prefetched_stage = this;
+        thread.prefetched_piece = piece;
     }
 
     // The blocks that a piece reads first.
@@ -299,21 +313,21 @@ struct AttentionStage : Stage {
                ((int64_t)spec.group * view.batch.num_requests + run.request) * view.batch.table_width;
     }
 
-    // A run's rows, and where their states of the piece's splits go.
+    // Adds a run's rows to a piece, with the places that the states of its splits go to.
     void add_run(const View& view, AttentionPiece& work, const QueryRun& run, const KvLayer& kv) const {
         const Batch& b = view.batch;
         const int64_t request = (int64_t)spec.group * b.num_requests + run.request;
         work.block_table = block_table(view, run);
         work.context_len = b.context_lens[request];
-        const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded),
-                      split_floats = run.num_rows * row_floats;
-        const int64_t at = run.partial + ((int64_t)work.kv_head * (run.last_split - run.first_split) +
-                                          work.first_split - run.first_split) *
-                                             split_floats;
-        for (int i = 0; i < run.num_rows; i++)
-            work.rows[work.num_rows++] = AttentionRow{
-                run.row0 + i, run.partial < 0 ? nullptr : view.executor.partials() + at + i * row_floats,
-                split_floats};
+        const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded);
+        const int64_t split_floats = run.num_rows * row_floats;
+        const int64_t splits_before =
+            (int64_t)work.kv_head * (run.last_split - run.first_split) + work.first_split - run.first_split;
+        const int64_t at = run.partial + splits_before * split_floats;
+        for (int i = 0; i < run.num_rows; i++) {
+            float* partial = run.partial < 0 ? nullptr : view.executor.partials() + at + i * row_floats;
+            work.rows[work.num_rows++] = AttentionRow{run.row0 + i, partial, split_floats};
+        }
     }
 };
 

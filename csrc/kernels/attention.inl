@@ -20,9 +20,9 @@ namespace {
 void ask_for_rest(const LaneSet& set, int num_blocks) {
     BlockRange rest = set.ahead;
     const KvLayer& kv = set.args->kv;
-    if (kv.type == KvType::int8) ask_for_blocks(kv, rest, kv.scales_offset, kv.block_end());
+    if (kv.type == KvType::int8) prefetch_blocks(kv, rest, kv.scales_offset, kv.block_end());
     rest.first += num_blocks;
-    ask_for_blocks(kv, rest, 0, kv.scales_offset);
+    prefetch_blocks(kv, rest, 0, kv.scales_offset);
 }
 
 // Keys key0 .. key1 - 1 of one split, of every lane into split_state.
@@ -157,9 +157,9 @@ void attention(const AttentionArgs& args, const AttentionPiece& piece, float* me
             set.state[lane * set.state_size] = -INFINITY;
         }
     }
-    if (!piece.asked)
-        ask_for_blocks(args.kv, split_blocks(piece, sets, num_sets, piece.first_split), 0,
-                       args.kv.block_end());
+    if (!piece.is_prefetched)
+        prefetch_blocks(args.kv, split_blocks(piece, sets, num_sets, piece.first_split), 0,
+                        args.kv.block_end());
     for (int split = piece.first_split; split < piece.last_split; split++) {
         sets[0].ahead =
             split + 1 < piece.last_split ? split_blocks(piece, sets, num_sets, split + 1) : piece.ahead;

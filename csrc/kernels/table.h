@@ -144,13 +144,14 @@ struct Norm {
 // With `gated`: out = f(gate) * (up + up_offset), f the activation, or g * sigmoid(alpha * g) where alpha is
 // not 1.
 struct Epilogue {
-    const float* bias;  // [N] or null
-    const float* up_bias;  // [N] or null, of the second product where gated
-    int32_t activation;  // -1: none; else as `activate`
-    bool gated;
-    float clamp, alpha, up_offset;  // clamp 0: none
-    const float* residual;  // row t at residual + t * residual_stride, or null
-    int64_t residual_stride;
+    const float* bias = nullptr;  // [N] or null
+    const float* up_bias = nullptr;  // [N] or null, of the second product where gated
+    int32_t activation = -1;  // -1: none; else as `activate`
+    bool gated = false;
+    float clamp = 0;  // 0: none
+    float alpha = 1, up_offset = 0;
+    const float* residual = nullptr;  // row t at residual + t * residual_stride, or null
+    int64_t residual_stride = 0;
 };
 
 // -- attention
@@ -211,7 +212,7 @@ struct AttentionPiece {
     const int32_t* positions;  // [T]
     const int32_t* block_table;  // of the request
     int32_t context_len, kv_head, first_split, last_split, num_rows;
-    bool asked;  // what its first split reads has been asked for
+    bool is_prefetched;  // whether what its first split reads has been prefetched
     BlockRange ahead;  // what its thread reads next, perhaps nothing
     AttentionRow rows[kMaxSets * kMaxLanes];
 };
@@ -219,7 +220,7 @@ struct AttentionPiece {
 // Asks for bytes `from` .. `to` - 1 of the range's blocks, to come into the second-level cache. A few blocks
 // at a time: blocks lie scattered over pages, where the hardware's prefetcher is of no help and each page has
 // to be found first.
-inline void ask_for_blocks(const KvLayer& kv, const BlockRange& range, size_t from, size_t to) {
+inline void prefetch_blocks(const KvLayer& kv, const BlockRange& range, size_t from, size_t to) {
     constexpr int kTogether = 4;
     for (int block = range.first; block < range.last; block += kTogether)
         for (size_t line = from; line < to; line += 64)

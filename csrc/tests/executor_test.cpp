@@ -4,6 +4,7 @@
 #include "../core/decode_batch.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "check.h"
 
@@ -198,44 +199,105 @@ LinearPart part(const Matrix2& m, const Place& out, const Place* residual = null
     return p;
 }
 
-LinearSpec linear(const Place& x, std::vector<LinearPart> parts, const Floats* norm = nullptr) {
-    LinearSpec spec;
-    spec.x = x;
-    if (norm) spec.norm = Norm{norm->data(), nullptr, 1e-5f, 0, false};
-    spec.parts = std::move(parts);
-    return spec;
-}
+// An executor under construction, its stages opened one after another in one range or the next.
+struct Stages {
+    Executor& executor;
+    bool samples = false;
+    int range = 0;
 
-// Its rows are written by the stage before.
-LinearSpec converted(const Place& x, LinearPart only) {
-    LinearSpec spec = linear(x, {std::move(only)});
-    spec.converted = true;
-    return spec;
+    void begin() { executor.begin_stage(samples, range); }
+    // A row op in a stage that was opened for it.
+    void rows(std::unique_ptr<RowOp> op) { executor.add_row_op(std::move(op)); }
+    // A product that reads x through a conversion in the open stage of row ops.
+    void linear(const Place& x, std::vector<LinearPart> parts, const Floats* norm, bool gated = false) {
+        const Norm spec = norm ? Norm{norm->data(), nullptr, 1e-5f, 0, false} : Norm{};
+        const PreparedRows* converted = executor.add_conversion(x, spec, parts[0].tiles);
+        product(converted, std::move(parts), gated);
+    }
+    // A product whose rows the stage before writes.
+    void converted_linear(const Place& x, LinearPart only) {
+        const PreparedRows* converted = executor.convert_in_last_stage(x, only.tiles);
+        product(converted, {std::move(only)}, false);
+    }
+    void attention(const AttentionSpec& spec) {
+        range++;
+        begin();
+        executor.add_attention(spec);
+        range++;
+    }
+
+  private:
+    void product(const PreparedRows* rows, std::vector<LinearPart> parts, bool gated) {
+        begin();
+        LinearSpec spec{.rows = rows, .parts = std::move(parts)};
+        spec.epilogue.gated = gated;
+        spec.epilogue.activation = gated ? 0 : -1;
+        executor.add_linear(std::move(spec));
+    }
+};
+
+// Where a layer's Values lie.
+struct LayerPlaces {
+    Place x, q, k, v, attended, inner;
+
+    LayerPlaces(Arena& tokens, Arena& block) : x(tokens.place(kHidden)) {
+        const Place qkv = tokens.place(kQ + 2 * kKv);
+        q = columns(qkv, 0, kQ);
+        k = columns(qkv, kQ, kKv);
+        v = columns(qkv, kQ + kKv, kKv);
+        attended = tokens.place(kQ);
+        inner = block.place(kInner);
+    }
+};
+
+void build_layer(Stages& stages, const Layer& layer, int index, const RopeAngles* angles,
+                 const LayerPlaces& places) {
+    const auto& [x, q, k, v, attended, inner] = places;
+    const auto rope = [&](const Place& heads, int num_heads) {
+        stages.rows(make_rope(RopeSpec{.x = heads,
+                                       .out = heads,
+                                       .num_heads = num_heads,
+                                       .head_width = kWidth,
+                                       .rotary_dim = kWidth,
+                                       .rotary_start = 0,
+                                       .interleaved = false,
+                                       .angles = angles}));
+    };
+    stages.linear(x, {part(layer.q, q), part(layer.k, k), part(layer.v, v)}, &layer.norm);
+    stages.begin();
+    rope(q, kHeads);
+    rope(k, kKvHeads);
+    stages.rows(make_kv_write(k, v, 0, index));
+    stages.attention(AttentionSpec{.q = q,
+                                   .out = attended,
+                                   .group = 0,
+                                   .layer = index,
+                                   .num_heads = kHeads,
+                                   .window = 0,
+                                   .scale = 0.3f,
+                                   .softcap = 0,
+                                   .sinks = nullptr});
+    stages.converted_linear(attended, part(layer.o, x, &x));
+    stages.begin();
+    stages.linear(x, {part(layer.gate, inner), part(layer.up, inner)}, &layer.inner_norm, true);
+    stages.converted_linear(inner, part(layer.down, x, &x));
+    stages.begin();
 }
 
 void build(Executor& e, const Model& model) {
     Arena tokens{Axis::tokens}, block{Axis::block}, samples{Axis::samples};
-    const Place x = tokens.place(kHidden), qkv = tokens.place(kQ + 2 * kKv), attended = tokens.place(kQ),
-                inner = block.place(kInner);
-    const Place q = columns(qkv, 0, kQ), k = columns(qkv, kQ, kKv), v = columns(qkv, kQ + kKv, kKv);
+    const LayerPlaces places(tokens, block);
     const Place sampled = samples.place(kHidden), logits = samples.place(kVocab);
     const RopeAngles* angles = e.add_angles(model.inv_freq, 1);
-    e.add_row_op(false, make_embedding(model.table.packed.tiles, model.table.packed.memory, x, 1, false, 0));
-    for (int l = 0; l < kLayers; l++) {
-        const Layer& layer = model.layers[l];
-        e.add_linear(linear(x, {part(layer.q, q), part(layer.k, k), part(layer.v, v)}, &layer.norm));
-        e.add_row_op(false, make_rope(q, q, kHeads, kWidth, kWidth, 0, false, angles));
-        e.add_row_op(false, make_rope(k, k, kKvHeads, kWidth, kWidth, 0, false, angles));
-        e.add_row_op(false, make_kv_write(k, v, 0, l));
-        e.add_attention(AttentionSpec{q, attended, 0, l, kHeads, 0, 0.3f, 0, nullptr});
-        e.add_linear(converted(attended, part(layer.o, x, &x)));
-        LinearSpec mlp = linear(x, {part(layer.gate, inner), part(layer.up, inner)}, &layer.inner_norm);
-        mlp.gated = true, mlp.activation = 0;
-        e.add_linear(std::move(mlp));
-        e.add_linear(converted(inner, part(layer.down, x, &x)));
-    }
-    e.add_row_op(true, make_gather(x, sampled));
-    e.add_linear(linear(sampled, {part(model.head, logits)}, &model.final_norm));
+    Stages stages{e};
+    stages.begin();
+    stages.rows(make_embedding({model.table.packed.tiles, model.table.packed.memory, places.x}));
+    for (int l = 0; l < kLayers; l++) build_layer(stages, model.layers[l], l, angles, places);
+    stages.samples = true;
+    stages.begin();
+    stages.rows(make_gather(places.x, sampled));
+    stages.linear(sampled, {part(model.head, logits)}, &model.final_norm);
+    stages.begin();
     e.add_sampling(logits);
     e.finish(tokens.used, block.used, samples.used);
 }
@@ -457,8 +519,11 @@ void test_draws(const KernelTable& kernels) {
     const Matrix2 table(kRows, kVocab, 77, Format::fp32, pool);
     Arena tokens{Axis::tokens}, samples{Axis::samples};
     const Place x = tokens.place(kVocab), logits = samples.place(kVocab);
-    executor.add_row_op(false, make_embedding(table.packed.tiles, table.packed.memory, x, 1, false, 0));
-    executor.add_row_op(true, make_gather(x, logits));
+    executor.begin_stage(false, 0);
+    executor.add_row_op(make_embedding({table.packed.tiles, table.packed.memory, x}));
+    executor.begin_stage(true, 1);
+    executor.add_row_op(make_gather(x, logits));
+    executor.begin_stage(true, 1);
     executor.add_sampling(logits);
     executor.finish(tokens.used, 0, samples.used);
     std::vector<int32_t> ids(kRows), slots(kRows, -1), starts = {0, kRows}, context = {0}, block = {0};
@@ -626,9 +691,77 @@ void test_greedy(const KernelTable& kernels, int threads) {
             "request %zu on %d threads", r, threads);
 }
 
+template <typename Fn>
+bool is_refused(const Fn& fn) {
+    try {
+        fn();
+    } catch (const std::logic_error&) {
+        return true;
+    }
+    return false;
+}
+
+// An executor that is told of stages which contradict one another says so, before any memory is at risk.
+void test_contradictory_stages(const KernelTable& kernels) {
+    ThreadPool pool(1);
+    const Matrix2 table(4, 16, 5, Format::fp32, pool);
+    const Place x{Axis::tokens, 0, 16}, y{Axis::tokens, 16, 16}, logits{Axis::samples, 0, 16};
+    const auto embedding = [&] { return make_embedding({table.packed.tiles, table.packed.memory, x}); };
+    const AttentionSpec attention{x, y, 0, 0, 1, 0, 1, 0, nullptr};
+    const auto refuses = [&](const char* what, const std::function<void(Executor&)>& build) {
+        Executor executor(pool, kernels, 8, 16);
+        CHECK(is_refused([&] { build(executor); }), "%s", what);
+    };
+    refuses("an op before the first stage", [&](Executor& e) { e.add_row_op(embedding()); });
+    refuses("ranges that count down", [&](Executor& e) {
+        e.begin_stage(false, 3);
+        e.begin_stage(false, 2);
+    });
+    refuses("a stage over tokens behind one over samples", [&](Executor& e) {
+        e.begin_stage(true, 0);
+        e.begin_stage(false, 0);
+    });
+    refuses("an attention in the range of row ops", [&](Executor& e) {
+        e.begin_stage(false, 0);
+        e.add_row_op(embedding());
+        e.begin_stage(false, 0);
+        e.add_attention(attention);
+    });
+    refuses("row ops in the range of an attention", [&](Executor& e) {
+        e.begin_stage(false, 0);
+        e.add_attention(attention);
+        e.begin_stage(false, 0);
+        e.add_row_op(embedding());
+    });
+    refuses("a row op in an attention's stage", [&](Executor& e) {
+        e.begin_stage(false, 0);
+        e.add_attention(attention);
+        e.add_row_op(embedding());
+    });
+    refuses("an attention over samples", [&](Executor& e) {
+        e.begin_stage(true, 0);
+        e.add_attention(attention);
+    });
+    refuses("a product in a stage of row ops", [&](Executor& e) {
+        e.begin_stage(false, 0);
+        const PreparedRows* rows = e.add_conversion(x, {}, table.packed.tiles);
+        e.add_linear(LinearSpec{.rows = rows, .parts = {part(table, y)}});
+    });
+    refuses("rows that the stage before cannot convert", [&](Executor& e) {
+        e.begin_stage(false, 0);
+        e.add_row_op(embedding());
+        e.convert_in_last_stage(x, table.packed.tiles);
+    });
+    refuses("a draw of logits that no stage makes", [&](Executor& e) {
+        e.begin_stage(true, 0);
+        e.add_sampling(logits);
+    });
+}
+
 }  // namespace
 
 void test_executor(const KernelTable& kernels) {
+    test_contradictory_stages(kernels);
     test_format(kernels, Format::fp32, KvType::fp32);
     for (const Format format : {Format::bf16, Format::int8, Format::int4})
         test_format(kernels, format, KvType::bf16);

@@ -5,12 +5,12 @@ from itertools import combinations
 import torch
 from hypothesis import given, settings
 
-from octavo.backends.native.lower import body_first, ranges_of, stages_of
+from octavo.backends.native.stages import body_first, plan_arena, stages_of
 from octavo.checkpoint.open import open_checkpoint
 from octavo.models.registry import build_programs
 from octavo.program.ops import Linear
 from octavo.program.passes.fuse import fuse
-from octavo.program.passes.plan import IN_PLACE, plan
+from octavo.program.passes.plan import IN_PLACE
 from tests.support.random_programs import random_programs
 from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
@@ -57,8 +57,8 @@ def takes_over(op, value, program):
 def check(program):
     program = body_first(program)
     stages = stages_of(program)
-    places = plan(program, stages, ranges_of(program)).places
-    lives = lifetimes(program, stages)
+    places = plan_arena(program, stages).places
+    lives = lifetimes(program, [index for index, stage in enumerate(stages) for _ in stage.ops])
     assert set(places) == {value.name for value in lives}
     for a, b in combinations(sorted(lives, key=lambda value: lives[value][0]), 2):
         if not share_memory(places[a.name], places[b.name]) or lives[a][2] < lives[b][1]:
@@ -92,5 +92,5 @@ def test_memory_does_not_grow_with_layers():
     for layers in (2, 9):
         path = tiny_model("llama", num_hidden_layers=layers).path
         program = fuse(build_programs(open_checkpoint(path).config)["decoder"])
-        sizes.append(plan(program, stages_of(program), ranges_of(program)).row_floats)
+        sizes.append(plan_arena(program, stages_of(program)).row_floats)
     assert sizes[0] == sizes[1]

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.backends.base import FormatOf
-from octavo.backends.native.lower import GROUP, body_first, ranges_of, stages_of
+from octavo.backends.native.lower import GROUP
+from octavo.backends.native.stages import body_first, plan_arena, stages_of
 from octavo.errors import UnsupportedModel
 from octavo.program.ops import Embedding, GroupedLinear, Linear
-from octavo.program.passes.plan import plan
 from octavo.program.program import Program, Weight
 
 TILE_ROWS = 16
@@ -142,7 +142,7 @@ def _step_bytes(fused: Program, max_tokens: int) -> int:
     four numbers for each group.
     """
     program = body_first(fused)
-    floats = plan(program, stages_of(program), ranges_of(program)).row_floats
+    floats = plan_arena(program, stages_of(program)).row_floats
     widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
     return max_tokens * (
         4 * floats.get("tokens", 0)

@@ -8,24 +8,19 @@ What the native kernels cannot do is refused here, by name, before anything is p
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.backends.native.stages import ROW_LOCAL, Stage, body_first, plan_arena, stages_of
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
-from octavo.program.passes.plan import Plan, plan
+from octavo.program.passes.plan import Plan
 from octavo.program.program import Op, Program, Value, Weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 """In the order of the kernels' numbers (csrc/kernels/epilogue.inl)."""
-
-ROW_LOCAL = (
-    *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
-    *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Act, ops.ActMul),
-)
 
 MAX_LANES = 16
 """Query heads of one kv head that the attention kernel takes together (csrc/kernels/table.h)."""
@@ -82,72 +77,54 @@ def _refusal(program: Program, what: str) -> BackendUnavailable:
     )
 
 
-def body_first(program: Program) -> Program:
-    """All ops on tokens, then all on samples, as the executor runs them (no op leads from samples
-    back to tokens).
-    """
-    return replace(program, ops=tuple(sorted(program.ops, key=lambda op: _axis(op) == "samples")))
-
-
-def stages_of(program: Program) -> list[int]:
-    """The stage of each op: row-local ops that follow one another on one axis share one."""
-    stages: list[int] = []
-    previous: Op | None = None
-    for op in program.ops:
-        joins = (
-            previous is not None
-            and isinstance(op, ROW_LOCAL)
-            and isinstance(previous, ROW_LOCAL)
-            and _axis(op) == _axis(previous)
-        )
-        stages.append((stages[-1] if stages else 0) + (0 if joins else 1))
-        previous = op
-    return stages
-
-
-def ranges_of(program: Program) -> list[int]:
-    """The range of each op: those that follow one another without an attention, through which a
-    block of rows goes without a barrier.
-    """
-    ranges: list[int] = []
-    previous: Op | None = None
-    for op in program.ops:
-        alone = (
-            previous is None or isinstance(op, ops.Attention) or isinstance(previous, ops.Attention)
-        )
-        joins = not alone and previous is not None and _axis(op) == _axis(previous)
-        ranges.append((ranges[-1] if ranges else 0) + (0 if joins else 1))
-        previous = op
-    return ranges
-
-
-def _axis(op: Op) -> str:
-    return op.outputs[0].axis if op.outputs else op.inputs[0].axis
-
-
 class Lowering:
-    """Walks a Program once and tells the builder of each op."""
+    """Walks a Program once, opens its stages on the builder and tells it of each op."""
 
     def __init__(self, program: Program, builder: Any, weights: Weights) -> None:
         self._program = program = body_first(program)
         self._builder = builder
         self._weights = weights
         self._floats = weights.floats
-        self._plan: Plan = plan(program, stages_of(program), ranges_of(program))
+        self._stages = stages_of(program)
+        self._plan: Plan = plan_arena(program, self._stages)
+        self._stage = self._stages[0]
+        """The stage whose ops are lowered."""
+        self._open_rows: Stage | None = None
+        """The stage that takes row ops on the builder; None: the last one opened takes none."""
         self._angles: dict[ops.RopeTable, int] = {}
         self._num_readers = Counter(value for op in program.ops for value in op.inputs)
         self._num_readers.update(program.outputs.values())
         self._converted: set[Value] = set()
+        """Values that the op which makes them writes as their one reader's product reads them."""
         self._before: Op | None = None
         """The op before the one that is lowered."""
 
     def run(self) -> None:
-        for op in self._program.ops:
-            getattr(self, f"_lower_{op.kind}")(op)
-            self._before = op
+        for stage in self._stages:
+            self._stage = stage
+            if stage.is_row_local:
+                self._begin_rows()
+            for op in stage.ops:
+                getattr(self, f"_lower_{op.kind}")(op)
+                self._before = op
+        self._begin()
         self._builder.sampling(self._span(self._program.outputs["logits"]))
         floats = self._plan.row_floats
-        self._builder.finish(*(floats.get(axis, 0) for axis in ("tokens", "block", "samples")))
+        self._builder.finish(
+            token_floats=floats.get("tokens", 0),
+            block_floats=floats.get("block", 0),
+            sample_floats=floats.get("samples", 0),
+        )
+
+    def _begin(self) -> None:
+        """Opens a stage for an op that is not row-local."""
+        self._builder.begin_stage(self._stage.axis, self._stage.range)
+        self._open_rows = None
+
+    def _begin_rows(self) -> None:
+        """Opens a stage of row ops."""
+        self._begin()
+        self._open_rows = self._stage
 
     def _span(self, value: Value) -> Span:
         place = self._plan.places[value.name]
@@ -159,9 +136,9 @@ class Lowering:
         self._builder.embedding(
             self._weights.tiles(op.table).handle,
             self._span(op.out),
-            op.scale,
-            op.by_position,
-            op.offset,
+            scale=op.scale,
+            by_position=op.by_position,
+            offset=op.offset,
         )
 
     def _lower_RmsNorm(self, op: ops.RmsNorm) -> None:
@@ -175,11 +152,15 @@ class Lowering:
     def _lower_Rope(self, op: ops.Rope) -> None:
         if op.table not in self._angles:
             self._angles[op.table] = self._builder.angles(list(op.table.inv_freq), op.table.mscale)
-        interleaved = op.style == "interleaved"
-        table = self._angles[op.table]
-        spans = (self._span(op.x), self._span(op.out))
         self._builder.rope(
-            *spans, op.num_heads, op.head_width, op.rotary_dim, op.rotary_start, interleaved, table
+            self._span(op.x),
+            self._span(op.out),
+            num_heads=op.num_heads,
+            head_width=op.head_width,
+            rotary_dim=op.rotary_dim,
+            rotary_start=op.rotary_start,
+            interleaved=op.style == "interleaved",
+            angles=self._angles[op.table],
         )
 
     def _lower_KvWrite(self, op: ops.KvWrite) -> None:
@@ -227,7 +208,12 @@ class Lowering:
         gate: ops.Gate | None = None,
     ) -> None:
         self._builder.elementwise(
-            kind, self._span(a), self._span(b), self._span(out), factor, *_gate_numbers(gate)
+            kind,
+            self._span(a),
+            self._span(b),
+            self._span(out),
+            factor=factor,
+            gate=_gate_numbers(gate),
         )
 
     def _lower_GatherRows(self, op: ops.GatherRows) -> None:
@@ -236,6 +222,22 @@ class Lowering:
     # -- products and attention --------------------------------------------------------------------
 
     def _lower_Linear(self, op: ops.Linear) -> None:
+        gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
+        products = self._parts_by_rows(op)
+        converted = len(products) == 1 and self._comes_converted(op)
+        for parts in products:
+            first = parts[0][0]
+            if converted:
+                rows = self._builder.convert_in_last_stage(self._span(op.x), first)
+            else:
+                rows = self._convert(op, first)
+            self._begin()
+            self._builder.linear(rows, parts, gated=op.gate is not None, gate=_gate_numbers(gate))
+
+    def _convert(self, op: ops.Linear, tiles: Any) -> int:
+        """Converts x in the row ops right before the product, or in a stage of its own."""
+        if self._open_rows is None or self._open_rows.axis != self._stage.axis:
+            self._begin_rows()
         norm = None
         if op.norm is not None:
             norm = (
@@ -245,13 +247,7 @@ class Lowering:
                 op.norm.weight_offset,
                 op.norm.centered,
             )
-        gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
-        products = self._parts_by_rows(op)
-        converted = len(products) == 1 and self._comes_converted(op)
-        for parts in products:
-            self._builder.linear(
-                self._span(op.x), norm, parts, converted, op.gate is not None, *_gate_numbers(gate)
-            )
+        return int(self._builder.conversion(self._span(op.x), norm, tiles))
 
     def _comes_converted(self, op: ops.Linear) -> bool:
         """Whether the op before may write x as this product reads it: where nobody else reads x, it
@@ -318,16 +314,17 @@ class Lowering:
 
     def _lower_Attention(self, op: ops.Attention) -> None:
         window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
+        self._begin()
         self._builder.attention(
             self._span(op.q),
             self._span(op.out),
-            self._program.group_index(op.group),
-            op.layer,
-            op.num_heads,
-            window,
-            op.scale,
-            op.softcap or 0.0,
-            self._optional(op.sinks),
+            group=self._program.group_index(op.group),
+            layer=op.layer,
+            num_heads=op.num_heads,
+            window=window,
+            scale=op.scale,
+            softcap=op.softcap or 0.0,
+            sinks=self._optional(op.sinks),
         )
 
     def _optional(self, weight: Weight | None) -> NDArray[np.float32] | None:

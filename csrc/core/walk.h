@@ -1,0 +1,136 @@
+// The stages of one step as the thread pool walks them: the body, stage by stage or in ranges that blocks of
+// rows go through, then the head once for each chunk of sampled rows.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "executor.h"
+
+namespace octavo {
+
+struct Walk : ThreadPool::Work {
+    Executor& executor;
+    const Batch& batch;
+    const KvMemory& kv;
+    const int block;  // rows that a thread takes through a range; 0: the body goes stage by stage
+    const std::vector<StageRange>& body;
+    const int head, chunks;
+    const Stage* const best_only;
+
+    Walk(Executor& e, const Batch& b, const KvMemory& k)
+        : executor(e),
+          batch(b),
+          kv(k),
+          block(row_block(b.num_tokens, e.pool().num_threads(), e.least_rows_, e.kernels().row_block)),
+          body(block ? e.ranges_ : e.each_),
+          head((int)e.head_.size()),
+          chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk),
+          best_only(b.draws_best() ? e.logits_product_ : nullptr) {}
+
+    // Threads that share a product's outputs each read a part of its weights, and all rows; threads that
+    // share the rows read all weights, which costs as much as some eight rows more. The latter pays where
+    // rows are many; the block is one with which they come out even.
+    static int row_block(int rows, int threads, int least, int most) {
+        if (rows < threads * least) return 0;
+        int best = 0, lowest = 0;
+        for (int block = most; block >= kTile; block -= kTile) {
+            const int blocks = (rows + block - 1) / block;
+            const int cost = (blocks + threads - 1) / threads * (block + 8);
+            if (best == 0 || cost < lowest) best = block, lowest = cost;
+        }
+        return best;
+    }
+
+    int num_stages() const override { return (int)body.size() + head * chunks; }
+    StageRange range(int index) const {
+        if (index < (int)body.size()) return body[index];
+        const int stage = (index - (int)body.size()) % head;
+        return {stage, stage + 1};
+    }
+    bool by_rows(int index) const {
+        return block && index < (int)body.size() && executor.body_[body[index].first]->row_local();
+    }
+    const Stage& stage(int index) const {
+        return *(index < (int)body.size() ? executor.body_ : executor.head_)[range(index).first];
+    }
+    View view(int index) const {
+        if (index < (int)body.size()) return View{.executor = executor, .batch = batch, .kv = kv};
+        const int first = (index - (int)body.size()) / head * kSampleChunk;
+        return View{.executor = executor,
+                    .batch = batch,
+                    .kv = kv,
+                    .first_sample = first,
+                    .num_samples = std::min(kSampleChunk, batch.num_samples - first),
+                    .best_only = best_only};
+    }
+    int pieces(int index) const override {
+        return by_rows(index) ? (batch.num_tokens + block - 1) / block : stage(index).pieces(view(index));
+    }
+    void run(int index, int piece, int thread) override {
+        if (by_rows(index))
+            run_block(body[index], piece * block, std::min(batch.num_tokens, (piece + 1) * block), thread);
+        else
+            stage(index).run(view(index), piece, executor.threads_[thread], index);
+    }
+    Span waits(int index, int thread) override {
+        prefetch_next(index, thread);
+        return upcoming(index, thread);
+    }
+    // Prefetches what this thread's piece of the next stage will read first.
+    void prefetch_next(int index, int thread) const {
+        if (index + 1 >= num_stages() || by_rows(index + 1)) return;
+        const View next = view(index + 1);
+        const int count = stage(index + 1).pieces(next), piece = executor.pool_.first_piece(count, thread);
+        if (piece < count) stage(index + 1).prefetch(next, piece, executor.threads_[thread]);
+    }
+    void run_block(const StageRange& range, int row0, int row1, int index) const {
+        const int shift = row0 - index * executor.kernels().row_block;
+        const View view{.executor = executor, .batch = batch, .kv = kv, .shift = shift};
+        ThreadState& thread = executor.threads_[index];
+        for (int i = range.first; i < range.last; i++) {
+            const auto start = executor.profiling_ ? Clock::now() : Clock::time_point();
+            executor.body_[i]->run_rows(view, row0, row1, thread);
+            if (executor.profiling_) thread.seconds[i - range.first] += seconds_since(start);
+        }
+    }
+    // Weights of the next product, which is at most three stages away, as far as they leave a second-level
+    // cache room for the rest.
+    Span upcoming(int index, int thread) const {
+        constexpr ptrdiff_t kMost = 256 << 10;
+        if (block) return {};
+        for (int next = index + 1; next < std::min(num_stages(), index + 4); next++) {
+            const Span span = stage(next).reads_first(view(next), thread);
+            if (span.first != span.last)
+                return {span.first, span.first + std::min(span.last - span.first, kMost)};
+        }
+        return {};
+    }
+    void finished(int index) override {
+        executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
+        if (!executor.profiling_) return;
+        if (by_rows(index)) {
+            for (int i = body[index].first; i < body[index].last; i++)
+                executor.record(*executor.body_[i], view(index), mean_seconds(i - body[index].first));
+        } else {
+            executor.record(stage(index), view(index), seconds_since(since));
+        }
+        since = Clock::now();
+    }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    static double seconds_since(Clock::time_point start) {
+        return std::chrono::duration<double>(Clock::now() - start).count();
+    }
+    // Seconds in a stage of the range that is done, the threads' mean; sets their sums back to zero.
+    double mean_seconds(int i) {
+        double sum = 0;
+        for (auto& thread : executor.threads_) sum += std::exchange(thread.seconds[i], 0.0);
+        return sum / (double)executor.threads_.size();
+    }
+    Clock::time_point since = Clock::now();
+};
+
+}  // namespace octavo
