@@ -36,7 +36,7 @@ from octavo.backends.torch.attention.query_rows import query_rows_of
 from octavo.backends.torch.kv_cache import KvTensor
 from octavo.backends.torch.plain import Cuts
 from octavo.backends.torch.step import step_arrays
-from octavo.backends.torch.triton import attention, packed_linear, pick, tuning
+from octavo.backends.torch.triton import attention_tiles, packed_linear, pick, tuning
 from octavo.backends.torch.triton.attention import TritonAttention
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.tuning import TunedLaunch
@@ -178,7 +178,7 @@ def tasks(kernel: str, args: argparse.Namespace) -> Iterator[Task]:
                 for context in args.contexts
             ]
             run = partial(attend_all, TritonAttention(DEVICE), calls)
-            yield Task({"width": width, "group": group, "kv": kv}, attention, run)
+            yield Task({"width": width, "group": group, "kv": kv}, attention_tiles, run)
 
 
 def attend_all(kernels: TritonAttention, calls: Iterable[AttentionCall]) -> None:

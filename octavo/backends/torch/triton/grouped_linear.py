@@ -1,19 +1,20 @@
 """Products of expert rows, each with its expert's matrix: rows sorted by expert, one expert a tile.
 
-    x [R, in]   experts [R]   W [E, out, in], plain or packed      order [R]: rows by expert, those
-    of one expert in their order
+    x [R, in]   experts [R]   W [E, out, in], plain or packed
+    order [R]: rows sorted by expert, those of one expert in their own order
 
-    program (i, n)  tile i: at most BLOCK_M rows of one expert, gathered through `order`;  outputs
-    n*BLOCK_N ...  ->  out [R, out]
+    program (i, n)  tile i: at most BLOCK_M rows of one expert, gathered through `order`;
+                    outputs n*BLOCK_N ...  ->  out [R, out]
 
-The tiles are made on the device of the ids alone (`ExpertRows.of`), as many as there may be at
-most: nobody waits for a count, and a graph can hold it. Sums go over the inputs tile by tile, for
-each row the same whatever rows stand beside it. Reference: `plain.PlainKernels.grouped`.
+Tiles are made on the device from the ids alone (`ExpertRows.of`), as many as there can be at most:
+the host waits for no count, and a graph can hold it. Sums go over the inputs tile by tile, for each
+row the same whatever rows stand beside it. Reference: `plain.PlainKernels.grouped`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from octavo.backends.torch.triton.matrix_tile import (
     FLOATS,
-    MatrixArguments,
+    MatrixBytes,
     refusal,
     tiles_times_rows,
 )
@@ -31,25 +32,31 @@ from octavo.backends.torch.triton.tuning import tuned
 from octavo.backends.torch.weights import DeviceWeight
 
 FEW_ROWS = 32
-"""Of an expert in the mean: up to here tiles have 16 rows, beyond 64."""
+"""Mean number of rows of an expert up to which tiles have 16 rows; beyond they have 64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
-    """`order [R] int64`; of each tile its expert (E where the tile is empty) and which part of
-    `order` it has, `[tiles] int64`.
+    """Rows of a step sorted by expert, and cut into tiles of one expert each; int64, on the
+    device.
     """
 
     experts: Tensor
+    """Expert of each row, `[R]`."""
     order: Tensor
+    """Rows sorted by expert, `[R]`."""
     tile_experts: Tensor
+    """Expert of each tile, `[tiles]`; E where the tile is empty."""
     tile_starts: Tensor
+    """First place in `order` of each tile, `[tiles]`."""
     tile_stops: Tensor
+    """End of each tile's places in `order`, `[tiles]`."""
     tile_rows: int
+    """Most rows of a tile."""
 
     @staticmethod
     def of(experts: Tensor, num_experts: int, tile_rows: int) -> ExpertRows:
-        """`experts [R]`, each row's, below `num_experts`."""
+        """Sorts rows by `experts [R]`, each below `num_experts`."""
         experts = experts.long()
         counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_add_(
             0, experts, torch.ones_like(experts)
@@ -71,6 +78,16 @@ class ExpertRows:
         )
 
 
+class ExpertTiles(NamedTuple):
+    """The fields of `ExpertRows` that the kernel reads."""
+
+    order: Tensor
+    experts: Tensor
+    starts: Tensor
+    stops: Tensor
+    num_experts: int
+
+
 def tile_rows_of(num_rows: int, num_experts: int) -> int:
     return 16 if num_rows <= FEW_ROWS * num_experts else 64
 
@@ -84,12 +101,18 @@ def carries(x: Tensor, matrix: DeviceWeight) -> bool:
 def grouped_product(
     x: Tensor, rows: ExpertRows, matrix: DeviceWeight, bias: Tensor | None, device: str
 ) -> Tensor:
-    """`x [R, in]` to `[R, out]`, plus `bias [E, out] fp32`."""
+    """Multiplies `x [R, in]` and adds `bias [E, out] fp32`: `[R, out]` in x's dtype."""
     num_experts, num_outputs, row_bytes = matrix.codes.shape
     out = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
     if not len(x):
         return out
-    arguments = MatrixArguments.of(matrix)
+    tiles = ExpertTiles(
+        order=rows.order,
+        experts=rows.tile_experts,
+        starts=rows.tile_starts,
+        stops=rows.tile_stops,
+        num_experts=num_experts,
+    )
     launch = tuned(
         "grouped_linear",
         device,
@@ -99,19 +122,13 @@ def grouped_product(
         bits=matrix.bits,
     )
     _grouped_linear_kernel[(len(rows.tile_experts), triton.cdiv(num_outputs, launch["BLOCK_N"]))](
-        x,
-        x.stride(0),
-        rows.order,
-        rows.tile_experts,
-        rows.tile_starts,
-        rows.tile_stops,
-        num_experts,
-        bias,
-        out,
-        triton.cdiv(row_bytes, launch["BLOCK_B"]),
-        **arguments.tensors,
-        **arguments.sizes,
-        **arguments.constants,
+        x=x,
+        x_stride=x.stride(0),
+        tiles=tiles,
+        bias=bias,
+        out=out,
+        num_tiles=triton.cdiv(row_bytes, launch["BLOCK_B"]),
+        matrix=MatrixBytes.of(matrix),
         BLOCK_M=rows.tile_rows,
         **launch,
     )
@@ -122,75 +139,39 @@ def grouped_product(
 def _grouped_linear_kernel(
     x,
     x_stride,
-    order,
-    tile_experts,
-    tile_starts,
-    tile_stops,
-    num_experts,
+    tiles,
     bias,
     out,
     num_tiles,
-    codes,
-    lookup,
-    scales,
-    scale_supers,
-    mins,
-    min_supers,
-    num_outputs,
-    row_bytes,
-    num_groups,
-    scale_supers_of,
-    min_supers_of,
-    IS_PLAIN: tl.constexpr,
-    NIBBLES: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
+    matrix,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    expert = tl.load(tile_experts + tl.program_id(0))
-    if expert < num_experts:
-        sorted_at = tl.load(tile_starts + tl.program_id(0)) + tl.arange(0, BLOCK_M)
-        rows_mask = sorted_at < tl.load(tile_stops + tl.program_id(0))
-        rows = tl.load(order + sorted_at, mask=rows_mask, other=0)
+    tile = tl.program_id(0)
+    expert = tl.load(tiles.experts + tile)
+    if expert < tiles.num_experts:
+        sorted_at = tl.load(tiles.starts + tile) + tl.arange(0, BLOCK_M)
+        rows_mask = sorted_at < tl.load(tiles.stops + tile)
+        rows = tl.load(tiles.order + sorted_at, mask=rows_mask, other=0)
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
-        columns_mask = columns < num_outputs
+        columns_mask = columns < matrix.num_outputs
+        outputs = expert * matrix.num_outputs + columns
         acc = tiles_times_rows(
-            x,
-            rows * x_stride,
-            rows_mask,
-            codes,
-            lookup,
-            scales,
-            scale_supers,
-            mins,
-            min_supers,
-            expert * num_outputs + columns,
-            columns_mask,
-            0,
-            num_tiles,
-            row_bytes,
-            num_groups,
-            scale_supers_of,
-            min_supers_of,
-            IS_PLAIN,
-            NIBBLES,
-            HALF,
-            UNIT,
-            ZERO_POINT,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_B,
+            x=x,
+            x_offsets=rows * x_stride,
+            x_mask=rows_mask,
+            matrix=matrix,
+            outputs=outputs,
+            outputs_mask=columns_mask,
+            first_tile=0,
+            last_tile=num_tiles,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            BLOCK_B=BLOCK_B,
         )
         if bias is not None:
-            acc += tl.load(bias + expert * num_outputs + columns, mask=columns_mask, other=0.0)[
-                :, None
-            ]
-        at = rows[None, :] * num_outputs + columns[:, None]
-        tl.store(
-            out + at,
-            rounded(acc, out.dtype.element_ty),
-            mask=columns_mask[:, None] & rows_mask[None, :],
-        )
+            acc += tl.load(bias + outputs, mask=columns_mask, other=0.0)[:, None]
+        to = out + rows[None, :] * matrix.num_outputs + columns[:, None]
+        mask = columns_mask[:, None] & rows_mask[None, :]
+        tl.store(to, rounded(acc, out.dtype.element_ty), mask=mask)

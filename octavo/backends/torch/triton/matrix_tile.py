@@ -4,23 +4,23 @@ weights and with experts share.
 A `DeviceWeight [.., out, in]` as its bytes lie. A tile is BLOCK_N outputs by BLOCK_B neighbouring
 bytes (elements, of plain floats):
 
-    codes  [out, bytes of a row]     4 bits: a byte holds the inputs k and k + HALF, low nibble
-    first, with
-                                     k = byte // HALF * 2 HALF + byte % HALF: HALF is 1 for "pairs",
-                                     group / 2 for "halves"
-    scales [out, groups]             of UNIT neighbouring bytes each (0: one group, the row), times
-    supers [out, supers] of two levels mins   likewise x      [rows, in]                read as
-    [BLOCK_B, rows], so that the unpacked tile goes from registers into the product
+    codes   [out, bytes of a row]   4 bits: a byte holds the inputs k and k + HALF, low nibble
+                                    first, with k = byte // HALF * 2 HALF + byte % HALF: HALF is 1
+                                    for "pairs", group / 2 for "halves"
+    scales  [out, groups]           of UNIT neighbouring bytes each (0: one group, the row), times
+                                    supers [out, supers] where scales have two levels
+    mins    [out, groups]           likewise
+    x       [rows, in]              read as [BLOCK_B, rows], so that the unpacked tile goes from
+                                    registers into the product
 
 value = (code - zero_point) * scale + min in fp32, rounded to x's dtype, as `DeviceWeight.floats`
-has it; sums in fp32, tile by tile from the first to the last: what one row gets does not depend on
-the others.
+has it. Sums are in fp32, tile by tile from the first to the last: a row's do not depend on the
+other rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,8 +36,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refusal(weight: DeviceWeight) -> str | None:
-    """Why kernels cannot read this weight, in words; None where they can. Everything else is for
-    plain torch.
+    """Says in words why kernels cannot read this weight, or None where they can. Plain torch reads
+    every weight.
     """
     if weight.is_plain:
         return None if weight.codes.dtype in FLOATS else f"floats of {weight.codes.dtype}"
@@ -52,42 +52,55 @@ def refusal(weight: DeviceWeight) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MatrixArguments:
-    """What a kernel is told of a weight; `constants` choose the code that is compiled."""
+class MatrixBytes(NamedTuple):
+    """A weight as kernels read it: its arrays, their sizes, and the constants that a kernel is
+    compiled for.
+    """
 
-    tensors: dict[str, Tensor | None]
-    sizes: dict[str, int]
-    constants: dict[str, Any]
+    codes: Tensor
+    lookup: Tensor | None
+    scales: Tensor | None
+    scale_supers: Tensor | None
+    mins: Tensor | None
+    min_supers: Tensor | None
+    num_outputs: int
+    row_bytes: int
+    num_groups: int
+    scale_supers_of: int
+    """Number of scales that share one super scale."""
+    min_supers_of: int
+    """Number of mins that share one super scale."""
+    IS_PLAIN: tl.constexpr
+    NIBBLES: tl.constexpr
+    HALF: tl.constexpr
+    UNIT: tl.constexpr
+    ZERO_POINT: tl.constexpr
 
     @staticmethod
-    def of(weight: DeviceWeight) -> MatrixArguments:
+    def of(weight: DeviceWeight) -> MatrixBytes:
         scales, scale_supers = _levels(weight.scales)
         mins, min_supers = _levels(weight.mins)
-        tensors = {
-            "codes": weight.codes,
-            "lookup": weight.lookup,
-            "scales": scales,
-            "scale_supers": scale_supers,
-        }
-        per_byte = 2 if weight.bits == 4 else 1
-        one_group = weight.is_plain or weight.group >= weight.width
         num_groups = 1 if scales is None else scales.shape[-1]
-        sizes = {
-            "num_outputs": weight.codes.shape[-2],
-            "row_bytes": weight.codes.shape[-1],
-            "num_groups": num_groups,
-            "scale_supers_of": _groups_of_a_super(scale_supers, num_groups),
-            "min_supers_of": _groups_of_a_super(min_supers, num_groups),
-        }
-        constants = {
-            "IS_PLAIN": weight.is_plain,
-            "NIBBLES": weight.bits == 4 and not weight.is_plain,
-            "HALF": weight.group // 2 if weight.nibbles == "halves" else 1,
-            "UNIT": 0 if one_group else weight.group // per_byte,
-            "ZERO_POINT": weight.zero_point,
-        }
-        return MatrixArguments(tensors | {"mins": mins, "min_supers": min_supers}, sizes, constants)
+        one_group = weight.is_plain or weight.group >= weight.width
+        per_byte = 2 if weight.bits == 4 else 1
+        return MatrixBytes(
+            codes=weight.codes,
+            lookup=weight.lookup,
+            scales=scales,
+            scale_supers=scale_supers,
+            mins=mins,
+            min_supers=min_supers,
+            num_outputs=weight.codes.shape[-2],
+            row_bytes=weight.codes.shape[-1],
+            num_groups=num_groups,
+            scale_supers_of=_groups_of_a_super(scale_supers, num_groups),
+            min_supers_of=_groups_of_a_super(min_supers, num_groups),
+            IS_PLAIN=tl.constexpr(weight.is_plain),
+            NIBBLES=tl.constexpr(weight.bits == 4 and not weight.is_plain),
+            HALF=tl.constexpr(weight.group // 2 if weight.nibbles == "halves" else 1),
+            UNIT=tl.constexpr(0 if one_group else weight.group // per_byte),
+            ZERO_POINT=tl.constexpr(weight.zero_point),
+        )
 
 
 def _levels(levels: DeviceLevels | None) -> tuple[Tensor | None, Tensor | None]:
@@ -103,154 +116,140 @@ def tiles_times_rows(
     x,
     x_offsets,
     x_mask,
-    codes,
-    lookup,
-    scales,
-    scale_supers,
-    mins,
-    min_supers,
+    matrix,
     outputs,
     outputs_mask,
     first_tile,
     last_tile,
-    row_bytes,
-    num_groups,
-    scale_supers_of,
-    min_supers_of,
-    IS_PLAIN: tl.constexpr,
-    NIBBLES: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """`[BLOCK_N, BLOCK_M] fp32`: tiles first .. last - 1 of `outputs [BLOCK_N] int64` (over all
-    experts) times the rows of x that begin at `x_offsets [BLOCK_M]`."""
+    """Multiplies tiles first_tile .. last_tile - 1 of `outputs [BLOCK_N] int64` (counted over all
+    experts) with the rows of x that begin at `x_offsets [BLOCK_M]`: `[BLOCK_N, BLOCK_M] fp32`.
+    `matrix` is a `MatrixBytes`.
+    """
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for tile in range(first_tile, last_tile):
         at = tile * BLOCK_B + tl.arange(0, BLOCK_B)
-        inside = at < row_bytes
+        inside = at < matrix.row_bytes
         mask = outputs_mask[:, None] & inside[None, :]
         x_inside = inside[:, None] & x_mask[None, :]
-        found = tl.load(codes + outputs[:, None] * row_bytes + at[None, :], mask=mask, other=0)
-        if IS_PLAIN:
-            acc = _dot(
-                found, tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0), acc
-            )
+        found = tl.load(
+            matrix.codes + outputs[:, None] * matrix.row_bytes + at[None, :], mask=mask, other=0
+        )
+        if matrix.IS_PLAIN:
+            columns = tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
+            acc = _dot(found, columns, acc)
         else:
-            scale = numbers_of_groups(
-                scales,
-                scale_supers,
-                outputs,
-                outputs_mask,
-                tile,
-                num_groups,
-                scale_supers_of,
-                UNIT,
-                BLOCK_N,
-                BLOCK_B,
-            )
-            least = scale
-            if mins is not None:
-                least = numbers_of_groups(
-                    mins,
-                    min_supers,
-                    outputs,
-                    outputs_mask,
-                    tile,
-                    num_groups,
-                    min_supers_of,
-                    UNIT,
-                    BLOCK_N,
-                    BLOCK_B,
-                )
+            scale, least = scales_of_tile(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
             dtype: tl.constexpr = x.dtype.element_ty
-            if NIBBLES:
-                k = at // HALF * (2 * HALF) + at % HALF
-                low = rounded(
-                    values_of(found & 15, lookup, scale, least, mins is not None, ZERO_POINT), dtype
-                )
-                acc = _dot(
-                    low, tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0), acc
-                )
-                high = rounded(
-                    values_of(found >> 4, lookup, scale, least, mins is not None, ZERO_POINT), dtype
-                )
-                acc = _dot(
-                    high,
-                    tl.load(x + (k + HALF)[:, None] + x_offsets[None, :], mask=x_inside, other=0.0),
-                    acc,
-                )
+            if matrix.NIBBLES:
+                k = at // matrix.HALF * (2 * matrix.HALF) + at % matrix.HALF
+                low = rounded(values_of(found & 15, scale, least, matrix), dtype)
+                columns = tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
+                acc = _dot(low, columns, acc)
+                high = rounded(values_of(found >> 4, scale, least, matrix), dtype)
+                k += matrix.HALF
+                columns = tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
+                acc = _dot(high, columns, acc)
             else:
-                values = rounded(
-                    values_of(found, lookup, scale, least, mins is not None, ZERO_POINT), dtype
-                )
-                acc = _dot(
-                    values,
-                    tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0),
-                    acc,
-                )
+                values = rounded(values_of(found, scale, least, matrix), dtype)
+                columns = tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
+                acc = _dot(values, columns, acc)
     return acc
 
 
 @triton.jit
 def _dot(a, b, acc):
-    """acc + a @ b with nothing rounded on the way."""
+    """Returns acc + a @ b with nothing rounded on the way."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
-def values_of(codes, lookup, scale, least, HAS_MINS: tl.constexpr, ZERO_POINT: tl.constexpr):
-    """What codes stand for, in fp32."""
-    if lookup is not None:
-        values = tl.load(lookup + codes.to(tl.int32)) * scale
+def values_of(codes, scale, least, matrix):
+    """Returns what codes stand for, in fp32."""
+    if matrix.lookup is not None:
+        values = tl.load(matrix.lookup + codes.to(tl.int32)) * scale
     else:
-        values = (codes.to(tl.float32) - ZERO_POINT) * scale
-    if HAS_MINS:
+        values = (codes.to(tl.float32) - matrix.ZERO_POINT) * scale
+    if matrix.mins is not None:
         values += least
     return values
+
+
+@triton.jit
+def scales_of_tile(
+    matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """Returns the scales and the mins of a tile, as `numbers_of_groups` does; without mins the
+    scales twice.
+    """
+    scale = numbers_of_groups(
+        values=matrix.scales,
+        supers=matrix.scale_supers,
+        supers_of=matrix.scale_supers_of,
+        matrix=matrix,
+        outputs=outputs,
+        outputs_mask=outputs_mask,
+        tile=tile,
+        BLOCK_N=BLOCK_N,
+        BLOCK_B=BLOCK_B,
+    )
+    least = scale
+    if matrix.mins is not None:
+        least = numbers_of_groups(
+            values=matrix.mins,
+            supers=matrix.min_supers,
+            supers_of=matrix.min_supers_of,
+            matrix=matrix,
+            outputs=outputs,
+            outputs_mask=outputs_mask,
+            tile=tile,
+            BLOCK_N=BLOCK_N,
+            BLOCK_B=BLOCK_B,
+        )
+    return scale, least
 
 
 @triton.jit
 def numbers_of_groups(
     values,
     supers,
+    supers_of,
+    matrix,
     outputs,
     outputs_mask,
     tile,
-    num_groups,
-    supers_of,
-    UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Scales or mins of a tile: a number beside each byte, `[BLOCK_N, BLOCK_B] fp32` (`[BLOCK_N,
-    1]` where a tile lies in one group).
+    """Returns the scale or min of each byte of a tile, `[BLOCK_N, BLOCK_B] fp32`, or
+    `[BLOCK_N, 1]` where the tile lies in one group.
     """
+    UNIT: tl.constexpr = matrix.UNIT
     if UNIT == 0 or UNIT >= BLOCK_B:
         group = 0 if UNIT == 0 else tile * BLOCK_B // UNIT
-        found = tl.load(values + outputs * num_groups + group, mask=outputs_mask, other=0).to(
-            tl.float32
-        )
+        found = tl.load(
+            values + outputs * matrix.num_groups + group, mask=outputs_mask, other=0
+        ).to(tl.float32)
         if supers is not None:
-            num_supers = num_groups // supers_of
-            found *= tl.load(
-                supers + outputs * num_supers + group // supers_of, mask=outputs_mask, other=0.0
-            ).to(tl.float32)
+            at = outputs * (matrix.num_groups // supers_of) + group // supers_of
+            found *= tl.load(supers + at, mask=outputs_mask, other=0.0).to(tl.float32)
         spread = found[:, None]
     else:
         NUM: tl.constexpr = BLOCK_B // UNIT
         groups = tile * NUM + tl.arange(0, NUM)
-        mask = outputs_mask[:, None] & (groups < num_groups)[None, :]
+        mask = outputs_mask[:, None] & (groups < matrix.num_groups)[None, :]
         found = tl.load(
-            values + outputs[:, None] * num_groups + groups[None, :], mask=mask, other=0
+            values + outputs[:, None] * matrix.num_groups + groups[None, :], mask=mask, other=0
         ).to(tl.float32)
         if supers is not None:
-            at = outputs[:, None] * (num_groups // supers_of) + (groups // supers_of)[None, :]
+            at = (
+                outputs[:, None] * (matrix.num_groups // supers_of) + (groups // supers_of)[None, :]
+            )
             found *= tl.load(supers + at, mask=mask, other=0.0).to(tl.float32)
         spread = tl.reshape(
             tl.broadcast_to(found[:, :, None], (BLOCK_N, NUM, UNIT)), (BLOCK_N, BLOCK_B)

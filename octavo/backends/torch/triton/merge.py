@@ -1,8 +1,8 @@
 """Merges the states that `decode.py` leaves of a row's splits, left to right, into the row's
 result.
 
-program (slot, heads): m, l [HEADS_A_TILE], acc [HEADS_A_TILE, v_width]  <-  split first, first + 1
-... last
+    program (slot, heads)   m, l [HEADS_A_TILE], acc [HEADS_A_TILE, v_width]  <-  split first,
+                            first + 1 ... last
 """
 
 from __future__ import annotations
@@ -11,58 +11,56 @@ import triton
 import triton.language as tl
 
 from octavo.backends.torch.triton.numbers import rounded
-from octavo.backends.torch.triton.splits import SPLIT_KEYS, finished, merged, visible
+from octavo.backends.torch.triton.splits import (
+    SPLIT_KEYS,
+    State,
+    finished,
+    merged,
+    no_keys,
+    visible,
+)
 
 
 @triton.jit
 def merge_kernel(
     out,
     states,
-    accs,
-    positions,
-    context_lens,
-    row_of,
-    request_of,
+    slots,
+    mask,
+    widths,
     sinks,
-    first_slot,
-    num_splits,
     HEADS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FULL: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    V_TILE: tl.constexpr,
     HEADS_A_TILE: tl.constexpr,
 ):
-    """`out [T, H, V_WIDTH]`; the rest as `decode_kernel` has it."""
-    slot = first_slot + tl.program_id(0)
+    """Writes `out [T, H, V]` from the `SplitStates` of the launch before; `slots`, `mask` and
+    `widths` are those of that launch.
+    """
+    slot = slots.first + tl.program_id(0)
     head = tl.program_id(1) * HEADS_A_TILE + tl.arange(0, HEADS_A_TILE)
     valid = head < HEADS
     head = tl.where(valid, head, 0)
     row, request = slot, slot
-    if row_of is not None:
-        row = tl.load(row_of + slot)
-        request = tl.load(request_of + slot)
-    nowhere = tl.zeros([HEADS_A_TILE], tl.int32)
-    low, high = visible(
-        tl.load(positions + row + nowhere),
-        tl.load(context_lens + request + nowhere),
-        nowhere == 0,
-        WINDOW,
-        FULL,
-    )
+    if slots.row_of is not None:
+        row = tl.load(slots.row_of + slot)
+        request = tl.load(slots.request_of + slot)
+    # Every head of a row sees the same keys: one lane would do, but `visible` takes a tile.
+    zeros = tl.zeros([HEADS_A_TILE], tl.int32)
+    place = tl.load(slots.places + row + zeros)
+    context = tl.load(slots.context_lens + request + zeros)
+    low, high = visible(place, context, zeros == 0, mask)
     first_split = tl.min(low, axis=0) // SPLIT_KEYS
     last_split = (tl.max(high, axis=0) + SPLIT_KEYS - 1) // SPLIT_KEYS
-    column = tl.arange(0, V_TILE)
-    inside = valid[:, None] & (column < V_WIDTH)[None, :]
-    m = tl.full([HEADS_A_TILE], float("-inf"), tl.float32)
-    l = tl.zeros([HEADS_A_TILE], tl.float32)
-    acc = tl.zeros([HEADS_A_TILE, V_TILE], tl.float32)
+    column = tl.arange(0, widths.V_TILE)
+    inside = valid[:, None] & (column < widths.V)[None, :]
+    state = no_keys(HEADS_A_TILE, widths.V_TILE)
     for split in range(first_split, last_split):
-        at = (tl.program_id(0).to(tl.int64) * HEADS + head) * num_splits + split
-        m_next = tl.load(states + 2 * at, mask=valid, other=float("-inf"))
-        l_next = tl.load(states + 2 * at + 1, mask=valid, other=0.0)
-        acc_next = tl.load(accs + at[:, None] * V_WIDTH + column[None, :], mask=inside, other=0.0)
-        m, l, acc = merged(m, l, acc, m_next, l_next, acc_next)
-    acc = finished(m, l, acc, sinks, head, valid)
-    to = (row.to(tl.int64) * HEADS + head)[:, None] * V_WIDTH + column[None, :]
-    tl.store(out + to, rounded(acc, out.dtype.element_ty), mask=inside)
+        at = (tl.program_id(0).to(tl.int64) * HEADS + head) * states.num_splits + split
+        m = tl.load(states.sums + 2 * at, mask=valid, other=float("-inf"))
+        l = tl.load(states.sums + 2 * at + 1, mask=valid, other=0.0)
+        acc = tl.load(
+            states.accs + at[:, None] * widths.V + column[None, :], mask=inside, other=0.0
+        )
+        state = merged(state, State(m, l, acc))
+    to = (row.to(tl.int64) * HEADS + head)[:, None] * widths.V + column[None, :]
+    values = finished(state, sinks, head, valid)
+    tl.store(out + to, rounded(values, out.dtype.element_ty), mask=inside)

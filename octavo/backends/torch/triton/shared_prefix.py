@@ -1,39 +1,47 @@
-"""Who shares splits with whom in a step, read off its block tables: requests of one row each whose
-tables begin with the same blocks.
+"""Which requests of one row share splits of their contexts in a step: those whose block tables
+begin with the same blocks.
 
-Only whole splits of 256 keys that every row sees are shared, so the states of a shared run are
-those that each row's own run would have left, and merging does not know of it
-(docs/decisions/0015-shared-prefix-by-partials.md). Knows NumPy and no kernel. Source: Ye et al.
-2024 (ChunkAttention's two phases).
+Only whole splits of 256 keys that every row sees are shared, so a shared run leaves the states that
+each row's own run would have left, and merging does not know of it
+(docs/decisions/0015-shared-prefix-by-partials.md). Knows NumPy, ops and no kernel. Source: Ye et
+al. 2024 (ChunkAttention's two phases).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
+from octavo.program import ops
+from octavo.program.program import Program
 
 SPLIT_BLOCKS = SPLIT_KEYS // BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """`run_slots [runs, rows]`: slots (which of the one-row requests) that are read together, -1:
-    none; of each run the first `run_splits [runs]` splits. `own_splits [slots]`: where a slot's own
-    run begins, 0 for those that share nothing."""
+    """Runs of requests that read the first splits of their contexts together. A slot is one of the
+    step's requests of one row.
+    """
 
     run_slots: NDArray[np.int32]
+    """Slots of each run, `[runs, rows]`, -1 where there is none."""
     run_splits: NDArray[np.int32]
+    """Number of leading splits that each run reads, `[runs]`."""
     own_splits: NDArray[np.int32]
+    """First split that a slot reads by itself, `[slots]`; 0 where it shares nothing."""
 
     def padded(self, num_runs: int) -> Sharing:
-        """With runs of nobody behind, so that every step of so many rows has the same shapes."""
+        """Returns `num_runs` runs, the added ones empty, so that every step of as many rows has the
+        same shapes.
+        """
         more = num_runs - len(self.run_slots)
         slots = np.concatenate(
             [self.run_slots, np.full((more, self.run_slots.shape[1]), -1, np.int32)]
@@ -43,23 +51,95 @@ class Sharing:
         )
 
 
+class ArrayNames(NamedTuple):
+    """Names under which the arrays of a `Sharing` travel with a step's inputs."""
+
+    slots: str
+    splits: str
+    own_splits: str
+
+
+def array_names(group: int, window: int | None, *, full: bool) -> ArrayNames:
+    kind = f"sharing of {group}, window {window}, full {full}"
+    return ArrayNames(f"{kind}, slots", f"{kind}, splits", f"{kind}, own")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMask:
+    """What attention ops must have in common to share one `Sharing`: the keys that rows see, and
+    the rows of a run.
+    """
+
+    group: int
+    window: int | None
+    full: bool
+    rows_a_run: int
+
+    @staticmethod
+    def of(
+        op: ops.Attention | ops.MlaAttention,
+        program: Program,
+        rows_a_run: Callable[[int, int, int], int],
+    ) -> PrefixMask:
+        """Returns an op's mask. `rows_a_run` maps the widths of keys and values and the query heads
+        of a KV head to the rows of a run.
+        """
+        at = program.group_index(op.group)
+        group = program.groups[at]
+        v_width = op.latent_width if isinstance(op, ops.MlaAttention) else group.v_width
+        full = isinstance(op, ops.Attention) and op.mask == "full"
+        window = op.window if isinstance(op, ops.Attention) and op.mask == "window" else None
+        rows = rows_a_run(group.k_width, v_width, op.num_heads // group.num_kv_heads)
+        return PrefixMask(at, window, full, rows)
+
+    @property
+    def name(self) -> str:
+        """A name that other masks do not have."""
+        return array_names(self.group, self.window, full=self.full).slots
+
+    def arrays(self, batch: StepBatch, *, fixed: bool) -> dict[str, NDArray[np.int32]]:
+        """Returns the arrays of a step's `Sharing` by name; none where no requests share a prefix,
+        unless shapes are `fixed`.
+        """
+        most_runs = (len(batch.query_starts) - 1) // 2
+        if self.rows_a_run < 2 or not most_runs:
+            return {}
+        found = sharing_of(
+            batch, self.group, window=self.window, full=self.full, rows_a_run=self.rows_a_run
+        )
+        if fixed:
+            found = found.padded(most_runs)
+        elif not len(found.run_slots):
+            return {}
+        names = array_names(self.group, self.window, full=self.full)
+        return {
+            names.slots: found.run_slots,
+            names.splits: found.run_splits,
+            names.own_splits: found.own_splits,
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class _Sharer:
+    """A request of one row that may share its first splits."""
+
     slot: int
     splits: int
-    """That all of its keys fill, and its row sees."""
+    """Number of leading splits that its keys fill and its row sees whole."""
     table: NDArray[np.int32]
 
     @property
     def order(self) -> bytes:
-        """Tables that begin alike stand side by side in it."""
+        """Sort key by which tables that begin alike are neighbours."""
         return self.table[: self.splits * SPLIT_BLOCKS].tobytes()
 
 
 def sharing_of(
     batch: StepBatch, group: int, *, window: int | None, full: bool, rows_a_run: int
 ) -> Sharing:
-    """`rows_a_run`: rows whose query heads of one KV head fill a tile."""
+    """Finds the shared runs of a step. A run has at most `rows_a_run` rows: their query heads of
+    one KV head fill a tile.
+    """
     num_rows = np.diff(batch.query_starts)
     singles = np.flatnonzero((num_rows == 1) & (batch.context_lens[group] > 0))
     own = np.zeros(len(singles), np.int32)
@@ -81,13 +161,11 @@ def sharing_of(
 def _sharers(
     batch: StepBatch, group: int, singles: NDArray[np.int64], *, window: int | None, full: bool
 ) -> list[list[_Sharer]]:
-    """Those that begin with the same split, sorted; of a window only rows that see from the first
-    key on.
+    """Returns the requests that begin with the same split, sorted, for each such split. With a
+    window only rows that see the first key can share.
     """
-    context, place = (
-        batch.context_lens[group, singles],
-        batch.places[batch.query_starts[:-1][singles]],
-    )
+    context = batch.context_lens[group, singles]
+    place = batch.places[batch.query_starts[:-1][singles]]
     splits = (context if full else np.minimum(context, place + 1)) // SPLIT_KEYS
     eligible = splits > 0 if window is None else (splits > 0) & (place < window)
     alike: dict[bytes, list[_Sharer]] = defaultdict(list)
@@ -102,8 +180,10 @@ def _sharers(
 
 
 def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Sharer], int]]]:
-    """How many reads of a split are spared, and by which (sharers, splits): all with what all have
-    in common, or each part that has more in common by itself."""
+    """Divides requests into runs that save the most reads of splits: all together over what all
+    have in common, or in parts that have more in common each. Returns the number of reads saved and
+    the runs as (requests, splits).
+    """
     if len(sharers) < 2:
         return 0, []
     splits = _common(sharers[0], sharers[-1])
@@ -120,7 +200,7 @@ def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Shar
 
 
 def _common(a: _Sharer, b: _Sharer) -> int:
-    """Whole splits in which the tables begin alike."""
+    """Returns the number of whole leading splits that two tables have in common."""
     end = min(a.splits, b.splits) * SPLIT_BLOCKS
     other = np.flatnonzero(a.table[:end] != b.table[:end])
     return (int(other[0]) if len(other) else end) // SPLIT_BLOCKS

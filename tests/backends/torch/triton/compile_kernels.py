@@ -1,8 +1,8 @@
-"""Compiles Triton's kernels for an H100, which needs none: `python -m
-tests.backends.torch.triton.compile_kernels [all]`.
+"""Compiles Triton's kernels for an H100, without one:
+`python -m tests.backends.torch.triton.compile_kernels [all]`.
 
-What the interpreter takes for granted (types that loops carry, shapes that are powers of two,
-memory that a program may have) is looked at here. Not in a process in which Triton interprets.
+Finds what the interpreter takes for granted: types that loops carry, shapes that are powers of two,
+the shared memory that a program may have. Runs in a process in which Triton does not interpret.
 """
 
 import sys
@@ -13,10 +13,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from octavo.backends.torch.triton import attention_arguments as bundles
 from octavo.backends.torch.triton.act_mul import ACTIVATIONS, _act_mul_kernel
 from octavo.backends.torch.triton.combine import _combine_kernel
 from octavo.backends.torch.triton.decode import decode_kernel
-from octavo.backends.torch.triton.grouped_linear import _grouped_linear_kernel
+from octavo.backends.torch.triton.grouped_linear import ExpertTiles, _grouped_linear_kernel
+from octavo.backends.torch.triton.matrix_tile import MatrixBytes
 from octavo.backends.torch.triton.merge import merge_kernel
 from octavo.backends.torch.triton.norm import _norm_kernel
 from octavo.backends.torch.triton.packed_linear import _packed_linear_kernel, _sum_splits_kernel
@@ -31,339 +33,218 @@ H100 = GPUTarget("cuda", 90, 32)
 MOST_SHARED_BYTES = 227 << 10
 DTYPES = ("*bf16", "*fp32", "*fp16")
 
-ONE_LEVEL = {"scale_supers": None, "mins": None, "min_supers": None}
+
+def constants(*values):
+    return tuple(map(tl.constexpr, values))
+
+
+SIZES = dict.fromkeys(
+    ("num_outputs", "row_bytes", "num_groups", "scale_supers_of", "min_supers_of"), "i32"
+)
+
+
+def matrix(codes, scales, *, nibbles=False, half=1, unit=16, zero_point=0, plain=False, **arrays):
+    """The types of a packed weight's arrays, and its constants."""
+    absent = dict.fromkeys(("lookup", "scale_supers", "mins", "min_supers"))
+    return MatrixBytes(
+        codes=codes,
+        scales=scales,
+        **absent | arrays | SIZES,
+        IS_PLAIN=tl.constexpr(plain),
+        NIBBLES=tl.constexpr(nibbles),
+        HALF=tl.constexpr(half),
+        UNIT=tl.constexpr(unit),
+        ZERO_POINT=tl.constexpr(zero_point),
+    )
+
+
+Q4_K = matrix(
+    "*u8", "*u8", nibbles=True, half=16, scale_supers="*fp16", mins="*u8", min_supers="*fp16"
+)
 PACKED = {
-    "Q4_0": (
-        {"codes": "*u8", "scales": "*fp16"},
-        {"NIBBLES": True, "HALF": 16, "UNIT": 16, "ZERO_POINT": 8, "lookup": None, **ONE_LEVEL},
-    ),
-    "Q4_K": (
-        {
-            "codes": "*u8",
-            "scales": "*u8",
-            "scale_supers": "*fp16",
-            "mins": "*u8",
-            "min_supers": "*fp16",
-        },
-        {"NIBBLES": True, "HALF": 16, "UNIT": 16, "ZERO_POINT": 0, "lookup": None},
-    ),
-    "Q6_K": (
-        {"codes": "*i8", "scales": "*i8", "scale_supers": "*fp16"},
-        {
-            "NIBBLES": False,
-            "HALF": 1,
-            "UNIT": 16,
-            "ZERO_POINT": 0,
-            "lookup": None,
-            "mins": None,
-            "min_supers": None,
-        },
-    ),
-    "lookup": (
-        {"codes": "*u8", "scales": "*fp16", "lookup": "*fp32"},
-        {"NIBBLES": True, "HALF": 1, "UNIT": 16, "ZERO_POINT": 0, **ONE_LEVEL},
-    ),
-    "int8": (
-        {"codes": "*i8", "scales": "*fp32"},
-        {"NIBBLES": False, "HALF": 1, "UNIT": 0, "ZERO_POINT": 0, "lookup": None, **ONE_LEVEL},
-    ),
-    "groups of 128": (
-        {"codes": "*u8", "scales": "*fp16"},
-        {"NIBBLES": False, "HALF": 1, "UNIT": 128, "ZERO_POINT": 128, "lookup": None, **ONE_LEVEL},
-    ),
-}
-EXPERTS = {
-    "bias": "*fp32",
-    "order": "*i64",
-    "tile_experts": "*i64",
-    "tile_starts": "*i64",
-    "tile_stops": "*i64",
-}
-PLAIN_MATRIX = {
-    "IS_PLAIN": True,
-    "NIBBLES": False,
-    "HALF": 1,
-    "UNIT": 0,
-    "ZERO_POINT": 0,
-    "lookup": None,
-    "scales": None,
-    **ONE_LEVEL,
+    "Q4_0": matrix("*u8", "*fp16", nibbles=True, half=16, zero_point=8),
+    "Q4_K": Q4_K,
+    "Q6_K": matrix("*i8", "*i8", scale_supers="*fp16"),
+    "lookup": matrix("*u8", "*fp16", nibbles=True, lookup="*fp32"),
+    "int8": matrix("*i8", "*fp32", unit=0),
+    "groups of 128": matrix("*u8", "*fp16", unit=128, zero_point=128),
 }
 
 
-def compile_for_h100(kernel, types, constants, launch):
-    """Arguments without a type are int32; a `launch` has tiles and Triton's own options."""
+def compile_for_h100(kernel, arguments, launch):
+    """Compiles a kernel for arguments by name: types, constants (None is one) and bundles of both.
+    Arguments that are not named are int32. A `launch` has tiles and Triton's own options.
+    """
     own = {name: value for name, value in launch.items() if name in ("num_warps", "num_stages")}
-    constants = constants | {name: value for name, value in launch.items() if name not in own}
+    tiles = {name: tl.constexpr(value) for name, value in launch.items() if name not in own}
+    named = dict.fromkeys(kernel.arg_names, "i32") | arguments | tiles
+    found = {}
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in kernel.arg_names
+        name: signature_of(named[name], (at,), found) for at, name in enumerate(kernel.arg_names)
     }
-    made = triton.compile(ASTSource(kernel, signature, constants), target=H100, options=own)
+    made = triton.compile(ASTSource(kernel, signature, found), target=H100, options=own)
     assert made.metadata.shared <= MOST_SHARED_BYTES, (
         f"{kernel.__name__}: {made.metadata.shared} bytes of shared memory"
     )
-    print(kernel.__name__, types, made.metadata.shared)
+    print(kernel.__name__, signature, made.metadata.shared)
+
+
+def signature_of(argument, path, found):
+    """Returns the types of an argument, and puts its constants into `found` by their path."""
+    if isinstance(argument, tuple):
+        parts = [signature_of(part, (*path, at), found) for at, part in enumerate(argument)]
+        return type(argument)(*parts)
+    if isinstance(argument, str):
+        return argument
+    found[path] = argument.value if isinstance(argument, tl.constexpr) else argument
+    return "constexpr"
 
 
 def rows(dtype, *, everything):
-    row = {
-        "a": dtype,
-        "b": dtype,
-        "weight": "*fp32",
-        "bias": "*fp32",
-        "total": dtype,
-        "out": dtype,
-        "eps": "fp32",
-        "offset": "fp32",
-    }
-    for flags in product((True, False), repeat=3) if everything else [(True, True, True)]:
-        constants = dict(zip(("HAS_SUM", "HAS_BIAS", "CENTERED"), flags, strict=True)) | {
-            "BLOCK": 4096
-        }
-        constants |= {} if constants["HAS_SUM"] else {"b": None, "total": None}
-        compile_for_h100(
-            _norm_kernel,
-            row,
-            constants | ({} if constants["HAS_BIAS"] else {"bias": None}),
-            {"num_warps": 8},
-        )
-    gate = {
-        "gate": dtype,
-        "up": dtype,
-        "out": dtype,
-        "clamp": "fp32",
-        "alpha": "fp32",
-        "up_offset": "fp32",
-    }
+    arrays = {"a": dtype, "b": dtype, "total": dtype, "out": dtype}
+    norm = arrays | {"weight": "*fp32", "bias": "*fp32", "eps": "fp32", "offset": "fp32"}
+    for has_sum, has_bias, centered in (
+        product((True, False), repeat=3) if everything else [(True, True, True)]
+    ):
+        absent = {} if has_sum else {"b": None, "total": None}
+        absent |= {} if has_bias else {"bias": None}
+        flags = {"HAS_SUM": has_sum, "HAS_BIAS": has_bias, "CENTERED": centered}
+        compile_for_h100(_norm_kernel, norm | absent, flags | {"BLOCK": 4096, "num_warps": 8})
+    gate = dict.fromkeys(("gate", "up", "out"), dtype)
+    gate |= dict.fromkeys(("clamp", "alpha", "up_offset"), "fp32")
     for activation in ACTIVATIONS if everything else ACTIVATIONS[:3]:
-        compile_for_h100(
-            _act_mul_kernel, gate, {"ACTIVATION": activation, "HAS_CLAMP": True, "BLOCK": 1024}, {}
-        )
+        launch = {"ACTIVATION": activation, "HAS_CLAMP": True, "BLOCK": 1024}
+        compile_for_h100(_act_mul_kernel, gate, launch)
     sums = {"x": dtype, "weights": "*fp32", "out": dtype}
-    compile_for_h100(_combine_kernel, sums, {"NUM": 8, "BLOCK": 1024}, {})
+    compile_for_h100(_combine_kernel, sums, {"NUM": 8, "BLOCK": 1024})
 
 
 def products(dtype, *, everything):
-    few, many = (
-        tuned("grouped_linear", "*", tile_rows=16),
-        tuned("grouped_linear", "*", tile_rows=64),
-    )
-    for types, constants in PACKED.values() if everything else [PACKED["Q4_K"]]:
-        packed = {"x": dtype, "sums": "*fp32"} | types
+    few = tuned("grouped_linear", "*", tile_rows=16)
+    many = tuned("grouped_linear", "*", tile_rows=64)
+    experts = {"x": dtype, "out": dtype, "bias": "*fp32"}
+    experts["tiles"] = ExpertTiles(*["*i64"] * 4, num_experts="i32")
+    for packed in PACKED.values() if everything else [Q4_K]:
+        arrays = {"x": dtype, "sums": "*fp32", "matrix": packed}
         for tile_rows in (16, 32, 64) if everything else (16, 64):
-            own = constants | {"IS_PLAIN": False, "BLOCK_M": tile_rows}
-            compile_for_h100(_packed_linear_kernel, packed, own, tuned("packed_linear", "*"))
-        compile_for_h100(
-            _unpack_kernel,
-            {"out": dtype} | types,
-            constants | {"IS_PLAIN": False},
-            tuned("unpack", "*"),
-        )
+            launch = tuned("packed_linear", "*") | {"BLOCK_M": tile_rows}
+            compile_for_h100(_packed_linear_kernel, arrays, launch)
+        compile_for_h100(_unpack_kernel, {"out": dtype, "matrix": packed}, tuned("unpack", "*"))
         if everything:
-            expert = {"x": dtype, "out": dtype} | EXPERTS | types
-            compile_for_h100(
-                _grouped_linear_kernel, expert, constants | {"IS_PLAIN": False, "BLOCK_M": 16}, few
-            )
-    compile_for_h100(
-        _sum_splits_kernel,
-        {"sums": "*fp32", "bias": dtype, "out": dtype},
-        {"SPLITS": 8, "BLOCK": 256},
-        {},
-    )
-    expert = {"x": dtype, "out": dtype, "codes": dtype} | EXPERTS
+            arrays = experts | {"matrix": packed}
+            compile_for_h100(_grouped_linear_kernel, arrays, few | {"BLOCK_M": 16})
+    splits = {"sums": "*fp32", "bias": dtype, "out": dtype}
+    compile_for_h100(_sum_splits_kernel, splits, {"SPLITS": 8, "BLOCK": 256})
+    plain = matrix(dtype, None, unit=0, plain=True)
     for tile_rows, launch in ((16, few), (64, many)):
-        compile_for_h100(
-            _grouped_linear_kernel, expert, PLAIN_MATRIX | {"BLOCK_M": tile_rows}, launch
-        )
+        arrays = experts | {"matrix": plain}
+        compile_for_h100(_grouped_linear_kernel, arrays, launch | {"BLOCK_M": tile_rows})
 
 
-ATTENTION = {
-    "states": "*fp32",
-    "accs": "*fp32",
-    **dict.fromkeys(
-        (
-            "positions",
-            "context_lens",
-            "block_tables",
-            "query_starts",
-            "own_splits",
-            "run_slots",
-            "run_splits",
-        ),
-        "*i32",
-    ),
-    **dict.fromkeys(("row_of", "request_of"), "*i64"),
-    **dict.fromkeys(("k_scales", "v_scales"), "*bf16"),
-    **dict.fromkeys(("bias", "sinks"), "*fp32"),
-    **dict.fromkeys(("scale", "cap"), "fp32"),
-}
-NONE = dict.fromkeys(
-    (
-        "k_scales",
-        "v_scales",
-        "bias",
-        "sinks",
-        "row_of",
-        "request_of",
-        "own_splits",
-        "run_slots",
-        "run_splits",
-    )
-)
-HEADS_OF_128 = {
-    "HEADS": 32,
-    "SHARE": 4,
-    "PARTS": 1,
-    "LANE_HEADS": 4,
-    "KV_HEADS": 8,
-    "RUN_ROWS": 1,
-    "WINDOW": 0,
-    "FULL": False,
-}
-HEADS_OF_128 |= {
-    "K_STRIDE": 128,
-    "V_STRIDE": 128,
-    "K_WIDTH": 128,
-    "V_WIDTH": 128,
-    "K_FIRST": 128,
-    "K_REST": 0,
-    "V_TILE": 128,
-}
-HEADS_OF_128 |= {
-    "BIAS": NO_BIAS.value,
-    "BIAS_LIMIT": 0,
-    "CAPPED": False,
-    "PRECISION": "tf32",
-    "DTYPE": tl.bfloat16,
-}
-OF_80 = {"K_STRIDE": 80, "V_STRIDE": 80, "K_WIDTH": 80, "V_WIDTH": 80, "K_FIRST": 64, "K_REST": 16}
-LATENT = {
-    "HEADS": 16,
-    "SHARE": 16,
-    "LANE_HEADS": 16,
-    "KV_HEADS": 1,
-    "K_STRIDE": 576,
-    "V_STRIDE": 576,
-    "K_WIDTH": 576,
-    "V_WIDTH": 512,
-}
-LATENT |= {"K_FIRST": 512, "K_REST": 64, "V_TILE": 512}
-EXACT = {"DTYPE": tl.float32, "PRECISION": "ieee"}
+def call_of(
+    q="*bf16",
+    kv="*bf16",
+    *,
+    scales=None,
+    sinks=None,
+    bias=None,
+    bias_kind=NO_BIAS,
+    limit=0,
+    capped=False,
+    window=0,
+    full=False,
+    heads=(32, 4, 8),
+    widths=(128, 128, 128, 0, 128),
+    v_stride=128,
+    dtype=tl.bfloat16,
+    precision="tf32",
+    runs=(None, None, None, 1),
+):
+    """The bundles of an attention call. `heads` are the query heads, those of a KV head, and the KV
+    heads; 128 columns a head where nothing else is said.
+    """
+    num_heads, share, kv_heads = heads
+    *run_arrays, run_rows = runs
+    kv_constants = constants(kv_heads, widths[0], v_stride)
+    score_constants = constants(bias_kind.value, limit, capped, precision)
+    return {
+        "q": bundles.Queries(q, "i32", "i32", tl.constexpr(dtype)),
+        "kv": bundles.PagedKv(kv, kv, scales, scales, "*i32", "i32", *kv_constants),
+        "scoring": bundles.Scoring("fp32", "fp32", bias, *score_constants),
+        "mask": bundles.Mask(*constants(window, full)),
+        "widths": bundles.Widths(*constants(*widths)),
+        "states": bundles.SplitStates("*fp32", "*fp32", "i32"),
+        "slots": bundles.Slots("*i32", "*i32", *(["*i64"] * 2 if scales else [None] * 2), "i32"),
+        "runs": bundles.Runs(*run_arrays, tl.constexpr(run_rows)),
+        "requests": bundles.Requests("*i32", "*i32", "*i32", "i32"),
+        "sinks": sinks,
+        "out": q,
+    }, (num_heads, share)
+
+
+LATENT = (576, 512, 512, 64, 512)
 CALLS = {
-    "plain": ("*bf16", "*bf16", NONE, {}),
-    "int8, window, soft cap, sinks": (
-        "*bf16",
-        "*i8",
-        {"bias": None},
-        {"WINDOW": 512, "CAPPED": True, **OF_80},
+    "plain": call_of(),
+    "int8, window, soft cap, sinks": call_of(
+        kv="*i8",
+        scales="*bf16",
+        sinks="*fp32",
+        window=512,
+        capped=True,
+        widths=(80, 80, 64, 16, 128),
+        v_stride=80,
+        runs=("*i32", "*i32", "*i32", 1),
     ),
-    "slopes": (
-        "*fp16",
-        "*fp16",
-        {**NONE, "bias": "*fp32"},
-        {"BIAS": SLOPES.value, "DTYPE": tl.float16},
-    ),
-    "by distance": (
-        "*bf16",
-        "*bf16",
-        {**NONE, "bias": "*fp32"},
-        {"BIAS": BY_DISTANCE.value, "BIAS_LIMIT": 128, "FULL": True},
-    ),
-    "latent": ("*bf16", "*bf16", NONE, LATENT),
-    "fp32": ("*fp32", "*fp32", NONE, EXACT),
-    "fp16 over bf16": ("*fp16", "*bf16", NONE, {"DTYPE": tl.float32}),
-    "shared": (
-        "*bf16",
-        "*bf16",
-        {**NONE, "run_slots": "*i32", "run_splits": "*i32"},
-        {"RUN_ROWS": 4},
-    ),
+    "slopes": call_of("*fp16", "*fp16", bias="*fp32", bias_kind=SLOPES, dtype=tl.float16),
+    "by distance": call_of(bias="*fp32", bias_kind=BY_DISTANCE, limit=128, full=True),
+    "latent": call_of(heads=(16, 16, 1), widths=LATENT, v_stride=576),
+    "fp32": call_of("*fp32", "*fp32", dtype=tl.float32, precision="ieee"),
+    "fp16 over bf16": call_of("*fp16", "*bf16", dtype=tl.float32),
+    "shared": call_of(runs=("*i32", "*i32", None, 4)),
 }
-"""Types of q and of the cache, which of the arrays there are, and the shape where it is not that of
-128-wide heads.
-"""
 
 
 def attention(*, everything):
-    for name, (q, kv, arrays, shape) in (
+    for name, (arguments, (num_heads, share)) in (
         CALLS.items() if everything else [("plain", CALLS["plain"])]
     ):
-        types = (
-            ATTENTION
-            | {"q": q, "out": q, "k": kv, "v": kv}
-            | {each: kind for each, kind in arrays.items() if kind is not None}
-        )
-        absent = {each: None for each, kind in arrays.items() if kind is None}
-        constants = HEADS_OF_128 | shape | absent
-        width = constants["K_WIDTH"]
-        for kernel, tile in (
-            (decode_kernel, "decode_attention"),
-            (prefill_kernel, "prefill_attention"),
-            (merge_kernel, "merge_attention"),
-        ):
-            if kernel is not decode_kernel and name == "shared":
-                continue
-            launch = tuned(tile, "*", width=width)
-            prompts = {"ROWS": launch.get("BLOCK_M", 0) // constants["LANE_HEADS"]}
-            for by_split in (False, True) if kernel is prefill_kernel else (True,):
-                own = constants | prompts | {"BY_SPLIT": by_split}
-                compile_for_h100(
-                    kernel,
-                    types,
-                    {each: own[each] for each in kernel.arg_names if each in own},
-                    launch,
-                )
+        width = arguments["widths"].K.value
+        decode = tuned("decode_attention", "*", width=width)
+        prefill = tuned("prefill_attention", "*", width=width)
+        compile_for_h100(decode_kernel, arguments | heads_of(num_heads, share, decode), decode)
+        if name == "shared":
+            continue
+        own = arguments | heads_of(num_heads, share, prefill)
+        for by_split in (False, True):
+            compile_for_h100(prefill_kernel, own, prefill | {"BY_SPLIT": by_split})
+        merge = tuned("merge_attention", "*", width=width) | {"HEADS": num_heads}
+        compile_for_h100(merge_kernel, arguments, merge)
+
+
+def heads_of(num_heads, share, launch):
+    rows = launch["BLOCK_M"] // share
+    return {"heads": bundles.HeadTile(*constants(num_heads, share, 1, share, rows))}
 
 
 def writes(dtype, *, everything):
-    shape = {
-        "HEADS": 32,
-        "KV_HEADS": 8,
-        "K_WIDTH": 128,
-        "V_WIDTH": 128,
-        "START": 0,
-        "PAIRS": 64,
-        "STEP": 1,
-        "APART": 64,
-    }
-    shape |= {
-        "PAIR_TILE": 64,
-        "REST_TILE": 0,
-        "V_TILE": 128,
-        "DTYPE": {"*bf16": tl.bfloat16, "*fp32": tl.float32, "*fp16": tl.float16}[dtype],
-    }
+    tl_dtype = {"*bf16": tl.bfloat16, "*fp32": tl.float32, "*fp16": tl.float16}[dtype]
+    shape = {"HEADS": 32, "KV_HEADS": 8, "K_WIDTH": 128, "V_WIDTH": 128, "V_TILE": 128}
+    whole = {"PAIRS": 64, "STEP": 1, "APART": 64, "PAIR_TILE": 64, "REST_TILE": 0}
     part = {"PAIRS": 16, "STEP": 2, "APART": 1, "PAIR_TILE": 16, "REST_TILE": 128}
     for kv in ("*bf16", "*i8", "*fp32") if everything else ("*i8",):
-        types = {
-            "q_out": dtype,
-            "q": dtype,
-            "k": dtype,
-            "v": dtype,
-            "k_numbers": kv,
-            "v_numbers": kv,
-            "cos": "*fp32",
-            "sin": "*fp32",
-        }
-        types |= {"slots": "*i64", "k_scales": "*bf16", "v_scales": "*bf16"}
-        absent = {} if kv == "*i8" else {"k_scales": None, "v_scales": None}
-        for own in ({}, part):
-            compile_for_h100(
-                rope_write_kernel, types, shape | own | absent, tuned("rope_write", "*")
-            )
+        types = dict.fromkeys(("q_out", "q", "k", "v"), dtype)
+        types |= {"k_numbers": kv, "v_numbers": kv, "cos": "*fp32", "sin": "*fp32"}
+        types |= dict.fromkeys(("k_scales", "v_scales"), "*bf16" if kv == "*i8" else None)
+        for own in (whole, part):
+            launch = shape | own | {"START": 0, "DTYPE": tl_dtype} | tuned("rope_write", "*")
+            compile_for_h100(rope_write_kernel, types | {"slots": "*i64"}, launch)
 
 
 def draws():
-    row = {
-        "z": "*fp64",
-        "weights": "*fp64",
-        "points": "*fp64",
-        "top_ks": "*i32",
-        "top_ps": "*fp32",
-        "tokens": "*i64",
-    }
-    for constants in ({}, {"top_ks": None, "top_ps": None}):
-        compile_for_h100(_pick_kernel, row, constants, tuned("pick", "*"))
+    row = dict.fromkeys(("z", "weights", "points"), "*fp64")
+    row |= {"top_ks": "*i32", "top_ps": "*fp32", "tokens": "*i64"}
+    for absent in ({}, {"top_ks": None, "top_ps": None}):
+        compile_for_h100(_pick_kernel, row | absent, tuned("pick", "*"))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ class LaunchMemory:
 
     def enter(self, arguments) -> None:
         spans: list[list[int]] = []
-        for begin, end in sorted(
-            _span(argument) for argument in arguments if hasattr(argument, "data_ptr")
-        ):
+        for begin, end in sorted(map(_span, _tensors(arguments))):
             if spans and begin < spans[-1][1]:
                 spans[-1][1] = max(end, spans[-1][1])
             else:
@@ -40,6 +38,15 @@ class LaunchMemory:
         assert not outside.any(), (
             f"{outside.sum()} of {at.size} lanes {what} outside of the launch's tensors"
         )
+
+
+def _tensors(arguments):
+    """Yields the tensors among arguments and in their bundles."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from _tensors(argument)
+        elif hasattr(argument, "data_ptr"):
+            yield argument
 
 
 def _span(tensor) -> tuple[int, int]:

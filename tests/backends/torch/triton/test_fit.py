@@ -5,8 +5,9 @@ them as compiled (`compile_kernels`).
 import pytest
 import torch
 
-from octavo.backends.torch.triton import attention, tuning
+from octavo.backends.torch.triton import attention_tiles, tuning
 from octavo.backends.torch.triton.attention import TritonAttention
+from octavo.backends.torch.triton.attention_tiles import AttentionTiles
 from octavo.backends.torch.triton.fit import (
     LEAST,
     attention_bytes,
@@ -20,6 +21,7 @@ from octavo.program import ops
 from octavo.program.program import Value, Weight
 from tests.backends.torch.triton.attention_case import Case
 
+CPU = torch.device("cpu")
 GPUS = {"H100": 227 << 10, "A100": 163 << 10, "L4": 99 << 10, "T4": 64 << 10}
 
 COMPILED = [
@@ -88,11 +90,10 @@ def test_small_tiles_compute_the_same(fixed_tiles, monkeypatch):
     case = Case(
         heads=8, kv_heads=2, k_width=192, v_width=128, requests=((1, 300), (40, 290), (1, 17))
     )
-    small = TritonAttention(torch.device("cpu"), fixed_tiles=fixed_tiles, shared_bytes=GPUS["T4"])
-    decode, shared = (
-        small._tile(kernel, case.call) for kernel in ("decode_attention", small._shared_kernel)
-    )
-    rows_a_run = small._rows_a_run(192, 128, 4)
+    small = TritonAttention(CPU, fixed_tiles=fixed_tiles, shared_bytes=GPUS["T4"])
+    tiles = AttentionTiles(CPU, fixed_tiles=fixed_tiles, shared_bytes=GPUS["T4"])
+    decode, shared = tiles.decode(case.call), tiles.shared(case.call)
+    rows_a_run = tiles.rows_a_run(192, 128, 4)
     found = case.live(small.attend(case.call))
     tuning._best.cache_clear()
     assert (
@@ -110,10 +111,9 @@ ROWS = [
 
 
 def test_what_was_measured_on_a_device_is_not_touched(monkeypatch):
-    monkeypatch.setattr(attention, "is_measured", lambda kernel, device, **shape: True)
-    kernels = TritonAttention(torch.device("cpu"), shared_bytes=1)
-    call = Case().call
-    assert kernels._tile("prefill_attention", call) == tuned("prefill_attention", "interpreter")
+    monkeypatch.setattr(attention_tiles, "is_measured", lambda kernel, device, **shape: True)
+    tiles = AttentionTiles(CPU, fixed_tiles=False, shared_bytes=1)
+    assert tiles.prefill(Case().call) == tuned("prefill_attention", "interpreter")
 
 
 LATENT = ops.MlaAttention(

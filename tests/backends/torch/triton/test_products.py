@@ -13,7 +13,7 @@ from octavo.backends.torch.triton import grouped_linear, packed_linear
 from octavo.backends.torch.triton.device import device_name, is_interpreted
 from octavo.backends.torch.triton.grouped_linear import ExpertRows
 from octavo.backends.torch.triton.kernels import TritonKernels
-from octavo.backends.torch.triton.packed_linear import Tiles
+from octavo.backends.torch.triton.packed_linear import ProductTiles
 from octavo.backends.torch.weights import DeviceWeight, Product
 from octavo.quant.packed import PackedWeight
 from tests.backends.torch.triton.device import DEVICE
@@ -37,7 +37,7 @@ def on_device(packed, dtype=torch.float32):
 
 
 def tiles_of(outputs, row_bytes, splits=1):
-    return Tiles({"BLOCK_N": outputs, "BLOCK_B": row_bytes}, splits)
+    return ProductTiles({"BLOCK_N": outputs, "BLOCK_B": row_bytes}, splits)
 
 
 def multiplied(x, weight, tiles, bias=None):
@@ -172,11 +172,11 @@ def test_fixed_tiles_of_experts_norms_and_sums():
 
 
 def test_splits_depend_on_the_weight_alone():
-    assert Tiles.of(on_device(kinds(256)["Q4_0"]), "a GPU").splits == 1
+    assert ProductTiles.of(on_device(kinds(256)["Q4_0"]), "a GPU").splits == 1
     long = DeviceWeight(torch.zeros(64, 8192, dtype=torch.uint8), 8192, 8)
-    assert Tiles.of(long, "a GPU").splits == 16
+    assert ProductTiles.of(long, "a GPU").splits == 16
     many = DeviceWeight(torch.zeros(32000, 8192, dtype=torch.uint8), 8192, 8)
-    assert Tiles.of(many, "a GPU").splits == 1
+    assert ProductTiles.of(many, "a GPU").splits == 1
 
 
 @pytest.mark.parametrize("rows", [17, 32, 33, 64])

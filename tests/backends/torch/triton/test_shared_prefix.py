@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from octavo.backends.batch import StepBatch
-from octavo.backends.torch.triton.attention import TritonAttention, kind_name
-from octavo.backends.torch.triton.shared_prefix import sharing_of
+from octavo.backends.torch.triton.attention import TritonAttention
+from octavo.backends.torch.triton.shared_prefix import array_names, sharing_of
 from tests.backends.torch.triton.attention_case import DEVICE, Case
 
 pytestmark = (
@@ -147,10 +147,10 @@ def test_read_together_is_bit_for_bit_what_it_is_one_by_one(name, rows):
 
 
 def with_sharing(case, sharing):
-    name = kind_name(0, case.window, case.full)
-    arrays = {"slots": sharing.run_slots, "splits": sharing.run_splits, "own": sharing.own_splits}
+    names = array_names(0, case.window, full=case.full)
+    arrays = (sharing.run_slots, sharing.run_splits, sharing.own_splits)
     found = {
-        f"{name}, {part}": torch.from_numpy(array).to(DEVICE) for part, array in arrays.items()
+        name: torch.from_numpy(array).to(DEVICE) for name, array in zip(names, arrays, strict=True)
     }
     return replace(case.call, inputs={**case.call.inputs, **found})
 
