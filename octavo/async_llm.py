@@ -152,9 +152,7 @@ class AsyncLLM:
         self._front.abort(request_id)
 
     def check_health(self) -> None:
-        """Raises EngineDead once the core has ended, Unavailable while one that hung is being
-        replaced.
-        """
+        """Raises EngineDead once the core has ended for good, Unavailable while one is replaced."""
         self._check_alive()
         self._front.check_trouble()
 

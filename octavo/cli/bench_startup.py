@@ -1,10 +1,10 @@
-"""`octavo bench startup`: how long `octavo run` and `octavo serve` take from their start to the
-first token, and what memory they take.
+"""`octavo bench startup`: measures the time that `octavo run` and `octavo serve` take from their
+start to the first token, and their memory.
 
 Each is started as a user starts it, in processes of its own. One run that is not counted brings
-files into the page cache. Memory is the proportional share (Pss) of the whole tree of processes
-when the first token is there; beyond packed weights stand Python, buffers, and the KV blocks that
-this one prompt fills. Timings of a machine that does other work too are that work's.
+files into the page cache. Memory is the proportional share (Pss) of the whole process tree when the
+first token is there; beyond packed weights it holds Python, buffers, and the KV blocks that this
+one prompt fills. The machine should do no other work at the time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Seconds from the start of the process to the first token, and the memory of its tree then."""
+class StartupSample:
+    """One start: time to the first token, and the memory of the process tree at that moment."""
 
     first_token_s: float
     memory_bytes: int
@@ -42,7 +42,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """Medians over the rounds."""
+    """Statistics of all starts of one command; memory and `first_token_s` are medians."""
 
     command: str
     first_token_s: float
@@ -52,13 +52,16 @@ class Startup:
     beyond_weights_bytes: int
 
     @staticmethod
-    def of(command: str, starts: Sequence[Start], weight_bytes: int) -> Startup:
-        times, memory = (
-            [one.first_token_s for one in starts],
-            int(statistics.median(one.memory_bytes for one in starts)),
-        )
+    def of(command: str, samples: Sequence[StartupSample], weight_bytes: int) -> Startup:
+        times = [sample.first_token_s for sample in samples]
+        memory_bytes = int(statistics.median(sample.memory_bytes for sample in samples))
         return Startup(
-            command, statistics.median(times), min(times), max(times), memory, memory - weight_bytes
+            command,
+            first_token_s=statistics.median(times),
+            fastest_s=min(times),
+            slowest_s=max(times),
+            memory_bytes=memory_bytes,
+            beyond_weights_bytes=memory_bytes - weight_bytes,
         )
 
 
@@ -66,8 +69,8 @@ class Startup:
 def startup(
     *, prompt: Prompt = PROMPT, rounds: Rounds = 5, json: Json = False, options: dict[str, Any]
 ) -> None:
-    """Time from the start of `octavo run` and `octavo serve` to the first token, and memory beyond
-    the weights.
+    """Measure the time from the start of `octavo run` and `octavo serve` to the first token, and
+    their memory beyond the weights.
     """
     if not Path("/proc/self/smaps_rollup").exists():
         raise BackendUnavailable(
@@ -107,7 +110,7 @@ def startup(
 
 
 def _weight_bytes(options: dict[str, Any]) -> int:
-    """From the model's header."""
+    """Returns the size of the packed weights, computed from the model's header."""
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring.plan import plan_model
     from octavo.worker.machine import Machine
@@ -118,21 +121,17 @@ def _weight_bytes(options: dict[str, Any]) -> int:
     return found.capacity.weight_bytes
 
 
-def _run(options: dict[str, Any], prompt: str) -> Start:
-    """The process is stopped where its first text comes, so that its memory is that of this moment,
-    and goes no further.
+def _run(options: dict[str, Any], prompt: str) -> StartupSample:
+    """Measures one `octavo run`.
+
+    The process is stopped when its first text comes, so that its memory is that of this moment.
     """
-    from octavo.cli.own_server import environment, octavo_command, shell_flags
+    from octavo.cli.own_server import shell_flags, start_command
 
     flags = [flag for name, value in options.items() for flag in shell_flags(name, value)]
     started = time.perf_counter()
-    with subprocess.Popen(
-        octavo_command("run", *flags, "--", prompt),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-        bufsize=0,
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    with start_command("run", *flags, "--", prompt, **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         first = process.stdout.read(1)
         first_token_s = time.perf_counter() - started
@@ -142,11 +141,11 @@ def _run(options: dict[str, Any], prompt: str) -> Start:
         process.send_signal(signal.SIGSTOP)
         memory_bytes = tree_bytes(process.pid)
         process.kill()
-    return Start(first_token_s, memory_bytes)
+    return StartupSample(first_token_s, memory_bytes)
 
 
-def _serve(options: dict[str, Any], prompt: str) -> Start:
-    """One request is sent as soon as the server says that it serves."""
+def _serve(options: dict[str, Any], prompt: str) -> StartupSample:
+    """Measures one `octavo serve`, which is sent a request as soon as it says that it serves."""
     import asyncio
 
     import msgspec
@@ -167,18 +166,17 @@ def _serve(options: dict[str, Any], prompt: str) -> Start:
         streamed = asyncio.run(
             StreamClient(url, None).complete(msgspec.json.encode(body | {"return_token_ids": True}))
         )
-        return Start(
-            streamed.token_times[0] - started, sum(map(tree_bytes, _children(os.getpid())))
-        )
+        memory_bytes = sum(map(tree_bytes, _children(os.getpid())))
+        return StartupSample(streamed.token_times[0] - started, memory_bytes)
 
 
 def tree_bytes(pid: int) -> int:
-    """Memory of a process and of all that it has started: what they share is counted once."""
+    """Returns the memory of a process and all its descendants; shared pages are counted once."""
     return _own_bytes(pid) + sum(map(tree_bytes, _children(pid)))
 
 
 def _own_bytes(pid: int) -> int:
-    """0 once it has ended."""
+    """Returns a process' proportional share of memory; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -187,5 +185,6 @@ def _own_bytes(pid: int) -> int:
 
 
 def _children(pid: int) -> Iterator[int]:
+    """Yields the ids of the processes that any thread of a process has started."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         yield from map(int, task.read_text().split())

@@ -1,10 +1,9 @@
-"""A server for as long as a benchmark lasts: `octavo serve` in a process of its own, on a free
-port; how a command is started so.
+"""Octavo's commands in processes of their own, as benchmarks need them: any command, or a server on
+a free port for the time of a measurement.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,16 +12,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from octavo.child_process import describe_exit, end_process, start_python
 from octavo.errors import ConfigError, EngineDead
 
 END_S = 20.0
+"""Time that a server has to stop before it is killed, in seconds."""
+NOT_INHERITED = ("OCTAVO_API_KEY", "PYTHONDONTWRITEBYTECODE")
+"""Environment variables that a child does without: it needs no key, and its modules are compiled
+once and kept, as those of an installation are.
+"""
 
 
 @contextmanager
 def own_server(options: Mapping[str, Any]) -> Iterator[str]:
-    """Its URL, once it serves; what it says goes to stderr. EngineDead where it ends by itself.
+    """Starts `octavo serve`, yields its URL once it serves, and ends it; passes on its stderr.
 
-    `options` are the engine's, by their flat names.
+    `options` are the engine's, by their flat names. Raises ConfigError if it does not start, and
+    EngineDead if it has ended by itself.
     """
     flags = [
         flag
@@ -31,24 +37,18 @@ def own_server(options: Mapping[str, Any]) -> Iterator[str]:
         for flag in shell_flags(name, value)
     ]
     model = [options["model"]] if "model" in options else []
-    command = octavo_command("serve", "--port=0", *flags, *model)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    process = start_command("serve", "--port=0", *flags, *model, stderr=subprocess.PIPE, text=True)
     try:
         yield _url(process)
         if (code := process.poll()) is not None:
-            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            raise EngineDead(f"the server ended before the benchmark did ({how})")
+            raise EngineDead(f"the server ended before the benchmark did ({describe_exit(code)})")
     finally:
         process.terminate()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process, END_S)
 
 
 def _url(process: subprocess.Popen[str]) -> str:
-    """Waits for it; what the server says later is passed on by a thread."""
+    """Waits for the server's URL; a thread passes on what the server says from then on."""
     assert process.stderr is not None
     for line in process.stderr:
         found = re.match(r"serving .* on (http\S+)$", line)
@@ -65,25 +65,13 @@ def _pass_on(lines: Iterator[str]) -> None:
             sys.stderr.write(line)
 
 
-def octavo_command(*arguments: str) -> list[str]:
-    """By the interpreter that runs here."""
-    return [sys.executable, "-P", "-m", "octavo.cli.main", *arguments]
-
-
-def environment() -> dict[str, str]:
-    """Modules from where they come here, compiled once and kept, as those of an installation are;
-    no API key.
-    """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("OCTAVO_API_KEY", "PYTHONDONTWRITEBYTECODE")
-    }
-    return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+def start_command(*arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    """Starts an `octavo` command of this installation; `options` are Popen's."""
+    return start_python(["-m", "octavo.cli.main", *arguments], unset=NOT_INHERITED, **options)
 
 
 def shell_flags(name: str, value: Any) -> list[str]:
-    """An option as a shell has it."""
+    """Returns the command-line flags that set an option to a value."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]

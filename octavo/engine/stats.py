@@ -86,7 +86,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     """
     num_added_tokens: int = 0
     num_restarts: int = 0
-    """Cores that were replaced because they hung."""
+    """Cores that were replaced because they hung or died."""
 
     kv: KvBytes = KvBytes()
     """In the last step that computed something."""

@@ -15,8 +15,8 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(service: Annotated[Service, Depends(service_of)]) -> dict[str, str]:
-    """503 while the model loads, while the server stops, while an engine that hung is replaced, and
-    when it has ended.
+    """Answers 503 while the model loads, while the server stops, and while an engine is replaced
+    that hung or died.
     """
     try:
         service.slot.llm.check_health()

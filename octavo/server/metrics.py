@@ -164,7 +164,7 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
     "num_swaps": ("Preemptions to host memory.", lambda stats: stats.num_swaps),
     "num_engine_restarts": (
-        "Engines replaced because a step made no progress.",
+        "Engines replaced because they hung or died.",
         lambda stats: stats.num_restarts,
     ),
 }

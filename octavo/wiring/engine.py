@@ -15,7 +15,8 @@ from octavo.backends.base import AsyncBackend, Backend
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.config.derive import against_async_scheduling
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.clients.client import EngineClient, EngineInfo, InProcessClient
+from octavo.engine.clients.client import EngineClient, EngineInfo
+from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.core import EngineCore
 from octavo.engine.front.front import Front
 from octavo.engine.front.input_processor import InputProcessor, ModelLimits
@@ -82,7 +83,7 @@ def build_with_process(config: EngineConfig, report: Report) -> Front:
     return _build_front(model, client, info, tokenizer)
 
 
-def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedClient:
+def _start_process(model: Model, report: Report) -> SupervisedClient:
     from octavo.engine.clients.process import ProcessClient
     from octavo.engine.clients.supervised import SupervisedClient
 
@@ -97,8 +98,6 @@ def _start_process(model: Model, report: Report) -> ProcessClient | SupervisedCl
         build = "octavo.wiring.engine:build_core_of_options"
         return ProcessClient(build, options | {"record": record})
 
-    if not observe.stall_timeout:
-        return start(0)
     return SupervisedClient(start, stall_timeout_s=observe.stall_timeout, report=report)
 
 

@@ -14,7 +14,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.progress import quiet
 from octavo.wiring.model import Model, load_model, open_model, part_of
 from octavo.worker.loaded_model import LoadedModel
-from octavo.worker.ranks.messages import Setup
+from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.start import start_ranks
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def start_other_ranks(model: Model) -> tuple[TorchRanks, OtherRanks]:
     return start_ranks("octavo.wiring.ranks:load_rank", options, num_ranks, device)
 
 
-def load_rank(setup: Setup, started: Callable[[], None]) -> LoadedModel:
+def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
     """Meets the first rank and loads this rank's part: the entry point of another rank's process.
 
     `started` is called once all that may be missing has been found.

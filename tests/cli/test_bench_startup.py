@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from octavo.child_process import start_python
 from octavo.cli.bench_startup import tree_bytes
 
 MEBIBYTE = 1 << 20
@@ -25,8 +26,10 @@ def test_both_commands_are_started(octavo, tiny):
 
 def test_a_command_that_fails_says_why(octavo, tiny, monkeypatch):
     monkeypatch.setattr(
-        "octavo.cli.own_server.octavo_command",
-        lambda *_: [sys.executable, "-c", "raise SystemExit('no memory today')"],
+        "octavo.cli.own_server.start_command",
+        lambda *_, **options: start_python(
+            ["-c", "raise SystemExit('no memory today')"], **options
+        ),
     )
     ended = octavo("bench", "startup", "--rounds=1", *tiny)
     assert (

@@ -226,20 +226,37 @@ def test_closing_ends_the_streams(llm):
     asyncio.run(run())
 
 
-def test_the_death_of_the_process_reaches_every_stream():
+def test_streams_outlive_their_engines_process():
+    """Another engine continues them with the tokens that they would have got."""
     front = build_with_process(EngineConfig.from_options(**small_options()), quiet)
     llm = AsyncLLM(front)
+    prompts = [[5], [6]]
 
     async def run():
-        streams = [llm.submit([5 + i], LONG) for i in range(2)]
+        streams = [llm.submit(prompt, LONG) for prompt in prompts]
         await anext(streams[0])
         os.kill(front.client.pid, signal.SIGKILL)
-        for stream in streams:
-            with pytest.raises(EngineDead, match="killed by signal 9"):
-                async for _ in stream:
-                    pass
-        with pytest.raises(EngineDead):
-            llm.submit([5], GREEDY)
+        return [await stream.final() for stream in streams]
+
+    outputs = asyncio.run(run())
+    assert llm.stats().num_restarts == 1
+    llm.close()
+    with make_llm() as offline:
+        assert [fingerprint(output) for output in outputs] == [
+            alone(offline, prompt, LONG) for prompt in prompts
+        ]
+
+
+def test_what_cannot_be_sent_to_the_engine_is_refused_and_forgotten():
+    llm = make_async(in_process=False)
+
+    async def run():
+        with pytest.raises(InvalidRequest):
+            llm.submit([5], SamplingParams(max_tokens=10**30))
+        with pytest.raises(InvalidRequest):
+            llm.submit([5], GREEDY, tenant=5)
+        assert llm.num_unfinished == 0
+        assert (await final(llm, [5], GREEDY)).finished
 
     asyncio.run(run())
     llm.close()

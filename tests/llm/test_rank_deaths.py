@@ -1,5 +1,5 @@
-"""A rank that dies ends the running requests with its name and how it died, and whatever ends an
-engine leaves no rank behind.
+"""A rank that dies ends its engine with its name and how it died, and an engine that ends, however
+it does, leaves no rank behind.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ OPTIONS = small_options() | {
 
 
 def ranks_below(pid: int) -> list[int]:
-    """The processes of other ranks that this one has started."""
+    """Returns the ids of the rank processes that a process has started."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -50,7 +50,7 @@ def ranks_below(pid: int) -> list[int]:
 
 
 def is_there(pid: int) -> bool:
-    """And no zombie."""
+    """Returns whether a process lives; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -62,10 +62,10 @@ def wait_until(true: Callable[[], bool], timeout_s: float = SOON_S) -> None:
         if true():
             return
         time.sleep(0.02)
-    assert true(), "not in time"
+    assert true(), "it did not become true in time"
 
 
-def test_in_one_process() -> None:
+def test_an_llm_that_loses_a_rank_raises_its_name() -> None:
     with LLM(**OPTIONS, report=lambda text: None) as llm:
         (rank,) = ranks_below(os.getpid())
         stream = llm.stream(prompts_of(20)[0], LONG)
@@ -81,67 +81,64 @@ def test_in_one_process() -> None:
         assert ranks_below(os.getpid()) == []
 
 
-def engine() -> tuple[AsyncLLM, int, int]:
-    """Its core's process, and its other rank."""
-    llm = AsyncLLM.from_options(**OPTIONS, report=lambda text: None)
-    core = llm._front.client.pid  # type: ignore[attr-defined]
-    (rank,) = ranks_below(core)
-    return llm, core, rank
+class Engine:
+    """An AsyncLLM with its core in another process and two ranks; notes what it reports."""
+
+    def __init__(self, **options: object) -> None:
+        self.said: list[str] = []
+        self.llm = AsyncLLM.from_options(**OPTIONS | options, report=self.said.append)
+        self.said.clear()
+
+    @property
+    def core(self) -> int:
+        """Process id of the core."""
+        pid: int = self.llm._front.client.pid  # type: ignore[attr-defined]
+        return pid
+
+    @property
+    def rank(self) -> int:
+        """Process id of the other rank."""
+        (rank,) = ranks_below(self.core)
+        return rank
+
+    async def run_over(self, kill: Callable[[], None]) -> list[int]:
+        """Runs three requests and kills something while they run; returns their token counts."""
+        streams = [self.llm.submit(prompt, LONG) for prompt in prompts_of(5, 20, 33)]
+        for stream in streams:
+            await anext(stream)
+        kill()
+        outputs = [await stream.final() for stream in streams]
+        return [len(output.outputs[0].token_ids) for output in outputs]
 
 
-async def until_dead(
-    llm: AsyncLLM, kill: Callable[[], None]
-) -> tuple[list[BaseException | None], float]:
-    """How three requests end when something is killed while they run, and after how long."""
-    streams = [llm.submit(prompt, LONG) for prompt in prompts_of(5, 20, 33)]
-    for stream in streams:
-        await anext(stream)
-    kill()
-    began = time.monotonic()
-    ends = await asyncio.gather(*(stream.final() for stream in streams), return_exceptions=True)
-    return [
-        end if isinstance(end, BaseException) else None for end in ends
-    ], time.monotonic() - began
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.llm.close()
 
 
-def test_behind_a_front() -> None:
-    llm, core, rank = engine()
-    try:
-        errors, took_s = asyncio.run(until_dead(llm, lambda: os.kill(rank, signal.SIGKILL)))
-        assert took_s < SOON_S
-        assert all(
-            isinstance(error, EngineDead)
-            and "rank 1 of 2 has ended (killed by signal 9)" in error.message
-            for error in errors
-        )
-        with pytest.raises(EngineDead, match="killed by signal 9"):
-            llm.check_health()
-        wait_until(lambda: not is_there(core) and not is_there(rank))
-    finally:
-        llm.close()
+LOST = "rank 1 of 2 has ended (killed by signal 9): another engine is being started"
 
 
-def test_of_an_idle_engine() -> None:
-    """Nobody has to ask for anything first."""
-    llm, core, rank = engine()
+def test_an_engine_that_loses_a_rank_is_replaced_with_all_its_ranks(engine: Engine) -> None:
+    core, rank = engine.core, engine.rank
+    assert asyncio.run(engine.run_over(lambda: os.kill(rank, signal.SIGKILL))) == [200] * 3
+    assert engine.said[0].endswith(LOST)
+    wait_until(lambda: not is_there(core) and not is_there(rank))
+    assert is_there(engine.rank) and engine.core != core
 
-    async def watch() -> str:
-        llm.start()
+
+def test_the_loss_of_a_rank_is_noticed_by_an_idle_engine(engine: Engine) -> None:
+    core, rank = engine.core, engine.rank
+
+    async def watch() -> None:
+        engine.llm.start()
         os.kill(rank, signal.SIGKILL)
-        end = time.monotonic() + SOON_S
-        while time.monotonic() < end:
-            try:
-                llm.check_health()
-            except EngineDead as error:
-                return error.message
-            await asyncio.sleep(0.05)
-        return "still well"
+        await asyncio.to_thread(wait_until, lambda: engine.said[:1] == [LOST])
 
-    try:
-        assert "rank 1 of 2 has ended (killed by signal 9)" in asyncio.run(watch())
-        wait_until(lambda: not is_there(core))
-    finally:
-        llm.close()
+    asyncio.run(watch())
+    wait_until(lambda: not is_there(core))
 
 
 @pytest.mark.parametrize(
@@ -149,55 +146,33 @@ def test_of_an_idle_engine() -> None:
     [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["rank runs", "rank is stopped"],
 )
-def test_a_core_that_is_killed_takes_its_ranks_along(stopped: bool) -> None:
-    llm, core, rank = engine()
-    try:
-        if stopped:
-            os.kill(rank, signal.SIGSTOP)
-        assert "the engine process has ended (killed by signal 9)" in asyncio.run(
-            end_with(llm, core)
-        )
-        wait_until(lambda: not is_there(rank))
-    finally:
-        llm.close()
+def test_a_core_that_is_killed_takes_its_ranks_along(engine: Engine, stopped: bool) -> None:
+    core, rank = engine.core, engine.rank
+    if stopped:
+        os.kill(rank, signal.SIGSTOP)
 
+    async def watch() -> None:
+        engine.llm.start()
+        os.kill(core, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: bool(engine.said))
 
-async def end_with(llm: AsyncLLM, core: int) -> str:
-    """What a request is told whose engine is killed."""
-    stream = llm.submit(prompts_of(5)[0], LONG)
-    await asyncio.sleep(0.1)
-    os.kill(core, signal.SIGKILL)
-    try:
-        await stream.final()
-    except EngineDead as error:
-        return error.message
-    return "it went on"
+    asyncio.run(watch())
+    assert engine.said[0].startswith("the engine process has ended (killed by signal 9)")
+    wait_until(lambda: not is_there(rank))
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_replaced_with_its_engine() -> None:
-    """The front sees that no step gets ahead; the others' requests go on in the next engine, whose
-    ranks are new.
-    """
-    llm = AsyncLLM.from_options(**OPTIONS | {"stall_timeout": 3.0}, report=lambda text: None)
-    core = llm._front.client.pid  # type: ignore[attr-defined]
-    (rank,) = ranks_below(core)
-
-    async def run() -> list[object]:
-        streams = [llm.submit(prompt, LONG) for prompt in prompts_of(5, 20)]
-        for stream in streams:
-            await anext(stream)
-        os.kill(rank, signal.SIGSTOP)
-        return [await stream.final() for stream in streams]
-
+    """No step makes progress; the requests go on in the next engine, whose ranks are new."""
+    engine = Engine(stall_timeout=3.0)
+    core, rank = engine.core, engine.rank
     try:
-        outputs = asyncio.run(run())
-        assert [len(output.outputs[0].token_ids) for output in outputs] == [200, 200]
+        assert asyncio.run(engine.run_over(lambda: os.kill(rank, signal.SIGSTOP))) == [200] * 3
         assert not is_there(rank) and not is_there(core)
-        (after,) = ranks_below(llm._front.client.pid)  # type: ignore[attr-defined]
+        after = engine.rank
         assert is_there(after)
     finally:
-        llm.close()
+        engine.llm.close()
     wait_until(lambda: not is_there(after))
 
 
@@ -221,7 +196,7 @@ while True:
     ],
 )
 def test_a_program_that_ends_leaves_no_rank(how: signal.Signals) -> None:
-    """Ctrl-C reaches the whole group, as a terminal sends it."""
+    """Ctrl-C reaches the whole process group, as a terminal sends it."""
     options = OPTIONS | {"model": str(tiny_model("llama").path)}
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, repr(options)],
@@ -242,7 +217,7 @@ def test_a_program_that_ends_leaves_no_rank(how: signal.Signals) -> None:
     wait_until(lambda: not is_there(rank))
 
 
-def test_while_it_loads() -> None:
+def test_a_rank_that_dies_while_it_loads_is_named() -> None:
     def kill_the_first_seen() -> None:
         wait_until(lambda: bool(ranks_below(os.getpid())))
         os.kill(ranks_below(os.getpid())[0], signal.SIGKILL)
@@ -256,8 +231,8 @@ def test_while_it_loads() -> None:
 
 
 @pytest.mark.slow
-def test_closing_many_is_no_loss(capfd: pytest.CaptureFixture[str]) -> None:
-    """Each ends when it is told to, before its neighbour has been waited for."""
+def test_ranks_that_are_closed_are_not_reported_as_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each of several ends when it is told to, before its neighbour has been waited for."""
     with LLM(**OPTIONS | {"tensor_parallel_size": 4}, report=lambda text: None) as llm:
         ranks = ranks_below(os.getpid())
         assert len(ranks) == 3

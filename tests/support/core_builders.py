@@ -1,6 +1,7 @@
-"""What a core's own process is told to build in these tests."""
+"""Cores over the pseudo-model that a core's own process builds, with executors that misbehave."""
 
 import os
+import signal
 import time
 
 from octavo.engine.clients.client import EngineInfo
@@ -12,6 +13,8 @@ INFO = EngineInfo(VOCAB, 512, 1024, "a fake cache")
 
 
 class DyingExecutor(FakeExecutor):
+    """Ends the process with the first row that it computes."""
+
     def execute(self, plan, between=None):
         if plan.rows:
             os._exit(7)
@@ -25,12 +28,14 @@ class SlowExecutor(FakeExecutor):
 
 
 BAD = VOCAB + 1
-"""In a row of a step, the token that makes a HangingExecutor hang."""
+"""Token that makes a HangingExecutor hang and a CrashingExecutor end its process."""
 SICK = VOCAB + 2
-"""One that makes it hang with another one like it in the step, and not alone."""
+"""Token with the same effect if two requests of a step have it, and no effect in one alone."""
 
 
 class HangingExecutor(FakeExecutor):
+    """Hangs in a step that computes bad tokens; else a step takes 2 ms."""
+
     bad = BAD
 
     def execute(self, plan, between=None):
@@ -44,13 +49,23 @@ class HangingExecutor(FakeExecutor):
             for row in plan.rows
         ]
         if any(self.bad in some for some in tokens) or sum(SICK in some for some in tokens) > 1:
-            time.sleep(3600)
+            self.fail()
         time.sleep(0.002)
         return super().execute(plan, between)
 
+    def fail(self):
+        time.sleep(3600)
+
+
+class CrashingExecutor(HangingExecutor):
+    """Kills its process in a step that computes bad tokens."""
+
+    def fail(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
 
 class LongExecutor(FakeExecutor):
-    """Its steps last longer than they may stand still, but they get ahead."""
+    """Takes longer for a step than the stall timeout allows, but makes progress in it."""
 
     def execute(self, plan, between=None):
         for _ in range(6):
@@ -65,6 +80,7 @@ def build(options, report):
         "die": DyingExecutor,
         "slow": SlowExecutor,
         "hang": HangingExecutor,
+        "crash": CrashingExecutor,
         "long": LongExecutor,
     }
     executor = kinds.get(options.get("kind"), FakeExecutor)(tiers=FakeTiers(1, Disk()))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.backends.batch import SampleResult, StepOutput
-from octavo.engine.clients.client import InProcessClient
+from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.front.input_processor import InputProcessor, ModelLimits
 from octavo.engine.front.output_processor import OutputProcessor
 from octavo.engine.scheduling import multi_step

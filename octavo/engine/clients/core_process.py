@@ -1,9 +1,7 @@
-"""The core's own process: builds a core, tells how far it is, then turns commands into steps until
-it is told to end.
+"""The core's own process: builds a core, reports its loading, then turns commands into steps.
 
-Started by `process_client.py` with two ZeroMQ endpoints. Blocks on its socket while there is no
-work; ends by itself when the front's process does (its standard input closes). Everything on the
-wire is msgpack.
+Started by `process.py` with two ZeroMQ endpoints and the heartbeat page. Blocks on its socket while
+there is no work; ends by itself when the front's process does.
 """
 
 from __future__ import annotations
@@ -12,10 +10,7 @@ import contextlib
 import importlib
 import logging
 import math
-import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,99 +18,64 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from octavo.engine.clients.client import Ask, Close, Command, EngineInfo, answer, apply_command
-from octavo.engine.clients.heartbeat import PULSE_S, Pulse, Slate, Watched
+from octavo.child_process import ChildFailed, bind_to_parent
+from octavo.engine.clients.client import (
+    CloseCore,
+    Command,
+    EngineInfo,
+    RunQuery,
+    apply_command,
+    run_query,
+)
+from octavo.engine.clients.heartbeat import (
+    HEARTBEAT_INTERVAL_S,
+    HeartbeatPage,
+    HeartbeatThread,
+    MonitoredExecutor,
+)
+from octavo.engine.clients.messages import (
+    Connected,
+    CoreReady,
+    CoreSetup,
+    ExecutorLost,
+    LoadProgress,
+    QueryResult,
+    Reply,
+    Stepped,
+)
 from octavo.engine.core import CoreOutputs, EngineCore
 from octavo.errors import EngineDead, InvalidRequest, OctavoError
 from octavo.ports import Losable
+from octavo.progress import Report
 
-Report: TypeAlias = Callable[[str], None]
 BuildCore: TypeAlias = Callable[[dict[str, Any], Report], tuple[EngineCore, EngineInfo]]
-"""Builds the engine of flat options; tells in words what it is doing."""
+"""Builds an engine core from flat options."""
 
 OWN_COMMANDS = "inproc://own-commands"
 
 logger = logging.getLogger(__name__)
 
 
-class Setup(msgspec.Struct):
-    """The first message to the process."""
-
-    build: str
-    """module:function of a BuildCore"""
-    options: dict[str, Any]
-
-
-class Connected(msgspec.Struct, tag=True):
-    """The first reply: both ways are open, and the endpoints' files are needed no more."""
-
-
-class Progress(msgspec.Struct, tag=True):
-    text: str
-
-
-class Ready(msgspec.Struct, tag=True):
-    info: EngineInfo
-
-
-class Failed(msgspec.Struct, tag=True):
-    """The process is about to end."""
-
-    kind: str
-    """Name of the class in octavo.errors, or of any other exception."""
-    message: str
-    hint: str | None = None
-
-
-class Stepped(msgspec.Struct, tag=True):
-    outputs: CoreOutputs
-
-
-class Answered(msgspec.Struct, tag=True):
-    number: int
-    """Of the question."""
-    value: int = 0
-    refusal: str | None = None
-    """In place of a value: why it is the asker's fault, and a hint."""
-    hint: str | None = None
-
-
-class Lost(msgspec.Struct, tag=True):
-    """To itself, from another of its threads: the executor can compute nothing any more."""
-
-    error: str
-
-
-Reply = Connected | Progress | Ready | Failed | Stepped | Answered
-
-
 def main() -> None:
-    """`python -c "from octavo.engine.clients.core_process import main; main()" COMMANDS REPLIES
-    SLATE`, the last a file descriptor.
+    """Runs the process; its arguments are COMMANDS REPLIES HEARTBEAT.
+
+    The first two are ZeroMQ endpoints, the third the file descriptor of the heartbeat page.
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the front decides
+    endpoints = sys.argv[1:3]
     context = zmq.Context()
     commands, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    if not _bind(commands, sys.argv[1]):
+    if not _bind(commands, endpoints[0]):
         return
-    threading.Thread(target=_end_with_parent, args=(sys.argv[1:3],), daemon=True).start()
+    bind_to_parent(clean_up=lambda: _remove_files(endpoints))
     commands.bind(OWN_COMMANDS)
-    replies.connect(sys.argv[2])
-    loop = CoreLoop(commands, replies, Slate(int(sys.argv[3])))
+    replies.connect(endpoints[1])
+    loop = CoreLoop(commands, replies, HeartbeatPage(int(sys.argv[3])))
     try:
         loop.run()
     except Exception as error:
         if not isinstance(error, OctavoError):
             logger.exception("the engine process ends")
-        loop.send(
-            Failed(
-                type(error).__name__,
-                getattr(error, "message", str(error)),
-                getattr(error, "hint", None),
-            )
-        )
+        loop.send(ChildFailed.of(error))
         sys.exit(1)
     finally:
         commands.close(linger=0)
@@ -124,81 +84,83 @@ def main() -> None:
 
 
 class CoreLoop:
-    """Commands in, steps, replies out."""
+    """The process's main loop: commands in, steps, replies out."""
 
-    def __init__(self, commands: zmq.Socket, replies: zmq.Socket, slate: Slate) -> None:
+    def __init__(self, commands: zmq.Socket, replies: zmq.Socket, page: HeartbeatPage) -> None:
         self._commands = commands
         self._replies = replies
-        self._slate = slate
+        self._page = page
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Command | Lost)
+        self._decoder = msgspec.msgpack.Decoder(Command | ExecutorLost)
 
     def send(self, reply: Reply) -> None:
         self._replies.send(self._encoder.encode(reply))
 
     def run(self) -> None:
-        setup = msgspec.msgpack.decode(self._commands.recv(), type=Setup)
+        """Builds the core, then serves it until the front closes it; raises what ends it early."""
+        setup = msgspec.msgpack.decode(self._commands.recv(), type=CoreSetup)
         self.send(Connected())
         module, _, function = setup.build.partition(":")
         build: BuildCore = getattr(importlib.import_module(module), function)
-        core, info = build(setup.options, lambda text: self.send(Progress(text)))
+        core, info = build(setup.options, lambda text: self.send(LoadProgress(text)))
         if isinstance(core.executor, Losable):
-            core.executor.when_lost(self._tell_itself)
-        core.executor = Watched(core.executor, self._slate)
-        pulse = Pulse(core.executor, self._slate)
-        self.send(Ready(info))
+            core.executor.when_lost(self._note_loss)
+        core.executor = MonitoredExecutor(core.executor, self._page)
+        heartbeat = HeartbeatThread(core.executor, self._page)
+        self.send(CoreReady(info))
         try:
-            while self._take_commands(core, pulse):
+            while self._take_commands(core, heartbeat):
                 if core.has_work:
                     self.send(Stepped(core.step(self._send_early)))
         finally:
-            pulse.close()
+            heartbeat.close()
             core.close()
 
     def _send_early(self, outputs: CoreOutputs) -> bool:
-        """Unless a command has come, which goes before further steps."""
+        """Sends outputs before their step's end, unless a command has come, which goes first."""
         if int(self._commands.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return False
         self.send(Stepped(outputs))
         return True
 
-    def _take_commands(self, core: EngineCore, pulse: Pulse) -> bool:
-        """All that have come, waiting for one while there is no work. False: it is time to end."""
+    def _take_commands(self, core: EngineCore, heartbeat: HeartbeatThread) -> bool:
+        """Applies all commands that have come, and blocks for one while there is no work.
+
+        Returns False when it is time to end.
+        """
         while not core.has_work or self._commands.poll(
-            math.ceil(1000 * min(core.pause_s(), PULSE_S))
+            math.ceil(1000 * min(core.pause_s(), HEARTBEAT_INTERVAL_S))
         ):
             if not core.has_work:
-                pulse.rest()
+                heartbeat.rest()
             command = self._decoder.decode(self._commands.recv())
-            pulse.wake()
-            if isinstance(command, Close):
+            heartbeat.wake()
+            if isinstance(command, CloseCore):
                 return False
-            if isinstance(command, Lost):
+            if isinstance(command, ExecutorLost):
                 raise EngineDead(command.error)
-            if isinstance(command, Ask):
-                self.send(_answer(core, command))
+            if isinstance(command, RunQuery):
+                self.send(_result_of(core, command))
             else:
                 apply_command(core, command)
         return True
 
-    def _tell_itself(self, error: OctavoError) -> None:
-        """Wakes a loop that waits for commands; called by another thread."""
+    def _note_loss(self, error: OctavoError) -> None:
+        """Wakes a loop that blocks for commands; called by another thread."""
         with self._commands.context.socket(zmq.PUSH) as own:
             own.connect(OWN_COMMANDS)
-            own.send(self._encoder.encode(Lost(error.message)))
+            own.send(self._encoder.encode(ExecutorLost(error.message)))
 
 
-def _answer(core: EngineCore, asked: Ask) -> Answered:
+def _result_of(core: EngineCore, command: RunQuery) -> QueryResult:
     try:
-        return Answered(asked.number, answer(core, asked.question))
+        return QueryResult(command.number, run_query(core, command.query))
     except InvalidRequest as error:
-        return Answered(asked.number, refusal=error.message, hint=error.hint)
+        return QueryResult(command.number, refusal=error.message, hint=error.hint)
 
 
 def _bind(commands: zmq.Socket, endpoint: str) -> bool:
-    """False where the front has ended before this process got so far, and has taken the endpoint's
-    folder along.
-    """
+    """Binds the socket; returns False if the front has ended and removed the endpoint's folder."""
     try:
         commands.bind(endpoint)
     except zmq.ZMQError:
@@ -212,16 +174,9 @@ def _file_of(endpoint: str) -> Path:
     return Path(endpoint.removeprefix("ipc://"))
 
 
-def _end_with_parent(endpoints: list[str]) -> None:
-    """Standard input is a pipe that nobody writes to; it ends when the front's process does.
-
-    A front that was killed before both were connected has left the endpoints' files and their
-    folder.
-    """
-    while os.read(0, 1):
-        pass
+def _remove_files(endpoints: list[str]) -> None:
+    """Removes the endpoints' folder, which a front leaves if it is killed before Connected."""
     with contextlib.suppress(OSError):
         for endpoint in endpoints:
             _file_of(endpoint).unlink(missing_ok=True)
         _file_of(endpoints[0]).parent.rmdir()
-    os._exit(0)

@@ -1,9 +1,9 @@
-"""What a core is doing, written where its front can read it though the core hangs: a page of memory
-that both processes map.
+"""The core's heartbeat: a page of memory, mapped by core and front, that the front can read even if
+the core hangs or has died.
 
-The core notes the requests of a step before it computes them, and counts up whenever it has moved
-on: with each step, and within a long one as long as the executor gets ahead. What standing still
-means is the reader's business.
+The core names the requests of a step before it computes them, and increments a counter with each
+step, and within a long step whenever the executor has made progress. How long the counter may stand
+still is the reader's business (`watchdog.py`).
 """
 
 from __future__ import annotations
@@ -20,142 +20,149 @@ from octavo.ports import AsyncExecutor, Between, Executor, Launched
 from octavo.step import StepPlan, StepResult
 
 PAGE_BYTES = 1 << 16
-COUNT_BYTES = 8
-"""Of the two numbers at its beginning: how often anything moved on, and the bytes of the names
-after them.
-"""
-NAMES_AT = 2 * COUNT_BYTES
+NUMBER_BYTES = 8
+"""Size of each of the page's two leading integers: the beats, and the bytes of the names."""
+NAMES_AT = 2 * NUMBER_BYTES
+"""Offset of the msgpack list of request ids."""
 
-PULSE_S = 0.25
-"""So often a step is looked at that has not ended."""
+HEARTBEAT_INTERVAL_S = 0.25
+"""Period at which a step in progress is checked for progress, in seconds."""
 
 
-class Slate:
-    """Written by one process, read by another; the file descriptor is of a file of PAGE_BYTES."""
+class HeartbeatPage:
+    """The shared page, written by the core's process and read by the front's.
+
+    `fd` is a file of PAGE_BYTES; each process maps it for itself.
+    """
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, PAGE_BYTES)
 
     @property
     def beats(self) -> int:
-        """Changes whenever the core has moved on."""
+        """Counter that changes whenever the core has made progress."""
         return self._number(0)
 
     def beat(self) -> None:
-        self._set(0, self.beats + 1)
+        self._set_number(0, self.beats + 1)
 
-    def begin(self, request_ids: Sequence[str]) -> None:
-        """A step that computes these. Names that have no room are left out, all of them."""
+    def begin_step(self, request_ids: Sequence[str]) -> None:
+        """Names the requests of a step that starts; leaves all names out if they do not fit."""
         names = msgspec.msgpack.encode(request_ids)
         if len(names) > PAGE_BYTES - NAMES_AT:
             names = b""
         self._page[NAMES_AT : NAMES_AT + len(names)] = names
-        self._set(1, len(names))
+        self._set_number(1, len(names))
         self.beat()
 
-    def end(self) -> None:
-        self._set(1, 0)
+    def end_step(self) -> None:
+        self._set_number(1, 0)
         self.beat()
 
-    def read(self) -> list[str]:
-        """The requests of the step that has begun and not ended; [] where there is none, or nobody
-        knows.
-        """
+    def step_requests(self) -> list[str]:
+        """Returns the ids of the step in progress; [] between steps and if they did not fit."""
         names = self._page[NAMES_AT : NAMES_AT + self._number(1)]
         return msgspec.msgpack.decode(names, type=list[str]) if names else []
 
     def _number(self, index: int) -> int:
-        return int.from_bytes(self._page[index * COUNT_BYTES : (index + 1) * COUNT_BYTES], "little")
+        at = index * NUMBER_BYTES
+        return int.from_bytes(self._page[at : at + NUMBER_BYTES], "little")
 
-    def _set(self, index: int, value: int) -> None:
-        self._page[index * COUNT_BYTES : (index + 1) * COUNT_BYTES] = value.to_bytes(
-            COUNT_BYTES, "little"
-        )
+    def _set_number(self, index: int, value: int) -> None:
+        at = index * NUMBER_BYTES
+        self._page[at : at + NUMBER_BYTES] = value.to_bytes(NUMBER_BYTES, "little")
 
 
-class Watched:
-    """An executor whose steps stand on a slate while they are computed, one at a time. Implements
-    `ports.AsyncExecutor` where it is one.
+class MonitoredExecutor:
+    """An executor that notes each step on the heartbeat page while it is computed.
+
+    Implements `ports.AsyncExecutor` if the wrapped executor does.
     """
 
-    def __init__(self, executor: Executor, slate: Slate) -> None:
+    def __init__(self, executor: Executor, page: HeartbeatPage) -> None:
         self._executor = executor
-        self._slate = slate
+        self._page = page
         self._launched: deque[list[str]] = deque()
-        """The requests of steps that have not come back; the first is the one that computes."""
+        """Request ids of each step in flight, oldest first; the device computes the first."""
 
     @property
     def progress(self) -> int:
         return self._executor.progress
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
-        self._slate.begin(_requests_of(plan))
+        self._page.begin_step(_requests_of(plan))
         try:
             return self._executor.execute(plan, between)
         finally:
-            self._slate.end()
+            self._page.end_step()
 
     def launch(self, plan: StepPlan) -> Launched:
         assert isinstance(self._executor, AsyncExecutor)
         self._launched.append(_requests_of(plan))
-        self._slate.begin(self._launched[0])
+        self._page.begin_step(self._launched[0])
         try:
-            return WatchedStep(self._executor.launch(plan), self._came_back)
+            return MonitoredStep(self._executor.launch(plan), self._note_return)
         except BaseException:
             self._launched.pop()
-            self._show()
+            self._show_oldest()
             raise
 
-    def _came_back(self) -> None:
+    def _note_return(self) -> None:
         self._launched.popleft()
-        self._show()
+        self._show_oldest()
 
-    def _show(self) -> None:
+    def _show_oldest(self) -> None:
         if self._launched:
-            self._slate.begin(self._launched[0])
+            self._page.begin_step(self._launched[0])
         else:
-            self._slate.end()
+            self._page.end_step()
 
     def close(self) -> None:
         self._executor.close()
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedStep:
-    """Implements `ports.Launched`."""
+class MonitoredStep:
+    """A launched step that leaves the heartbeat page when its result is taken.
+
+    Implements `ports.Launched`.
+    """
 
     step: Launched
-    came_back: Callable[[], None]
+    note_return: Callable[[], None]
 
     def result(self) -> StepResult:
         try:
             return self.step.result()
         finally:
-            self.came_back()
+            self.note_return()
 
 
 def _requests_of(plan: StepPlan) -> list[str]:
+    """Returns the ids of the step's requests, once each: the beams of a search are one request."""
     return list(dict.fromkeys(row.owner for row in plan.rows))
 
 
-class Pulse:
-    """Beats for a step that takes long and gets ahead, from a thread of its own, which sleeps while
-    there is no work.
+class HeartbeatThread:
+    """A thread that beats for a long step as long as its executor makes progress.
+
+    It sleeps while there is no work.
     """
 
-    def __init__(self, executor: Executor, slate: Slate) -> None:
+    def __init__(self, executor: Executor, page: HeartbeatPage) -> None:
         self._executor = executor
-        self._slate = slate
+        self._page = page
         self._busy = threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="octavo-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="octavo-heartbeat", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """There is work."""
+        """Starts the periodic checks: there is work."""
         self._busy.set()
 
     def rest(self) -> None:
+        """Stops the periodic checks: there is no work."""
         self._busy.clear()
 
     def close(self) -> None:
@@ -165,8 +172,9 @@ class Pulse:
 
     def _run(self) -> None:
         beats = progress = -1
-        while self._busy.wait() and not self._closed.wait(PULSE_S):
-            if self._slate.beats == beats and self._executor.progress != progress:
+        while self._busy.wait() and not self._closed.wait(HEARTBEAT_INTERVAL_S):
+            # Steps that come and go beat by themselves; only one that lasts needs this thread.
+            if self._page.beats == beats and self._executor.progress != progress:
                 progress = self._executor.progress
-                self._slate.beat()
-            beats = self._slate.beats
+                self._page.beat()
+            beats = self._page.beats

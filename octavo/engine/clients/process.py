@@ -1,7 +1,8 @@
-"""A core in a process of its own, reached over ZeroMQ: start-up with progress, requests and
-outputs, and a clear end when it dies.
+"""A core in a process of its own, reached over ZeroMQ: starts it, sends commands, receives outputs,
+and says clearly when it has died.
 
-Death is seen at once through a pipe that only the child holds open for writing.
+Death is noticed at once through a pipe that only the child holds open for writing. What is done
+about it is the business of `supervised.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,44 +20,48 @@ from typing import Any
 import msgspec
 import zmq
 
+from octavo.child_process import ChildFailed, describe_exit, end_process, start_bound
 from octavo.engine.clients.client import (
-    Abort,
-    Add,
-    Ask,
-    Close,
+    AbortRequests,
+    CloseCore,
     Command,
     EngineInfo,
-    Question,
+    Query,
     ResetPrefixCache,
+    RunQuery,
 )
-from octavo.engine.clients.core_process import (
-    Answered,
+from octavo.engine.clients.heartbeat import PAGE_BYTES, HeartbeatPage
+from octavo.engine.clients.messages import (
     Connected,
-    Failed,
-    Progress,
-    Ready,
+    CoreReady,
+    CoreSetup,
+    LoadProgress,
+    QueryResult,
     Reply,
-    Report,
-    Setup,
     Stepped,
+    encode_requests,
 )
-from octavo.engine.clients.heartbeat import PAGE_BYTES, Slate
 from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.kv.pin import Pin
 from octavo.engine.requests.request import EngineRequest
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable, error_named
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
+from octavo.progress import Report
 
-START = "from octavo.engine.clients.core_process import main; main()"
+MAIN = "octavo.engine.clients.core_process:main"
 END_S = 5.0
-"""How long a closed core may take to end before it is killed."""
+"""Time that a closed core has to end before it is killed, in seconds."""
 ANSWER_S = 60.0
-"""How long a core may take to do what is no step."""
+"""Time that a core has to answer a query, in seconds."""
 LAST_WORDS_MS = 200
-"""How long what a process said before its end may still be on its way."""
+"""Time that a dead process' last messages may take to arrive, in milliseconds."""
 
 
 class ProcessClient:
-    """Starts the process at once; `wait_until_ready` must return before the first request."""
+    """An EngineClient that starts a core's process at once.
+
+    `wait_until_ready` must return before the first request. Once the process has ended `receive`
+    raises EngineDead.
+    """
 
     info: EngineInfo
     trouble = ""
@@ -70,49 +74,48 @@ class ProcessClient:
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH)
         self._commands.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._commands.connect(
-            self._endpoint("commands")
-        )  # the side that connects never waits to send, whether or not the child lives
+        # The side that connects never blocks in send, whether or not the child lives.
+        self._commands.connect(self._endpoint("commands"))
         self._replies = self._socket(zmq.PULL)
         self._replies.bind(self._endpoint("replies"))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
-        self._asking = threading.Lock()
-        self._num_asked = 0
-        self._answers: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
-        """None: there will be no more."""
+        self._querying = threading.Lock()
+        self._num_queries = 0
+        self._results: queue.SimpleQueue[QueryResult | None] = queue.SimpleQueue()
+        """Answers to queries, in the order they came; None after the last one there will be."""
         self._closing = False
         self.is_ready = False
         life, child_end = os.pipe()
         self._life = os.fdopen(life, "rb", buffering=0)
         try:
-            with tempfile.TemporaryFile() as page:
-                page.write(bytes(PAGE_BYTES))
-                page.flush()
-                self.slate = Slate(page.fileno())
-                """What the core is doing."""
-                self._process = self._start(child_end, page.fileno())
+            with tempfile.TemporaryFile() as file:
+                file.write(bytes(PAGE_BYTES))
+                file.flush()
+                self.heartbeat = HeartbeatPage(file.fileno())
+                self._process = self._start(child_end, file.fileno())
         finally:
             os.close(child_end)
         self._poller = zmq.Poller()
         self._poller.register(self._replies, zmq.POLLIN)
         self._poller.register(self._life.fileno(), zmq.POLLIN)
-        self._send(Setup(build, options))
+        self._send(msgspec.msgpack.encode(CoreSetup(build, options)))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def wait_until_ready(self, report: Report) -> EngineInfo:
-        """Passes on what the core says of its loading. What keeps it from starting is raised as its
-        own kind of error.
+        """Passes on what the core says of its loading, and returns when it is ready.
+
+        An error that keeps it from starting is raised as its own kind.
         """
         try:
             while True:
                 reply = self._next(None)
-                if isinstance(reply, Progress):
+                if isinstance(reply, LoadProgress):
                     report(reply.text)
-                elif isinstance(reply, Ready):
+                elif isinstance(reply, CoreReady):
                     return reply.info
                 elif reply is None:
                     raise EngineDead("the engine was closed while it started")
@@ -121,35 +124,39 @@ class ProcessClient:
             raise
 
     def add(self, requests: list[EngineRequest]) -> None:
-        self._send(Add(requests))
+        self.add_encoded(encode_requests(requests))
+
+    def add_encoded(self, requests: bytes) -> None:
+        """Does what `add` does, with the result of `encode_requests`."""
+        self._send(requests)
 
     def abort(self, request_ids: list[str]) -> None:
-        self._send(Abort(request_ids))
+        self._command(AbortRequests(request_ids))
 
     def receive(
         self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
     ) -> CoreOutputs | None:
-        """EngineDead where the process has ended."""
+        """Returns what the core sends next; raises EngineDead once the process has ended."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             reply = self._next(None if end is None else max(0.0, end - time.monotonic()))
             if isinstance(reply, Stepped):
                 return reply.outputs
-            if isinstance(reply, Answered):
-                self._answers.put(reply)
+            if isinstance(reply, QueryResult):
+                self._results.put(reply)
             elif reply is None:
                 return None
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Needs another thread in `receive`."""
-        return bool(self._ask(ResetPrefixCache(reset_connector)))
+        """Does what the protocol says; another thread must be in `receive`."""
+        return bool(self._query(ResetPrefixCache(reset_connector)))
 
     def pin_prefix(self, pin: Pin) -> int:
-        """Needs another thread in `receive`."""
-        return self._ask(pin)
+        """Does what the protocol says; another thread must be in `receive`."""
+        return self._query(pin)
 
     def kill(self) -> list[CoreOutputs]:
-        """Ends a process that hangs, and the client; returns what was still on its way."""
+        """Ends a process that hangs or has died, and the client; returns its last outputs."""
         self._process.kill()
         self._process.wait()
         last = []
@@ -160,21 +167,14 @@ class ProcessClient:
         return last
 
     def close(self) -> None:
-        """Ends the process; a `receive` that waits returns None, and so does every later one."""
+        """Ends the process; a `receive` that blocks returns None, and so does every later one."""
         if self._closing:
             return
         self._closing = True
-        self._answers.put(None)
+        self._results.put(None)
         with self._sending:
-            self._commands.send(self._encoder.encode(Close()))
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+            self._commands.send(self._encoder.encode(CloseCore()))
+        end_process(self._process, END_S)
         with self._sending, self._receiving:
             self._context.destroy(linger=0)
             self._life.close()
@@ -190,58 +190,43 @@ class ProcessClient:
     def _endpoint(self, name: str) -> str:
         return f"ipc://{Path(self._folder.name) / name}"
 
-    def _start(self, child_end: int, page: int) -> subprocess.Popen[bytes]:
-        """-P: the child finds modules where this process does, and not first in the current
-        directory.
-        """
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
-        }
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                START,
-                self._endpoint("commands"),
-                self._endpoint("replies"),
-                str(page),
-            ],
-            stdin=subprocess.PIPE,
-            pass_fds=[child_end, page],
-            env=environment,
-        )
+    def _start(self, life: int, page: int) -> subprocess.Popen[bytes]:
+        arguments = [self._endpoint("commands"), self._endpoint("replies"), str(page)]
+        return start_bound(MAIN, arguments, pass_fds=[life, page])
 
-    def _send(self, message: Setup | Command) -> None:
+    def _command(self, command: Command) -> None:
+        self._send(self._encoder.encode(command))
+
+    def _send(self, message: bytes) -> None:
         with self._sending:
             if not self._closing:
-                self._commands.send(self._encoder.encode(message))
+                self._commands.send(message)
 
-    def _ask(self, question: Question) -> int:
-        with self._asking:
-            self._num_asked += 1
-            self._send(Ask(self._num_asked, question))
-            answered = self._await_answer(self._num_asked)
-        if answered.refusal is not None:
-            raise InvalidRequest(answered.refusal, hint=answered.hint)
-        return answered.value
+    def _query(self, query: Query) -> int:
+        with self._querying:
+            self._num_queries += 1
+            self._command(RunQuery(self._num_queries, query))
+            result = self._await_result(self._num_queries)
+        if result.refusal is not None:
+            raise InvalidRequest(result.refusal, hint=result.hint)
+        return result.value
 
-    def _await_answer(self, number: int) -> Answered:
-        """Answers to what was asked before, and given up, are passed over."""
+    def _await_result(self, number: int) -> QueryResult:
+        """Returns the answer to this query, passing over answers to queries that timed out."""
         end = time.monotonic() + ANSWER_S
         try:
             while (
-                answered := self._answers.get(timeout=max(0.0, end - time.monotonic()))
+                result := self._results.get(timeout=max(0.0, end - time.monotonic()))
             ) is not None:
-                if answered.number == number:
-                    return answered
+                if result.number == number:
+                    return result
         except queue.Empty:
             raise Unavailable(f"the engine has not answered for {ANSWER_S:g} s") from None
-        self._answers.put(None)
+        self._results.put(None)
         raise Unavailable("the engine ended before it answered")
 
     def _next(self, timeout_s: float | None) -> Reply | None:
-        """The next reply; None when the time is up or the client is closed."""
+        """Returns the next reply; None when the time is up or the client is closed."""
         with self._receiving:
             if self._closing:
                 return None
@@ -252,25 +237,15 @@ class ProcessClient:
                 self._note(reply)
                 return reply
         if ended and not self._closing:
-            self._answers.put(None)
-            raise EngineDead(
-                f"the engine process has ended ({_describe_exit(self._process.wait())})"
-            )
+            self._results.put(None)
+            how = describe_exit(self._process.wait())
+            raise EngineDead(f"the engine process has ended ({how})")
         return None
 
     def _note(self, reply: Reply) -> None:
-        if isinstance(reply, Failed):
-            raise _error_of(reply)
+        if isinstance(reply, ChildFailed):
+            raise reply.error("the engine process")
         if isinstance(reply, Connected):
-            self._folder.cleanup()  # so that nothing is left of a process that is killed
-        if isinstance(reply, Ready):
+            self._folder.cleanup()  # so that a process that is killed later leaves nothing behind
+        if isinstance(reply, CoreReady):
             self.info, self.is_ready = reply.info, True
-
-
-def _error_of(failed: Failed) -> OctavoError:
-    known = error_named(failed.kind, failed.message, failed.hint)
-    return known or EngineDead(f"the engine process has failed: {failed.kind}: {failed.message}")
-
-
-def _describe_exit(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

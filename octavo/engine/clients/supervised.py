@@ -1,9 +1,9 @@
-"""A core process that is replaced when it hangs: who hung it fails, all others go on where they
-were.
+"""A core process that is replaced when it hangs or dies: a request that is to blame fails, all
+others go on where they were.
 
-Remembers what every unfinished request has been given, so that a new core can be told. A hung
-native call cannot be ended from inside its process, so the process is; a step's draws depend on
-nothing but the request, so what follows is what would have followed.
+Remembers what every unfinished request has yielded, so that a new core can be told. A native call
+that hangs cannot be ended from inside its process, so the process is. A request's draws depend on
+nothing but the request, so the new core continues it bit for bit.
 """
 
 from __future__ import annotations
@@ -13,134 +13,115 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from octavo.engine.clients.client import EngineInfo
+from octavo.engine.clients.ledger import RequestLedger, UnfinishedRequest
+from octavo.engine.clients.messages import encode_requests
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.suspects import Suspects
+from octavo.engine.clients.watchdog import RestartBackoff, Watchdog
 from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.kv.pin import Pin
 from octavo.engine.requests.request import EngineOutput, EngineRequest
-from octavo.engine.stats import COUNTS, EngineStats
+from octavo.engine.stats import EngineStats
+from octavo.errors import OctavoError
+from octavo.outputs import FinishReason
+from octavo.progress import Report
 
-Start = Callable[[int], ProcessClient]
-"""Starts a core, told how many came before it."""
-Report = Callable[[str], None]
+StartCore = Callable[[int], ProcessClient]
+"""Starts a core; is told how many were started before it."""
 
-MAX_INTERVAL_S = 2.0
-LOOKS = 8
-"""In the time that a core may stand still."""
-
-
-@dataclass(slots=True)
-class Unfinished:
-    """A request, and what it has yielded so far."""
-
-    request: EngineRequest
-    token_ids: list[int] = field(default_factory=list)
-    aborted: bool = False
-
-    def again(self, *, one_token: bool = False) -> EngineRequest:
-        """As a core takes it that has never heard of it."""
-        told = {"output_token_ids": list(self.token_ids), "fork_of": None} if self.token_ids else {}
-        return msgspec.structs.replace(self.request, resumed=True, one_token=one_token, **told)
+MAX_FAILED_STARTS = 3
+"""Number of cores in a row that may die while they load before the waiting requests fail."""
+RECOVERY_INTERVAL_S = 0.25
+"""Period at which a new core is checked for being ready, in seconds."""
 
 
-class Watch:
-    """For how long a mark has not changed. Time in which nobody looked does not count: a machine
-    that slept has not hung.
-    """
+@dataclass(frozen=True, slots=True)
+class CoreFailure:
+    """The end of a core that was not told to end."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.interval_s = min(timeout_s / LOOKS, MAX_INTERVAL_S)
-        self._mark: int | None = None
-        self._still_s = self._looked = 0.0
-
-    def look(self, mark: int, now: float) -> bool:
-        """Whether it has stood still for too long."""
-        if mark == self._mark:
-            self._still_s += min(now - self._looked, 2 * self.interval_s)
-        else:
-            self._mark, self._still_s = mark, 0.0
-        self._looked = now
-        return self._still_s >= self.timeout_s
-
-    def rest(self) -> None:
-        """Nothing has to move."""
-        self._mark = None
+    reason: str
+    hung: bool = False
+    was_ready: bool = True
+    step_requests: list[str] = field(default_factory=list)
+    """Unfinished requests of the step in progress."""
 
 
 class SupervisedClient:
-    """An EngineClient. `wait_until_ready` must return before the first request."""
+    """An EngineClient over a core process that it replaces as often as needed.
+
+    `wait_until_ready` must return before the first request. The core that it starts first may fail
+    to start; `wait_until_ready` then raises why.
+    """
 
     info: EngineInfo
 
-    def __init__(self, start: Start, *, stall_timeout_s: float, report: Report) -> None:
-        """`report` is told of every core that is replaced."""
+    def __init__(self, start: StartCore, *, stall_timeout_s: float, report: Report) -> None:
+        """`report` is told of every replacement; with `stall_timeout_s` 0 a hang is not noticed."""
         self.trouble = ""
         self._start = start
         self._report = report
         self._core = start(0)
-        self._watch = Watch(stall_timeout_s)
+        self._watchdog = Watchdog(stall_timeout_s)
+        self._backoff = RestartBackoff()
         self._suspects = Suspects()
-        self._requests: dict[str, Unfinished] = {}
+        self._ledger = RequestLedger()
         self._lock = threading.Lock()
         """Held while a core is told something, and while it is replaced."""
         self._closing = False
+        self._wake = threading.Event()
+        """Set to end a wait for the next start."""
+        self._restart_at: float | None = None
+        """Time of the next start while there is no core, on the monotonic clock."""
         self._trying = False
-        """The core is told of nobody but whoever is on trial."""
-        self._num_sent = self._num_sent_tokens = 0
+        """Whether the core is told of no request but the one on trial."""
         self._stats = EngineStats()
         self._before: EngineStats | None = None
-        """What earlier cores counted."""
+        """Counts of all earlier cores."""
 
     @property
     def pid(self) -> int:
         return self._core.pid
 
     def wait_until_ready(self, report: Report) -> EngineInfo:
+        """Passes on what the first core says of its loading, and returns when it is ready."""
         self.info = self._core.wait_until_ready(report)
+        self._backoff.note_ready(time.monotonic())
         return self.info
 
     def add(self, requests: list[EngineRequest]) -> None:
+        encoded = encode_requests(requests)  # what cannot be sent must never be registered
         with self._lock:
-            for request in requests:
-                self._requests[request.request_id] = Unfinished(request)
-                self._num_sent_tokens += len(request.prompt_token_ids)
-            self._num_sent += len(requests)
+            self._ledger.add(requests)
             if not self._trying:
-                self._core.add(requests)
+                self._core.add_encoded(encoded)
 
     def abort(self, request_ids: list[str]) -> None:
-        """One that the core does not know is made known to it, so that it has its end from
-        there."""
+        """Ends requests; one that the core has not been told of yet is told, then ended there."""
         with self._lock:
             for request_id in request_ids:
-                unfinished = self._requests.get(
-                    request_id
-                )  # the thread that receives may end it at any moment
-                if unfinished is None or unfinished.aborted:
+                # The thread that receives may end it at any moment.
+                request = self._ledger.unfinished.get(request_id)
+                if request is None or request.aborted:
                     continue
-                unfinished.aborted = True
-                if self._trying and request_id != self._suspects.on_trial:
-                    self._core.add([unfinished.again()])
-            self._core.abort(request_ids)
+                request.aborted = True
+                if self._is_unknown_to_core(request_id):
+                    self._core.add([request.resumed()])
+            if self._restart_at is None:
+                self._core.abort(request_ids)
+        self._wake.set()
 
     def receive(
         self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
     ) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closing:
-            left_s = self._watch.interval_s if end is None else end - time.monotonic()
-            step = self._core.receive(max(0.0, min(left_s, self._watch.interval_s)))
-            if self.trouble and self._core.is_ready:
-                self.trouble = ""
-                self._report("the engine is there again")
-            if step is not None:
-                return self._take(step)
-            if self._hangs():
-                return self._replace()
+            interval_s = RECOVERY_INTERVAL_S if self.trouble else self._watchdog.interval_s
+            if end is not None:
+                interval_s = max(0.0, min(interval_s, end - time.monotonic()))
+            outputs = self._receive_once(interval_s)
+            if outputs is not None:
+                return outputs
             if end is not None and time.monotonic() >= end:
                 return None
         return None
@@ -154,118 +135,176 @@ class SupervisedClient:
     def close(self) -> None:
         with self._lock:
             self._closing = True
+        self._wake.set()
         self._core.close()
 
+    # -- a core that works -------------------------------------------------------------------------
+
+    def _receive_once(self, timeout_s: float) -> CoreOutputs | None:
+        """Returns the next outputs; None if there are none within the time."""
+        if self._restart_at is not None:
+            return self._await_restart(timeout_s)
+        try:
+            step = self._core.receive(timeout_s)
+        except OctavoError as error:
+            return self._replace(error.message, hung=False)
+        if self.trouble and self._core.is_ready:
+            self._note_recovery()
+        if step is not None:
+            return self._take(step)
+        if self._hangs():
+            return self._replace(self._describe_hang(), hung=True)
+        return None
+
+    def _note_recovery(self) -> None:
+        self.trouble = ""
+        self._backoff.note_ready(time.monotonic())
+        self._report("the engine is ready again")
+
     def _hangs(self) -> bool:
-        """A core that has work must move; one that loads may take its time."""
-        if self._core.is_ready and self._requests:
-            return self._watch.look(self._core.slate.beats, time.monotonic())
-        self._watch.rest()
+        """Returns whether a core that has work has stalled; one that loads may take its time."""
+        if self._core.is_ready and self._ledger.unfinished:
+            return self._watchdog.has_stalled(self._core.heartbeat.beats, time.monotonic())
+        self._watchdog.reset()
         return False
 
     def _take(self, step: CoreOutputs) -> CoreOutputs:
+        """Notes what a step yielded, and goes on with the trials."""
         for output in step.outputs:
-            unfinished = self._requests.get(output.request_id)
-            if unfinished is not None:
-                unfinished.token_ids += output.token_ids
+            request = self._ledger.unfinished.get(output.request_id)
+            if request is not None:
+                request.token_ids += output.token_ids
                 if output.finish_reason is not None:
-                    self._note_end(unfinished, output)
+                    self._note_end(request, output)
         self._stats = step.stats if self._before is None else step.stats.after(self._before)
         if self._trying:
             self._go_on()
         return CoreOutputs(step.outputs, self._stats)
 
-    def _note_end(self, unfinished: Unfinished, output: EngineOutput) -> None:
-        """One that was to yield a token and has is cleared; nobody learns that it was ended for
-        that.
+    def _note_end(self, request: UnfinishedRequest, output: EngineOutput) -> None:
+        """Forgets a request that has ended; one whose trial ends is cleared and goes on.
+
+        On trial a request ends with "abort" after one token, which the front never learns.
         """
         if (
             output.finish_reason == "abort"
             and output.request_id == self._suspects.on_trial
-            and not unfinished.aborted
+            and not request.aborted
         ):
             output.finish_reason = None
             self._suspects.cleared(output.request_id)
-            assert self._before is not None, "nobody is on trial in the first core"
+            assert self._before is not None, "there are no trials in the first core"
             self._before.num_added -= 1  # the core will count it again
-            self._before.num_added_tokens -= len(unfinished.request.prompt_token_ids)
+            self._before.num_added_tokens -= len(request.request.prompt_token_ids)
         else:
-            del self._requests[output.request_id]
+            del self._ledger.unfinished[output.request_id]
             self._suspects.ended(output.request_id)
 
     def _go_on(self) -> None:
-        """With whoever is next on trial; once nobody is left, with all."""
+        """Sends the next request on trial; once none is left, all unfinished requests."""
         with self._lock:
+            unfinished = self._ledger.unfinished
             name = self._suspects.next_on_trial()
             if name is not None:
-                self._core.add([self._requests[name].again(one_token=True)])
+                self._core.add([unfinished[name].resumed(one_token=True)])
             elif not self._suspects.any:
                 self._trying = False
-                self._core.add([one.again() for one in self._requests.values() if not one.aborted])
+                self._core.add([one.resumed() for one in unfinished.values() if not one.aborted])
 
-    # -- a core that hangs -------------------------------------------------------------------------
+    def _is_unknown_to_core(self, request_id: str) -> bool:
+        return self._trying and self._restart_at is None and request_id != self._suspects.on_trial
 
-    def _replace(self) -> CoreOutputs | None:
-        """Ends it, starts another, tells it what is unfinished. Returns what the old one said last,
-        and the ends of those who fail.
+    # -- a core that hangs or has died -------------------------------------------------------------
+
+    def _replace(self, reason: str, *, hung: bool) -> CoreOutputs | None:
+        """Ends the core; returns what it said last, and the ends of the requests that fail.
+
+        The next `receive` starts another, once the delay is over.
         """
         with self._lock:
             if self._closing:
                 return None
-            hung = [name for name in self._core.slate.read() if name in self._requests]
+            in_step = self._core.heartbeat.step_requests()
             last = self._core.kill()
         outputs = [output for step in last for output in self._take(step).outputs]
+        failure = CoreFailure(reason, hung, self._core.is_ready, self._ledger.known(in_step))
+        return self._recover(failure, outputs)
+
+    def _recover(self, failure: CoreFailure, outputs: list[EngineOutput]) -> CoreOutputs | None:
+        """Fails the requests that are to blame and plans the next start; adds to `outputs`."""
         with self._lock:
             if self._closing:
                 return None
-            what = (
-                f"a step of {len(hung)} requests"
-                if len(hung) > 1
-                else "a step"
-                if hung
-                else "the engine"
-            )
-            stalled = f"{what} made no progress for {self._watch.timeout_s:g} s (stall_timeout)"
-            guilty = self._suspects.hung(hung or list(self._requests), in_step=bool(hung))
-            outputs += self._end_aborted()
-            outputs += self._fail(
-                guilty, f"{stalled}; this request is given up, the engine was replaced"
-            )
-            self.trouble = f"{stalled}: another engine is being started"
-            self._stats = self._before = self._counts_so_far()
-            self._core = self._start(self._before.num_restarts)
+            now = time.monotonic()
+            delay_s = 0.0 if failure.hung else self._backoff.delay_s(now)
+            outputs += self._end(self._ledger.aborted(), "abort")
+            given_up = f"{failure.reason}; this request is given up, the engine was replaced"
+            outputs += self._end(self._find_guilty(failure), "error", given_up)
+            wait = f" in {delay_s:g} s" if delay_s else ""
+            self.trouble = f"{failure.reason}: another engine is being started{wait}"
+            self._stats = self._before = self._ledger.counts(self._stats)
+            self._before.num_restarts += 1
             self._trying = True
+            self._restart_at = now + delay_s
         self._report(self.trouble)
-        self._watch.rest()
-        self._go_on()
+        self._watchdog.reset()
         return CoreOutputs(outputs, self._before)
 
-    def _fail(self, request_ids: Iterable[str], error: str) -> list[EngineOutput]:
-        names = [name for name in request_ids if name in self._requests]
-        return [
-            self._end(name, EngineOutput(name, finish_reason="error", error=error))
-            for name in names
-        ]
+    def _describe_hang(self) -> str:
+        num_requests = len(self._ledger.known(self._core.heartbeat.step_requests()))
+        what = "the engine"
+        if num_requests:
+            what = "a step" if num_requests == 1 else f"a step of {num_requests} requests"
+        return f"{what} made no progress for {self._watchdog.timeout_s:g} s (stall_timeout)"
 
-    def _end_aborted(self) -> list[EngineOutput]:
-        names = [name for name, unfinished in self._requests.items() if unfinished.aborted]
-        return [self._end(name, EngineOutput(name, finish_reason="abort")) for name in names]
+    def _find_guilty(self, failure: CoreFailure) -> list[str]:
+        """Returns the requests to fail for the end of a core.
 
-    def _end(self, request_id: str, output: EngineOutput) -> EngineOutput:
-        del self._requests[request_id]
-        self._suspects.ended(request_id)
-        return output
-
-    def _counts_so_far(self) -> EngineStats:
-        """As if the cores until now had never been told of those who are unfinished: the next one
-        will count them.
+        A core that dies may have been killed from outside, so a request that was computed alone is
+        tried once more before it is blamed for a death, but not for a hang. No request is to blame
+        for a core that dies while it loads, but none waits forever for one that never loads.
         """
-        tokens = sum(
-            len(unfinished.request.prompt_token_ids) for unfinished in self._requests.values()
-        )
-        added = {
-            "num_added": self._num_sent - len(self._requests),
-            "num_added_tokens": self._num_sent_tokens - tokens,
-        }
-        counts = {name: getattr(self._stats, name) for name in COUNTS} | added
-        return EngineStats(**counts | {"num_restarts": self._stats.num_restarts + 1})
+        unfinished = list(self._ledger.unfinished)
+        if failure.was_ready:
+            certain = failure.hung and bool(failure.step_requests)
+            return self._suspects.accuse(failure.step_requests or unfinished, certain=certain)
+        self._suspects.postpone()
+        return unfinished if self._backoff.num_failed_starts >= MAX_FAILED_STARTS else []
+
+    def _end(
+        self, request_ids: Iterable[str], finish_reason: FinishReason, error: str | None = None
+    ) -> list[EngineOutput]:
+        """Ends requests that no core will end; returns their final outputs."""
+        known = self._ledger.known(request_ids)
+        for name in known:
+            del self._ledger.unfinished[name]
+            self._suspects.ended(name)
+        return [EngineOutput(name, finish_reason=finish_reason, error=error) for name in known]
+
+    def _await_restart(self, timeout_s: float) -> CoreOutputs | None:
+        """Starts the next core when it is time; until then ends requests that are aborted."""
+        assert self._restart_at is not None and self._before is not None
+        with self._lock:
+            if ended := self._end(self._ledger.aborted(), "abort"):
+                self._stats = self._before = self._ledger.counts(self._before)
+                return CoreOutputs(ended, self._stats)
+            left_s = self._restart_at - time.monotonic()
+            failure = self._start_next(self._before.num_restarts) if left_s <= 0 else None
+        if failure is not None:
+            return self._recover(failure, [])
+        if left_s <= 0:
+            self._go_on()
+        else:
+            self._wake.wait(min(left_s, timeout_s))
+            self._wake.clear()
+        return None
+
+    def _start_next(self, num_before: int) -> CoreFailure | None:
+        """Starts a core, with the lock held; returns why not even a process could be made."""
+        if not self._closing:
+            try:
+                self._core = self._start(num_before)
+            except OSError as error:
+                return CoreFailure(f"no process can be started: {error}", was_ready=False)
+            self._restart_at = None
+        return None

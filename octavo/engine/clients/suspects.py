@@ -1,7 +1,8 @@
-"""Which of the requests that a hung step computed is to blame.
+"""Finds which of the requests of a step is to blame for the hang or death of its engine.
 
-All of them are tried, one after the other and alone in the engine: who hangs it again is the one.
-Where all prove sound alone they go on together, but not for ever. Knows ids only.
+All of them are tried, one after the other and alone in the engine: the one with which it fails
+again is guilty. Requests that all prove sound alone go on together, but not forever. Knows ids
+only.
 """
 
 from __future__ import annotations
@@ -10,33 +11,36 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 MAX_UNSOLVED = 2
-"""So many hangs of steps that a request was in may stay unexplained; with the next one it fails."""
+"""Number of unexplained failures that a request may have been part of; it fails with the next."""
 
 
 class Suspects:
-    """Each hang fails somebody, or brings somebody nearer to it, so hanging comes to an end."""
+    """The requests that may be to blame. Each failure of an engine either ends a request or brings
+    some nearer to their end, so failures come to an end.
+    """
 
     def __init__(self) -> None:
         self.on_trial: str | None = None
         self._held: deque[str] = deque()
         self._case: list[str] = []
-        """All that were suspected of what is being tried; empty once somebody was found guilty."""
+        """All suspects of the failure under trial; empty once one was found guilty."""
         self._unsolved: Counter[str] = Counter()
 
     @property
     def any(self) -> bool:
-        """Somebody is on trial, or waits for it."""
+        """Whether a request is on trial or waits for its trial."""
         return self.on_trial is not None or bool(self._held)
 
-    def hung(self, request_ids: Sequence[str], *, in_step: bool = True) -> list[str]:
-        """Whom to fail for a step of these that hung; the others are suspects from now on.
+    def accuse(self, request_ids: Sequence[str], *, certain: bool = False) -> list[str]:
+        """Takes in a failure while these were computed; returns those that are guilty of it.
 
-        Without `in_step` no step is known: it may be any of them, or none.
+        The others are suspects from now on. With `certain` a single request is guilty at once: it
+        is known that nothing else can have been the cause.
         """
         if self.on_trial is not None:
             guilty = [self.on_trial]
             self._case.clear()
-        elif in_step and len(request_ids) == 1:
+        elif certain and len(request_ids) == 1:
             guilty = list(request_ids)
         else:
             guilty = [name for name in request_ids if self._unsolved[name] >= MAX_UNSOLVED]
@@ -48,14 +52,20 @@ class Suspects:
         return guilty
 
     def next_on_trial(self) -> str | None:
-        """Whom to compute now, alone; None while another is on trial, or where nobody is left."""
+        """Returns the request to compute now, alone; None if one is on trial or none is left."""
         if self.on_trial is not None or not self._held:
             return None
         self.on_trial = self._held.popleft()
         return self.on_trial
 
+    def postpone(self) -> None:
+        """Ends a trial without a result: the engine failed before it took the request in."""
+        if self.on_trial is not None:
+            self._held.appendleft(self.on_trial)
+            self.on_trial = None
+
     def cleared(self, request_id: str) -> None:
-        """It was computed, and the step came to an end."""
+        """Takes in that a request was computed and its step came to an end."""
         if request_id == self.on_trial:
             self.on_trial = None
         if not self.any:
@@ -63,7 +73,7 @@ class Suspects:
             self._case = []
 
     def ended(self, request_id: str) -> None:
-        """It is wanted no more."""
+        """Forgets a request that has ended."""
         if request_id in self._held:
             self._held.remove(request_id)
         if request_id in self._case:

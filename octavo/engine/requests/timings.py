@@ -18,7 +18,7 @@ from octavo.outputs import Timings
 STEP_RUNNING = "a step was running"
 """What a request waits for that comes between two plans; then, and where the engine was idle:"""
 ON_ITS_WAY = "on its way to the engine"
-ENGINE_REPLACED = "the engine hung and was replaced"
+ENGINE_REPLACED = "the engine was replaced"
 """All that came before this one, of a request that another core knew."""
 
 BEFORE_PLANS = (STEP_RUNNING, ON_ITS_WAY, ENGINE_REPLACED)

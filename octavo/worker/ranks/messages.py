@@ -1,6 +1,4 @@
-"""What the first rank of an engine and the others say to each other, each way over one pipe:
-msgpack, a message at a time.
-"""
+"""The messages between the first rank of an engine and the others: msgpack, over one pipe each."""
 
 from __future__ import annotations
 
@@ -8,70 +6,68 @@ from typing import Any
 
 import msgspec
 
+from octavo.child_process import ChildFailed
 from octavo.step import StepPlan
 
 # -- to a rank -------------------------------------------------------------------------------------
 
 
-class Setup(msgspec.Struct, tag=True):
-    """The first."""
+class RankSetup(msgspec.Struct, tag=True):
+    """The first message: load your part of the model."""
 
     build: str
-    """module:function of a `process.BuildRank`"""
+    """Name of a `process.BuildRank`, "module:function"."""
     options: dict[str, Any]
+    """Engine options by their flat names."""
     rank: int
     num_ranks: int
     port: int
-    """At which all meet."""
+    """Port at which all ranks meet."""
 
 
 class Measure(msgspec.Struct, tag=True):
-    """All have loaded: how many KV blocks fit?"""
+    """All ranks have loaded: count the KV blocks that fit."""
 
 
 class Allocate(msgspec.Struct, tag=True):
-    """Per cache group, on the device and for swapped requests."""
+    """Allocate the KV cache; block counts are per cache group."""
 
     num_blocks: list[int]
     num_host_blocks: list[int]
+    """Blocks in host memory, for swapped requests."""
 
 
 class Execute(msgspec.Struct, tag=True):
+    """Compute a step."""
+
     plan: StepPlan
 
 
-class Close(msgspec.Struct, tag=True):
-    pass
+class CloseRank(msgspec.Struct, tag=True):
+    """End."""
 
 
-ToRank = Setup | Measure | Allocate | Execute | Close
+ToRank = RankSetup | Measure | Allocate | Execute | CloseRank
 
 # -- from a rank -----------------------------------------------------------------------------------
 
 
-class Started(msgspec.Struct, tag=True):
-    """It has all it needs to meet the others."""
+class RankStarted(msgspec.Struct, tag=True):
+    """The rank has found all that it needs to meet the others."""
 
 
-class Loaded(msgspec.Struct, tag=True):
-    pass
+class RankLoaded(msgspec.Struct, tag=True):
+    """The rank's part of the model is in place."""
 
 
-class Fits(msgspec.Struct, tag=True):
+class FittingBlocks(msgspec.Struct, tag=True):
+    """KV blocks that fit on this rank, per cache group."""
+
     num_blocks: list[int]
 
 
-class Ready(msgspec.Struct, tag=True):
-    """From here on it takes plans, and answers nothing."""
+class RankReady(msgspec.Struct, tag=True):
+    """The rank takes plans from now on, and no longer replies."""
 
 
-class Failed(msgspec.Struct, tag=True):
-    """It is about to end."""
-
-    kind: str
-    """Name of the class in octavo.errors, or of any other exception."""
-    message: str
-    hint: str | None = None
-
-
-FromRank = Started | Loaded | Fits | Ready | Failed
+FromRank = RankStarted | RankLoaded | FittingBlocks | RankReady | ChildFailed

@@ -1,9 +1,8 @@
 """The process of a rank other than the first: loads its part of the model, then carries out every
 plan that the first rank sends.
 
-Started by `other_ranks.py` with a pipe to the first rank; ends when it is told to, when that pipe
-or its standard input closes, or when anything fails, for then it is no longer in step with the
-others.
+Started by `other_ranks.py` with a pipe to the first rank. Ends when it is told to, when that pipe
+or its standard input closes, and when anything fails, since it is then out of step with the others.
 """
 
 from __future__ import annotations
@@ -14,32 +13,31 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 
+from octavo.child_process import ChildFailed, bind_to_parent
 from octavo.errors import OctavoError
 from octavo.ports import Executor
 from octavo.worker.ranks.messages import (
     Allocate,
-    Close,
+    CloseRank,
     Execute,
-    Failed,
-    Fits,
+    FittingBlocks,
     FromRank,
-    Loaded,
     Measure,
-    Ready,
-    Setup,
-    Started,
+    RankLoaded,
+    RankReady,
+    RankSetup,
+    RankStarted,
     ToRank,
 )
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux' prctl(2): a process that is stopped or stuck ends with its parent, too."""
+"""Option of Linux' prctl(2) that ends even a process that is stopped or stuck with its parent."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +48,30 @@ class LoadedRank(Protocol):
     """A rank's part of a model, its weights in place."""
 
     def num_blocks(self) -> Sequence[int]:
-        """That fit, per cache group."""
+        """Returns how many KV blocks fit, per cache group."""
         ...
 
-    def worker(self, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> Executor: ...
+    def worker(self, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> Executor:
+        """Allocates the KV cache, block counts per cache group, and returns what executes plans."""
+        ...
 
 
-BuildRank: TypeAlias = Callable[[Setup, Callable[[], None]], LoadedRank]
-"""Calls the second argument once all that may be missing has been found, then meets the others and
-loads.
+BuildRank: TypeAlias = Callable[[RankSetup, Callable[[], None]], LoadedRank]
+"""Meets the other ranks and loads this one's part.
+
+Calls its second argument before, once everything that may be missing has been found.
 """
 
 
 def main() -> None:
-    """`python -c "from octavo.worker.ranks.process import main; main()" FD DIES`: its end of the
-    pipe; 1 where it is to be killed with its parent, else 0."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the first rank decides
+    """Runs the process; its arguments are FD DIES_WITH_PARENT.
+
+    The first is the file descriptor of its end of the pipe; the second is 1 if the kernel is to
+    kill it with the thread that started it, else 0.
+    """
     if sys.argv[2] == "1" and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    bind_to_parent()
     loop = RankLoop(Connection(int(sys.argv[1])))
     try:
         loop.run()
@@ -81,39 +82,38 @@ def main() -> None:
 
 
 class RankLoop:
+    """The process's main loop: one message after another, as the first rank sends them."""
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToRank)
 
     def run(self) -> None:
-        setup = self._expect(Setup)
+        """Loads, agrees on the KV cache and computes plans until told to end."""
+        setup = self._expect(RankSetup)
         module, _, function = setup.build.partition(":")
         build: BuildRank = getattr(importlib.import_module(module), function)
-        loaded = build(setup, lambda: self._send(Started()))
-        self._send(Loaded())
+        loaded = build(setup, lambda: self._send(RankStarted()))
+        self._send(RankLoaded())
         self._expect(Measure)
-        self._send(Fits(list(loaded.num_blocks())))
+        self._send(FittingBlocks(list(loaded.num_blocks())))
         wanted = self._expect(Allocate)
         worker = loaded.worker(wanted.num_blocks, wanted.num_host_blocks)
-        self._send(Ready())
+        self._send(RankReady())
         while isinstance(message := self._receive(), Execute):
             worker.execute(message.plan)
-        assert isinstance(message, Close)
+        assert isinstance(message, CloseRank)
         worker.close()
 
     def fail(self, error: Exception) -> None:
-        """Tells the first rank why, and ends at once: other threads may wait for what never
-        comes."""
+        """Tells the first rank why, and ends the process at once.
+
+        Nothing is cleaned up: other threads may be blocked for good in a collective.
+        """
         if not isinstance(error, OctavoError):
             logger.exception("a rank ends", exc_info=error)
-        self._send(
-            Failed(
-                type(error).__name__,
-                getattr(error, "message", str(error)),
-                getattr(error, "hint", None),
-            )
-        )
+        self._send(ChildFailed.of(error))
         os._exit(1)
 
     def _send(self, message: FromRank) -> None:
@@ -125,15 +125,7 @@ class RankLoop:
 
     def _expect(self, kind: type[Message]) -> Message:
         message = self._receive()
-        if isinstance(message, Close):
+        if isinstance(message, CloseRank):
             raise EOFError
         assert isinstance(message, kind)
         return message
-
-
-def _end_with_parent() -> None:
-    """Standard input is a pipe that nobody writes to; it ends when the first rank's process
-    does."""
-    while os.read(0, 1):
-        pass
-    os._exit(0)

@@ -1,5 +1,6 @@
-"""The first rank's worker and the others as one executor: every plan goes to all, all compute it in
-step, the first one's result counts.
+"""The first rank's worker and the other ranks as one executor.
+
+Every plan goes to all ranks, all compute it in step, and the first one's result counts.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from octavo.outputs import Profile
 from octavo.ports import Between
 from octavo.step import StepPlan, StepResult
 from octavo.worker.ranks.messages import Execute
-from octavo.worker.ranks.other_ranks import OtherRanks, Tell
+from octavo.worker.ranks.other_ranks import OnLoss, OtherRanks
 from octavo.worker.worker import Worker
 
 
 class RankedWorker:
-    """Implements `ports.Executor`, `ports.Profiler` and `ports.Losable`. EngineDead from the first
-    fault of any rank on.
+    """An executor over several ranks; raises EngineDead from the first fault of any of them on.
+
+    Implements `ports.Executor`, `ports.Profiler` and `ports.Losable`.
     """
 
     def __init__(self, worker: Worker, others: OtherRanks) -> None:
@@ -28,7 +30,7 @@ class RankedWorker:
         return self._worker.progress
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
-        assert plan.num_steps == 1, "only the first rank would know where several end"
+        assert plan.num_steps == 1, "only the first rank would know where several steps end"
         if self._others.lost is not None:
             self._die(self._others.lost)
         if self._dead is not None:
@@ -40,8 +42,8 @@ class RankedWorker:
             self._die(self._others.wait_for_loss() or error)
             raise self._dead or error from error
 
-    def when_lost(self, tell: Tell) -> None:
-        self._others.when_lost(tell)
+    def when_lost(self, on_loss: OnLoss) -> None:
+        self._others.when_lost(on_loss)
 
     def start_profile(self) -> None:
         self._worker.start_profile()
@@ -54,7 +56,7 @@ class RankedWorker:
         self._worker.close()
 
     def _die(self, error: Exception) -> None:
-        """The ranks are no longer in step: none of them is of any use."""
+        """Ends all other ranks: once out of step, none of them is of any use."""
         if self._dead is None:
             what = (
                 error.message

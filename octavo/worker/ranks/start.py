@@ -1,7 +1,7 @@
-"""What the first rank does before the first step: starts the others, meets them, agrees with them
-on a number of KV blocks.
+"""The first rank's work before the first step: it starts the others, meets them, and agrees with
+them on a number of KV blocks.
 
-Where there are no others (None), what it would do alone.
+Every function also serves an engine of one rank, for which `others` is None.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from octavo.ports import ConnectorWorker
 from octavo.progress import Report
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.memory import KvBudget
-from octavo.worker.ranks.messages import Allocate, Fits, Loaded, Measure, Ready, Started
+from octavo.worker.ranks.messages import (
+    Allocate,
+    FittingBlocks,
+    Measure,
+    RankLoaded,
+    RankReady,
+    RankStarted,
+)
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -27,8 +34,9 @@ if TYPE_CHECKING:
 def start_ranks(
     build: str, options: dict[str, Any], num_ranks: int, device: Device
 ) -> tuple[TorchRanks, OtherRanks]:
-    """`build` names what loads the others ("module:function", a `process.BuildRank`). PyTorch must
-    have been found.
+    """Starts the other ranks and meets them.
+
+    `build` names a `process.BuildRank`, "module:function". PyTorch must be known to be installed.
     """
     from octavo.backends.torch.ranks import Rendezvous, TorchRanks
     from octavo.worker.ranks.other_ranks import OtherRanks
@@ -36,7 +44,7 @@ def start_ranks(
     rendezvous = Rendezvous(num_ranks)
     others = OtherRanks(build, options, num_ranks, rendezvous.port)
     try:
-        others.expect(Started)
+        others.expect(RankStarted)
         ranks = TorchRanks(0, num_ranks, device, rendezvous)
         others.when_lost(lambda error: ranks.abort())
         return ranks, others
@@ -45,8 +53,9 @@ def start_ranks(
 
 
 def end_ranks(others: OtherRanks, error: BaseException) -> BaseException:
-    """Ends them for it. What ended one of them by itself stands behind whatever this process has
-    met.
+    """Ends the other ranks because of `error`; returns the error to raise.
+
+    If one of them had ended by itself, that is the cause of what this process met.
     """
     lost = others.lost
     others.close(patience_s=0.0)
@@ -54,13 +63,13 @@ def end_ranks(others: OtherRanks, error: BaseException) -> BaseException:
 
 
 def common_budget(loaded: LoadedModel, others: OtherRanks | None) -> KvBudget:
-    """As many blocks as fit on every rank; measured once all have loaded."""
+    """Returns the KV blocks that fit on every rank, measured once all have loaded."""
     if others is None:
         return loaded.kv_budget()
-    others.expect(Loaded)
+    others.expect(RankLoaded)
     others.send(Measure())
     budget = loaded.kv_budget()
-    fits = [budget.num_blocks, *(said.num_blocks for said in others.expect(Fits))]
+    fits = [budget.num_blocks, *(said.num_blocks for said in others.expect(FittingBlocks))]
     return replace(budget, num_blocks=tuple(map(min, zip(*fits, strict=True))))
 
 
@@ -73,7 +82,7 @@ def common_worker(
     connector: ConnectorWorker | None,
     report: Report,
 ) -> Worker | RankedWorker:
-    """With memory for so many blocks of each group on every rank."""
+    """Allocates the KV cache on every rank, block counts per cache group; returns the executor."""
     if others is not None:
         others.send(Allocate(list(num_blocks), list(num_host_blocks)))
     worker = loaded.worker(num_blocks, num_host_blocks, connector, report)
@@ -81,5 +90,5 @@ def common_worker(
         return worker
     from octavo.worker.ranks.ranked_worker import RankedWorker
 
-    others.expect(Ready)
+    others.expect(RankReady)
     return RankedWorker(worker, others)

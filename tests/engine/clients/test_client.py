@@ -1,4 +1,4 @@
-"""Both clients over a pseudo-model: same tokens, and a clear end when the core's process ends."""
+"""Both clients over a pseudo-model yield the same tokens; a core's process has a clear end."""
 
 import contextlib
 import os
@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from octavo.engine.clients.client import InProcessClient
+from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.kv.pin import Pin
 from octavo.errors import ConfigError, EngineDead, InvalidRequest, Unavailable
 from tests.support.core_builders import INFO, build
 from tests.support.engine_fakes import expected_tokens, make_request
 
-HERE = "tests.support.core_builders"
+BUILDERS = "tests.support.core_builders"
 
 
 def start(function="build", **options):
-    client = ProcessClient(f"{HERE}:{function}", options)
+    client = ProcessClient(f"{BUILDERS}:{function}", options)
     lines = []
     client.wait_until_ready(lines.append)
     assert lines == ["loading nothing"]
@@ -64,7 +64,7 @@ def test_requests_come_back_as_tokens(client):
 
 
 @pytest.mark.parametrize("kind", ["in process", "own process"])
-def test_questions_are_answered_or_refused(kind):
+def test_queries_are_answered_or_refused(kind):
     options = {"num_slots": 40}
     client = (
         InProcessClient(build(options, print)[0], INFO)
@@ -76,9 +76,7 @@ def test_questions_are_answered_or_refused(kind):
     collect(client, 1)
     with receiving(client):
         assert client.pin_prefix(Pin(prompt[:100], "", until=20, now=10)) == 96
-        assert client.pin_prefix(Pin([7] * 100, "", until=20, now=10)) == 0, (
-            "nobody has computed it"
-        )
+        assert client.pin_prefix(Pin([7] * 100, "", until=20, now=10)) == 0, "it was never computed"
         with pytest.raises(
             InvalidRequest, match=r"the prompt's blocks have .* bytes, and 0 are pinned"
         ) as refused:
@@ -88,7 +86,7 @@ def test_questions_are_answered_or_refused(kind):
     client.close()
 
 
-def test_what_is_asked_of_a_dead_core_is_refused_at_once():
+def test_a_query_to_a_dead_core_is_refused_at_once():
     client = start()
     os.kill(client.pid, signal.SIGSTOP)
     with receiving(client):
@@ -100,7 +98,7 @@ def test_what_is_asked_of_a_dead_core_is_refused_at_once():
     client.close()
 
 
-def test_an_answer_that_comes_too_late_is_not_the_next_questions(monkeypatch):
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(monkeypatch):
     client = start()
     with receiving(client):
         os.kill(client.pid, signal.SIGSTOP)
@@ -118,7 +116,7 @@ def test_an_answer_that_comes_too_late_is_not_the_next_questions(monkeypatch):
 
 @contextlib.contextmanager
 def receiving(client):
-    """In another thread, as long as the core lives."""
+    """Calls `receive` in another thread, as long as the core lives."""
     ended = threading.Event()
 
     def receive():
@@ -205,7 +203,7 @@ def test_the_core_ends_with_its_parent():
     script = (
         "import os, signal\n"
         "from octavo.engine.clients.process import ProcessClient\n"
-        f"client = ProcessClient('{HERE}:build', {{}})\n"
+        f"client = ProcessClient('{BUILDERS}:build', {{}})\n"
         "client.wait_until_ready(lambda text: None)\n"
         "print(client.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -233,7 +231,7 @@ def test_a_killed_front_leaves_no_folder(tmp_path, moment):
     script = (
         "import os, signal\n"
         "from octavo.engine.clients.process import ProcessClient\n"
-        f"client = ProcessClient('{HERE}:build', {{}})\n"
+        f"client = ProcessClient('{BUILDERS}:build', {{}})\n"
         f"{wait}"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

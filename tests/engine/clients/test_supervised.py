@@ -1,5 +1,5 @@
-"""A core that hangs is replaced: who hung it fails, all others get the tokens that they would have
-got.
+"""A core that hangs is replaced: the request that hung it fails, all others get the tokens that
+they would have got.
 """
 
 import os
@@ -9,77 +9,14 @@ import time
 
 import pytest
 
-from octavo.engine.clients.process import ProcessClient
-from octavo.engine.clients.supervised import SupervisedClient, Watch
-from octavo.engine.clients.suspects import Suspects
-from octavo.errors import EngineDead
 from tests.support.core_builders import BAD, SICK
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all
+from tests.support.supervised_cores import PROMPTS, STALL_S, collect, collect_good, requests
 
 pytestmark = pytest.mark.alone
 
-STALL_S = 1.0
 
-
-@pytest.fixture
-def start():
-    started = []
-
-    def start(kind="hang", stall_timeout_s=STALL_S):
-        said, starts = [], []
-
-        def core(num_before):
-            starts.append(num_before)
-            return ProcessClient("tests.support.core_builders:build", {"kind": kind})
-
-        client = SupervisedClient(core, stall_timeout_s=stall_timeout_s, report=said.append)
-        client.wait_until_ready(lambda text: None)
-        client.said, client.starts = said, starts
-        started.append(client)
-        return client
-
-    yield start
-    for client in started:
-        client.close()
-
-
-def collect(client, num_finals):
-    """Tokens and ends by request."""
-    tokens, ends = {}, {}
-    while len(ends) < num_finals:
-        step = client.receive(timeout_s=20)
-        assert step is not None, (tokens, ends)
-        for output in step.outputs:
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            if output.finish_reason is not None:
-                assert output.request_id not in ends, "one final output each"
-                ends[output.request_id] = output
-    return tokens, ends
-
-
-def collect_good(client, prompts, bad):
-    """All but the bad ones get what they would have got."""
-    tokens, ends = collect(client, len(prompts) + len(bad))
-    for name, prompt in prompts.items():
-        assert (ends[name].finish_reason, tokens[name]) == (
-            "length",
-            expected_tokens(prompt, 40),
-        ), name
-    for name in bad:
-        assert ends[name].finish_reason == "error", name
-    return ends
-
-
-PROMPTS = {"a": [1, 2, 3], "b": list(range(40)), "c": [7] * 20}
-
-
-def requests(prompts=PROMPTS, **options):
-    return [
-        make_request(name, prompt, max_tokens=40, **options) for name, prompt in prompts.items()
-    ]
-
-
-def test_who_hangs_alone_fails_at_once(start):
+def test_a_request_that_hangs_alone_fails_at_once(start):
     client = start()
     client.add([make_request("bad", [1, BAD])])
     began = time.monotonic()
@@ -99,14 +36,14 @@ def test_who_hangs_alone_fails_at_once(start):
     collect_good(client, PROMPTS, [])
     assert (
         client.trouble == ""
-        and client.said[1:] == ["the engine is there again"]
+        and client.said[1:] == ["the engine is ready again"]
         and client.starts == [0, 1]
     )
 
 
 def test_the_others_of_its_step_go_on_where_they_were(start):
-    """It hangs while they are in the midst of their answers, which another core continues, token
-    for token.
+    """A request hangs while others are in the midst of their answers; another core continues those
+    token for token.
     """
     client = start()
     client.add(requests())
@@ -140,8 +77,8 @@ def test_the_others_of_its_step_go_on_where_they_were(start):
     assert step.stats.generation_tokens == 4 * 40
 
 
-def test_what_hangs_only_together(start):
-    """Each alone is sound; the third time it comes to an end."""
+def test_requests_that_hang_only_together_fail_the_third_time(start):
+    """Each alone is sound."""
     client = start()
     client.add(requests({"x": [SICK], "y": [2, SICK]}))
     ends = collect(client, 2)[1]
@@ -156,9 +93,7 @@ def test_what_hangs_only_together(start):
 
 
 def test_a_stopped_process_is_one_that_hangs(start):
-    """Even the core's other threads stand still; whoever was computed is tried, and nobody is to
-    blame.
-    """
+    """Even the core's other threads stand still; its requests are tried, and none is to blame."""
     client = start("slow")
     client.add(requests())
     client.receive(timeout_s=10)
@@ -171,8 +106,8 @@ def test_a_stopped_process_is_one_that_hangs(start):
         )
 
 
-def test_stopped_without_work(start):
-    """Who comes next has never been computed, and is not to blame."""
+def test_a_request_that_comes_to_a_stopped_process_is_not_to_blame(start):
+    """It has never been computed."""
     client = start("slow")
     os.kill(client.pid, signal.SIGSTOP)
     client.add(requests({"a": [1, 2]}))
@@ -180,14 +115,14 @@ def test_stopped_without_work(start):
     assert client.starts == [0, 1] and client.said[0].startswith("the engine made no progress")
 
 
-def test_a_long_step_that_gets_ahead_is_no_hang(start):
+def test_a_long_step_that_makes_progress_is_no_hang(start):
     client = start("long")
     client.add([make_request("a", [1], max_tokens=2)])
     assert collect(client, 1)[0] == {"a": expected_tokens([1], 2)} and client.starts == [0]
 
 
-def test_aborted_while_it_hangs(start):
-    """They end in their own output and are not computed again: neither who hung it nor another."""
+def test_requests_aborted_while_the_core_hangs_end_and_are_not_computed_again(start):
+    """The request that hung the core ends like any other."""
     client = start()
     client.add([make_request("bad", [BAD, 1]), *requests()])
     threading.Timer(0.3, lambda: client.abort(["a", "b", "bad"])).start()
@@ -200,7 +135,7 @@ def test_aborted_while_it_hangs(start):
     }
 
 
-def test_held_back_and_aborted(start):
+def test_a_request_that_is_held_back_can_be_aborted(start):
     client = start()
     client.add([make_request("bad", [BAD, 1]), *requests()])
     while not client.trouble:
@@ -215,14 +150,7 @@ def test_held_back_and_aborted(start):
     }
 
 
-def test_death_is_death(start):
-    client = start("die")
-    client.add(requests())
-    with pytest.raises(EngineDead, match="exit code 7"):
-        client.receive(timeout_s=20)
-
-
-def test_closed_while_it_hangs(start):
+def test_a_client_can_be_closed_while_its_core_hangs(start):
     client = start()
     client.add([make_request("bad", [BAD])])
     threading.Timer(0.2, client.close).start()
@@ -230,53 +158,8 @@ def test_closed_while_it_hangs(start):
     assert client.receive() is None and time.monotonic() - began < 10
 
 
-def test_time_in_which_nobody_looked_does_not_count():
-    watch = Watch(8.0)
-    assert watch.interval_s == 1.0
-    assert not any(watch.look(1, now) for now in (100, 101, 102, 5000, 5001, 5002))
-    assert [watch.look(1, 5003 + second) for second in range(3)] == [False, True, True]
-    assert not watch.look(2, 5010)
-    watch.rest()
-    assert not watch.look(2, 6000) and not watch.look(2, 6001)
-
-
-def test_suspects_are_tried_one_by_one():
-    suspects = Suspects()
-    assert suspects.hung(["a", "b", "c"]) == [] and suspects.any
-    assert suspects.next_on_trial() == "a" and suspects.next_on_trial() is None
-    suspects.cleared("a")
-    assert suspects.next_on_trial() == "b"
-    assert suspects.hung(["b"]) == ["b"]
-    assert suspects.next_on_trial() == "c" and suspects.any
-    suspects.ended("c")
-    assert not suspects.any
-    assert suspects.hung(["only"]) == ["only"]
-    assert suspects.hung(["sent"], in_step=False) == [] and suspects.next_on_trial() == "sent"
-    assert suspects.hung(["sent", "later"], in_step=False) == ["sent"] and not suspects.any
-
-
-def test_sound_alone_but_not_together():
-    """The third time there is an end; a hang that was explained is not held against anybody."""
-    suspects = Suspects()
-
-    def try_all(guilty=()):
-        while (name := suspects.next_on_trial()) is not None:
-            if name in guilty:
-                assert suspects.hung([name]) == [name]
-            else:
-                suspects.cleared(name)
-
-    for _ in range(5):
-        assert suspects.hung(["x", "y", "bad"]) == []
-        try_all(guilty=["bad"])
-    for _ in range(2):
-        assert suspects.hung(["x", "y"]) == []
-        try_all()
-    assert suspects.hung(["x", "y", "new"]) == ["x", "y"] and suspects.next_on_trial() == "new"
-
-
 def test_a_search_begins_again_in_the_next_core(start):
-    """What it would have found is found, though the core that it began in hung."""
+    """A beam search finds the same though the core that it began in hung."""
     client = start()
     fields = {
         "n": 3,

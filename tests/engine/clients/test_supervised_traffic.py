@@ -1,66 +1,77 @@
-"""Random traffic over cores that hang at random: every request ends once, the sound ones with the
-tokens they would have got.
+"""Every request ends once under random traffic over cores that hang and die at random, the sound
+ones with the tokens they would have got.
 
-The real scheduler and the real supervision; a core is an object here and not a process, so that
-thousands of hangs take seconds.
+The scheduler and the supervision are real; a core is an object and not a process, so that thousands
+of failures take seconds.
 """
 
 import random
 from itertools import count
 
+import msgspec
 import pytest
 
+from octavo.engine.clients import watchdog
+from octavo.engine.clients.client import AddRequests
 from octavo.engine.clients.supervised import SupervisedClient
+from octavo.errors import EngineDead
 from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request
 
-NEVER_S = 1e-4
-"""How long a core may stand still: it either steps at once or it never will."""
+STALL_S = 1e-4
+"""Stall timeout in seconds: a core here either steps at once or it never will."""
 
 
 class Hang(BaseException):
-    """In place of a call that does not return."""
+    """Stands for a call that does not return."""
 
 
-class Hanging(FakeExecutor):
-    """Hangs for a request that is bad, from the token on at which it is; and now and then for
-    nobody's fault.
+class Death(BaseException):
+    """Stands for a call that ends the process."""
+
+
+class FailingExecutor(FakeExecutor):
+    """An executor that fails for a bad request from a certain token on, and now and then for no
+    fault of a request.
     """
 
-    def __init__(self, bad, chance):
+    def __init__(self, bad, chance, failure):
         super().__init__()
-        self.bad, self.chance = bad, chance
+        self.bad, self.chance, self.failure = bad, chance, failure
 
     def execute(self, plan, between=None):
         names = [row.request_id for row in plan.rows]
         if self.chance() or any(
             row.start + row.num_tokens >= self.bad.get(row.request_id, 1 << 30) for row in plan.rows
         ):
-            raise Hang(names)
+            raise self.failure()(names)
         return super().execute(plan, between)
 
 
 class FakeProcess:
-    """What `ProcessClient` is to the supervision. One step of its core for each `receive`."""
+    """The part of ProcessClient that the supervision uses, over a core in this process.
 
-    trouble = ""
+    It is its own heartbeat page. Each `receive` is one step.
+    """
 
     def __init__(self, executor, **options):
         self.core = make_core(executor=executor, **options)
         self.is_ready = False
-        self.slate = self
+        self.heartbeat = self
         self.beats = 0
         self.computed = []
-        self.said = []
 
     def add(self, requests):
         for request in requests:
             self.core.add(request)
 
+    def add_encoded(self, data):
+        self.add(msgspec.msgpack.decode(data, type=AddRequests).requests)
+
     def abort(self, names):
         for name in names:
             self.core.abort(name)
 
-    def read(self):
+    def step_requests(self):
         return self.computed
 
     def receive(self, timeout_s):
@@ -73,6 +84,9 @@ class FakeProcess:
         except Hang as hang:
             self.computed = hang.args[0]
             return None
+        except Death as death:
+            self.computed = death.args[0]
+            raise EngineDead("the engine process has ended (killed by signal 9)") from None
 
     def kill(self):
         return []
@@ -82,8 +96,11 @@ class FakeProcess:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_request_ends_as_it_should(seed):
+def test_every_request_ends_as_it_should(seed, monkeypatch):
+    monkeypatch.setattr(watchdog, "MAX_DELAY_S", 0.002)
+    monkeypatch.setattr(watchdog, "FIRST_DELAY_S", 0.001)
     draw = random.Random(seed)
+    failures = [[Hang], [Death], [Hang, Death]][seed % 3]
     bad, prompts, aborted, ends, tokens, starts = {}, {}, set(), {}, {}, []
     lucky = draw.choice([0.0, 0.0, 0.005])
     options = {
@@ -94,9 +111,12 @@ def test_every_request_ends_as_it_should(seed):
 
     def start(num_before):
         starts.append(num_before)
-        return FakeProcess(Hanging(bad, lambda: draw.random() < lucky), **options)
+        executor = FailingExecutor(
+            bad, lambda: draw.random() < lucky, lambda: draw.choice(failures)
+        )
+        return FakeProcess(executor, **options)
 
-    client = SupervisedClient(start, stall_timeout_s=NEVER_S, report=lambda text: None)
+    client = SupervisedClient(start, stall_timeout_s=STALL_S, report=lambda text: None)
     names = map(str, count())
     for _ in range(400):
         if draw.random() < 0.2 and len(prompts) < 40:
@@ -118,14 +138,16 @@ def test_every_request_ends_as_it_should(seed):
     for name, prompt in prompts.items():
         expected = expected_tokens(prompt, 12)
         got = tokens.get(name, [])
-        assert got == expected[: len(got)], "what came before and after a hang fits together"
+        assert got == expected[: len(got)], "what came before and after a failure fits together"
         if ends[name] == "length":
             assert name not in bad and len(got) == 12
         elif ends[name] == "abort":
             assert name in aborted
         elif not lucky:
-            assert ends[name] == "error" and name in bad, "nobody fails who hangs nothing"
-    assert not client._requests and starts == list(range(len(starts)))
+            assert ends[name] == "error" and name in bad, "only a bad request fails"
+    while client.trouble:
+        take(client, tokens, ends)
+    assert not client._ledger.unfinished and starts == list(range(len(starts)))
     stats = client._stats
     assert stats.num_restarts == len(starts) - 1 and stats.num_added == len(prompts)
     if bad.keys() - aborted:

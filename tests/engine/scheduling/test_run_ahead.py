@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from octavo.engine.clients.heartbeat import PAGE_BYTES, Slate, Watched
+from octavo.engine.clients.heartbeat import PAGE_BYTES, HeartbeatPage, MonitoredExecutor
 from octavo.engine.core import EngineCore
 from octavo.engine.scheduling.steps_in_flight import ALL_MAY_END, SHORT, SWAPPING
 from tests.support.engine_fakes import (
@@ -235,18 +235,18 @@ def test_the_cache_is_reset_once_nothing_is_in_flight():
     )
 
 
-def test_the_slate_names_the_step_that_computes(tmp_path):
+def test_the_heartbeat_page_names_the_step_that_computes(tmp_path):
     with (tmp_path / "page").open("w+b") as file:
         file.write(bytes(PAGE_BYTES))
         file.flush()
-        slate = Slate(file.fileno())
+        page = HeartbeatPage(file.fileno())
         core = make_core(runs_ahead=True)
-        core.executor = Watched(core.executor, slate)
+        core.executor = MonitoredExecutor(core.executor, page)
         core.add(make_request("a", [1, 2, 3], max_tokens=2))
         core.step()
         core.add(make_request("b", [4, 5], max_tokens=3))
-        assert slate.read() == ["a"]
+        assert page.step_requests() == ["a"]
         core.step()
-        assert slate.read() == ["a", "b"], "the first step came back"
+        assert page.step_requests() == ["a", "b"], "the first step came back"
         core._settle()
-        assert slate.read() == []
+        assert page.step_requests() == []

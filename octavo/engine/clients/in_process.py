@@ -1,0 +1,95 @@
+"""A core in this process, called directly: each `receive` is a step.
+
+Used by `LLM` and tests. A core that hangs hangs its caller, so it cannot be replaced.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from octavo.engine.clients.client import (
+    AbortRequests,
+    AddRequests,
+    CloseCore,
+    Command,
+    EngineInfo,
+    Query,
+    ResetPrefixCache,
+    apply_command,
+    run_query,
+)
+from octavo.engine.core import CoreOutputs, EngineCore, TakeEarly
+from octavo.engine.kv.pin import Pin
+from octavo.engine.requests.request import EngineRequest
+
+
+class InProcessClient:
+    """An EngineClient whose core computes in the thread that calls `receive`."""
+
+    trouble = ""
+
+    def __init__(self, core: EngineCore, info: EngineInfo) -> None:
+        self.info = info
+        self._core = core
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Held while the core works, since a query may come from another thread."""
+        self._closed = False
+
+    def add(self, requests: list[EngineRequest]) -> None:
+        self._inbox.put(AddRequests(requests))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._inbox.put(AbortRequests(request_ids))
+
+    def receive(
+        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
+    ) -> CoreOutputs | None:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._take_commands(wait=not self._core.has_work, timeout_s=timeout_s)
+        while not self._closed and self._core.has_work and (pause_s := self._core.pause_s()):
+            left_s = pause_s if end is None else end - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._take_commands(wait=True, timeout_s=min(pause_s, left_s))
+        with self._lock:
+            if self._closed or not self._core.has_work:
+                return None
+            # A command that has come goes before further decode steps of this call.
+            return self._core.step(
+                lambda outputs: (
+                    take_early is not None and self._inbox.empty() and take_early(outputs)
+                )
+            )
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        return bool(self._query(ResetPrefixCache(reset_connector)))
+
+    def pin_prefix(self, pin: Pin) -> int:
+        return self._query(pin)
+
+    def close(self) -> None:
+        """Ends a `receive` that waits, then the core."""
+        self._inbox.put(CloseCore())
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._core.close()
+
+    def _query(self, query: Query) -> int:
+        self._take_commands(wait=False, timeout_s=None)
+        with self._lock:
+            return run_query(self._core, query)
+
+    def _take_commands(self, *, wait: bool, timeout_s: float | None) -> None:
+        """Applies all commands that have come; with `wait` blocks for the first, up to the time."""
+        try:
+            while True:
+                command = self._inbox.get(block=wait, timeout=timeout_s if wait else None)
+                with self._lock:
+                    apply_command(self._core, command)
+                wait = False
+        except queue.Empty:
+            return

@@ -1,0 +1,60 @@
+"""What a front has sent and got back, kept so that a new core can be told where each request is.
+
+Owned by `supervised.py`, whose lock guards it against the threads that add and abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.engine.requests.request import EngineRequest
+from octavo.engine.stats import COUNTS, EngineStats
+
+
+@dataclass(slots=True)
+class UnfinishedRequest:
+    """A request, and what it has yielded so far."""
+
+    request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+    def resumed(self, *, one_token: bool = False) -> EngineRequest:
+        """Returns it as a core that has never heard of it takes it in."""
+        told = {"output_token_ids": list(self.token_ids), "fork_of": None} if self.token_ids else {}
+        return msgspec.structs.replace(self.request, resumed=True, one_token=one_token, **told)
+
+
+class RequestLedger:
+    """All unfinished requests by id, and how many were ever sent."""
+
+    def __init__(self) -> None:
+        self.unfinished: dict[str, UnfinishedRequest] = {}
+        self._num_sent = self._num_sent_tokens = 0
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        for request in requests:
+            self.unfinished[request.request_id] = UnfinishedRequest(request)
+            self._num_sent += 1
+            self._num_sent_tokens += len(request.prompt_token_ids)
+
+    def known(self, request_ids: Iterable[str]) -> list[str]:
+        return [name for name in request_ids if name in self.unfinished]
+
+    def aborted(self) -> list[str]:
+        return [name for name, request in self.unfinished.items() if request.aborted]
+
+    def counts(self, stats: EngineStats) -> EngineStats:
+        """Returns the counts of `stats` as if no core had been told of the unfinished requests.
+
+        The next core will count them when it takes them in.
+        """
+        tokens = sum(len(one.request.prompt_token_ids) for one in self.unfinished.values())
+        added = {
+            "num_added": self._num_sent - len(self.unfinished),
+            "num_added_tokens": self._num_sent_tokens - tokens,
+        }
+        return EngineStats(**{name: getattr(stats, name) for name in COUNTS} | added)

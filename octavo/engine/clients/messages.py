@@ -1,0 +1,87 @@
+"""The messages between a core's own process and its front, beside the commands of `client.py`.
+
+All are msgpack over ZeroMQ. The front sends a CoreSetup and then commands; the core replies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.child_process import ChildFailed
+from octavo.engine.clients.client import AddRequests, Command, EngineInfo
+from octavo.engine.core import CoreOutputs
+from octavo.engine.requests.request import EngineRequest
+from octavo.errors import InvalidRequest
+
+
+class CoreSetup(msgspec.Struct):
+    """The first message to the process."""
+
+    build: str
+    """Name of a `core_process.BuildCore`, "module:function"."""
+    options: dict[str, Any]
+    """Engine options by their flat names."""
+
+
+class Connected(msgspec.Struct, tag=True):
+    """The first reply: both sockets are open, and the endpoints' files are no longer needed."""
+
+
+class LoadProgress(msgspec.Struct, tag=True):
+    """A line about the loading of the model."""
+
+    text: str
+
+
+class CoreReady(msgspec.Struct, tag=True):
+    """The model is loaded; requests are computed from now on."""
+
+    info: EngineInfo
+
+
+class Stepped(msgspec.Struct, tag=True):
+    """Outputs of a step, or of a part of one."""
+
+    outputs: CoreOutputs
+
+
+class QueryResult(msgspec.Struct, tag=True):
+    """The reply to the RunQuery of the same number."""
+
+    number: int
+    value: int = 0
+    refusal: str | None = None
+    """Message of an InvalidRequest, instead of a value."""
+    hint: str | None = None
+
+
+Reply = Connected | LoadProgress | CoreReady | ChildFailed | Stepped | QueryResult
+
+
+class ExecutorLost(msgspec.Struct, tag=True):
+    """A message of the core's process to itself, from another thread: the executor has ended."""
+
+    error: str
+
+
+_decoder = msgspec.msgpack.Decoder(Command)
+
+
+def encode_requests(requests: list[EngineRequest]) -> bytes:
+    """Returns the AddRequests command as bytes that a core can read.
+
+    Raises InvalidRequest if a value does not fit the wire format, such as an integer of more than
+    64 bits. The bytes are read back as the core will read them: one request that it could not read
+    would end it, and every other request with it.
+    """
+    try:
+        data = msgspec.msgpack.encode(AddRequests(requests))
+        _decoder.decode(data)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"the request cannot be sent to the engine: {error}",
+            hint="integers need to fit 64 bits, and every field to have its own type",
+        ) from error
+    return data

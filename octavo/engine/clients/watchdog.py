@@ -1,0 +1,68 @@
+"""When a core counts as hung, and how long to wait before a dead one is replaced.
+
+Plain arithmetic on times that the caller passes in; knows neither processes nor requests.
+"""
+
+from __future__ import annotations
+
+MAX_INTERVAL_S = 2.0
+CHECKS_PER_TIMEOUT = 8
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 30.0
+HEALTHY_S = 60.0
+"""Time after which a core that was ready and died is taken for a first failure, in seconds."""
+
+
+class Watchdog:
+    """The time for which a core's heartbeat has stood still.
+
+    Time in which it was not checked does not count: a machine that was suspended has not hung.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s` 0 turns it off."""
+        self.timeout_s = timeout_s
+        self.interval_s = min(timeout_s / CHECKS_PER_TIMEOUT or MAX_INTERVAL_S, MAX_INTERVAL_S)
+        """Period at which `has_stalled` is to be called, in seconds."""
+        self._beats: int | None = None
+        self._still_s = self._checked_at = 0.0
+
+    def has_stalled(self, beats: int, now: float) -> bool:
+        """Takes in the heartbeat's counter; returns whether it has stood still for too long."""
+        if beats == self._beats:
+            self._still_s += min(now - self._checked_at, 2 * self.interval_s)
+        else:
+            self._beats, self._still_s = beats, 0.0
+        self._checked_at = now
+        return 0 < self.timeout_s <= self._still_s
+
+    def reset(self) -> None:
+        """Forgets what it measured: the core has no work, or it is a new one."""
+        self._beats = None
+
+
+class RestartBackoff:
+    """Delays between the starts of cores that keep dying: 0, then 0.5 s, doubling up to 30 s."""
+
+    def __init__(self) -> None:
+        self.num_failed_starts = 0
+        """Number of cores in a row that died before they were ready."""
+        self._num_deaths = 0
+        self._ready_at: float | None = None
+
+    def note_ready(self, now: float) -> None:
+        self.num_failed_starts = 0
+        self._ready_at = now
+
+    def delay_s(self, now: float) -> float:
+        """Takes in a death; returns how long to wait before the next start."""
+        if self._ready_at is None:
+            self.num_failed_starts += 1
+        elif now - self._ready_at >= HEALTHY_S:
+            self._num_deaths = 0
+        self._ready_at = None
+        self._num_deaths += 1
+        if self._num_deaths == 1:
+            return 0.0
+        return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** (self._num_deaths - 2))
