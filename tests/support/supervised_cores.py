@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.supervised import SupervisedClient
+from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.requests.request import EngineOutput, EngineRequest
+from octavo.engine.stats import EngineStats
 from tests.support.engine_fakes import expected_tokens, make_request
 
 STALL_S = 1.0
@@ -36,6 +38,16 @@ class NotedClient(SupervisedClient):
 
         super().__init__(start, stall_timeout_s=stall_timeout_s, report=self.said.append)
         self.wait_until_ready(lambda text: None)
+        self.stats = EngineStats()
+        """Statistics that came with the last outputs."""
+
+    def receive(
+        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
+    ) -> CoreOutputs | None:
+        step = super().receive(timeout_s, take_early=take_early)
+        if step is not None:
+            self.stats = step.stats
+        return step
 
 
 def requests(prompts: dict[str, list[int]] = PROMPTS, **options: object) -> list[EngineRequest]:

@@ -237,9 +237,11 @@ class SupervisedClient:
                 return None
             now = time.monotonic()
             delay_s = 0.0 if failure.hung else self._backoff.delay_s(now)
+            # Aborted requests count as suspects too: one of them may be the only one to blame.
+            guilty = self._find_guilty(failure)
             outputs += self._end(self._ledger.aborted(), "abort")
             given_up = f"{failure.reason}; this request is given up, the engine was replaced"
-            outputs += self._end(self._find_guilty(failure), "error", given_up)
+            outputs += self._end(guilty, "error", given_up)
             wait = f" in {delay_s:g} s" if delay_s else ""
             self.trouble = f"{failure.reason}: another engine is being started{wait}"
             self._stats = self._before = self._ledger.counts(self._stats)

@@ -43,8 +43,8 @@ def test_the_requests_of_a_killed_core_go_on_where_they_were(start):
         f"{KILLED}: another engine is being started",
         "the engine is ready again",
     ]
-    assert client.trouble == "" and client._stats.num_restarts == 1
-    assert client._stats.num_added == len(PROMPTS)
+    assert client.trouble == "" and client.stats.num_restarts == 1
+    assert client.stats.num_added == len(PROMPTS)
 
 
 def test_a_request_that_ran_alone_in_a_killed_core_goes_on(start):

@@ -82,14 +82,10 @@ def test_requests_that_hang_only_together_fail_the_third_time(start):
     client = start()
     client.add(requests({"x": [SICK], "y": [2, SICK]}))
     ends = collect(client, 2)[1]
-    assert [end.finish_reason for end in ends.values()] == ["error"] * 2 and client.starts == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert [end.finish_reason for end in ends.values()] == ["error"] * 2
     client.add(requests())
     collect_good(client, PROMPTS, [])
+    assert client.starts == [0, 1, 2, 3]
 
 
 def test_a_stopped_process_is_one_that_hangs(start):

@@ -14,6 +14,7 @@ import pytest
 from octavo.engine.clients import watchdog
 from octavo.engine.clients.client import AddRequests
 from octavo.engine.clients.supervised import SupervisedClient
+from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead
 from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request
 
@@ -117,6 +118,7 @@ def test_every_request_ends_as_it_should(seed, monkeypatch):
         return FakeProcess(executor, **options)
 
     client = SupervisedClient(start, stall_timeout_s=STALL_S, report=lambda text: None)
+    stats = EngineStats()
     names = map(str, count())
     for _ in range(400):
         if draw.random() < 0.2 and len(prompts) < 40:
@@ -129,11 +131,11 @@ def test_every_request_ends_as_it_should(seed, monkeypatch):
             name = draw.choice(list(prompts))
             aborted.add(name)
             client.abort([name])
-        take(client, tokens, ends)
+        stats = take(client, tokens, ends) or stats
     for _ in range(3000):
         if len(ends) == len(prompts):
             break
-        take(client, tokens, ends)
+        stats = take(client, tokens, ends) or stats
     assert ends.keys() == prompts.keys()
     for name, prompt in prompts.items():
         expected = expected_tokens(prompt, 12)
@@ -146,18 +148,19 @@ def test_every_request_ends_as_it_should(seed, monkeypatch):
         elif not lucky:
             assert ends[name] == "error" and name in bad, "only a bad request fails"
     while client.trouble:
-        take(client, tokens, ends)
-    assert not client._ledger.unfinished and starts == list(range(len(starts)))
-    stats = client._stats
+        stats = take(client, tokens, ends) or stats
+    assert client.receive(timeout_s=0.001) is None and starts == list(range(len(starts)))
     assert stats.num_restarts == len(starts) - 1 and stats.num_added == len(prompts)
     if bad.keys() - aborted:
         assert len(starts) > 1
 
 
 def take(client, tokens, ends):
+    """Receives once, notes tokens and ends, and returns the statistics that came with them."""
     step = client.receive(timeout_s=0.001)
     for output in step.outputs if step is not None else ():
         tokens.setdefault(output.request_id, []).extend(output.token_ids)
         if output.finish_reason is not None:
             assert output.request_id not in ends, "one end each"
             ends[output.request_id] = output.finish_reason
+    return step and step.stats
