@@ -31,6 +31,7 @@ DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_steps, cons
     check(first, num_groups, num_steps);
     const size_t num = first.num_requests, history = first.sampling.history_starts[num];
     token_ids_ = copy(first.token_ids, num);
+    places_ = copy(first.places, num);
     positions_ = copy(first.positions, num * first.num_axes);
     context_lens_ = copy(first.context_lens, num * num_groups);
     slots_ = copy(first.slots, num * num_groups);
@@ -38,8 +39,9 @@ DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_steps, cons
     history_starts_ = copy(first.sampling.history_starts, num + 1);
     history_ids_ = copy(first.sampling.history_ids, history);
     history_counts_ = copy(first.sampling.history_counts, history);
-    batch_.token_ids = token_ids_.data(), batch_.positions = positions_.data(),
-    batch_.context_lens = context_lens_.data(), batch_.slots = slots_.data();
+    batch_.token_ids = token_ids_.data(), batch_.places = places_.data(),
+    batch_.positions = positions_.data(), batch_.context_lens = context_lens_.data(),
+    batch_.slots = slots_.data();
     batch_.sampling.positions = draw_positions_.data(),
     batch_.sampling.history_starts = history_starts_.data();
 }
@@ -68,17 +70,16 @@ bool DecodeBatch::any_ended() const {
     return false;
 }
 
-// One position further on every axis and in every group. The token's place among the keys is that of the
-// first axis.
+// One place further in every group, and one position on every axis: what is generated is text.
 void DecodeBatch::place(int request) {
     const int num = batch_.num_requests;
     for (int axis = 0; axis < batch_.num_axes; axis++) positions_[axis * num + request]++;
-    const int position = positions_[request];
+    const int place = ++places_[request];
     for (int group = 0; group < num_groups_; group++) {
         const int i = group * num + request;
         context_lens_[i]++;
-        slots_[i] = batch_.block_tables[(int64_t)i * batch_.table_width + position / kTile] * kTile +
-                    position % kTile;
+        slots_[i] =
+            batch_.block_tables[(int64_t)i * batch_.table_width + place / kTile] * kTile + place % kTile;
     }
 }
 

@@ -1,8 +1,9 @@
 // A batch of requests that all decode, moved on from step to step without Python: what a row draws is its
 // next token.
 //
-// What changes from one step to the next is a copy of its own (tokens, positions, slots, contexts, the
-// history that penalties count); the block tables reach beyond the last step, and all else stays as it is.
+// What changes from one step to the next is a copy of its own (tokens, places, positions, slots, contexts,
+// the history that penalties count); the block tables reach beyond the last step, and all else stays as it
+// is.
 #pragma once
 
 #include <vector>
@@ -38,8 +39,8 @@ class DecodeBatch {
     Batch batch_;
     const int num_groups_;
     const EndTokens ends_;
-    std::vector<int32_t> token_ids_, positions_, context_lens_, slots_, history_starts_, history_ids_,
-        history_counts_;
+    std::vector<int32_t> token_ids_, places_, positions_, context_lens_, slots_, history_starts_,
+        history_ids_, history_counts_;
     std::vector<uint32_t> draw_positions_;
 };
 

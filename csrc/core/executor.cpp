@@ -284,7 +284,7 @@ void Executor::check_tables(const AttentionPlan& plan, const Batch& batch, const
             fail("a context of " + std::to_string(batch.context_lens[i]) + " keys with " +
                  std::to_string(batch.table_width) + " blocks");
         // Blocks that a window has passed may be gone from the table.
-        const int first_key = plan.window > 0 ? std::max(0, batch.positions[row] - plan.window + 1) : 0;
+        const int first_key = plan.window > 0 ? std::max(0, batch.places[row] - plan.window + 1) : 0;
         for (int b = first_key / kTile; b < needed; b++) {
             const int block = batch.block_tables[(int64_t)i * batch.table_width + b];
             if (!kv.has_block(plan.group, block))

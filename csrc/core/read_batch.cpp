@@ -66,6 +66,7 @@ SampleArgs read_sampling(const nb::object& sampling) {
 
 Batch read_batch(const nb::object& batch, const nb::object& output, int num_steps) {
     const auto token_ids = array_of<Ints>(batch, "token_ids");
+    const auto places = array_of<Ints>(batch, "places");
     const auto positions = array_of<Array<int32_t, nb::ndim<2>>>(batch, "positions");
     const auto query_starts = array_of<Ints>(batch, "query_starts");
     const auto block_tables = array_of<Array<int32_t, nb::ndim<3>>>(batch, "block_tables");
@@ -77,6 +78,7 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     b.num_samples = (int)sample_rows.size();
     b.table_width = (int)block_tables.shape(2);
     b.token_ids = token_ids.data();
+    b.places = places.data();
     b.positions = positions.data();
     b.query_starts = query_starts.data();
     b.context_lens = numbers<int32_t>(batch, "context_lens");

@@ -228,7 +228,7 @@ struct AttentionStage : Stage {
             const int context = b.context_lens[(int64_t)spec.group * b.num_requests + r];
             int longest = 0;
             for (int row = b.query_starts[r]; row < b.query_starts[r + 1]; row++) {
-                const int last = spec.window < 0 ? context : std::min(context, b.positions[row] + 1);
+                const int last = spec.window < 0 ? context : std::min(context, b.places[row] + 1);
                 const int keys = spec.window > 0 ? std::min(last, spec.window) : last;
                 longest = std::max(longest, keys);
                 sum.operations += 2.0 * keys * spec.num_heads * (kv.k_width + kv.v_width);
@@ -259,7 +259,7 @@ struct AttentionStage : Stage {
                                  .window = spec.window,
                                  .sinks = spec.sinks};
         AttentionPiece work;  // not zeroed: it has room for many rows, and most pieces have few
-        work.positions = view.batch.positions;
+        work.places = view.batch.places;
         work.num_rows = 0;
         if (merges) {
             const QueryRun& run = plan.runs[plan.merged[piece / kv.num_heads]];

@@ -61,7 +61,10 @@ class KvMemory {
 struct Batch {
     int num_tokens, num_requests, num_samples, table_width;
     int num_axes;  // of `positions` [num_axes][num_tokens]
-    const int32_t *token_ids, *positions, *query_starts, *context_lens, *slots, *block_tables, *sample_rows;
+    // `places` [num_tokens]: each row's index among its request's keys, for masks. Rope and learned
+    // embeddings read the first axis of `positions`.
+    const int32_t *token_ids, *places, *positions, *query_starts, *context_lens, *slots, *block_tables,
+        *sample_rows;
     bool draws;  // `sampling` is set; else logits go to out_logits [S][V]
     SampleArgs sampling;  // without logits, stride and first
     float* out_logits;

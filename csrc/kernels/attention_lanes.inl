@@ -114,9 +114,9 @@ struct LaneSet {
 
   private:
     void add(int row, int head) {
-        const int position = piece->positions[row], window = args->window;
-        const int last = window < 0 || position >= piece->context_len ? piece->context_len : position + 1;
-        const int first = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
+        const int place = piece->places[row], window = args->window;
+        const int last = window < 0 || place >= piece->context_len ? piece->context_len : place + 1;
+        const int first = window > 0 && place - window + 1 > 0 ? place - window + 1 : 0;
         factors[count] =
             put_query(args->q + row * args->q_stride + (int64_t)head * args->kv.k_width, count * width);
         first_key = count && first_key < first ? first_key : first;

@@ -209,7 +209,7 @@ struct BlockRange {
 // Rows that see the same blocks (of one request, or of several in what they share), one kv head, splits
 // first_split .. last_split - 1.
 struct AttentionPiece {
-    const int32_t* positions;  // [T]
+    const int32_t* places;  // [T]
     const int32_t* block_table;  // of the request
     int32_t context_len, kv_head, first_split, last_split, num_rows;
     bool is_prefetched;  // whether what its first split reads has been prefetched

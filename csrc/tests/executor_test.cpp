@@ -327,7 +327,7 @@ struct Engine {
     }
 
     Floats run(const std::vector<Span>& spans, int padding = 0) {
-        std::vector<int32_t> ids, positions, slots, starts = {0}, contexts, rows;
+        std::vector<int32_t> ids, places, slots, starts = {0}, contexts, rows;
         size_t width = 0;
         for (const Span& s : spans) width = std::max(width, s.request->blocks.size());
         std::vector<int32_t> tables(spans.size() * width, -1);
@@ -336,7 +336,7 @@ struct Engine {
             for (int t = s.start; t < s.stop; t++) {
                 rows.push_back((int)ids.size());
                 ids.push_back(s.request->tokens[t]);
-                positions.push_back(t);
+                places.push_back(t);
                 slots.push_back(s.request->blocks[t / 16] * 16 + t % 16);
             }
             starts.push_back((int)ids.size());
@@ -344,13 +344,12 @@ struct Engine {
             std::copy(s.request->blocks.begin(), s.request->blocks.end(),
                       tables.begin() + (int64_t)(r * width));
         }
-        for (int i = 0; i < padding; i++)
-            ids.push_back(1 << 30), positions.push_back(-7), slots.push_back(-1);
+        for (int i = 0; i < padding; i++) ids.push_back(1 << 30), places.push_back(-7), slots.push_back(-1);
         Floats logits(rows.size() * kVocab);
         Batch b{};
         b.num_tokens = (int)ids.size(), b.num_requests = (int)spans.size(), b.num_samples = (int)rows.size(),
         b.table_width = (int)width, b.num_axes = 1;
-        b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(),
+        b.token_ids = ids.data(), b.places = b.positions = places.data(), b.query_starts = starts.data(),
         b.context_lens = contexts.data();
         b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
         b.out_logits = logits.data();
@@ -532,7 +531,7 @@ void test_draws(const KernelTable& kernels) {
     Draws draws(kRows);
     Batch b{};
     b.num_tokens = b.num_samples = kRows, b.num_requests = 1, b.table_width = b.num_axes = 1;
-    b.token_ids = b.positions = b.sample_rows = ids.data(), b.query_starts = starts.data(),
+    b.token_ids = b.places = b.positions = b.sample_rows = ids.data(), b.query_starts = starts.data(),
     b.context_lens = context.data();
     b.slots = slots.data(), b.block_tables = block.data();
     b.draws = true;
@@ -564,11 +563,11 @@ struct Drawn {
     }
 };
 
-// One decode step's arrays, as Python makes them: each request's last token. The second request has a penalty
-// on what it has generated.
+// One decode step's arrays, as Python makes them: each request's last token, whose position is not its place.
+// The second request has a penalty on what it has generated.
 struct DecodeArrays {
-    std::vector<int32_t> ids, positions, starts = {0}, contexts, slots, rows, tables, history_starts = {0},
-                                         history_ids, history_counts;
+    std::vector<int32_t> ids, places, positions, starts = {0}, contexts, slots, rows, tables,
+                                                 history_starts = {0}, history_ids, history_counts;
     std::vector<uint32_t> draw_positions;
     size_t width = 0;
 
@@ -577,8 +576,8 @@ struct DecodeArrays {
         for (size_t i = 0; i < requests.size(); i++) {
             const Request& r = requests[i];
             const int last = (int)r.tokens.size() - 1;
-            ids.push_back(r.tokens[last]), positions.push_back(last), contexts.push_back(last + 1),
-                rows.push_back((int)i), starts.push_back((int)i + 1);
+            ids.push_back(r.tokens[last]), places.push_back(last), positions.push_back(last + 3),
+                contexts.push_back(last + 1), rows.push_back((int)i), starts.push_back((int)i + 1);
             slots.push_back(r.blocks[last / 16] * 16 + last % 16);
             draw_positions.push_back((uint32_t)last + 1);
             tables.insert(tables.end(), r.blocks.begin(), r.blocks.end());
@@ -597,8 +596,8 @@ struct DecodeArrays {
         Batch b{};
         b.num_tokens = b.num_requests = b.num_samples = (int)ids.size(), b.table_width = (int)width,
         b.num_axes = 1;
-        b.token_ids = ids.data(), b.positions = positions.data(), b.query_starts = starts.data(),
-        b.context_lens = contexts.data();
+        b.token_ids = ids.data(), b.places = places.data(), b.positions = positions.data(),
+        b.query_starts = starts.data(), b.context_lens = contexts.data();
         b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
         b.draws = true;
         b.sampling = draws.args();

@@ -109,7 +109,7 @@ def other_places(batch):
     return replace(batch, places=(batch.places // 2).astype(np.int32))
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 
 ATTENTION = {
     "causal": attention_program(None),
