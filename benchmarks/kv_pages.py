@@ -16,7 +16,7 @@ import numpy as np
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.kv import KvCache
-from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.backend import NativeBackend, layout_of
 from octavo.program.program import CacheGroup
 
 GROUP = CacheGroup("full", "full", 30, 3, 64, 64)
@@ -47,11 +47,11 @@ def measure(
 
 def main() -> None:
     backend = NativeBackend(BackendOptions(kv_cache_dtype="bf16", num_threads=1))
-    data = np.ones(backend.kv_layout(GROUP).block_bytes, np.uint8)
-    virtual = backend.allocate_on_demand((GROUP,), [BLOCKS * REQUESTS])
-    print(
-        json.dumps({"paged": measure(backend.allocate((GROUP,), [BLOCKS * REQUESTS]), data, None)})
-    )
+    layout = layout_of(GROUP, "bf16")
+    data = np.ones(layout.block_bytes, np.uint8)
+    paged = backend.allocate((layout,), [BLOCKS * REQUESTS])
+    virtual = backend.allocate_on_demand((layout,), [BLOCKS * REQUESTS])
+    print(json.dumps({"paged": measure(paged, data, None)}))
     print(json.dumps({"virtual": measure(virtual, data, virtual.give_back)}))
 
 

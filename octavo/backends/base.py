@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from octavo.backends.batch import DecodeSteps, GoesOn, SampleResult, StepBatch, StepOutput
 from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
 from octavo.outputs import Profile
-from octavo.program.program import CacheGroup, Program, Weight
+from octavo.program.program import Program, Weight
 from octavo.quant.blocks import StoredWeight
 
 LoadWeight = Callable[[Weight], StoredWeight]
@@ -96,6 +96,11 @@ class DeviceMemory:
 
 class Runnable(Protocol):
     """A prepared Program."""
+
+    @property
+    def kv_layouts(self) -> tuple[KvLayout, ...]:
+        """Layout of each of the Program's cache groups, in their order."""
+        ...
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         """One step. A fault in one row's numbers is that row's (SampleResult.failed), never an
@@ -181,11 +186,9 @@ class Backend(Protocol):
         """
         ...
 
-    def kv_layout(self, group: CacheGroup) -> KvLayout: ...
-
-    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> KvCache:
-        """Blocks 0 .. num_blocks[g] - 1 of each group g, zeroed lazily. ConfigError where memory
-        does not suffice.
+    def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> KvCache:
+        """Makes blocks 0 .. num_blocks[g] - 1 of each group g, zeroed lazily; ConfigError where
+        memory does not suffice.
         """
         ...
 
@@ -217,16 +220,10 @@ class AsyncBackend(Protocol):
 class OnDemandBackend(Protocol):
     """A backend whose KV memory may be given on demand."""
 
-    def kv_pieces(self, group: CacheGroup) -> tuple[int, ...]:
-        """Sizes of the pieces of a block in one layer; the same piece of the next block lies behind
-        it.
-        """
-        ...
-
     def allocate_on_demand(
-        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
     ) -> OnDemandKvCache:
-        """Addresses for so many blocks, and no memory yet. ConfigError where the system has not so
-        many.
+        """Reserves addresses for the blocks, without memory; ConfigError where the system has too
+        few.
         """
         ...

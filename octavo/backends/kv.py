@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.program.program import CacheGroup
+
 BLOCK_SIZE = 16
 """Tokens in a KV block, everywhere: native kernels keep one block's keys in one vector."""
 
@@ -22,17 +24,27 @@ SPLIT_KEYS = 256
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Bytes of a block of one cache group: all layers of the group together are `num_layers *
-    layer_bytes`.
+    """How a prepared Program keeps one cache group: the type of its numbers, and a block's bytes.
+
+    Programs that share a group must agree on its layout.
     """
 
-    layer_bytes: int
-    num_layers: int
+    group: CacheGroup
     dtype: str
+    """Name of the stored type: fp32, bf16, int8 ..."""
+    pieces: tuple[int, ...]
+    """Bytes of each piece of a block in one layer; the same piece of the next block lies behind
+    it."""
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a block in one layer."""
+        return sum(self.pieces)
 
     @property
     def block_bytes(self) -> int:
-        return self.layer_bytes * self.num_layers
+        """Bytes of a block in all layers."""
+        return self.layer_bytes * self.group.num_layers
 
 
 class KvCache(Protocol):

@@ -38,14 +38,14 @@ from octavo.program.ops import Attention
 from octavo.program.program import CacheGroup, Op, Program, Weight
 
 KV_TYPES: dict[str, np.dtype] = {
-    "auto": np.dtype(np.float64),
+    "fp64": np.dtype(np.float64),
     "fp32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "int8": np.dtype(np.float32),
     "fp8": np.dtype(np.float32),
 }
-"""Of the arrays by `kv_cache_dtype`. Codes times scales are exact in fp32, so an int8 or fp8 cache
-is kept multiplied out.
+"""Type of the arrays by its name in a layout. Codes times scales are exact in fp32, so an int8 or
+fp8 cache is kept multiplied out.
 """
 
 E4M3_TOP = np.float32(448)
@@ -92,16 +92,14 @@ AS_STORED = {"int8": as_int8, "fp8": as_fp8}
 class ReferenceKvCache:
     """KV bytes of all groups. Implements `base.OnDemandKvCache`."""
 
-    def __init__(
-        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], dtype: str
-    ) -> None:
+    def __init__(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> None:
         self._memory = [
-            OnDemandArrays(_shapes(group, count), KV_TYPES[dtype])
-            for group, count in zip(groups, num_blocks, strict=True)
+            OnDemandArrays(_shapes(layout.group, count), KV_TYPES[layout.dtype])
+            for layout, count in zip(layouts, num_blocks, strict=True)
         ]
-        as_stored = AS_STORED.get(dtype, as_is)
         self.groups = [
-            GroupArrays(memory.arrays[0], memory.arrays[1], as_stored) for memory in self._memory
+            GroupArrays(memory.arrays[0], memory.arrays[1], AS_STORED.get(layout.dtype, as_is))
+            for memory, layout in zip(self._memory, layouts, strict=True)
         ]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
@@ -137,6 +135,7 @@ class ReferenceRunnable:
 
     program: Program
     weights: dict[Weight, Floats]
+    kv_layouts: tuple[KvLayout, ...]
     exchange: Exchange = alone
     progress: int = 0
     """Ops computed, ever."""
@@ -188,9 +187,8 @@ class ReferenceBackend:
         for group in program.groups:
             if group.kind == "state":
                 raise _refused(program, f"cache groups of kind {group.kind}")
-        return ReferenceRunnable(
-            program, {weight: _load(weight, load) for weight in program.weights}, self._exchange
-        )
+        weights = {weight: _load(weight, load) for weight in program.weights}
+        return ReferenceRunnable(program, weights, self._kv_layouts(program), self._exchange)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         """Everything is float64, and every Value of a step lives to its end."""
@@ -198,8 +196,8 @@ class ReferenceBackend:
         widths = sum(
             value.width for op in program.ops for value in op.outputs if value.axis == "tokens"
         )
-        layouts = tuple(self.kv_layout(group) for group in program.groups)
-        return Footprint(sizes, 8 * widths * self.options.max_tokens, layouts, "fp64")
+        step_bytes = 8 * widths * self.options.max_tokens
+        return Footprint(sizes, step_bytes, self._kv_layouts(program), "fp64")
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
         raise BackendUnavailable(
@@ -207,39 +205,32 @@ class ReferenceBackend:
             hint="give --bandwidth and --flops, or plan for native",
         )
 
-    def kv_layout(self, group: CacheGroup) -> KvLayout:
-        dtype = self._kv_dtype
-        numbers = BLOCK_SIZE * group.num_kv_heads * (group.k_width + group.v_width)
-        asked = self.options.kv_cache_dtype
-        return KvLayout(
-            numbers * dtype.itemsize, group.num_layers, asked if asked in AS_STORED else str(dtype)
-        )
-
-    def allocate(
-        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]
-    ) -> ReferenceKvCache:
+    def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> ReferenceKvCache:
         try:
-            return ReferenceKvCache(groups, num_blocks, self.options.kv_cache_dtype)
+            return ReferenceKvCache(layouts, num_blocks)
         except MemoryError:
             raise ConfigError(
                 f"no memory for {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes"
             ) from None
 
-    def kv_pieces(self, group: CacheGroup) -> tuple[int, ...]:
-        number = BLOCK_SIZE * group.num_kv_heads * self._kv_dtype.itemsize
-        return (number * group.k_width, number * group.v_width)
-
     def allocate_on_demand(
-        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
     ) -> OnDemandKvCache:
-        return self.allocate(groups, num_blocks)
+        return self.allocate(layouts, num_blocks)
 
     def close(self) -> None:
         """Nothing is held outside Python."""
 
-    @property
-    def _kv_dtype(self) -> np.dtype:
-        return KV_TYPES[self.options.kv_cache_dtype]
+    def _kv_layouts(self, program: Program) -> tuple[KvLayout, ...]:
+        asked = self.options.kv_cache_dtype
+        dtype = "fp64" if asked == "auto" else asked
+        return tuple(layout_of(group, dtype) for group in program.groups)
+
+
+def layout_of(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
+    """Returns the layout of a group whose numbers are kept as a type of `KV_TYPES`."""
+    numbers = BLOCK_SIZE * group.num_kv_heads * KV_TYPES[dtype].itemsize
+    return KvLayout(group, dtype, (numbers * group.k_width, numbers * group.v_width))
 
 
 def _check_op(program: Program, op: Op) -> None:

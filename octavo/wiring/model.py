@@ -94,9 +94,9 @@ def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) ->
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
     with LoadBar(reader.load, len(own.weights)) as bar:
-        loaded = LoadedModel(config, own, backend, rows, backend.prepare(own, bar.load))
+        runnables = {"decoder": backend.prepare(own, bar.load)}
     model.checkpoint.release()
-    return loaded
+    return LoadedModel(config, {"decoder": own}, backend, rows, runnables)
 
 
 def decoder_of(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Program:

@@ -90,7 +90,6 @@ def _block_directory(checkpoint: Checkpoint, loaded: LoadedModel) -> BlockDirect
         "config": checkpoint.config,
         "options": [options.dtype, options.quantization],
         "backend": [backend.name, backend.numerics],
-        "groups": list(map(str, loaded.program.groups)),
         "layouts": list(map(str, loaded.layouts)),
         "block and split": [BLOCK_SIZE, SPLIT_KEYS],
     }

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from octavo.backends.base import LoadWeight
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.reference import FORMULAS, ReferenceBackend
+from octavo.backends.reference import FORMULAS, ReferenceBackend, layout_of
 from octavo.backends.reference_ops import Floats, Step
 from octavo.backends.sampling import uniform
 from octavo.program.ops import Embedding, GroupedLinear, Linear
@@ -65,7 +65,8 @@ def mean_squares(
     """
     groups = program.groups
     batch = _whole_text(token_ids, len(groups))
-    kv = ReferenceBackend().allocate(groups, [batch.block_tables.shape[-1]] * len(groups))
+    num_blocks = [batch.block_tables.shape[-1]] * len(groups)
+    kv = ReferenceBackend().allocate([layout_of(group) for group in groups], num_blocks)
     step = Step(program, {}, batch, kv.groups, multiply=_multiply)
     unread = Counter(value.name for op in program.ops for value in op.inputs)
     last = [op for op in program.ops if isinstance(op, Linear | GroupedLinear)][-1]

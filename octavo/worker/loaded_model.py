@@ -4,7 +4,7 @@ and the worker over these blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.backends.base import (
@@ -41,15 +41,24 @@ class LoadedModel:
     """`config` has everything derived. Implements `ranks.process.LoadedRank`."""
 
     config: EngineConfig
-    program: Program
+    programs: Mapping[str, Program]
+    """The model's Programs by name; "decoder" is the one that generates."""
     backend: Backend
     rows: RequestRows
-    """Of the worker over it."""
-    runnable: Runnable
+    """Arrays of the running requests, which the worker keeps."""
+    runnables: Mapping[str, Runnable]
+    """The prepared Programs by the same names. Each runs over batches of its own, all over one KV
+    cache."""
 
     @property
-    def layouts(self) -> list[KvLayout]:
-        return [self.backend.kv_layout(group) for group in self.program.groups]
+    def program(self) -> Program:
+        """The Program that generates."""
+        return self.programs["decoder"]
+
+    @property
+    def layouts(self) -> tuple[KvLayout, ...]:
+        """Layouts of the model's cache groups, which all Programs with KV have in common."""
+        return common_layouts(self.runnables)
 
     def kv_budget(self) -> KvBudget:
         """As much as the options say; else of the machine's memory a safe share, of a device's own
@@ -58,7 +67,9 @@ class LoadedModel:
         config, options = self.config, self.config.scheduler
         assert config.model.max_model_len is not None, "derive() has set it"
         memory = device_memory(self.backend)
-        windows = [group.window if config.cache.kv_cache else None for group in self.program.groups]
+        windows = [
+            layout.group.window if config.cache.kv_cache else None for layout in self.layouts
+        ]
         return plan_kv(
             [
                 GroupSize(layout.block_bytes, window)
@@ -88,7 +99,7 @@ class LoadedModel:
         ]
         is_alone = self.config.backend.tensor_parallel_size == 1
         return Worker(
-            self.runnable,
+            self.runnables["decoder"],
             CacheEngine(kv, host, connector, places),
             self.rows,
             close=self.backend.close,
@@ -99,9 +110,9 @@ class LoadedModel:
         """The device's memory for KV, and where in it blocks lie, in the layout that the options
         name.
         """
-        config, backend, groups = self.config, self.backend, self.program.groups
+        config, backend, layouts = self.config, self.backend, self.layouts
         if config.cache.kv_layout == "paged":
-            return backend.allocate(groups, num_blocks), PagedPlaces()
+            return backend.allocate(layouts, num_blocks), PagedPlaces()
         assert isinstance(backend, OnDemandBackend), "it was refused before the weights were read"
         assert config.model.max_model_len is not None, "derive() has set it"
         num_rows, context_blocks = (
@@ -109,13 +120,30 @@ class LoadedModel:
             -(-config.model.max_model_len // BLOCK_SIZE),
         )
         ranges = [
-            RangeShape.of(count, context_blocks, backend.kv_pieces(group), group.num_layers)
-            for group, count in zip(groups, num_blocks, strict=True)
+            RangeShape.of(count, context_blocks, layout.pieces, layout.group.num_layers)
+            for layout, count in zip(layouts, num_blocks, strict=True)
         ]
         check_addressable(ranges, num_rows=num_rows)
         report(describe_ranges(ranges, num_rows=num_rows))
-        kv = backend.allocate_on_demand(groups, [num_rows * shape.num_blocks for shape in ranges])
+        kv = backend.allocate_on_demand(layouts, [num_rows * shape.num_blocks for shape in ranges])
         return kv, VirtualPlaces(kv, ranges, num_rows=num_rows)
+
+
+def common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
+    """Returns the layouts that prepared Programs share; ConfigError where two of them differ."""
+    name = ""
+    layouts: tuple[KvLayout, ...] = ()
+    for other, runnable in runnables.items():
+        if layouts and runnable.kv_layouts and runnable.kv_layouts != layouts:
+            raise ConfigError(
+                f"dtype: the Programs {name} and {other} keep K and V differently, got"
+                f" {', '.join(layout.dtype for layout in layouts)} and"
+                f" {', '.join(layout.dtype for layout in runnable.kv_layouts)}",
+                hint="name one kv_cache_dtype",
+            )
+        if runnable.kv_layouts:
+            name, layouts = other, runnable.kv_layouts
+    return layouts
 
 
 def request_rows(config: EngineConfig, options: BackendOptions, program: Program) -> RequestRows:

@@ -49,7 +49,7 @@ def check_native(checkpoint, program, dtype, quantization):
     found = backend.footprint(program, loaded_formats(checkpoint, dtype, quantization, program))
     runnable = backend.prepare(program, WeightReader(checkpoint, dtype, quantization, program).load)
     assert sum(found.weight_bytes.values()) == runnable.weight_bytes
-    assert found.kv_layouts == tuple(backend.kv_layout(group) for group in program.groups)
+    assert found.kv_layouts == runnable.kv_layouts
     assert found.step_bytes >= 64 * 4 * 2 * 64, (
         "at least two rows of the hidden size for each token"
     )
@@ -63,7 +63,7 @@ def test_torch(family, dtype, quantization):
     found = backend.footprint(program, loaded_formats(checkpoint, dtype, quantization, program))
     runnable = backend.prepare(program, WeightReader(checkpoint, dtype, quantization, program).load)
     assert sum(found.weight_bytes.values()) == runnable.weight_bytes
-    assert found.kv_layouts == tuple(backend.kv_layout(group) for group in program.groups)
+    assert found.kv_layouts == runnable.kv_layouts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,11 +71,9 @@ def test_reference(family):
     checkpoint, program = decoder(family)
     backend = ReferenceBackend()
     found = backend.footprint(program, loaded_formats(checkpoint, "auto", None, program))
-    assert (
-        sum(found.weight_bytes.values())
-        == backend.prepare(program, WeightReader(checkpoint).load).weight_bytes
-    )
-    assert found.kv_layouts == tuple(backend.kv_layout(group) for group in program.groups)
+    runnable = backend.prepare(program, WeightReader(checkpoint).load)
+    assert sum(found.weight_bytes.values()) == runnable.weight_bytes
+    assert found.kv_layouts == runnable.kv_layouts
 
 
 def test_every_format_that_is_read_has_a_size():

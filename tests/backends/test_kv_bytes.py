@@ -13,6 +13,7 @@ from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.program.program import CacheGroup
+from tests.support.kv_layouts import layouts_of
 
 GROUPS = (
     CacheGroup("full", "full", 3, 2, 8, 8),
@@ -42,8 +43,9 @@ def backend(request):
 
 @pytest.mark.parametrize(("group", "source", "target"), [(0, 1, 3), (1, 0, 1)])
 def test_a_block_that_went_out_comes_back(backend, group, source, target):
-    kv = backend.allocate(GROUPS, NUM_BLOCKS)
-    size = backend.kv_layout(GROUPS[group]).block_bytes
+    layouts = layouts_of(backend, GROUPS)
+    kv = backend.allocate(layouts, NUM_BLOCKS)
+    size = layouts[group].block_bytes
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     kv.write_block(group, source, data)
     kv.copy_block(group, source, target)
@@ -56,9 +58,8 @@ def test_a_block_that_went_out_comes_back(backend, group, source, target):
 
 
 def test_native_refuses_a_block_that_is_not_there():
-    kv = NativeBackend(BackendOptions(kv_cache_dtype="fp32", num_threads=1)).allocate(
-        GROUPS, NUM_BLOCKS
-    )
+    backend = backend_of("native-fp32")
+    kv = backend.allocate(layouts_of(backend, GROUPS), NUM_BLOCKS)
     with pytest.raises(ValueError, match="block 2 of group 1 is outside the KV memory"):
         kv.read_block(1, 2, np.empty(10, np.uint8))
     with pytest.raises(ValueError, match=r"a block has \d+ bytes, got an array of 10"):
@@ -76,38 +77,31 @@ def on_demand(request):
     return backend
 
 
-def blocks_of(backend, kv, count: int) -> np.ndarray:
-    found = np.empty((count, backend.kv_layout(LARGE).block_bytes), np.uint8)
+def blocks_of(kv, count: int, block_bytes: int) -> np.ndarray:
+    found = np.empty((count, block_bytes), np.uint8)
     for block, into in enumerate(found):
         kv.read_block(0, block, into)
     return found
 
 
 def test_blocks_that_are_given_back_are_zeros_and_their_neighbours_stay(on_demand):
-    kv = on_demand.allocate_on_demand((LARGE,), [16])
+    (layout,) = layouts_of(on_demand, (LARGE,))
+    kv = on_demand.allocate_on_demand((layout,), [16])
     for block in range(16):
-        kv.write_block(
-            0, block, np.full(on_demand.kv_layout(LARGE).block_bytes, block + 1, np.uint8)
-        )
-    before = blocks_of(on_demand, kv, 16)
+        kv.write_block(0, block, np.full(layout.block_bytes, block + 1, np.uint8))
+    before = blocks_of(kv, 16, layout.block_bytes)
     kv.give_back(0, 2, 8)
-    after = blocks_of(on_demand, kv, 16)
+    after = blocks_of(kv, 16, layout.block_bytes)
     np.testing.assert_array_equal(after[[0, 1, *range(10, 16)]], before[[0, 1, *range(10, 16)]])
-    if all(piece % PAGESIZE == 0 for piece in on_demand.kv_pieces(LARGE)):
+    if all(piece % PAGESIZE == 0 for piece in layout.pieces):
         assert not after[2:10].any()
     else:
         assert {0, 3} <= set(np.unique(after[2:10])), "a page that reaches beyond the blocks stays"
 
 
-def test_pieces_make_up_a_block(on_demand):
-    for group in (*GROUPS, LARGE):
-        assert sum(on_demand.kv_pieces(group)) == on_demand.kv_layout(group).layer_bytes
-
-
 def test_native_refuses_to_give_back_blocks_that_are_not_there():
-    kv = NativeBackend(BackendOptions(kv_cache_dtype="fp32", num_threads=1)).allocate_on_demand(
-        GROUPS, NUM_BLOCKS
-    )
+    backend = backend_of("native-fp32")
+    kv = backend.allocate_on_demand(layouts_of(backend, GROUPS), NUM_BLOCKS)
     for first, count in ((3, 2), (0, 0), (-1, 2)):
         with pytest.raises(
             ValueError, match=f"{count} blocks from {first} on of group 0 are not in the KV memory"
@@ -121,11 +115,12 @@ def test_native_refuses_to_give_back_blocks_that_are_not_there():
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_torch_takes_a_cpus_memory_where_blocks_are_written(dtype):
     group, size = CacheGroup("full", "full", 1, 8, 128, 128), 512 << 20
-    backend = TorchBackend(BackendOptions(kv_cache_dtype=dtype, num_threads=1))
+    backend = backend_of(f"torch-{dtype}")
+    (layout,) = layouts_of(backend, (group,))
     before = _resident_bytes()
-    kv = backend.allocate((group,), [size // backend.kv_layout(group).block_bytes])
+    kv = backend.allocate((layout,), [size // layout.block_bytes])
     assert _resident_bytes() - before < size // 8
-    found = np.ones(backend.kv_layout(group).block_bytes, np.uint8)
+    found = np.ones(layout.block_bytes, np.uint8)
     kv.read_block(0, 7, found)
     assert not found.any()
 
@@ -138,5 +133,6 @@ def _resident_bytes() -> int:
     ("dtype", "kept"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")]
 )
 def test_torch_keeps_k_and_v_as_they_are_computed(dtype, kept):
-    layout = TorchBackend(BackendOptions(dtype=dtype, num_threads=1)).kv_layout(GROUPS[0])
+    backend = TorchBackend(BackendOptions(dtype=dtype, num_threads=1))
+    layout = layouts_of(backend, GROUPS)[0]
     assert (layout.dtype, layout.layer_bytes) == (kept, 16 * 2 * 16 * (4 if kept == "fp32" else 2))

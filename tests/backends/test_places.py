@@ -96,7 +96,7 @@ def steps():
 def logits(name, program, change=lambda batch: batch):
     backend = backend_of(name)
     runnable = backend.prepare(program, load)
-    kv = backend.allocate(program.groups, [9])
+    kv = backend.allocate(runnable.kv_layouts, [9])
     return np.concatenate([runnable.run(change(batch), kv).arrays["logits"] for batch in steps()])
 
 

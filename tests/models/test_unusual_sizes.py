@@ -200,10 +200,9 @@ def test_files_in_half_precision(case, dtype, tmp_path):
     with double_precision():
         wanted = in_float64(half.float())(torch.tensor(ids)[None]).logits[0].numpy()
     runner = PagedRunner(tmp_path, backend_named("torch"), num_blocks=8)
-    assert (
-        runner.backend.kv_layout(runner.groups[0]).dtype
-        == {"float16": "fp16", "bfloat16": "bf16"}[dtype]
-    ), "computed in the file's precision"
+    assert runner.layouts[0].dtype == {"float16": "fp16", "bfloat16": "bf16"}[dtype], (
+        "computed in the file's precision"
+    )
     found = runner.logits(ids, 17)
     assert np.sqrt(np.mean((found - wanted) ** 2)) < HALF[dtype] * abs(wanted).max()
 

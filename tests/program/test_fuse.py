@@ -48,7 +48,8 @@ def logits_of(program, weights, sampled=None):
     backend = ReferenceBackend()
     runnable = backend.prepare(program, lambda weight: PackedWeight.plain(weights[weight.name]))
     return runnable.run(
-        batch_of(NUM_ROWS, sampled), backend.allocate(program.groups, [8] * len(program.groups))
+        batch_of(NUM_ROWS, sampled),
+        backend.allocate(runnable.kv_layouts, [8] * len(program.groups)),
     ).arrays["logits"]
 
 

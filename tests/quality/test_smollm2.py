@@ -151,7 +151,7 @@ def _logits(ids: np.ndarray, dtype: str) -> np.ndarray:
         program = build_programs(checkpoint.config)["decoder"]
         backend = NativeBackend(BackendOptions(dtype=dtype, num_threads=2, max_tokens=1024))
         runnable = backend.prepare(program, WeightReader(checkpoint, dtype, None, program).load)
-        _RUNNABLES[dtype] = runnable, backend.allocate(program.groups, [64] * len(program.groups))
+        _RUNNABLES[dtype] = runnable, backend.allocate(runnable.kv_layouts, [64])
     runnable, kv = _RUNNABLES[dtype]
     rows = np.arange(len(ids), dtype=np.int32)
     batch = StepBatch(

@@ -140,13 +140,13 @@ class Case:
         return runnable.run(self.batch(rows, pad), self.memory(runnable)).arrays["logits"]
 
     def memory(self, runnable: Runnable) -> KvCache:
-        """A KV cache as the runnable's backend has them."""
+        """Returns a KV cache as the runnable wants it."""
         backend = (
             ReferenceBackend()
             if isinstance(runnable, ReferenceRunnable)
             else NativeBackend(BackendOptions())
         )
-        return backend.allocate(self.program.groups, [32] * len(self.program.groups))
+        return backend.allocate(runnable.kv_layouts, [32])
 
     def batch(self, rows: int, pad: int) -> StepBatch:
         positions = (

@@ -21,6 +21,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
 from octavo.program.program import Program
+from octavo.worker.loaded_model import common_layouts
 
 
 @dataclass
@@ -68,7 +69,8 @@ class PagedRunner:
             name: self.backend.prepare(program, load) for name, program in self.programs.items()
         }
         self.groups = self.programs["decoder"].groups
-        self.kv = self.backend.allocate(self.groups, [num_blocks] * len(self.groups))
+        self.layouts = common_layouts(self.runnables)
+        self.kv = self.backend.allocate(self.layouts, [num_blocks] * len(self.groups))
         generator = np.random.default_rng(seed)
         self._free = [list(generator.permutation(num_blocks)) for _ in self.groups]
         self._padding = padding

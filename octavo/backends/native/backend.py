@@ -79,6 +79,16 @@ class NativeTiles:
         return int(self.handle.num_bytes)
 
 
+def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
+    """Returns the layout of a group kept as `dtype`: fp32, bf16 or int8. Each kv head's keys and
+    values are a piece.
+    """
+    layer_bytes = native_module().kv_layer_bytes(
+        group.num_kv_heads, group.k_width, group.v_width, dtype
+    )
+    return KvLayout(group, dtype, (layer_bytes // group.num_kv_heads,) * group.num_kv_heads)
+
+
 class NativeBackend:
     """`level` names an instruction set; the best one otherwise."""
 
@@ -109,7 +119,6 @@ class NativeBackend:
             what = f"the native backend does not start with {num_threads} threads: {error}"
             raise BackendUnavailable(what, hint="give fewer --threads") from None
         self.numerics = self.level
-        self._computes_fp32 = options.dtype == "float32"
         self._optimized: tuple[Program, Program] | None = None
 
     @property
@@ -129,17 +138,20 @@ class NativeBackend:
         products = {
             weight for op in optimized.ops if isinstance(op, Linear) for weight in op.weights_
         }
-        self._computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
-        return NativeProgram(self._device, executor, program.vocab_size, weights.num_bytes)
+        computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
+        return NativeProgram(
+            self._device,
+            executor,
+            program.vocab_size,
+            weights.num_bytes,
+            self._kv_layouts(program, computes_fp32=computes_fp32),
+        )
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         found = native_footprint(
             self._optimize(program), format_of, self._device.row_type, self.options.max_tokens
         )
-        layouts = tuple(
-            self._layout(group, self._kv_dtype(computes_fp32=found.computes_fp32))
-            for group in program.groups
-        )
+        layouts = self._kv_layouts(program, computes_fp32=found.computes_fp32)
         return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
@@ -147,34 +159,34 @@ class NativeBackend:
             self._device.read_bandwidth(num_bytes), self._device.product_rate(code, MANY_ROWS)
         )
 
-    def kv_layout(self, group: CacheGroup) -> KvLayout:
-        return self._layout(group, self._kv_dtype(computes_fp32=self._computes_fp32))
-
-    def kv_pieces(self, group: CacheGroup) -> tuple[int, ...]:
-        return (self.kv_layout(group).layer_bytes // group.num_kv_heads,) * group.num_kv_heads
-
-    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> KvCache:
-        return self._allocate(groups, num_blocks, on_demand=False)
+    def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> KvCache:
+        return self._allocate(layouts, num_blocks, on_demand=False)
 
     def allocate_on_demand(
-        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
     ) -> OnDemandKvCache:
-        return self._allocate(groups, num_blocks, on_demand=True)
+        return self._allocate(layouts, num_blocks, on_demand=True)
 
     def _allocate(
-        self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int], *, on_demand: bool
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], *, on_demand: bool
     ) -> OnDemandKvCache:
-        dtype = self._kv_dtype(computes_fp32=self._computes_fp32)
         shapes = [
-            (group.num_layers, group.num_kv_heads, group.k_width, group.v_width, dtype, count)
-            for group, count in zip(groups, num_blocks, strict=True)
+            (
+                layout.group.num_layers,
+                layout.group.num_kv_heads,
+                layout.group.k_width,
+                layout.group.v_width,
+                layout.dtype,
+                count,
+            )
+            for layout, count in zip(layouts, num_blocks, strict=True)
         ]
         try:
             memory: OnDemandKvCache = native_module().KvMemory(shapes)
         except MemoryError:
             needed = sum(
-                self.kv_layout(group).block_bytes * count
-                for group, count in zip(groups, num_blocks, strict=True)
+                layout.block_bytes * count
+                for layout, count in zip(layouts, num_blocks, strict=True)
             )
             what = "addresses" if on_demand else "bytes"
             hint = (
@@ -196,22 +208,25 @@ class NativeBackend:
             self._optimized = (program, optimize(program))
         return self._optimized[1]
 
-    def _layout(self, group: CacheGroup, dtype: str) -> KvLayout:
-        layer_bytes = native_module().kv_layer_bytes(
-            group.num_kv_heads, group.k_width, group.v_width, dtype
-        )
-        return KvLayout(layer_bytes, group.num_layers, dtype)
-
-    def _kv_dtype(self, *, computes_fp32: bool) -> str:
-        """Known once a Program is prepared: auto follows the precision of its products."""
+    def _kv_layouts(self, program: Program, *, computes_fp32: bool) -> tuple[KvLayout, ...]:
+        """Returns a Program's layouts; auto follows the precision of its products."""
         asked = self.options.kv_cache_dtype
-        return asked if asked != "auto" else "fp32" if computes_fp32 else "bf16"
+        dtype = asked if asked != "auto" else "fp32" if computes_fp32 else "bf16"
+        return tuple(layout_of(group, dtype) for group in program.groups)
 
 
 class NativeProgram:
     """A prepared Program."""
 
-    def __init__(self, device: Any, executor: Any, vocab_size: int, weight_bytes: int) -> None:
+    def __init__(
+        self,
+        device: Any,
+        executor: Any,
+        vocab_size: int,
+        weight_bytes: int,
+        kv_layouts: tuple[KvLayout, ...],
+    ) -> None:
+        self.kv_layouts = kv_layouts
         self._device = device
         self._executor = executor
         self._vocab_size = vocab_size

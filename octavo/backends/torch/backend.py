@@ -39,7 +39,7 @@ from octavo.backends.torch.weights import ProgramWeights
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.program import ops
 from octavo.program.passes.optimize import optimize
-from octavo.program.program import CacheGroup, Op, Program, Weight
+from octavo.program.program import Op, Program, Weight
 from octavo.quant.packed import PackedWeight
 
 MASKS = ("causal", "window", "full")
@@ -71,7 +71,6 @@ class TorchBackend:
         self.options = options
         self.device = torch.device(device)
         self.ranks = ranks
-        self._dtype = DTYPES.get(options.dtype, torch.float32)
         self._attention = choose_attention(options, self.device)
         self._kernels = choose_kernels(
             options.torch_kernels, self.device, fixed_tiles=options.batch_invariant
@@ -81,7 +80,8 @@ class TorchBackend:
             f"torch {torch.__version__} on {self.device_name}, attention with {kernels}, kernels"
             f" {self._kernels.name}"
         )
-        self._uncaptured: list[TorchProgram] = []
+        self._uncaptured: list[tuple[TorchProgram, tuple[int, ...]]] = []
+        """Programs whose decode steps of these sizes become graphs once there is a KV cache."""
         self._memory = (
             CudaMemory(self.device, options.gpu_memory_utilization)
             if self.device.type == "cuda"
@@ -98,14 +98,14 @@ class TorchBackend:
 
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
         fused, once = optimize(program), _Once(load)
-        self._dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, once.load)
+        dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, once.load)
         self._check(fused)
-        weights = self._load(fused, once.load)
+        weights = self._load(fused, once.load, dtype)
         options = self.options
-        attention = first_that_computes(self._attention, fused, self._kv_dtype(self._dtype))
+        attention = first_that_computes(self._attention, fused, self._kv_dtype(dtype))
         runtime = Runtime(
             self.device,
-            self._dtype,
+            dtype,
             attention,
             self._kernels,
             options.batch_invariant,
@@ -116,14 +116,14 @@ class TorchBackend:
             options.max_rows,
             self.ranks,
         )
-        prepared = TorchProgram(fused, weights, runtime)
+        prepared = TorchProgram(fused, weights, runtime, self._kv_layouts(fused, dtype))
         if self._memory is not None:
             self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
-            if sizes := self.graph_sizes(fused):
+            if sizes := self.graph_sizes(fused, dtype):
                 states = attention.graph_bytes(fused, max(sizes), options.max_context)
-                self._memory.reserve("graphs", graphs_footprint(fused, sizes, self._dtype) + states)
-                self._uncaptured.append(prepared)
-            elif self._wants_graphs(fused) and (why := self.against_graphs(fused)):
+                self._memory.reserve("graphs", graphs_footprint(fused, sizes, dtype) + states)
+                self._uncaptured.append((prepared, sizes))
+            elif self._wants_graphs(fused) and (why := self.against_graphs(fused, dtype)):
                 logger.warning(
                     "decode steps of the %s are not captured as graphs: %s", program.name, why
                 )
@@ -133,11 +133,11 @@ class TorchBackend:
     def computes_apart(self) -> bool:
         return self.device.type == "cuda"
 
-    def graph_sizes(self, program: Program) -> tuple[int, ...]:
+    def graph_sizes(self, program: Program, dtype: torch.dtype) -> tuple[int, ...]:
         """Numbers of requests whose decode steps are captured; () where nothing can be, or is to
         be.
         """
-        if not self._wants_graphs(program) or self.against_graphs(program):
+        if not self._wants_graphs(program) or self.against_graphs(program, dtype):
             return ()
         most, expert_rows = self.options.max_requests, self._kernels.captured_rows
         most_experts = max((op.top_k for op in program.ops if isinstance(op, ops.Route)), default=0)
@@ -145,13 +145,13 @@ class TorchBackend:
             most = min(most, expert_rows // most_experts)
         return sizes_up_to(most)
 
-    def against_graphs(self, program: Program) -> str:
+    def against_graphs(self, program: Program, dtype: torch.dtype) -> str:
         """Which option keeps decode steps from being captured; "" where none does."""
         if self.ranks is not None:
             return "not with several ranks (tensor_parallel_size)"
         if self.options.batch_invariant:
             return "not with batch_invariant"
-        attention = first_that_computes(self._attention, program, self._kv_dtype(self._dtype))
+        attention = first_that_computes(self._attention, program, self._kv_dtype(dtype))
         return (
             ""
             if attention.for_graphs
@@ -166,10 +166,10 @@ class TorchBackend:
         )
 
     def run_largest_step(self, prepared: TorchProgram) -> None:
-        """Over a KV cache of its own, which goes with it."""
-        program = prepared.program
-        batch = largest_step(self.options, len(program.groups), program.vocab_size)
-        prepared.run(batch, self._cache(program.groups, [blocks_of(batch)] * len(program.groups)))
+        """Runs a Program's largest step over a KV cache of its own, which is freed at once."""
+        layouts = prepared.kv_layouts
+        batch = largest_step(self.options, len(layouts), prepared.program.vocab_size)
+        prepared.run(batch, self._cache(layouts, [blocks_of(batch)] * len(layouts)))
 
     def memory(self) -> DeviceMemory | None:
         return None if self._memory is None else self._memory.now()
@@ -182,7 +182,7 @@ class TorchBackend:
             DTYPES.get(self.options.dtype),
             self._packed_dtype,
         )
-        layouts = tuple(layout_of(group, self._kv_dtype(found.dtype)) for group in program.groups)
+        layouts = self._kv_layouts(program, found.dtype)
         return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
@@ -190,25 +190,22 @@ class TorchBackend:
             num_bytes, DTYPES_OF_CODES.get(code, self._packed_dtype), self.device
         )
 
-    def kv_layout(self, group: CacheGroup) -> KvLayout:
-        return layout_of(group, self._kv_dtype(self._dtype))
-
-    def allocate(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> TorchKvCache:
-        """Graphs hold the cache's addresses: they are captured as soon as it is there."""
-        kv = self._cache(groups, num_blocks)
-        for prepared in self._uncaptured:
-            if prepared.program.groups == groups:
-                width = -(-self.options.max_context // BLOCK_SIZE)
-                prepared.capture(kv, self.graph_sizes(prepared.program), width, CudaGraphs())
+    def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
+        """Makes the KV cache, then captures graphs over it, which hold its addresses."""
+        kv = self._cache(layouts, num_blocks)
+        width = -(-self.options.max_context // BLOCK_SIZE)
+        for prepared, sizes in self._uncaptured:
+            if prepared.kv_layouts == tuple(layouts):
+                prepared.capture(kv, sizes, width, CudaGraphs())
         return kv
 
-    def _cache(self, groups: tuple[CacheGroup, ...], num_blocks: Sequence[int]) -> TorchKvCache:
+    def _cache(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
         try:
-            return TorchKvCache(groups, num_blocks, self._kv_dtype(self._dtype), self.device)
+            return TorchKvCache(layouts, num_blocks, self.device)
         except (MemoryError, RuntimeError) as error:
             needed = sum(
-                self.kv_layout(group).block_bytes * count
-                for group, count in zip(groups, num_blocks, strict=True)
+                layout.block_bytes * count
+                for layout, count in zip(layouts, num_blocks, strict=True)
             )
             raise ConfigError(
                 f"the KV cache needs {needed} bytes, which the device does not give: {error}"
@@ -232,6 +229,9 @@ class TorchBackend:
             else torch.float16
         )
 
+    def _kv_layouts(self, program: Program, dtype: torch.dtype) -> tuple[KvLayout, ...]:
+        return tuple(layout_of(group, self._kv_dtype(dtype)) for group in program.groups)
+
     def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """`dtype`: that of Values, in which K and V are kept where the options do not say."""
         return KV_DTYPES.get(self.options.kv_cache_dtype, dtype)
@@ -245,10 +245,10 @@ class TorchBackend:
             else DTYPES_OF_CODES.get(load(first).packed().code, self._packed_dtype)
         )
 
-    def _load(self, program: Program, load: LoadWeight) -> ProgramWeights:
+    def _load(self, program: Program, load: LoadWeight, dtype: torch.dtype) -> ProgramWeights:
         reads = Counter(weight for op in program.ops for weight in op.weights)
         weights = ProgramWeights(
-            load, self.device, self._dtype, {weight for weight, count in reads.items() if count > 1}
+            load, self.device, dtype, {weight for weight, count in reads.items() if count > 1}
         )
         for op in program.ops:
             _add_weights(op, weights)

@@ -29,6 +29,9 @@ NAMES = {
     torch.int8: "int8",
     E4M3: "fp8",
 }
+"""Name of each type in which K and V are stored."""
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 CODES = (torch.int8, E4M3)
 """Kept with a scale for each token and head."""
@@ -113,9 +116,13 @@ class GroupTensors:
 
 
 def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
-    scale_bytes = 2 * torch.bfloat16.itemsize if dtype in CODES else 0
-    head_bytes = (group.k_width + group.v_width) * dtype.itemsize + scale_bytes
-    return KvLayout(BLOCK_SIZE * group.num_kv_heads * head_bytes, group.num_layers, NAMES[dtype])
+    """Returns the layout of a group whose numbers are stored as `dtype`, codes beside their
+    scales.
+    """
+    num_heads = BLOCK_SIZE * group.num_kv_heads
+    scales = (num_heads * torch.bfloat16.itemsize,) if dtype in CODES else ()
+    k, v = (num_heads * width * dtype.itemsize for width in (group.k_width, group.v_width))
+    return KvLayout(group, NAMES[dtype], (k, *scales, v, *scales))
 
 
 class TorchKvCache:
@@ -123,14 +130,13 @@ class TorchKvCache:
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
+        layouts: Sequence[KvLayout],
         num_blocks: Sequence[int],
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.groups = [
-            _group_tensors(group, count, dtype, device)
-            for group, count in zip(groups, num_blocks, strict=True)
+            _group_tensors(layout.group, count, DTYPES[layout.dtype], device)
+            for layout, count in zip(layouts, num_blocks, strict=True)
         ]
         self.copies = BlockCopies([group.tensors for group in self.groups], streams_of(device))
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.batch import SampleResult, SamplingBatch, StepBatch, StepOutput
-from octavo.backends.kv import KvCache
+from octavo.backends.kv import KvCache, KvLayout
 from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.attention.formulas import ATTENTION_FORMULAS
 from octavo.backends.torch.collectives import RANK_FORMULAS
@@ -114,8 +114,15 @@ ValuesOf = Callable[[slice], dict[str, Tensor]]
 class TorchProgram:
     """Implements `base.Runnable`."""
 
-    def __init__(self, program: Program, weights: ProgramWeights, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        program: Program,
+        weights: ProgramWeights,
+        runtime: Runtime,
+        kv_layouts: tuple[KvLayout, ...],
+    ) -> None:
         self.program = program
+        self.kv_layouts = kv_layouts
         self._weights = weights
         self._runtime = runtime
         self._body, self._head = _instructions(

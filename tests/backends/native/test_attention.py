@@ -27,6 +27,7 @@ from octavo.backends.reference import ReferenceBackend
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Program, Value, Weight
 from octavo.quant.packed import PackedWeight
+from tests.support.kv_layouts import layouts_of
 from tests.support.native_harness import normal, require_native, rng
 
 CONTEXTS = (1, 37, 256, 540)
@@ -136,7 +137,7 @@ class Run:
         self.runnable = backend.prepare(
             shape.program, shape.load_rounded if rounded else shape.load
         )
-        self.kv = backend.allocate(shape.program.groups, [num_blocks] * len(shape.program.groups))
+        self.kv = backend.allocate(self.runnable.kv_layouts, [num_blocks])
         self.first = np.cumsum([0, *shape.contexts])
         blocks = iter(rng(seed).permutation(num_blocks))
         self.tables = [
@@ -383,17 +384,20 @@ def test_int8_stores_what_the_reference_stores(level):
     )
 
 
-def test_layout_and_choice_of_the_caches_type():
+def test_layouts_of_the_caches_types():
     require_native()
     group = CacheGroup("kv", "full", 3, 2, 7, 20)
-    bf16 = NativeBackend(BackendOptions(kv_cache_dtype="bf16")).kv_layout(group)
-    assert (bf16.dtype, bf16.layer_bytes, bf16.num_layers) == ("bf16", 2 * 16 * 2 * (8 + 32), 3)
-    fp32 = NativeBackend(BackendOptions(kv_cache_dtype="fp32")).kv_layout(group)
+    bf16, fp32, int8 = (
+        layouts_of(NativeBackend(BackendOptions(kv_cache_dtype=dtype)), (group,))[0]
+        for dtype in ("bf16", "fp32", "int8")
+    )
+    assert (bf16.dtype, bf16.layer_bytes, bf16.block_bytes) == (
+        "bf16",
+        2 * 16 * 2 * (8 + 32),
+        3 * bf16.layer_bytes,
+    )
     assert (fp32.dtype, fp32.layer_bytes) == ("fp32", 2 * bf16.layer_bytes)
-    int8 = NativeBackend(BackendOptions(kv_cache_dtype="int8")).kv_layout(group)
     assert (int8.dtype, int8.layer_bytes) == ("int8", bf16.layer_bytes // 2 + 2 * 64)
-    assert NativeBackend(BackendOptions(dtype="float32")).kv_layout(group).dtype == "fp32"
-    assert NativeBackend(BackendOptions(dtype="bfloat16")).kv_layout(group).dtype == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def logits_of(backend, made, batch):
         made.program, lambda weight: PackedWeight.plain(made.weights[weight.name])
     )
     return runnable.run(
-        batch, backend.allocate(made.program.groups, [8] * len(made.program.groups))
+        batch, backend.allocate(runnable.kv_layouts, [8] * len(made.program.groups))
     ).arrays["logits"]
 
 

@@ -7,12 +7,13 @@ import pytest
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.batch import StepBatch
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference import ReferenceBackend, layout_of
 from octavo.errors import BackendUnavailable, WeightMismatch
 from octavo.program import ops
 from octavo.program.builder import Builder
 from octavo.program.program import CacheGroup, Program, Value, Weight
 from octavo.quant.packed import PackedWeight
+from tests.support.kv_layouts import layouts_of
 
 CONTEXTS = (1, 40, 300, 530)
 
@@ -138,7 +139,7 @@ def step_of(xs, starts, tables, *, pad=0):
 
 def poisoned(backend, groups, num_blocks=200):
     """A cache of NaN: whoever reads what nobody wrote shows it."""
-    kv = backend.allocate(groups, [num_blocks] * len(groups))
+    kv = backend.allocate(list(map(layout_of, groups)), [num_blocks] * len(groups))
     for arrays in kv.groups:
         arrays.k[:], arrays.v[:] = np.nan, np.nan
     return kv
@@ -217,11 +218,8 @@ def test_t5_bias_is_looked_up_by_bucket():
         )
 
     x = rng(1).normal(size=(60, 9))
-    out = (
-        make.prepare()
-        .run(step_of([x], [0], [[0, 1, 2, 3]]), ReferenceBackend().allocate((make.group,), [4]))
-        .arrays["out"]
-    )
+    kv = ReferenceBackend().allocate([layout_of(make.group)], [4])
+    out = make.prepare().run(step_of([x], [0], [[0, 1, 2, 3]]), kv).arrays["out"]
     np.testing.assert_allclose(
         out, make.expected(x, lambda i, j: j >= 0, score), rtol=1e-12, atol=1e-12
     )
@@ -279,9 +277,8 @@ def test_latent_attention(form):
 
 def test_copied_blocks_hold_the_same_keys_in_every_layer():
     backend = ReferenceBackend()
-    kv = backend.allocate(
-        (CacheGroup("a", "full", 2, 1, 4, 4), CacheGroup("b", "full", 1, 1, 2, 2)), [5, 5]
-    )
+    groups = (CacheGroup("a", "full", 2, 1, 4, 4), CacheGroup("b", "full", 1, 1, 2, 2))
+    kv = backend.allocate(list(map(layout_of, groups)), [5, 5])
     kv.groups[0].k[:, 1] = rng().normal(size=(2, 16, 1, 4))
     kv.copy_block(0, 1, 3)
     np.testing.assert_array_equal(kv.groups[0].k[:, 3], kv.groups[0].k[:, 1])
@@ -290,9 +287,10 @@ def test_copied_blocks_hold_the_same_keys_in_every_layer():
 
 def test_kv_layout():
     group = CacheGroup("a", "full", 3, 2, 4, 6)
-    assert ReferenceBackend().kv_layout(group).block_bytes == 3 * 16 * 2 * 10 * 8
-    layout = ReferenceBackend(BackendOptions(kv_cache_dtype="bf16")).kv_layout(group)
-    assert (layout.block_bytes, layout.dtype) == (3 * 16 * 2 * 10 * 2, "bfloat16")
+    (layout,) = layouts_of(ReferenceBackend(), (group,))
+    assert (layout.block_bytes, layout.dtype) == (3 * 16 * 2 * 10 * 8, "fp64")
+    (layout,) = layouts_of(ReferenceBackend(BackendOptions(kv_cache_dtype="bf16")), (group,))
+    assert (layout.block_bytes, layout.dtype) == (3 * 16 * 2 * 10 * 2, "bf16")
 
 
 @pytest.mark.parametrize(

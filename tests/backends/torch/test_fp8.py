@@ -12,7 +12,7 @@ from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference import ReferenceBackend, as_fp8
 from octavo.backends.torch import fp8
 from octavo.backends.torch.backend import TorchBackend
-from octavo.backends.torch.kv_cache import TorchKvCache
+from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.weights import DeviceWeight
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
@@ -21,6 +21,7 @@ from octavo.models.registry import build_programs
 from octavo.program.program import CacheGroup
 from octavo.quant.online import pack_fp8, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
+from tests.support.kv_layouts import layouts_of
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import tiny_model
 
@@ -151,7 +152,7 @@ GROUP = CacheGroup("kv", "full", 2, 3, 40, 24)
 
 
 def test_kv_is_stored_as_the_reference_stores_it():
-    cache = TorchKvCache([GROUP], [4], torch.float8_e4m3fn, CPU)
+    cache = TorchKvCache([layout_of(GROUP, torch.float8_e4m3fn)], [4], CPU)
     stored = cache.groups[0].k.layer(1)
     rows = normal(20, 3, 40)
     rows[3], rows[4, 1], rows[5] = 0, rows[4, 1] * 1e-30, rows[5] * 1e30
@@ -166,7 +167,7 @@ def test_kv_is_stored_as_the_reference_stores_it():
 def test_rows_that_are_not_finite_are_nan():
     rows = normal(3, 3, 40)
     rows[0, 1, 2], rows[2, 0, 0] = np.nan, np.inf
-    stored = TorchKvCache([GROUP], [1], torch.float8_e4m3fn, CPU).groups[0].k.layer(0)
+    stored = TorchKvCache([layout_of(GROUP, torch.float8_e4m3fn)], [1], CPU).groups[0].k.layer(0)
     stored.write(torch.arange(3), torch.from_numpy(rows))
     found = stored.read(torch.tensor([[0]]))[0, :3].isnan().all(dim=-1).numpy()
     np.testing.assert_array_equal(found, np.isnan(as_fp8(rows.astype(np.float64))).all(axis=-1))
@@ -175,7 +176,7 @@ def test_rows_that_are_not_finite_are_nan():
 
 @pytest.mark.parametrize("kind", [TorchBackend, ReferenceBackend])
 def test_the_layout_names_it(kind):
-    layout = kind(BackendOptions(kv_cache_dtype="fp8")).kv_layout(GROUP)
+    (layout,) = layouts_of(kind(BackendOptions(kv_cache_dtype="fp8")), (GROUP,))
     assert layout.dtype == "fp8"
     if kind is TorchBackend:
         assert layout.layer_bytes == 16 * 3 * (40 + 24 + 2 * 2)

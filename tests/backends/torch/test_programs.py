@@ -27,6 +27,7 @@ from octavo.quant.packed import Levels, PackedWeight
 from tests.backends.native.test_programs import batch_of, logits_of
 from tests.models.test_families import CASES
 from tests.models.test_t5 import logits as t5_logits
+from tests.support.kv_layouts import layouts_of
 from tests.support.paged_runner import PagedRunner
 from tests.support.random_programs import NUM_ROWS, random_programs
 from tests.support.tiers import examples
@@ -127,7 +128,7 @@ def test_pooled_rows(mode):
     )
     found, wanted = (
         backend.prepare(program, lambda weight: None)
-        .run(batch, backend.allocate(program.groups, [8]))
+        .run(batch, backend.allocate(layouts_of(backend, (group,)), [8]))
         .arrays["pooled"]
         for backend in (torch_backend(), ReferenceBackend())
     )

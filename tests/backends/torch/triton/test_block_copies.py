@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo.backends.torch.block_copies import BlockCopies
-from octavo.backends.torch.kv_cache import TorchKvCache
+from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.streams import CudaStreams, SerialStreams
 from octavo.program.program import CacheGroup
 from octavo.step import BlockMove
@@ -265,7 +265,8 @@ def test_batches_of_a_plan():
 
 def engine_on(device: str, seed: int) -> tuple[CacheEngine, TorchKvCache]:
     groups = [CacheGroup("full", "full", 2, 2, 8, 8), CacheGroup("small", "full", 1, 1, 4, 8)]
-    kv = TorchKvCache(groups, [BLOCKS, BLOCKS], torch.bfloat16, torch.device(device))
+    layouts = [layout_of(group, torch.bfloat16) for group in groups]
+    kv = TorchKvCache(layouts, [BLOCKS, BLOCKS], torch.device(device))
     torch.manual_seed(seed)
     for tensor in (tensor for group in kv.groups for tensor in group.tensors):
         tensor.copy_(torch.randn(tensor.shape))
