@@ -22,13 +22,13 @@ from octavo.cli.errors import CALLERS_FAULT, ENGINES_FAULT
 from octavo.cli.main import build_app
 from octavo.config.engine_config import OptionField, option_fields, options_of
 from octavo.server.app import create_app
-from octavo.server.cache import PinBody, ResetBody
 from octavo.server.errors import TABLE
-from octavo.server.jobs import GenerateBody
-from octavo.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from octavo.server.openai.protocol import ChatBody, CompletionBody, SamplingBody
-from octavo.server.service import EngineSlot
+from octavo.server.routes.cache import PinBody, ResetBody
+from octavo.server.routes.jobs import GenerateBody
 from octavo.server.settings import ServerSettings
+from octavo.server.state.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from octavo.server.state.slot import EngineSlot
 
 FOLDER = Path(__file__).parent / "reference"
 NOTICE = "<!-- Written by docs/generate.py from the code. Do not edit. -->"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.config.engine_config import DEFAULT_MODEL
+from octavo.config.paths import public_name
 
 
 def fetched(options: dict[str, Any]) -> dict[str, Any]:
@@ -12,4 +13,5 @@ def fetched(options: dict[str, Any]) -> dict[str, Any]:
     from octavo.checkpoint.catalogue import resolve
 
     name = options.get("model", DEFAULT_MODEL)
-    return {"served_model_name": name, **options, "model": str(resolve(name, progress=True))}
+    path = str(resolve(name, progress=True))
+    return {"served_model_name": public_name(name), **options, "model": path}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig, SchedulerOptions
+from octavo.config.paths import public_name
 from octavo.errors import ConfigError
 
 MIN_STALL_S = 1.0
@@ -45,7 +46,7 @@ def derive(
         model=replace(
             config.model,
             max_model_len=_max_model_len(config.model.max_model_len, model_context_tokens),
-            served_model_name=config.model.served_model_name or config.model.model,
+            served_model_name=config.model.served_model_name or public_name(config.model.model),
         ),
         scheduler=replace(config.scheduler, num_scheduler_steps=_num_scheduler_steps(config)),
         backend=replace(

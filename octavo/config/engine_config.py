@@ -53,7 +53,9 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "longest context (prompt + output); default the model's", unit="count", low=1
     )
-    served_model_name: str | None = option(None, "name in the API; default the model as given")
+    served_model_name: str | None = option(
+        None, "name in the API; default the model as given, without folders"
+    )
     chat_template: str | None = option(
         None, "a Jinja template, or the path of one, in place of the model's"
     )

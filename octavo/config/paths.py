@@ -20,3 +20,11 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except OSError:  # the name is too long
         return False
+
+
+def public_name(model: str) -> str:
+    """Returns a model's name without the folders of this machine; other names stay as they are."""
+    path = user_path(model)
+    if not is_there(path):
+        return model
+    return path.resolve().name if path.is_dir() else path.stem

@@ -9,12 +9,16 @@ from fastapi import FastAPI
 from starlette.types import Lifespan
 
 from octavo.async_llm import AsyncLLM
-from octavo.server import admin, cache, jobs, metrics
 from octavo.server.auth import ApiKeys
 from octavo.server.errors import add_error_handlers
+from octavo.server.head_requests import HeadAsGet
 from octavo.server.openai import chat, completions, models
-from octavo.server.service import EngineSlot, Service
+from octavo.server.routes import admin, cache, jobs, metrics
 from octavo.server.settings import ServerSettings
+from octavo.server.state.jobs import Jobs
+from octavo.server.state.metrics import ServerMetrics
+from octavo.server.state.service import Service
+from octavo.server.state.slot import EngineSlot
 from octavo.version import __version__
 
 
@@ -24,28 +28,16 @@ def create_app(
     *,
     lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
-    """`engine`: one that is ready, or the slot into which one will be put."""
+    """Returns the application around an engine that is ready, or around the slot of one to come."""
     settings = settings or ServerSettings()
     slot = engine if isinstance(engine, EngineSlot) else EngineSlot(engine)
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan)
-    server_metrics = metrics.ServerMetrics(slot)
-    app.state.service = Service(
-        slot,
-        settings,
-        server_metrics,
-        jobs.Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s),
-    )
-    for router in (
-        admin.router,
-        models.router,
-        completions.router,
-        chat.router,
-        jobs.router,
-        cache.router,
-        metrics.router(server_metrics),
-    ):
-        app.include_router(router)
+    kept_jobs = Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s)
+    app.state.service = Service(slot, settings, ServerMetrics(slot), kept_jobs)
+    for part in (admin, models, completions, chat, jobs, cache, metrics):
+        app.include_router(part.router)
     add_error_handlers(app)
     if settings.api_key:
         app.add_middleware(ApiKeys, keys=settings.api_key)
+    app.add_middleware(HeadAsGet)
     return app

@@ -1,8 +1,7 @@
-"""API keys: everything but /health asks for one when the server has any.
+"""API keys: every route but /health needs one when the server has any.
 
 Plain ASGI, so that it stands before routing and costs nothing per streamed token. Keys are compared
-by digest, in constant time. Where there are several, each is a tenant of its own to whoever shares
-the engine among tenants.
+by digest, in constant time. Each of several keys is a tenant of its own under the fair policy.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from octavo.server.errors import error_response
 
 OPEN_PATHS = ("/health",)
 KEY_NAME = "octavo_key_name"
-"""In the ASGI scope: which of several keys was sent, by its place among them ("key-1"); never the
-key itself.
+"""Key of the ASGI scope whose value names the key that was sent, by its index ("key-1"); the key
+itself is never kept.
 """
 
 
 class ApiKeys:
-    """Middleware."""
+    """ASGI middleware that answers 401 to requests without a valid key."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
@@ -50,7 +49,7 @@ class ApiKeys:
         await error_response(error)(scope, receive, send)
 
     def _number(self, header: str | None) -> int | None:
-        """Which key it is, counted from 1; None for none of them. Every key is compared."""
+        """Returns the number of the key sent, from 1, or None; always compares all keys."""
         scheme, _, key = (header or "").partition(" ")
         if scheme.lower() != "bearer":
             return None
@@ -64,9 +63,7 @@ class ApiKeys:
 
 
 def tenant_of(request: Request, user: str | None) -> str:
-    """Whom a request is counted to: its key where the server has several, else the `user` that it
-    names.
-    """
+    """Returns the tenant of a request: its key where the server has several, else its `user`."""
     return request.scope.get(KEY_NAME) or user or ""
 
 

@@ -1,8 +1,7 @@
-"""What is written to connections in one turn of the event loop, sent at its end: one system call
-for each connection, one after another.
+"""Writes of one turn of the event loop, sent together at its end: one system call a connection.
 
-With a step's tokens for many streams, a client beside the server is woken once and not by each of
-them, and the threads that compute are put aside for less long. Knows bytes only.
+With a step's tokens for many streams, a client on the same machine is woken once instead of by each
+of them, and compute threads are preempted for less long. Knows bytes only.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class WriteBatch:
-    """Connections of one event loop that have something to send."""
+    """The connections of one event loop that have something to send."""
 
     def __init__(self) -> None:
         self._waiting: list[BatchedTransport] = []
 
     def add(self, transport: BatchedTransport) -> None:
-        """Whatever is ready to run goes first."""
+        """Queues a connection's writes behind all callbacks that are ready to run."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send)
         self._waiting.append(transport)
@@ -32,7 +31,7 @@ class WriteBatch:
 
 
 class BatchedTransport:
-    """A transport whose writes wait for the batch; in everything else the transport itself."""
+    """A transport whose writes wait for the batch; everything else is the transport's own."""
 
     __slots__ = ("_batch", "_parts", "_transport")
 
@@ -47,9 +46,7 @@ class BatchedTransport:
         self._parts.append(data)
 
     def send(self) -> None:
-        """What has been written until now; nothing where all is sent, or where the other side has
-        gone meanwhile: uvloop refuses that.
-        """
+        """Sends the writes so far; drops them where the peer has gone, which uvloop refuses."""
         parts, self._parts = self._parts, []
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
@@ -63,14 +60,9 @@ class BatchedTransport:
 
 
 class BatchedHttp(HttpToolsProtocol):
-    """uvicorn's protocol on such a transport; all of one class share a batch."""
+    """The protocol of uvicorn on a batched transport; connections of a class share a batch."""
 
     batch: WriteBatch
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(BatchedTransport(transport, self.batch))  # type: ignore[arg-type]
-
-    @classmethod
-    def of(cls, batch: WriteBatch) -> type[BatchedHttp]:
-        """For one server."""
-        return type(cls.__name__, (cls,), {"batch": batch})

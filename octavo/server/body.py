@@ -1,12 +1,12 @@
-"""Request bodies: read up to a limit, parsed strictly, faults named. What comes out is a valid
-pydantic model or an InvalidRequest.
+"""Request bodies: read within limits, parsed strictly into a pydantic model, faults named.
 
-A field that is null counts as not given. An unknown field is refused by name, or with `lenient`
-listed in a response header.
+A body is JSON by its Content-Type, or has none. A field that is null counts as not given. An
+unknown field is refused by name, or with `lenient` listed in a response header.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -16,28 +16,29 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.exceptions import HTTPException
 
 from octavo.errors import InvalidRequest
-from octavo.server.service import Service, service_of
+from octavo.server.settings import ServerSettings
+from octavo.server.state.service import Service, service_of
 
 IGNORED_HEADER = "X-Octavo-Ignored-Fields"
 
 
 class Body(BaseModel):
-    """Base of all request bodies."""
+    """Base of all request bodies: strict types, unknown fields kept aside."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
-    """Fields that others know and this server does not honour."""
+    """Names of fields that other servers know and this one does not honour."""
 
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def headers(self) -> dict[str, str]:
-        """For the response: which fields were ignored."""
+        """Response headers that name the ignored fields."""
         return {IGNORED_HEADER: ", ".join(self._ignored)} if self._ignored else {}
 
     def take_unknown_fields(self, *, lenient: bool) -> None:
-        """Refuses them, or notes that they are ignored."""
+        """Refuses unknown fields; with `lenient` notes them as ignored."""
         unknown = [name for name, value in (self.model_extra or {}).items() if value is not None]
         if unknown and not lenient:
             raise self._refusal(unknown[0])
@@ -60,10 +61,11 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
-    """A dependency that parses the request's body as `kind`."""
+    """Returns a dependency that parses the request's body as `kind`."""
 
     async def parse(request: Request, service: Annotated[Service, Depends(service_of)]) -> BodyT:
-        raw = await _read(request, service.settings.max_body_bytes)
+        _check_content_type(request)
+        raw = await _read_in_time(request, service.settings)
         try:
             body = kind.model_validate_json(raw)
         except ValidationError as error:
@@ -74,8 +76,38 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
     return parse
 
 
+def _check_content_type(request: Request) -> None:
+    """Raises 415 where the body is declared as anything but JSON; one without a type is taken."""
+    declared = request.headers.get("content-type")
+    if declared is None:
+        return
+    media_type = declared.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise HTTPException(
+            415,
+            f"Content-Type: got {_short(declared)}, allowed is application/json (hint: send the"
+            " header Content-Type: application/json)",
+        )
+
+
+async def _read_in_time(request: Request, settings: ServerSettings) -> bytes:
+    """Reads the body; raises 408, and closes the connection, where it does not come in time."""
+    timeout_s = settings.request_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, settings.max_body_bytes)
+    except TimeoutError:
+        raise HTTPException(
+            408,
+            f"the body did not arrive within {timeout_s} seconds",
+            headers={"Connection": "close"},
+        ) from None
+
+
 async def _read(request: Request, limit: int) -> bytes:
-    parts, size = [], 0
+    """Returns the body's bytes; raises 413 beyond the limit."""
+    parts = []
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
@@ -85,7 +117,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
-    """The first fault, by field. A field with a description says there what is allowed."""
+    """Returns the first fault by field; a field's description says what is allowed."""
     faults = error.errors(include_url=False)
     first = faults[0]
     if first["type"] == "json_invalid":
@@ -114,7 +146,7 @@ def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """messages[0].role"""
+    """Returns a location as a path, such as messages[0].role."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

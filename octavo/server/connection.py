@@ -1,5 +1,4 @@
-"""What happens when a client goes away while its answer is being made: the work for it is
-cancelled.
+"""Cancellation of a request's work when its client disconnects.
 
 Reads the ASGI connection only; knows nothing of engines.
 """
@@ -17,8 +16,9 @@ ResultT = TypeVar("ResultT")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The work's result, or ClientDisconnect with the work cancelled. The request's body must have
-    been read.
+    """Returns the work's result; on a disconnect cancels the work and raises ClientDisconnect.
+
+    The request's body must have been read before.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))

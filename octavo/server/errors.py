@@ -1,5 +1,4 @@
-"""One table: which error becomes which HTTP status and which OpenAI error type. Every route answers
-errors in this one form.
+"""One table from errors to HTTP statuses and OpenAI error types, and one body for all of them.
 
 Body: {"error": {"message", "type", "param", "code"}}, where code is the HTTP status. Source of the
 names: vLLM's.
@@ -28,17 +27,23 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.ServerError, 500, "InternalServerError"),
     (RequestValidationError, 422, "UnprocessableEntityError"),
 )
-"""The first row that fits counts."""
+"""Rows of (error, status, type); the first that fits counts."""
 
-TYPES_BY_STATUS = {404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestTooLargeError"}
-"""For what the HTTP framework itself refuses."""
+TYPES_BY_STATUS = {
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+}
+"""Error types of HTTPExceptions, which the framework and the body's reader raise."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""For the access log only; the name is nginx'."""
+"""Status of a request whose client has gone, for the access log; the name is nginx'."""
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """What a client reads; an error that is none of ours says nothing of its inside."""
+    """Returns the JSON body of an error; one that is not ours shows nothing of its inside."""
     if isinstance(error, HTTPException):
         kind = TYPES_BY_STATUS.get(
             error.status_code, http.HTTPStatus(error.status_code).phrase.replace(" ", "") + "Error"

@@ -1,5 +1,4 @@
-"""The engine's work behind one HTTP request: a stream for each prompt, together waited for, read or
-given up.
+"""The engine's work behind one HTTP request: a stream for each prompt, awaited or aborted together.
 
 Owns the streams and reports each finished one to the metrics. Knows no wire format.
 """
@@ -16,7 +15,7 @@ from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.metrics import ServerMetrics
+from octavo.server.state.metrics import ServerMetrics
 
 LONG_TEXT_CHARACTERS = 20_000
 """Longer texts are tokenized in a thread: at 1 to 2 MB/s this many would hold up everyone's streams
@@ -27,7 +26,7 @@ Prompt = str | list[int]
 
 
 class Generation:
-    """Started when made: a client's fault is raised then, and nothing runs."""
+    """The streams of one HTTP request; making it starts them, or raises the client's fault."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class Generation:
         origin: Origin = ANYONE,
         deltas: bool = False,
     ) -> None:
-        """`deltas`: `outputs` gives what is new, not all so far."""
+        """Submits all prompts; with `deltas`, `outputs` yields only what is new."""
         self._params = params
         self._metrics = metrics
         self._streams: list[RequestStream] = []
@@ -60,15 +59,16 @@ class Generation:
             raise
 
     async def results(self) -> list[RequestOutput]:
-        """The final outputs, in the order of the prompts. Cancelling it aborts them."""
+        """Returns the final outputs in the order of the prompts; cancelling it aborts them."""
         try:
             return [self._checked(await stream.final()) for stream in self._streams]
         finally:
             self._give_up()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt, all of its answer so far, or with `deltas` what is new) whenever there is more.
-        Closing it aborts what still runs.
+        """Yields (prompt's index, its answer so far) on each change; closing it aborts the rest.
+
+        With `deltas` an output holds what is new since the one before.
         """
         try:
             if len(self._streams) == 1:
@@ -88,7 +88,7 @@ class Generation:
         return output
 
     def _give_up(self) -> None:
-        """Aborts what has not finished; the others take no notice."""
+        """Aborts the streams that have not finished."""
         for stream in self._streams:
             if stream.abandon():
                 self._metrics.count_abort()
@@ -97,9 +97,7 @@ class Generation:
 async def prompt_of(
     llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True, cache_salt: str | None = None
 ) -> dict[str, Any]:
-    """A text or token ids as the engine takes them; long texts are tokenized where they hold up
-    nobody.
-    """
+    """Returns a prompt as the engine takes it; long texts are tokenized in a thread."""
     if not isinstance(prompt, str):
         return {"prompt_token_ids": prompt, "cache_salt": cache_salt}
     if add_special_tokens and len(prompt) <= LONG_TEXT_CHARACTERS:
@@ -114,8 +112,7 @@ async def prompt_of(
 async def chat_prompt_of(
     llm: AsyncLLM, messages: list[dict[str, Any]], *, cache_salt: str | None, **options: Any
 ) -> dict[str, Any]:
-    """A conversation, through the model's template. `options` are those of
-    `AsyncLLM.chat_prompt`."""
+    """Renders a conversation with the model's template; `options` as in `AsyncLLM.chat_prompt`."""
     if sum(len(message["content"] or "") for message in messages) > LONG_TEXT_CHARACTERS:
         prompt = await asyncio.to_thread(llm.chat_prompt, messages, **options)
     else:
@@ -124,7 +121,7 @@ async def chat_prompt_of(
 
 
 def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """One prompt or several, as the completions API mixes them in one field."""
+    """Returns the prompts of a completions body, whose field may hold one or several."""
     if isinstance(value, str):
         return [value]
     if not value:
@@ -139,8 +136,9 @@ def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Pro
 async def _merged(
     streams: Sequence[RequestStream],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several streams as they come; each is asked for its next one only after the last
-    was taken.
+    """Yields the outputs of several streams as they come.
+
+    A stream's next output is awaited only after the last one was taken.
     """
     pending = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:

@@ -1,6 +1,6 @@
-"""`octavo serve`: takes the port, loads the model behind it, serves until told to stop.
+"""`octavo serve`: takes the port, loads the model, serves until told to stop.
 
-The port is taken first, so that a full one is known before a model is loaded. While the model
+The port is taken first, so that one in use is known before a model is loaded. While the model
 loads, and while the server drains, requests are answered with 503.
 """
 
@@ -24,19 +24,19 @@ from fastapi import FastAPI
 from octavo.async_llm import AsyncLLM
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
-from octavo.server.batched_writes import BatchedHttp, WriteBatch
-from octavo.server.service import EngineSlot
+from octavo.server.batched_writes import WriteBatch
+from octavo.server.request_timeout import TimedHttp
 from octavo.server.settings import ServerSettings
+from octavo.server.state.slot import EngineSlot, served_name
 
 BACKLOG = 2048
 
 Options = Callable[[], dict[str, Any]]
-"""Gives the engine's options; may take its time to fetch a model."""
+"""Function that returns the engine's options; it may first fetch a model."""
 
 
 def serve(options: Options, settings: ServerSettings) -> None:
-    """Returns when told to stop (SIGTERM, SIGINT). What keeps the engine from starting is
-    raised."""
+    """Serves until SIGTERM or SIGINT; raises the error that keeps the engine from starting."""
     listener = take_port(settings.host, settings.port)
     if settings.is_open_to_all:
         _say(
@@ -54,7 +54,7 @@ def serve(options: Options, settings: ServerSettings) -> None:
         await asyncio.to_thread(slot.close)
 
     app = create_app(slot, settings, lifespan=lifespan)
-    http = BatchedHttp.of(WriteBatch())
+    http = TimedHttp.for_server(WriteBatch(), settings.request_timeout_s)
     server = Server(
         uvicorn.Config(
             app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"
@@ -68,7 +68,7 @@ def serve(options: Options, settings: ServerSettings) -> None:
 
 
 class Loader:
-    """Builds the engine in a thread of its own, which does not outlive the process."""
+    """Builds the engine in a daemon thread, and puts it into its slot."""
 
     def __init__(
         self, slot: EngineSlot, options: Options, *, when_ready: Callable[[AsyncLLM], None]
@@ -93,7 +93,7 @@ class Loader:
             _call(loop, lambda: self._put(llm))
 
     def _put(self, llm: AsyncLLM) -> None:
-        """In the event loop. It may be too late: the server is already stopping."""
+        """Fills the slot, in the event loop; the server may be stopping already."""
         self._slot.fill(llm)
         if not self._slot.is_draining:
             llm.start()
@@ -105,7 +105,7 @@ class Loader:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which drains on a signal and then ends without one, so that the exit code is 0."""
+    """The server of uvicorn, which drains on a signal and then ends with exit code 0."""
 
     def __init__(self, config: uvicorn.Config, slot: EngineSlot, settings: ServerSettings) -> None:
         super().__init__(config)
@@ -117,12 +117,12 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second Ctrl-C waits for nothing."""
+        """Starts the drain; a second Ctrl-C ends it at once."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """What still runs when the time is up gets an error as its end."""
+        """Drains; requests that still run when the time is up end with an error."""
         closing = asyncio.create_task(self._close_late())
         await super().shutdown(sockets)
         closing.cancel()
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
 
 
 def take_port(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError where the port is taken or the address is not this machine's."""
+    """Returns a listening socket; raises ConfigError for a port in use or a foreign address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,11 +150,11 @@ def take_port(host: str, port: int) -> socket.socket:
 
 
 def _greeting(llm: AsyncLLM, settings: ServerSettings, port: int) -> str:
-    """A line to try, for a shell."""
+    """Returns the line that names model and URL, and a command to try."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     options = llm.config.model
-    model = options.served_model_name or options.model
+    model = served_name(llm)
     body: dict[str, Any] = {"prompt": [1, 2, 3]}
     path = "/v1/completions"
     if not options.skip_tokenizer_init:
@@ -174,7 +174,7 @@ def _greeting(llm: AsyncLLM, settings: ServerSettings, port: int) -> str:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """In the loop's thread, unless it has ended."""
+    """Calls a function in the loop's thread, unless the loop has ended."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function)
 

@@ -1,4 +1,4 @@
-"""The server's own options: where it listens, who may ask, how much it takes. The engine's are in
+"""The server's own options: address, keys and limits. The engine's are in
 `config/engine_config.py`.
 
 A field's name with dashes is its flag.
@@ -16,6 +16,8 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
+    """All options of `octavo serve` that are not the engine's."""
+
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = option(8000, "port to listen on; 0 takes a free one")
     api_key: tuple[str, ...] = option(
@@ -27,6 +29,9 @@ class ServerSettings:
         " answering 400",
     )
     max_body_bytes: int = option(32 << 20, "largest request body", unit="bytes", low=1)
+    request_timeout_s: int = option(
+        60, "seconds in which a client must send a request's head, and then its body", low=1
+    )
     max_jobs: int = option(1000, "most jobs (POST /generate) kept at once", low=1)
     job_ttl_s: int = option(600, "seconds for which a finished job's result is kept", low=1)
     shutdown_timeout_s: int = option(
@@ -44,5 +49,5 @@ class ServerSettings:
 
     @property
     def is_open_to_all(self) -> bool:
-        """Reachable from other machines, and no key needed."""
+        """Whether other machines can reach the server and no key is needed."""
         return self.host not in LOCAL_HOSTS and not self.api_key

@@ -1,8 +1,7 @@
-"""Server-sent events: a response that sends what a generator yields, stops it when the client goes,
-and ends with [DONE].
+"""Server-sent events: a response over a generator that ends with [DONE].
 
-A slow reader slows the generator: nothing is queued here. Source of the format: WHATWG HTML,
-section 9.2.
+A client that disconnects ends the generator. A slow reader slows the generator: nothing is queued
+here. Source of the format: WHATWG HTML, section 9.2.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 Events = AsyncGenerator[list[Any], None]
-"""Payloads, those of one moment together."""
+"""Stream of payload lists; the payloads of one list are sent together."""
 
 
 class EventStream(Response):
+    """A streamed response of server-sent events."""
+
     media_type = "text/event-stream"
 
     def __init__(self, events: Events, headers: Mapping[str, str]) -> None:
@@ -51,7 +52,7 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _write(self, send: Send) -> None:
-        """An error after the first byte is an event of its own, for the status has been sent."""
+        """Sends all events; an error becomes an event of its own, as the status has been sent."""
         try:
             async for payloads in self._events:
                 await send(

@@ -15,7 +15,7 @@ import typer
 
 from octavo.cli.main import build_app
 from octavo.server.app import create_app
-from octavo.server.service import EngineSlot
+from octavo.server.state.slot import EngineSlot
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 ROOT = Path(__file__).parents[2]

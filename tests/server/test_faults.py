@@ -15,8 +15,8 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.supervised import SupervisedClient
 from octavo.server.app import create_app
-from octavo.server.service import EngineSlot
 from octavo.server.settings import ServerSettings
+from octavo.server.state.slot import EngineSlot
 from octavo.wiring.engine import build_in_process
 from tests.support.engine_fakes import expected_tokens
 from tests.support.live_server import LETTERS, LiveServer, events_of, ids_of

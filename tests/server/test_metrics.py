@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from octavo.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from octavo.server.state.metrics import COUNTERS, GAUGES, HISTOGRAMS
 
 BODY = {"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
 

@@ -1,6 +1,6 @@
-"""What completions and chat have in common: an answer's name, its stream of chunks, its usage.
+"""The common part of completions and chat: an answer's id, its stream of chunks, its usage.
 
-A subclass says how a choice looks in its route.
+A subclass gives the form of a choice in its route.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> Any:
-        """The response that is no stream."""
+        """Returns the response of a request that does not stream."""
 
     @abstractmethod
     def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[Any]:
-        """A delta as the choice `index` of a chunk, or of several."""
+        """Returns the choices, one a chunk, that add a delta to choice `index`."""
 
     @abstractmethod
     def chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType | None) -> Any:
-        """One event of a stream."""
+        """Returns one event of a stream."""
 
     def choice_index(self, prompt_index: int, sample_index: int) -> int:
         return prompt_index * self.params.n + sample_index
 
     def timings(self, outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.UnsetType:
-        """Where they are asked for."""
+        """Returns the outputs' timings where the request asks for them."""
         return timings_of(outputs) if self._wants_timings else msgspec.UNSET
 
     async def events(self, generation: Generation) -> AsyncGenerator[list[Any], None]:
-        """Chunks as the answer grows, of a generation that gives deltas."""
+        """Yields chunks as the answer of a generation with deltas grows."""
         cursors: dict[int, Cursor] = {}
         latest: dict[int, RequestOutput] = {}
         async with aclosing(generation.outputs()) as outputs:
@@ -107,7 +107,7 @@ class Answer(ABC):
 
 
 def whole_of(sample: CompletionOutput) -> Delta:
-    """All of a sample at once."""
+    """Returns a whole sample as one delta."""
     return Delta(
         sample.text,
         0,
@@ -120,7 +120,7 @@ def whole_of(sample: CompletionOutput) -> Delta:
 
 
 def timings_of(outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.UnsetType:
-    """Of all that is answered together, once it has ended."""
+    """Returns the merged timings of outputs that have ended."""
     parts = [output.timings for output in outputs if output.timings is not None]
     if not parts:
         return msgspec.UNSET
@@ -129,6 +129,7 @@ def timings_of(outputs: Collection[RequestOutput]) -> ResponseTimings | msgspec.
 
 
 def usage_of(outputs: Collection[RequestOutput]) -> Usage:
+    """Counts the tokens of outputs that are answered together."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(
         output.metrics.num_generation_tokens for output in outputs if output.metrics is not None

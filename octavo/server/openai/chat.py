@@ -31,8 +31,9 @@ from octavo.server.openai.protocol import (
     Usage,
 )
 from octavo.server.openai.sampling import check_stream_options, sampling_params
-from octavo.server.service import Service, service_of, tokenizer_of
 from octavo.server.sse import EventStream
+from octavo.server.state.service import Service, service_of
+from octavo.server.state.slot import tokenizer_of
 
 ROLE = "assistant"
 
@@ -72,6 +73,8 @@ async def chat(
 
 
 class ChatAnswer(Answer):
+    """An answer in the form of chat completions."""
+
     prefix = "chatcmpl"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
@@ -98,7 +101,7 @@ class ChatAnswer(Answer):
         )
 
     def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[ChatChoice]:
-        """The role comes first, in a chunk of its own."""
+        """Returns the delta's choices; a stream's first has the role alone."""
         opening = (
             [ChatChoice(index, UNSET, ChatMessage(ROLE, ""), None, None, None)]
             if delta.is_first
@@ -131,7 +134,7 @@ class ChatAnswer(Answer):
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As a chat template takes them. What cannot be honoured is refused by name."""
+    """Converts messages for a chat template; raises InvalidRequest for parts it cannot honour."""
     if not messages:
         raise InvalidRequest(
             "messages: got an empty list, needed is at least one message", param="messages"
@@ -153,7 +156,7 @@ def _plain_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def _text(content: str | list[TextPart] | None, where: str) -> str:
-    """Parts stand on lines of their own."""
+    """Joins the parts of a content, each on lines of its own."""
     if isinstance(content, str):
         return content
     if content is None:

@@ -28,8 +28,9 @@ from octavo.server.openai.protocol import (
     Usage,
 )
 from octavo.server.openai.sampling import check_stream_options, sampling_params
-from octavo.server.service import Service, service_of, tokenizer_of
 from octavo.server.sse import EventStream
+from octavo.server.state.service import Service, service_of
+from octavo.server.state.slot import tokenizer_of
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -68,6 +69,8 @@ async def complete(
 
 
 class CompletionAnswer(Answer):
+    """An answer in the form of text completions."""
+
     prefix = "cmpl"
 
     def __init__(
@@ -169,8 +172,9 @@ def _check(body: CompletionBody) -> None:
 
 
 def _params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
-    """`echo` with `logprobs` needs the prompt's; nothing but the prompt (max_tokens 0) still takes
-    a step.
+    """Returns the request's SamplingParams.
+
+    `echo` with `logprobs` needs the prompt's logprobs too; max_tokens 0 still takes one step.
     """
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
     prompt_logprobs = body.prompt_logprobs

@@ -1,5 +1,6 @@
-"""What a stream adds: what an answer has gained, where there is anything to say of it. Remembers
-counts only, no text.
+"""The deltas of a stream: text, tokens and logprobs that an answer has gained since the last chunk.
+
+Keeps counts only, no text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from octavo.outputs import CompletionOutput, Logprob
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """`start` is where in the answer's text it begins."""
+    """A part of an answer, which begins at character `start` of its text."""
 
     text: str
     start: int
@@ -25,15 +26,16 @@ class Delta:
 
 @dataclass(slots=True)
 class Cursor:
-    """How much of one sample has been sent."""
+    """Position in one sample up to which a stream has been sent."""
 
     num_chars: int = 0
     started: bool = False
     finished: bool = False
 
     def advance(self, gained: CompletionOutput, *, every_token: bool) -> Delta | None:
-        """What is new of a sample; None where that is nothing. `every_token`: tokens count though
-        they show no text yet.
+        """Returns the delta of a sample's gain; None where there is nothing to send.
+
+        With `every_token`, tokens count even where they show no text yet.
         """
         if self.finished:
             return None

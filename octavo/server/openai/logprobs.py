@@ -17,14 +17,14 @@ from octavo.server.openai.protocol import (
 )
 
 Steps = Sequence[dict[int, Logprob] | None]
-"""Per token: its own logprob first, then the alternatives'."""
+"""A mapping of ids to logprobs for each token: its own first, then the alternatives'."""
 
 FLOOR = -9999.0
-"""Stands for minus infinity, which JSON has not."""
+"""The logprob sent in place of minus infinity, which JSON lacks."""
 
 
 class TokenNames:
-    """How tokens are called in answers. `as_ids`: "token_id:17", which is unambiguous."""
+    """The texts of tokens in answers; with `as_ids` the unambiguous "token_id:17"."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class TokenNames:
         return self._tokenizer.token_text(token_id)
 
     def unique_text(self, token_id: int) -> str:
-        """Never the same for two tokens that are parts of characters: "bytes:\\xe2\\x82"."""
+        """Returns a text that tells parts of characters apart: "bytes:\\xe2\\x82"."""
         text = self.text(token_id)
         if "\ufffd" not in text or self._tokenizer is None:
             return text
@@ -51,8 +51,10 @@ class TokenNames:
 def completion_logprobs(
     token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames, offset: int
 ) -> CompletionLogprobs:
-    """`offset`: where in the text the first token begins. A step is None where nothing precedes the
-    token.
+    """Returns completions' parallel lists of logprobs.
+
+    `offset` is the first token's position in the text; a step is None for a token that nothing
+    precedes.
     """
     made = CompletionLogprobs([], [], [], [])
     for token_id, step in zip(token_ids, steps, strict=True):
@@ -85,7 +87,7 @@ def chat_logprobs(
 
 
 def plain_logprobs(steps: Steps | None) -> list[dict[str, Any] | None] | None:
-    """vLLM's form of prompt_logprobs."""
+    """Returns prompt logprobs in the form of vLLM."""
     if steps is None:
         return None
     return [
@@ -103,7 +105,7 @@ def _plain(entry: Logprob) -> dict[str, Any]:
 
 
 def _top(step: dict[int, Logprob], token_id: int, num_top: int) -> list[tuple[int, Logprob]]:
-    """The best ones, and the token itself where it is not among them."""
+    """Returns the best alternatives, and the token itself where it is not among them."""
     best = _ranked(step)[:num_top]
     return (
         best if any(other == token_id for other, _ in best) else [*best, (token_id, step[token_id])]

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/NAME: what is served."""
+"""GET /v1/models and /v1/models/NAME: the served model's card."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
-from octavo.server.service import Service, service_of
+from octavo.server.state.service import Service, service_of
 
 router = APIRouter()
 
@@ -23,13 +23,13 @@ async def show_model(name: str, service: Annotated[Service, Depends(service_of)]
 
 
 def _card(service: Service) -> dict[str, Any]:
-    llm = service.slot.llm
+    name = service.model_name
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "octavo",
-        "root": llm.config.model.model,
+        "root": name,
         "parent": None,
-        "max_model_len": llm.info.max_model_len,
+        "max_model_len": service.slot.llm.info.max_model_len,
     }

@@ -1,5 +1,4 @@
-"""What the OpenAI routes take (pydantic) and give (msgspec structs, for they are made for every
-token).
+"""Bodies that the OpenAI routes take (pydantic) and give (msgspec structs, one for every token).
 
 Names are OpenAI's, and vLLM's where OpenAI has none. Knows nothing of the engine but
 SamplingParams' names.
@@ -15,41 +14,39 @@ from pydantic import BaseModel, Field
 from octavo.server.body import Body
 
 Text = Annotated[str | list[str] | None, Field(description="a text or a list of texts")]
-TokenIds = Annotated[list[int] | None, Field(description="a list of token ids")]
+TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+TokenIds = Annotated[list[TokenId] | None, Field(description="a list of token ids")]
 Number = Annotated[float | None, Field(description="a number")]
-Whole = Annotated[int | None, Field(description="a whole number")]
+Whole = Annotated[
+    int | None, Field(ge=-(2**63), lt=2**63, description="a whole number of at most 64 bits")
+]
+"""A whole number that fits the engine's types; SamplingParams says which values make sense."""
 Flag = Annotated[bool, Field(description="true or false")]
 
 SAMPLING_FIELDS = (
-    *(
-        "n",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-    ),
-    *(
-        "stop_token_ids",
-        "ignore_eos",
-        "min_tokens",
-        "prompt_logprobs",
-        "prompt_logprob_start",
-        "skip_special_tokens",
-    ),
-    *(
-        "spaces_between_special_tokens",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-    ),
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "prompt_logprob_start",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
 )
-"""Those that go to SamplingParams as they are."""
+"""Fields that go to SamplingParams unchanged."""
 
 
 class StreamOptions(BaseModel):
@@ -60,7 +57,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingBody(Body):
-    """What all ways of asking for text have in common. None: not given."""
+    """Base of the bodies that ask for text; None stands for a field that is not given."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(
         {
@@ -71,8 +68,6 @@ class SamplingBody(Body):
             "modalities",
             "parallel_tool_calls",
             "prediction",
-        }
-        | {
             "reasoning_effort",
             "store",
             "structured_outputs",
@@ -108,7 +103,7 @@ class SamplingBody(Body):
     bad_words: Annotated[list[str] | None, Field(description="a list of texts")] = None
     use_beam_search: Annotated[bool | None, Field(description="true or false")] = None
     beam_width: Annotated[
-        int | None, Field(description="a whole number; without it a beam search has n beams")
+        Whole, Field(description="a whole number; without it a beam search has n beams")
     ] = None
     length_penalty: Number = None
     early_stopping: Annotated[
@@ -132,20 +127,25 @@ class SamplingBody(Body):
     ] = None
     priority: Annotated[
         int | None,
-        Field(description="a whole number; lower goes first, where the policy is priority"),
+        Field(
+            ge=-(2**31),
+            lt=2**31,
+            description="a whole number of at most 32 bits; lower goes first, where the policy is"
+            " priority",
+        ),
     ] = None
 
 
 class CompletionBody(SamplingBody):
-    """POST /v1/completions"""
+    """Body of POST /v1/completions."""
 
     prompt: Annotated[
-        str | list[str] | list[int] | list[list[int]],
+        str | list[str] | list[TokenId] | list[list[TokenId]],
         Field(description="a text, token ids, or a list of either"),
     ]
     echo: Flag = False
     logprobs: Annotated[
-        int | None, Field(description="a whole number: how many alternatives for each token")
+        Whole, Field(description="a whole number: how many alternatives for each token")
     ] = None
     best_of: Whole = None
     suffix: Annotated[str | None, Field(description="null; this server does not insert text")] = (
@@ -162,7 +162,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One of a conversation; what a model's template may know besides is refused by name."""
+    """One message of a conversation; fields beyond these are refused by name."""
 
     model_config = Body.model_config
 
@@ -172,7 +172,7 @@ class Message(BaseModel):
 
 
 class ChatBody(SamplingBody):
-    """POST /v1/chat/completions"""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[Message]
     max_completion_tokens: Whole = None
@@ -210,7 +210,7 @@ class Usage(msgspec.Struct):
 
 
 class ResponseTimings(msgspec.Struct):
-    """As `outputs.Timings` has them, of all samples together. Times in seconds."""
+    """The fields of `outputs.Timings` over all samples of an answer; times in seconds."""
 
     queued_s: float
     prefill_s: float
@@ -249,7 +249,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """Whole, or what a stream adds."""
+    """A choice of an answer, whole or as a stream's delta."""
 
     index: int
     text: str
@@ -257,7 +257,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None
     score: float | msgspec.UnsetType = msgspec.UNSET
-    """Of a beam search."""
+    """Score of a beam search's hypothesis."""
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -274,7 +274,7 @@ class Completion(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The answer, or as a stream's delta what is new of it."""
+    """The answer's message, or in a stream its new part."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
@@ -289,7 +289,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None
     score: float | msgspec.UnsetType = msgspec.UNSET
-    """Of a beam search."""
+    """Score of a beam search's hypothesis."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

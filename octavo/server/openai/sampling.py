@@ -1,5 +1,6 @@
-"""From a request's fields to SamplingParams: what is given, else what the model's makers recommend,
-else the API's defaults.
+"""SamplingParams from a request's fields.
+
+A field that is not given has the model's recommended value, else the API's default.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def sampling_params(
     logprobs: int | None,
     **others: Any,
 ) -> SamplingParams:
-    """`others` are SamplingParams fields that the route sets itself, over the body's."""
+    """Returns a body's SamplingParams; `others` are fields that the route sets over the body's."""
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     search = _search(body)
     recommended: Mapping[str, Any] = {} if search else msgspec.structs.asdict(defaults)
@@ -41,7 +42,7 @@ def sampling_params(
 
 
 def _search(body: SamplingBody) -> dict[str, Any]:
-    """The fields of a beam search; {} where none is asked for."""
+    """Returns the fields of a beam search; {} where the request is none."""
     given = {name: value for name in SEARCH_FIELDS if (value := getattr(body, name)) is not None}
     if not body.use_beam_search:
         for name in given:

@@ -1,5 +1,4 @@
-"""GET /metrics: the engine's counters and what the server saw of each request, in Prometheus' text
-form.
+"""The server's metrics: the engine's counters, and histograms over finished requests.
 
 Every series has an `octavo:` name and, as an alias for dashboards that exist, the `vllm:` name.
 Counters come from the engine's last snapshot; histograms are filled when a request ends.
@@ -12,9 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -28,55 +25,23 @@ from prometheus_client.utils import floatToGoString
 from octavo.engine.stats import EngineStats
 from octavo.outputs import RequestMetrics, RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.service import EngineSlot
+from octavo.server.state.slot import EngineSlot, served_name
 
 PREFIXES = ("octavo:", "vllm:")
 LABELS = ("model_name", "engine")
 
 REQUEST_SECONDS = (
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-    7680,
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
 )
+"""Upper bounds of the latency buckets, in seconds; vLLM's."""
+
 TOKEN_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    40,
-    160,
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1, 2.5, 5, 10, 40, 160),
 )
+"""Upper bounds of the buckets of times between tokens, in seconds."""
+
 TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 SAMPLE_COUNTS = (1, 2, 5, 10, 20)
 
@@ -189,14 +154,14 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class Tally:
-    """A histogram's counts. One of prometheus_client's own takes ten times as long a value, which
-    all streams together wait for at the end of each.
+    """A histogram's counts.
+
+    prometheus_client's own takes ten times as long for a value, and at a stream's end all other
+    streams wait for it.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: of the buckets, ascending, each within its bucket; one without an end comes
-        after them.
-        """
+        """Takes the buckets' inclusive upper bounds, ascending; a last bucket has none."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -207,15 +172,13 @@ class Tally:
             self._sum += value
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """(bound as Prometheus writes it, values up to there) for each bucket, and the sum of all
-        values.
-        """
+        """Returns (bound, number of values up to it) by bucket, and the sum of all values."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum
 
 
 class ServerMetrics:
-    """Histograms and counts of what the server saw, and a view of the engine's own."""
+    """Histograms and counts of the server's requests, and a view of the engine's counters."""
 
     def __init__(self, slot: EngineSlot) -> None:
         self._slot = slot
@@ -230,7 +193,7 @@ class ServerMetrics:
         self._registry.register(_Aliased(self._families))
 
     def observe(self, output: RequestOutput, params: SamplingParams) -> None:
-        """A request has ended."""
+        """Takes in a request that has ended."""
         for sample in output.outputs:
             self._end(sample.finish_reason or "error")
         if output.metrics is not None and output.error is None:
@@ -238,7 +201,7 @@ class ServerMetrics:
                 self._tallies[name].add(values)
 
     def count_abort(self) -> None:
-        """A request was given up before its end."""
+        """Counts a request that was aborted before its end."""
         self._end("abort")
 
     def text(self) -> bytes:
@@ -248,12 +211,9 @@ class ServerMetrics:
         self._endings.labels(*self._labels(), reason).inc()
 
     def _labels(self) -> tuple[str, str]:
-        """(model_name, engine)"""
+        """Returns the values of the labels model_name and engine."""
         llm = self._slot.loaded
-        return (
-            "" if llm is None else llm.config.model.served_model_name or llm.config.model.model,
-            "0",
-        )
+        return "" if llm is None else served_name(llm), "0"
 
     def _families(self) -> Iterator[Metric]:
         llm = self._slot.loaded
@@ -276,7 +236,7 @@ class ServerMetrics:
 
 
 class _Aliased(Collector):
-    """Each family once under every prefix."""
+    """A collector that yields each family once under every prefix."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families
@@ -290,16 +250,6 @@ class _Aliased(Collector):
                 if not sample.name.endswith("_created")
             ]
             yield named
-
-
-def router(metrics: ServerMetrics) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.get("/metrics")
-    async def read() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    return routes
 
 
 def _measures(

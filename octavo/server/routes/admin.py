@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from octavo.errors import EngineDead, Unavailable
-from octavo.server.service import Service, service_of
+from octavo.server.state.service import Service, service_of
 from octavo.version import __version__
 
 router = APIRouter()
@@ -15,8 +15,10 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(service: Annotated[Service, Depends(service_of)]) -> dict[str, str]:
-    """Answers 503 while the model loads, while the server stops, and while an engine is replaced
-    that hung or died.
+    """Answers 200 while the engine works, else 503.
+
+    503 stands for a model that loads, a server that stops, an engine that is being replaced, and
+    one that has ended.
     """
     try:
         service.slot.llm.check_health()

@@ -16,17 +16,17 @@ from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.generation import chat_prompt_of, prompt_of
 from octavo.server.openai.chat import plain_messages
-from octavo.server.openai.protocol import Message
-from octavo.server.service import Service, service_of
+from octavo.server.openai.protocol import Message, TokenId
+from octavo.server.state.service import Service, service_of
 
 router = APIRouter()
 
 
 class PinBody(Body):
-    """POST /v1/cache/pin"""
+    """Body of POST /v1/cache/pin."""
 
     model: Annotated[str | None, Field(description="the served model's name")] = None
-    prompt: Annotated[str | list[int] | None, Field(description="a text or token ids")] = None
+    prompt: Annotated[str | list[TokenId] | None, Field(description="a text or token ids")] = None
     messages: Annotated[
         list[Message] | None,
         Field(description="the beginning of a conversation, in place of a prompt"),
@@ -39,7 +39,7 @@ class PinBody(Body):
 
 
 class ResetBody(Body):
-    """POST /v1/cache/reset"""
+    """Body of POST /v1/cache/reset."""
 
     reset_connector: Annotated[bool, Field(description="true: in host memory and on disk too")] = (
         False
@@ -52,8 +52,7 @@ async def pin(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[PinBody, Depends(body_of(PinBody))],
 ) -> dict[str, Any]:
-    """Computes the beginning of prompts to come, where it is not there yet, and keeps it on
-    disk."""
+    """Computes a prompt prefix where it is not cached yet, and pins it on disk."""
     model = service.check_model(body.model)
     llm = service.slot.llm
     prompt = await _prompt_of(llm, body)
@@ -69,7 +68,7 @@ async def pin(
 
 @router.get("/v1/cache")
 async def read(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """What the prefix cache holds, tier by tier, and how often it is found."""
+    """Reports the prefix cache's contents tier by tier, and its hits."""
     llm = service.slot.llm
     return describe(
         llm.stats(),
@@ -82,15 +81,16 @@ async def reset(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ResetBody, Depends(body_of(ResetBody))],
 ) -> dict[str, bool]:
-    """False, and nothing forgotten, while requests run."""
+    """Forgets all cached prefixes; answers false, and forgets nothing, while requests run."""
     return {
         "reset": await service.slot.llm.reset_prefix_cache(reset_connector=body.reset_connector)
     }
 
 
 def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
-    """`device` has an entry for each cache group, `disk` is null where there is no
-    prefix_cache_dir.
+    """Returns the state of the prefix cache.
+
+    `device` has an entry for each cache group; `disk` is null without prefix_cache_dir.
     """
     connector, stored = stats.connector, stats.connector.stored
     disk = {

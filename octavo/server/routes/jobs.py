@@ -1,0 +1,113 @@
+"""Answers to be fetched later: POST /generate, GET /result/ID and DELETE /result/ID.
+
+POST answers at once with a request id; GET says how far the job is or gives its result; DELETE
+forgets it. The jobs themselves are in `state/jobs.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+
+from octavo.async_llm import AsyncLLM
+from octavo.engine.front.input_processor import Origin
+from octavo.errors import InvalidRequest
+from octavo.sampling_params import SamplingParams
+from octavo.server.auth import tenant_of
+from octavo.server.body import body_of
+from octavo.server.errors import error_body
+from octavo.server.generation import Generation, prompt_of
+from octavo.server.openai.answer import timings_of, usage_of
+from octavo.server.openai.protocol import SamplingBody, TokenId
+from octavo.server.openai.sampling import sampling_params
+from octavo.server.state.jobs import Job
+from octavo.server.state.service import Service, service_of
+
+DEFAULT_MAX_TOKENS = 16
+
+router = APIRouter()
+
+
+class GenerateBody(SamplingBody):
+    """Body of POST /generate."""
+
+    prompt: Annotated[str | list[TokenId], Field(description="a text or a list of token ids")]
+
+
+@router.post("/generate", status_code=202)
+async def generate(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[GenerateBody, Depends(body_of(GenerateBody))],
+) -> dict[str, str]:
+    """Starts a job and answers with its request id."""
+    service.check_model(body.model)
+    llm = service.slot.llm
+    params = _params(body, llm)
+    prompt = await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
+    request_id = body.request_id or f"job-{secrets.token_hex(12)}"
+    origin = Origin(body.priority or 0, tenant_of(request, body.user))
+    service.jobs.make_room()  # after the last await: room found before it could be gone by now
+    generation = Generation(llm, service.metrics, [prompt], params, request_id, origin=origin)
+    job = service.jobs.start(generation, request_id, wants_timings=body.timings)
+    return {"request_id": job.request_id, "state": job.state}
+
+
+@router.get("/result/{request_id}")
+async def result(
+    request_id: str, service: Annotated[Service, Depends(service_of)]
+) -> dict[str, Any]:
+    """Reports a job's state and its answer so far."""
+    return _report(service.jobs.find(request_id))
+
+
+@router.delete("/result/{request_id}")
+async def forget(
+    request_id: str, service: Annotated[Service, Depends(service_of)]
+) -> dict[str, str]:
+    """Removes a job, and aborts it where it still runs."""
+    service.jobs.forget(request_id)
+    return {"request_id": request_id, "state": "forgotten"}
+
+
+def _report(job: Job) -> dict[str, Any]:
+    report: dict[str, Any] = {"request_id": job.request_id, "state": job.state}
+    if job.error is not None:
+        return report | error_body(job.error)
+    if job.latest is None:
+        return report
+    report["outputs"] = [
+        {
+            "index": sample.index,
+            "text": sample.text,
+            "token_ids": sample.token_ids,
+            "finish_reason": sample.finish_reason,
+        }
+        for sample in job.latest.outputs
+    ]
+    usage = usage_of([job.latest])
+    report["usage"] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
+    timings = timings_of([job.latest]) if job.wants_timings else msgspec.UNSET
+    if timings is not msgspec.UNSET:
+        report["timings"] = msgspec.to_builtins(timings)
+    return report
+
+
+def _params(body: GenerateBody, llm: AsyncLLM) -> SamplingParams:
+    if body.stream:
+        raise InvalidRequest(
+            "stream: a job has none",
+            hint="ask for its result, or use /v1/completions",
+            param="stream",
+        )
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return sampling_params(
+        body, llm.get_default_sampling_params(), max_tokens=max_tokens, logprobs=None
+    )

@@ -1,0 +1,18 @@
+"""GET /metrics: the engine's and the server's series in Prometheus' text form."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from octavo.server.state.service import Service, service_of
+
+router = APIRouter()
+
+
+@router.get("/metrics")
+async def read(service: Annotated[Service, Depends(service_of)]) -> Response:
+    """Renders all series as they are now."""
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,112 @@
+"""Background jobs by request id: at most `max_jobs` of them, finished ones for `job_ttl_s` seconds.
+
+The oldest finished job makes room for a new one; where all still run, a new one is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from starlette.exceptions import HTTPException
+
+from octavo.errors import OctavoError, Overloaded
+from octavo.outputs import RequestOutput
+from octavo.server.generation import Generation
+
+
+@dataclass(slots=True)
+class Job:
+    """One request whose answer is fetched later."""
+
+    request_id: str
+    wants_timings: bool = False
+    task: asyncio.Task[None] | None = None
+    latest: RequestOutput | None = None
+    """Latest state of the answer; None before the first token."""
+    error: OctavoError | None = None
+    finished_at: float | None = None
+    """Time of its end on the monotonic clock, in seconds; None while it runs."""
+
+    @property
+    def state(self) -> str:
+        if self.error is not None:
+            return "failed"
+        if self.finished_at is not None:
+            return "finished"
+        return "waiting" if self.latest is None else "running"
+
+
+class Jobs:
+    """All jobs of a server by request id, oldest first."""
+
+    def __init__(self, *, max_jobs: int, ttl_s: float) -> None:
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._max_jobs = max_jobs
+        self._ttl_s = ttl_s
+
+    def start(self, generation: Generation, request_id: str, *, wants_timings: bool) -> Job:
+        """Follows a generation in a task of its own.
+
+        Call it without awaiting after `make_room`, so that no other job takes the room in between.
+        """
+        job = self._jobs[request_id] = Job(request_id, wants_timings)
+        self._jobs.move_to_end(request_id)  # the id may be that of a finished job
+        job.task = asyncio.create_task(_follow(job, generation))
+        return job
+
+    def make_room(self) -> None:
+        """Makes room for one more job; raises Overloaded where every job still runs."""
+        self._sweep()
+        if len(self._jobs) < self._max_jobs:
+            return
+        oldest = next((job for job in self._jobs.values() if job.finished_at is not None), None)
+        if oldest is None:
+            raise Overloaded(
+                f"{len(self._jobs)} jobs are running, allowed are {self._max_jobs}",
+                hint="try again later, or raise max_jobs",
+            )
+        del self._jobs[oldest.request_id]
+
+    def find(self, request_id: str) -> Job:
+        """Returns a job; raises a 404 where it is unknown or its result has expired."""
+        self._sweep()
+        job = self._jobs.get(request_id)
+        if job is None:
+            raise HTTPException(
+                404,
+                f"no job {request_id!r}: unknown, or finished more than {self._ttl_s:g}"
+                " seconds ago",
+            )
+        return job
+
+    def forget(self, request_id: str) -> None:
+        """Removes a job, and aborts it where it still runs."""
+        job = self.find(request_id)
+        if job.task is not None:
+            job.task.cancel()
+        del self._jobs[request_id]
+
+    def _sweep(self) -> None:
+        """Removes the jobs whose results have expired."""
+        oldest_kept = time.monotonic() - self._ttl_s
+        expired = [
+            job.request_id
+            for job in self._jobs.values()
+            if job.finished_at is not None and job.finished_at < oldest_kept
+        ]
+        for request_id in expired:
+            del self._jobs[request_id]
+
+
+async def _follow(job: Job, generation: Generation) -> None:
+    """Keeps the latest state of the answer in the job, and its failure."""
+    try:
+        async for _, output in generation.outputs():
+            job.latest = output
+    except OctavoError as error:
+        job.error = error
+    finally:
+        job.finished_at = time.monotonic()

@@ -1,0 +1,140 @@
+"""Requests of careless or hostile clients: wrong types, half a body, numbers too large."""
+
+import json
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.live_server import LiveServer
+from tests.support.tiny_tokenizer import tiny_model_with_text
+
+PROMPT = {"prompt": "Hello", "max_tokens": 1}
+TOO_LARGE = (2**31, 2**32, 2**63, 2**64, 10**30, -(10**30))
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """A server that waits one second for a request, and keeps four jobs at most."""
+    server = LiveServer(
+        str(tiny_model_with_text()), "--request-timeout-s=1", "--max-jobs=4", "--threads=1"
+    )
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "x"])
+def test_a_body_of_another_media_type_is_refused(http, media_type):
+    headers = {"Content-Type": media_type}
+    answer = http.post("/v1/completions", content=json.dumps(PROMPT), headers=headers)
+    assert answer.status_code == 415
+    error = answer.json()["error"]
+    assert error["type"] == "UnsupportedMediaTypeError" and "application/json" in error["message"]
+
+
+@pytest.mark.parametrize("media_type", ["application/json; charset=utf-8", "application/ld+json"])
+def test_json_by_any_name_is_taken(http, media_type):
+    headers = {"Content-Type": media_type}
+    answer = http.post("/v1/completions", content=json.dumps(PROMPT), headers=headers)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", ["/health", "/version", "/metrics", "/v1/models", "/v1/cache"])
+def test_head_answers_as_get_without_a_body(http, path):
+    head = http.head(path)
+    assert head.status_code == 200 and head.content == b""
+    assert head.headers["content-type"] == http.get(path).headers["content-type"]
+
+
+def test_head_of_what_has_no_get_is_refused(http):
+    assert http.head("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize("value", TOO_LARGE, ids=str)
+@pytest.mark.parametrize(
+    "field",
+    ["max_tokens", "seed", "n", "min_tokens", "priority", "logprobs", "best_of"],
+)
+def test_whole_numbers_that_fit_no_type_are_the_senders_fault(server, http, field, value):
+    """The request is refused by the field's name, or served where the number makes sense."""
+    answer = http.post("/v1/completions", json=PROMPT | {field: value})
+    allowed = {200, 400} if abs(value) < 2**63 else {400}
+    assert answer.status_code in allowed, answer.text
+    if answer.status_code == 400:
+        assert answer.json()["error"]["param"] == field, answer.text
+    assert http.post("/v1/completions", json=PROMPT).status_code == 200
+
+
+@pytest.mark.parametrize("value", TOO_LARGE, ids=str)
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "prompt"])
+def test_token_ids_that_fit_no_type_are_the_senders_fault(http, field, value):
+    answer = http.post("/v1/completions", json=PROMPT | {field: [value]})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(field)
+    assert http.post("/v1/completions", json=PROMPT).status_code == 200
+
+
+def test_a_model_in_a_folder_is_named_without_the_folder(impatient):
+    path = str(tiny_model_with_text())
+    with impatient.http() as http:
+        (card,) = http.get("/v1/models").json()["data"]
+        assert "/" not in card["id"] and card["id"] == path.rpartition("/")[2]
+        assert path not in http.get("/v1/models").text and path not in http.get("/metrics").text
+        for name in (card["id"], path, None):
+            assert http.post("/v1/completions", json=PROMPT | {"model": name}).status_code == 200
+
+
+def half_request(url: str, *, head_only: bool) -> socket.socket:
+    host, port = re.fullmatch(r"http://([\d.]+):(\d+)", url).groups()
+    connection = socket.create_connection((host, int(port)))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    rest = "" if head_only else 'Content-Length: 1000\r\n\r\n{"prompt": '
+    connection.sendall((head + rest).encode())
+    return connection
+
+
+def everything_from(connection: socket.socket) -> bytes:
+    """Reads until the server closes; raises TimeoutError where it does not within ten seconds."""
+    connection.settimeout(10)
+    parts = []
+    while part := connection.recv(4096):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("head_only", [False, True], ids=["half a body", "half a head"])
+def test_half_sent_requests_end(impatient, head_only):
+    """Three hundred connections that send nothing more are closed, and others are served."""
+    open_ones = [half_request(impatient.url, head_only=head_only) for _ in range(300)]
+    with impatient.http() as http:
+        assert http.post("/v1/completions", json=PROMPT).status_code == 200
+    answers = [everything_from(connection) for connection in open_ones]
+    wanted = b"" if head_only else b"HTTP/1.1 408 "
+    assert all(answer[:13] == wanted for answer in answers)
+    with impatient.http() as http:
+        assert http.post("/v1/completions", json=PROMPT).status_code == 200
+
+
+def test_a_request_that_comes_in_pieces_in_time_is_served(impatient):
+    connection = half_request(impatient.url, head_only=False)
+    rest = '"Hello", "max_tokens": 1, "user": "'
+    rest += "x" * (1000 - len('{"prompt": ') - len(rest) - 2) + '"}'
+    time.sleep(0.3)
+    connection.sendall(rest.encode())
+    connection.settimeout(10)
+    assert b" 400 " in connection.recv(4096).split(b"\r\n")[0]  # the user is too long: it was read
+
+
+def test_never_more_jobs_than_allowed(impatient):
+    """Jobs whose long prompts are tokenized at the same time do not share one free place."""
+    long = {"prompt": "Hello " * 60, "max_tokens": 200, "ignore_eos": True}
+    with impatient.http() as http, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: http.post("/generate", json=long), range(16)))
+        started = [a.json()["request_id"] for a in answers if a.status_code == 202]
+        assert {answer.status_code for answer in answers} <= {202, 429}
+        running = [http.get(f"/result/{request_id}").json()["state"] for request_id in started]
+        assert len(running) - running.count("finished") <= 4
+        for request_id in started:
+            http.delete(f"/result/{request_id}")
