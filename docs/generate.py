@@ -18,8 +18,9 @@ from typing import Any
 import typer
 
 from octavo import errors
-from octavo.cli.errors import CALLERS_FAULT, ENGINES_FAULT
-from octavo.cli.main import build_app
+from octavo.cli.app import build_app
+from octavo.cli.errors import CALLERS_FAULT, ENGINES_FAULT, OUTPUT_CLOSED
+from octavo.cli.main import INTERRUPTED
 from octavo.config.engine_config import OptionField, option_fields, options_of
 from octavo.server.app import create_app
 from octavo.server.errors import TABLE
@@ -143,8 +144,8 @@ def default_of(spec: OptionField) -> str:
 def cli() -> str:
     exits = (
         f"Exit codes: 0 done; {CALLERS_FAULT} the caller's fault (an option, a file, a request);"
-        f" {ENGINES_FAULT} the engine's fault; 130 Ctrl-C. Errors are one message and a hint on"
-        " stderr."
+        f" {ENGINES_FAULT} the engine's fault; {INTERRUPTED} Ctrl-C; {OUTPUT_CLOSED} the reader of"
+        " the output has gone. Errors are one message and a hint on stderr."
     )
     root = typer.main.get_command(build_app())
     return "\n\n".join(

@@ -168,7 +168,7 @@ def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
         return path
     if not REPOSITORY.fullmatch(name) or name.startswith(".") or path.suffix == ".gguf":
         raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))
-    return _fetch_from_hub(name, progress=progress)
+    return _fetch_from_hub(name, HUB_FILES, progress=progress)
 
 
 def resolve_header(name: str) -> Path:
@@ -182,12 +182,7 @@ def resolve_header(name: str) -> Path:
         or name.startswith(".")
     ):
         return resolve(name, progress=True)
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _not_found(name, error) from error
+    return _fetch_from_hub(name, ["config.json"], progress=False)
 
 
 def _fetch_catalogued(name: str, model: CatalogueModel, *, progress: bool, verify: bool) -> Path:
@@ -203,9 +198,12 @@ def _has_size(path: Path, num_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == num_bytes
 
 
-def _fetch_from_hub(name: str, *, progress: bool) -> Path:
-    """The repository's config, tokenizer and safetensors files, in huggingface-hub's own cache;
-    what is there already is not asked for.
+def _fetch_from_hub(name: str, patterns: list[str], *, progress: bool) -> Path:
+    """Fetches the files of a repository that match, into huggingface-hub's own cache; returns their
+    folder.
+
+    Files that are there already are not fetched. Without a network this fails at once, where
+    fetching a single file would be tried again for half a minute.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import (
@@ -220,7 +218,7 @@ def _fetch_from_hub(name: str, *, progress: bool) -> Path:
         return Path(
             snapshot_download(
                 name,
-                allow_patterns=HUB_FILES,
+                allow_patterns=patterns,
                 ignore_patterns=HUB_DUPLICATES,
                 etag_timeout=HUB_TIMEOUT_S,
             )

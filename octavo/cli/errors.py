@@ -1,44 +1,67 @@
 """The one place where a command's error becomes a message on stderr and an exit code.
 
-2: the caller's fault (an option, a file, a request). 1: the engine's, or nobody reads the output
-any more. 130: Ctrl-C.
+The code is 2 for the caller's fault (an option, a file, a request), 1 for the engine's, and what a
+shell shows for a process that a signal ended: 130 for Ctrl-C, 141 if the output's reader has gone.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import typer
 
+from octavo.cli.main import INTERRUPTED
 from octavo.errors import ClientError, OctavoError, SetupError
 
-CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED = 2, 1, 130
+CALLERS_FAULT = 2
+ENGINES_FAULT = 1
+OUTPUT_CLOSED = 141
+"""Exit code after a write to a pipe that nobody reads, as shells have it: 128 + SIGPIPE."""
 
 
-def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Runs it. Anything that is no known kind of error is a bug and keeps its traceback."""
+def exit_code_of(command: Callable[[], None]) -> int:
+    """Runs a command and prints its error; an error that is not one of ours keeps its traceback."""
     try:
-        return command() or 0
-    except typer.TyperException as error:
-        _say(*_describe(error))
-        return CALLERS_FAULT
-    except OctavoError as error:
-        _say(error.message, error.hint)
-        return CALLERS_FAULT if isinstance(error, ClientError | SetupError) else ENGINES_FAULT
-    except MemoryError:
-        _say(
-            "not enough memory",
-            "free memory, or take a smaller model, --max-model-len or --max-num-seqs",
-        )
-        return CALLERS_FAULT
+        command()
+        sys.stdout.flush()
+    except typer.Exit as end:
+        return end.exit_code
+    except BrokenPipeError:
+        _discard_output()
+        return OUTPUT_CLOSED
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except (typer.TyperException, OctavoError, MemoryError) as error:
+        return _report(error)
+    return 0
+
+
+def _report(error: typer.TyperException | OctavoError | MemoryError) -> int:
+    """Prints an error; returns the exit code that says whose fault it is."""
+    if isinstance(error, OctavoError):
+        _say(error.message, error.hint)
+        is_callers = isinstance(error, ClientError | SetupError)
+        return CALLERS_FAULT if is_callers else ENGINES_FAULT
+    if isinstance(error, MemoryError):
+        hint = "free memory, or take a smaller model, --max-model-len or --max-num-seqs"
+        _say("not enough memory", hint)
+    else:
+        _say(*_describe(error))
+    return CALLERS_FAULT
+
+
+def _discard_output() -> None:
+    """Sends the rest of the output nowhere, so that Python's last flush does not fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _describe(error: typer.TyperException) -> tuple[str, str | None]:
-    """What the flag parser found wrong: message and hint."""
+    """Returns message and hint for what the flag parser found wrong."""
     possible = getattr(error, "possibilities", None)
     if possible:
         return error.message, f"did you mean {' or '.join(possible)}?"
@@ -52,7 +75,7 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
 
 
 def _given(param: Any) -> str | None:
-    """What the command line has as a parameter's value, for parsers that do not say it."""
+    """Returns a parameter's value on the command line, which not every parser error names."""
     names = tuple(getattr(param, "opts", ()))
     for at, argument in enumerate(sys.argv):
         name, equals, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""`octavo run PROMPT`: one answer, streamed to stdout; statistics go to stderr."""
+"""`octavo run PROMPT`: streams one answer to stdout and prints statistics to stderr."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 1024
+"""Upper bound on an answer that has no --max-tokens: a small model may never come to an end."""
 
 
 @with_engine_flags(without=("seed",))
@@ -40,7 +43,7 @@ def run(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens of the answer; default until it ends or the context does."),
+        typer.Option(help=f"Most tokens of the answer; default {DEFAULT_MAX_TOKENS}."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
     json: Annotated[
@@ -56,11 +59,11 @@ def run(
         raise InvalidRequest(
             "--system: a raw prompt has no system message", hint="leave out --raw or --system"
         )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_prompt(prompt, raw=raw)
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
-        "max_tokens": max_tokens,
+        "max_tokens": DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         "seed": seed,
     }
     check_sampling(sampling)
@@ -73,11 +76,29 @@ def run(
         )
         statistics = Statistics.of(output, llm.config.model.served_model_name or "")
     _report(output, statistics, json=json)
+    if max_tokens is None and statistics.completion_tokens == DEFAULT_MAX_TOKENS:
+        print(
+            f"the answer was cut off after {DEFAULT_MAX_TOKENS} tokens, the default of"
+            " --max-tokens: give a larger one for more",
+            file=sys.stderr,
+        )
+
+
+def _read_prompt(argument: str, *, raw: bool) -> str:
+    """Returns the prompt, from standard input for "-"; refuses one that is empty or not text."""
+    from octavo.errors import InvalidRequest
+    from octavo.text.unicode import check_unicode
+
+    text = sys.stdin.read() if argument == "-" else argument
+    if not (text if raw else text.strip()):
+        raise InvalidRequest("prompt: got an empty text", hint="octavo run 'What is a prompt?'")
+    check_unicode(text)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """`tokens_per_second` is that of the tokens after the first."""
+    """An answer's token counts and times."""
 
     model: str
     finish_reason: str | None
@@ -85,6 +106,7 @@ class Statistics:
     completion_tokens: int
     time_to_first_token_s: float | None
     tokens_per_second: float | None
+    """Rate of the tokens after the first."""
     total_s: float
 
     @staticmethod
@@ -130,7 +152,10 @@ def check_sampling(given: dict[str, Any]) -> None:
 
 
 def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
-    """What was given, else what the model's makers recommend, else greedy and to the end."""
+    """Returns the params that were given, filled up with what the model's makers recommend.
+
+    Without a recommendation sampling is greedy, and without a limit until the context's end.
+    """
     import msgspec
 
     params = llm.get_default_sampling_params()
@@ -140,7 +165,7 @@ def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, *, quiet: bool) -> RequestOutput:
-    """The final output; unless `quiet`, its text goes to stdout as it grows."""
+    """Returns the final output; prints its text to stdout as it grows, unless `quiet`."""
     num_shown, output = 0, None
     for output in llm.stream(prompt, params):
         text = output.outputs[0].text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shlex
 import signal
 import socket
@@ -55,13 +56,13 @@ def serve(options: Options, settings: ServerSettings) -> None:
 
     app = create_app(slot, settings, lifespan=lifespan)
     http = TimedHttp.for_server(WriteBatch(), settings.request_timeout_s)
-    server = Server(
-        uvicorn.Config(
-            app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"
-        ),
-        slot,
-        settings,
+    config = uvicorn.Config(
+        app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"
     )
+    if settings.access_log:
+        # Config sets the level of uvicorn's own messages here too, and requests are logged at INFO.
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    server = Server(config, slot, settings)
     server.run(sockets=[listener])
     if loader.failure is not None:
         raise loader.failure

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from octavo.cli.main import build_app
+from octavo.cli.app import build_app
 from octavo.server.app import create_app
 from octavo.server.state.slot import EngineSlot
 from tests.support.tiny_tokenizer import tiny_model_with_text

@@ -53,6 +53,14 @@ def model_copy(tmp_path):
             ["octavo: top_p: got 1.5, allowed is a number above 0 and at most 1"],
         ),
         (
+            ["run", " \n"],
+            ["octavo: prompt: got an empty text", "hint: octavo run 'What is a prompt?'"],
+        ),
+        (
+            ["run", "--raw", ""],
+            ["octavo: prompt: got an empty text", "hint: octavo run 'What is a prompt?'"],
+        ),
+        (
             ["run", "hi", "--raw", "--system=x"],
             [
                 "octavo: --system: a raw prompt has no system message",

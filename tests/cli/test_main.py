@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from octavo.cli.errors import INTERRUPTED, exit_code_of
+from octavo.cli.errors import OUTPUT_CLOSED, exit_code_of
+from octavo.cli.main import INTERRUPTED
 from octavo.config.engine_config import option_fields, options_of
 from octavo.errors import EngineDead
 from octavo.server.settings import ServerSettings
@@ -56,9 +57,10 @@ def test_help_is_quick():
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("octavo.cli.main", {"numpy", "fastapi", "octavo.llm", "rich", "zmq"}),
+        ("octavo.cli.main", {"typer", "octavo.errors", "octavo.cli.app"}),
+        ("octavo.cli.app", {"numpy", "fastapi", "octavo.llm", "rich", "zmq"}),
         (
-            "octavo.cli.main, octavo.llm, octavo.text.tokenizer",
+            "octavo.cli.app, octavo.llm, octavo.text.tokenizer",
             {"fastapi", "uvicorn", "huggingface_hub", "torch", "transformers", "rich"},
         ),
     ],
@@ -96,11 +98,28 @@ def test_ctrl_c_is_130(tiny):
     assert "Traceback" not in err
 
 
-def test_a_reader_that_has_gone_is_no_traceback(tiny):
-    running = process("run", "hello", *tiny, "--max-tokens=200")
+@pytest.mark.parametrize("module", ["typer", "octavo.config.sizes", "numpy", "octavo.engine.core"])
+def test_ctrl_c_while_it_imports_is_130(tiny, module):
+    """The signal comes as soon as a module has been imported, long before there is an engine."""
+    command = [sys.executable, "-X", "importtime", "-m", "octavo.cli.main", "run", "hello", *tiny]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    for line in running.stderr:
+        if line.startswith("import time:") and line.rpartition("|")[2].strip() == module:
+            break
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=20)
+    assert running.returncode == INTERRUPTED and "Traceback" not in err, err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "hello", "--max-tokens=200"]], ids=str)
+def test_a_reader_that_has_gone_ends_the_command_quietly(tiny, arguments):
+    """The exit code is that of a process that SIGPIPE ends: 128 + 13."""
+    options = tiny if arguments[0] == "run" else []
+    running = process(*arguments, *options)
     running.stdout.close()
-    assert "Traceback" not in running.stderr.read()
-    assert running.wait(20) == 1
+    err = running.stderr.read()
+    assert "Traceback" not in err and "BrokenPipe" not in err
+    assert running.wait(20) == OUTPUT_CLOSED == 141
 
 
 def test_no_memory_is_one_message(capsys):
@@ -111,22 +130,43 @@ def test_no_memory_is_one_message(capsys):
     assert capsys.readouterr().err.startswith("octavo: not enough memory\nhint: free memory, or ")
 
 
-def test_bytes_that_are_no_text_are_no_traceback(tiny):
-    """Read, they are replaced; in an argument they are refused; what a terminal cannot show is
-    replaced.
-    """
+def test_what_a_terminal_cannot_show_is_replaced(tiny):
+    running = process(
+        "run",
+        "--raw",
+        "héllo",
+        *tiny,
+        "--max-tokens=40",
+        "--temperature=2",
+        "--seed=1",
+        text=False,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "ascii"},
+    )
+    out, err = running.communicate()
+    assert running.returncode == 0 and b"Traceback" not in err
+    assert b"?" in out
+
+
+def test_bytes_that_are_no_text_are_refused(tiny):
+    """That holds for standard input and for arguments."""
     running = process(
         "run",
         "-",
         *tiny,
-        "--max-tokens=20",
         text=False,
-        env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "ascii"},
     )
     _, err = running.communicate(b"a\xff")
-    assert running.returncode == 0 and b"Traceback" not in err
+    refusal = "allowed is Unicode text\nhint: write the text in UTF-8"
+    assert running.returncode == 2 and refusal in err.decode()
     running = process("run", "\udcff", *tiny)
     _, err = running.communicate()
-    assert (
-        running.returncode == 2 and "allowed is Unicode text\nhint: write the text in UTF-8" in err
-    )
+    assert running.returncode == 2 and refusal in err
+
+
+def test_plan_fails_at_once_without_a_network():
+    """Neither `plan` nor `run` tries again and again."""
+    closed = os.environ | {"PYTHONPATH": os.getcwd(), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    running = process("plan", "nobody/nothing", env=closed)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 2 and "cannot be reached from here" in err
+    assert "Retrying" not in err

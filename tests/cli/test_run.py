@@ -110,6 +110,15 @@ def test_without_max_tokens_the_context_is_the_end(octavo, tiny):
     assert report["finish_reason"] == "stop" or report["completion_tokens"] == 256 - 5
 
 
+def test_an_answer_without_a_limit_has_a_default_cap_that_is_named(octavo, tiny, monkeypatch):
+    monkeypatch.setattr("octavo.cli.run.DEFAULT_MAX_TOKENS", 7)
+    said = "the answer was cut off after 7 tokens, the default of --max-tokens: give a larger one"
+    ended = octavo("run", "--raw", "hello", *tiny)
+    assert "7 new tokens" in ended.message[0] and ended.message[-1].startswith(said)
+    ended = octavo("run", "--raw", "hello", *tiny, "--max-tokens=7")
+    assert "7 new tokens" in ended.message[-1], "a limit that was given needs no explanation"
+
+
 def test_a_seed_repeats_the_draws(octavo, tiny):
     texts = [
         octavo("run", "hello", *tiny, "--max-tokens=12", "--temperature=1", f"--seed={seed}").out

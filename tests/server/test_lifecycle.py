@@ -81,6 +81,18 @@ def test_an_idle_server_uses_no_processor(server, http, seconds):
     assert sum(map(cpu_s, pids)) - before <= 0.01 * seconds
 
 
+def test_each_request_is_logged_if_wanted_and_none_else(start, capfd):
+    for flags in ([], ["--access-log"]):
+        server = start(*flags)
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+            assert http.post("/v1/completions", json={}).status_code == 400
+        assert server.stop() == 0
+        logged = [line.partition(" - ")[2] for line in capfd.readouterr().out.splitlines()]
+        expected = ['"GET /health HTTP/1.1" 200', '"POST /v1/completions HTTP/1.1" 400']
+        assert logged == (expected if flags else [])
+
+
 def test_keys_guard_everything_but_health(start):
     server = start(key="secret")
     with httpx.Client(base_url=server.url) as stranger:

@@ -1,0 +1,93 @@
+"""The `octavo` command and its subcommands.
+
+Each subcommand has a file, which is imported when it is wanted and imports the engine only when it
+runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Sequence
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from octavo.cli.command import Command, Group
+from octavo.cli.errors import exit_code_of
+from octavo.version import __version__
+
+COMMANDS = ("run", "chat", "serve", "pull", "plan", "replay", "doctor", "bench")
+"""Names of the subcommands. Each has a file of that name, with a function of that name or a
+`build_app` that makes a Typer app of several.
+"""
+
+COLLECT_AFTER = 200_000
+"""Number of new objects before Python looks for garbage among them, instead of 700.
+
+Hardly any object made while a model loads is garbage, and looking for it takes a sixteenth of the
+time to the first token.
+"""
+
+
+def build_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    """Imports the named subcommands and puts them together."""
+    app = typer.Typer(
+        name="octavo",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(cls=Group)(_root)
+    for name in names:
+        module = importlib.import_module(f"octavo.cli.{name}")
+        if hasattr(module, "build_app"):
+            app.add_typer(module.build_app(), name=name)
+        else:
+            app.command(name, cls=Command)(getattr(module, name))
+    return app
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Runs the command that a shell was given; returns its exit code."""
+    gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
+    _tolerate_bytes()
+    wanted = [name for name in COMMANDS if name in arguments[:1]]
+    command = typer.main.get_command(build_app(wanted or COMMANDS))
+
+    def run() -> None:
+        with command.make_context("octavo", list(arguments) or ["--help"]) as context:
+            command.invoke(context)
+
+    return exit_code_of(run)
+
+
+def _tolerate_bytes() -> None:
+    """Keeps bytes that are no text from ending the command where they are read or printed.
+
+    In the input they become lone surrogates, which are refused wherever a text is checked; in the
+    output a character that the terminal cannot show becomes a question mark.
+    """
+    streams = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
+    for stream, errors in streams:
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _print_version(shown: bool) -> None:
+    if shown:
+        print(f"octavo {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+]
+
+
+def _root(version: Version = False) -> None:
+    """LLM inference and serving on a plain CPU."""
