@@ -89,7 +89,10 @@ def test_each_request_is_logged_if_wanted_and_none_else(start, capfd):
             assert http.post("/v1/completions", json={}).status_code == 400
         assert server.stop() == 0
         logged = [line.partition(" - ")[2] for line in capfd.readouterr().out.splitlines()]
-        expected = ['"GET /health HTTP/1.1" 200', '"POST /v1/completions HTTP/1.1" 400']
+        expected = [
+            '"GET /health HTTP/1.1" 200 OK',
+            '"POST /v1/completions HTTP/1.1" 400 Bad Request',
+        ]
         assert logged == (expected if flags else [])
 
 
