@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.on_gpu.report import checked
 from benchmarks.on_gpu.settings import Emit, Settings, attempt
 from octavo.backends.base import BackendOptions
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 
 Error = Callable[[np.ndarray, np.ndarray], float]

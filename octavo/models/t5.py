@@ -40,7 +40,7 @@ class T5Shape:
         """The same for both Programs, so that slots and tables have one axis of groups."""
         heads = (self.num_heads, self.head_dim, self.head_dim)
         return (
-            CacheGroup("encoder", "full", self.num_encoder_layers, *heads),
+            CacheGroup("encoder", "full", self.num_encoder_layers, *heads, one_step=True),
             CacheGroup("decoder", "full", self.num_decoder_layers, *heads),
             CacheGroup("cross", "cross", self.num_decoder_layers, *heads),
         )

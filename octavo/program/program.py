@@ -21,6 +21,19 @@ A Program's `tokens` are its own business: a decoder's text, an encoder's input,
 
 GroupKind = Literal["full", "window", "latent", "cross", "state"]
 
+LifeName = Literal["growing", "window", "fixed", "state", "step"]
+"""How long a request keeps a group's blocks: `growing` to its end; `window` until no later token
+sees them; `fixed` to its end, as many as at its start; `state` to its end, one state of a fixed
+size; `step` to the end of the step that writes them."""
+
+LIVES: dict[GroupKind, LifeName] = {
+    "full": "growing",
+    "window": "window",
+    "latent": "growing",
+    "cross": "fixed",
+    "state": "state",
+}
+
 PLAIN_TYPES = {"int", "float", "str", "bool", "None", "tuple", "Activation", "MaskKind"}
 
 MADE = ("out", "outs")
@@ -128,10 +141,9 @@ class Weight:
 class CacheGroup:
     """Layers that keep the same kind of KV, under one set of block tables.
 
-    Per layer and token it holds `num_kv_heads * k_width` numbers of K and `num_kv_heads * v_width`
-    of V (`latent`: one head, `k_width` = latent + rotary part, `v_width` = 0). `window` is the
-    number of keys a query sees, itself included. `cross` groups are written by the encoder Program
-    and read by the decoder.
+    A layer and token have `num_kv_heads * k_width` numbers of K and `num_kv_heads * v_width` of V
+    (`latent`: one head, `k_width` = latent + rotary part, `v_width` = 0). `cross` groups are
+    written by the encoder Program and read by the decoder.
     """
 
     name: str
@@ -141,6 +153,14 @@ class CacheGroup:
     k_width: int
     v_width: int
     window: int | None = None
+    """Number of keys that a query sees, its own included; None: all before it."""
+    one_step: bool = False
+    """Whether only the step that writes the keys reads them, as in an encoder's own attention."""
+
+    @property
+    def life(self) -> LifeName:
+        """How long a request keeps the group's blocks."""
+        return "step" if self.one_step else LIVES[self.kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def build_backend(config: EngineConfig, ranks: TorchRanks | None = None) -> Back
     """Makes the backend that the options name; BackendUnavailable where it cannot run here."""
     options = _backend_options(config)
     if config.backend.backend == "reference":
-        from octavo.backends.reference import ReferenceBackend
+        from octavo.backends.reference.backend import ReferenceBackend
 
         return ReferenceBackend(options)
     if config.backend.backend == "torch":

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from octavo.backends.base import LoadWeight
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.reference import FORMULAS, ReferenceBackend, layout_of
-from octavo.backends.reference_ops import Floats, Step
+from octavo.backends.reference.backend import FORMULAS, ReferenceBackend
+from octavo.backends.reference.kv_cache import layout_of
+from octavo.backends.reference.ops import Floats, ReferenceStep
 from octavo.backends.sampling import uniform
 from octavo.program.ops import Embedding, GroupedLinear, Linear
 from octavo.program.program import Op, Program
@@ -67,7 +68,7 @@ def mean_squares(
     batch = _whole_text(token_ids, len(groups))
     num_blocks = [batch.block_tables.shape[-1]] * len(groups)
     kv = ReferenceBackend().allocate([layout_of(group) for group in groups], num_blocks)
-    step = Step(program, {}, batch, kv.groups, multiply=_multiply)
+    step = ReferenceStep(program, {}, batch, kv.groups, multiply=_multiply)
     unread = Counter(value.name for op in program.ops for value in op.inputs)
     last = [op for op in program.ops if isinstance(op, Linear | GroupedLinear)][-1]
     powers: dict[str, Floats] = {}
@@ -83,7 +84,7 @@ def mean_squares(
     return powers
 
 
-def _compute(op: Op, step: Step, load: LoadWeight) -> None:
+def _compute(op: Op, step: ReferenceStep, load: LoadWeight) -> None:
     if isinstance(op, Embedding) and op.ids is not None:
         step.weights = {op.table: _floats(load(op.table).rows(step.get(op.ids)))}
         op = replace(
@@ -101,7 +102,7 @@ def _floats(packed: StoredWeight) -> NDArray:
     return array.astype(np.float64) if array.ndim == 1 else array
 
 
-def _forget(op: Op, step: Step, unread: Counter[str]) -> None:
+def _forget(op: Op, step: ReferenceStep, unread: Counter[str]) -> None:
     """Values that no later op reads."""
     unread.subtract(value.name for value in op.inputs)
     for value in op.inputs:

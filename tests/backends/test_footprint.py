@@ -5,7 +5,7 @@ import pytest
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.native.footprint import CODES
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.footprint import FLOATS, PACKED
 from octavo.checkpoint.open import open_checkpoint, open_header

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.backends.base import BackendOptions, OnDemandBackend
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.program.program import CacheGroup
 from tests.support.kv_layouts import layouts_of

@@ -14,7 +14,7 @@ import pytest
 from octavo.backends.base import BackendOptions
 from octavo.backends.batch import StepBatch
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.program import ops
 from octavo.program.builder import Builder

@@ -14,7 +14,7 @@ import pytest
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from tests.backends.native.test_attention import TOLERANCE, Run, Shape, Span
 
 CONTEXTS = (600, 530, 830, 257, 520, 860, 300, 40, 513)

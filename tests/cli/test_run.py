@@ -52,7 +52,7 @@ NOT_NEEDED = {
         "octavo.server",
         "octavo.cli.bench",
         "octavo.cli.serve",
-        "octavo.backends.reference",
+        "octavo.backends.reference.backend",
         "octavo.worker.calibration",
     ),
 }

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.backends.native.backend import NativeProgram
-from octavo.backends.reference import ReferenceRunnable
+from octavo.backends.reference.backend import ReferenceRunnable
 from octavo.backends.torch.program import TorchProgram
 from octavo.worker.cache_engine import CacheEngine
 from tests.support.llm_tools import (

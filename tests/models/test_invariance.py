@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from tests.support.paged_runner import PagedRunner, backend_named
 from tests.support.tiny_models import FAMILIES, tiny_model
 

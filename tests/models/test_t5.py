@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.reference import ReferenceBackend
-from octavo.backends.reference_attention import t5_buckets
+from octavo.backends.reference.attention import t5_buckets
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from octavo.program.ops import T5Bias
@@ -62,6 +62,16 @@ def test_an_encoders_rows_are_its_tokens(kind):
     found = kind(BackendOptions(max_tokens=64)).footprint(encoder, lambda weight: "F32")
     widest = max(value.width for op in encoder.ops for value in op.outputs)
     assert found.step_bytes >= 64 * 4 * widest
+
+
+def test_its_groups_say_how_long_they_live():
+    """Only the encoder's own step reads its keys; the cross keys stay as many as it has written."""
+    groups = build_programs(tiny_model("t5").config)["decoder"].groups
+    assert [(group.name, group.life) for group in groups] == [
+        ("encoder", "step"),
+        ("decoder", "growing"),
+        ("cross", "fixed"),
+    ]
 
 
 BACKENDS = pytest.mark.parametrize("backend", TOLERANCE)

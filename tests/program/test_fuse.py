@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from octavo.backends.batch import StepBatch
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference import ReferenceBackend
-from octavo.backends.reference_ranks import RanksInThreads
+from octavo.backends.reference.backend import ReferenceBackend
+from octavo.backends.reference.ranks import RanksInThreads
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
 from octavo.errors import BackendUnavailable, ConfigError

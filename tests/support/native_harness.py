@@ -20,7 +20,7 @@ from octavo.backends.base import BackendOptions, Runnable
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import KvCache
 from octavo.backends.native.backend import NativeBackend, supported_levels
-from octavo.backends.reference import ReferenceBackend, ReferenceRunnable
+from octavo.backends.reference.backend import ReferenceBackend, ReferenceRunnable
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from octavo.backends.base import Backend, BackendOptions, LoadWeight
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader

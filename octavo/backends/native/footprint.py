@@ -57,29 +57,29 @@ class NativeFootprint:
 
 
 def native_footprint(
-    fused: Program, format_of: FormatOf, row_type_of: Callable[[str], str], max_tokens: int
+    optimized: Program, format_of: FormatOf, row_type_of: Callable[[str], str], max_tokens: int
 ) -> NativeFootprint:
     """`row_type_of`: how products of weights in a code read their rows, at this level."""
-    tiled = {weight for op in fused.ops for weight in _matrices(op)}
+    tiled = {weight for op in optimized.ops for weight in _matrices(op)}
     codes = {weight: _code(weight, format_of(weight)) for weight in tiled}
     codes |= {
         weight: _wide(codes[weight])
-        for op in fused.ops
+        for op in optimized.ops
         for weight in _widened(op, codes, row_type_of)
     }
     sizes = {
         weight: (
             _tile_bytes(weight, codes[weight]) if weight in tiled else 4 * math.prod(weight.shape)
         )
-        for weight in fused.weights
+        for weight in optimized.weights
     }
-    products = {weight for op in fused.ops if isinstance(op, Linear) for weight in op.weights_}
+    products = {weight for op in optimized.ops if isinstance(op, Linear) for weight in op.weights_}
     bytes_of_codes = Counter[str]()
     for weight in tiled:
         bytes_of_codes[codes[weight][0]] += sizes[weight]
     return NativeFootprint(
         weight_bytes=sizes,
-        step_bytes=_step_bytes(fused, max_tokens),
+        step_bytes=_step_bytes(optimized, max_tokens),
         code=bytes_of_codes.most_common(1)[0][0],
         computes_fp32=all(codes[weight][0] in FP32_CODES for weight in products),
     )
@@ -137,11 +137,11 @@ def _tile_bytes(weight: Weight, code: tuple[str, float]) -> int:
     return int(math.prod(lead) * tiles * TILE_ROWS * groups * GROUP * code[1] / 8)
 
 
-def _step_bytes(fused: Program, max_tokens: int) -> int:
+def _step_bytes(optimized: Program, max_tokens: int) -> int:
     """At most: the arena, and two areas of rows converted for products: three bytes for each input,
     four numbers for each group.
     """
-    program = body_first(fused)
+    program = body_first(optimized)
     floats = plan_arena(program, stages_of(program)).row_floats
     widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
     return max_tokens * (

@@ -97,12 +97,12 @@ class TorchBackend:
         )
 
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
-        fused, once = optimize(program), _Once(load)
-        dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(fused, once.load)
-        self._check(fused)
-        weights = self._load(fused, once.load, dtype)
+        optimized, once = optimize(program), _Once(load)
+        dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(optimized, once.load)
+        self._check(optimized)
+        weights = self._load(optimized, once.load, dtype)
         options = self.options
-        attention = first_that_computes(self._attention, fused, self._kv_dtype(dtype))
+        attention = first_that_computes(self._attention, optimized, self._kv_dtype(dtype))
         runtime = Runtime(
             self.device,
             dtype,
@@ -110,20 +110,20 @@ class TorchBackend:
             self._kernels,
             options.batch_invariant,
             options.batch_invariant
-            and not kernels_suffice(fused, self._kernels, attention, self.device),
+            and not kernels_suffice(optimized, self._kernels, attention, self.device),
             self._num_threads,
-            staging_bytes(options, len(fused.groups)),
+            staging_bytes(options, len(optimized.groups)),
             options.max_rows,
             self.ranks,
         )
-        prepared = TorchProgram(fused, weights, runtime, self._kv_layouts(fused, dtype))
+        prepared = TorchProgram(optimized, weights, runtime, self._kv_layouts(optimized, dtype))
         if self._memory is not None:
             self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
-            if sizes := self.graph_sizes(fused, dtype):
-                states = attention.graph_bytes(fused, max(sizes), options.max_context)
-                self._memory.reserve("graphs", graphs_footprint(fused, sizes, dtype) + states)
+            if sizes := self.graph_sizes(optimized, dtype):
+                states = attention.graph_bytes(optimized, max(sizes), options.max_context)
+                self._memory.reserve("graphs", graphs_footprint(optimized, sizes, dtype) + states)
                 self._uncaptured.append((prepared, sizes))
-            elif self._wants_graphs(fused) and (why := self.against_graphs(fused, dtype)):
+            elif self._wants_graphs(optimized) and (why := self.against_graphs(optimized, dtype)):
                 logger.warning(
                     "decode steps of the %s are not captured as graphs: %s", program.name, why
                 )

@@ -55,7 +55,7 @@ class TorchFootprint:
 
 
 def torch_footprint(
-    fused: Program,
+    optimized: Program,
     format_of: FormatOf,
     max_tokens: int,
     wanted: torch.dtype | None,
@@ -64,36 +64,36 @@ def torch_footprint(
     """`wanted`: the dtype that the options name; `packed_dtype`: that of products with packed
     weights otherwise.
     """
-    matrices = {weight for op in fused.ops for weight in _matrices(op)}
-    first = next((op.weights_[0] for op in fused.ops if isinstance(op, ops.Linear)), None)
+    matrices = {weight for op in optimized.ops for weight in _matrices(op)}
+    first = next((op.weights_[0] for op in optimized.ops if isinstance(op, ops.Linear)), None)
     stored = None if first is None else FLOATS.get(format_of(first))
     dtype = wanted or (packed_dtype if stored is None else stored[1])
     biases = {
         bias
-        for op in fused.ops
+        for op in optimized.ops
         if isinstance(op, ops.Linear)
         for bias in op.biases
         if bias is not None
     }
     sizes = {
         weight: math.prod(weight.shape) * (dtype.itemsize if weight in biases else 4)
-        for weight in fused.weights
+        for weight in optimized.weights
     }
     sizes |= {weight: _matrix_bytes(weight, format_of(weight), dtype) for weight in matrices}
     codes = Counter[str]()
     for weight in matrices:
         codes[_code(weight, format_of(weight))] += sizes[weight]
     code = codes.most_common(1)[0][0] if codes else "fp32"
-    return TorchFootprint(sizes, _step_bytes(fused, max_tokens, dtype), code, dtype)
+    return TorchFootprint(sizes, _step_bytes(optimized, max_tokens, dtype), code, dtype)
 
 
-def graphs_footprint(fused: Program, sizes: Sequence[int], dtype: torch.dtype) -> int:
+def graphs_footprint(optimized: Program, sizes: Sequence[int], dtype: torch.dtype) -> int:
     """Of the buffers of the largest, which all share, the logits of each, and what a graph takes by
     itself.
     """
     return (
-        _step_bytes(fused, max(sizes), dtype)
-        + sum(sizes) * fused.vocab_size * dtype.itemsize
+        _step_bytes(optimized, max(sizes), dtype)
+        + sum(sizes) * optimized.vocab_size * dtype.itemsize
         + len(sizes) * GRAPH_BYTES
     )
 
@@ -128,14 +128,14 @@ def _matrix_bytes(weight: Weight, stored: str, dtype: torch.dtype) -> int:
     return math.prod(lead) * (-(-inputs * bits // 8) + -(-inputs // span) * level_bits // 8)
 
 
-def _step_bytes(fused: Program, max_tokens: int, dtype: torch.dtype) -> int:
+def _step_bytes(optimized: Program, max_tokens: int, dtype: torch.dtype) -> int:
     """The Values alive at once, an op's copies of its widest in fp32, the largest matrix unpacked,
     and the scores of an attention.
     """
-    last = {value: at for at, op in enumerate(fused.ops) for value in op.inputs}
+    last = {value: at for at, op in enumerate(optimized.ops) for value in op.inputs}
     alive, most, widest = 0, 0, 0
     dies = Counter[int]()
-    for at, op in enumerate(fused.ops):
+    for at, op in enumerate(optimized.ops):
         made = sum(value.width for value in op.outputs if value.axis != "samples")
         alive += made
         for value in op.outputs:
@@ -144,6 +144,7 @@ def _step_bytes(fused: Program, max_tokens: int, dtype: torch.dtype) -> int:
         most, widest = max(most, alive), max(widest, made)
         alive -= dies[at]
     largest = max(
-        (math.prod(weight.shape[-2:]) for op in fused.ops for weight in _matrices(op)), default=0
+        (math.prod(weight.shape[-2:]) for op in optimized.ops for weight in _matrices(op)),
+        default=0,
     )
     return max_tokens * (most * dtype.itemsize + 3 * widest * 4) + largest * 8

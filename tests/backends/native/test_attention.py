@@ -23,7 +23,7 @@ import pytest
 from octavo.backends.base import BackendOptions
 from octavo.backends.batch import StepBatch
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Program, Value, Weight
 from octavo.quant.packed import PackedWeight

@@ -15,7 +15,7 @@ import torch
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.backends.base import BackendOptions
 from octavo.backends.batch import StepBatch
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.quant.packed import PackedWeight
 from tests.support.native_harness import require_native
 from tests.support.random_programs import NUM_ROWS, random_programs

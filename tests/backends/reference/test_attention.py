@@ -7,7 +7,8 @@ import pytest
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.batch import StepBatch
-from octavo.backends.reference import ReferenceBackend, layout_of
+from octavo.backends.reference.backend import ReferenceBackend
+from octavo.backends.reference.kv_cache import layout_of
 from octavo.errors import BackendUnavailable, WeightMismatch
 from octavo.program import ops
 from octavo.program.builder import Builder

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from octavo.backends.batch import StepBatch
-from octavo.backends.reference import FORMULAS
-from octavo.backends.reference_ops import Step
+from octavo.backends.reference.backend import FORMULAS
+from octavo.backends.reference.ops import ReferenceStep
 from octavo.program import ops
 from octavo.program.program import Program, Value, Weight
 
@@ -48,7 +48,7 @@ def batch_of(num_rows, positions=None):
 def run(op, values, weights=(), batch=None):
     """What the op makes; `values` and `weights` by name."""
     num_rows = len(next(iter(values.values()))) if values else 0
-    step = Step(
+    step = ReferenceStep(
         Program("test", {}, {}, (op,)),
         {w: dict(weights)[w.name] for w in op.weights},
         batch or batch_of(num_rows),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.attention import sdpa
 from octavo.backends.torch.backend import TorchBackend
 from octavo.program import ops

@@ -14,7 +14,7 @@ import torch
 
 from octavo.backends import devices
 from octavo.backends.base import BackendOptions
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.attention.flashinfer import FlashInfer
 from octavo.backends.torch.backend import TorchBackend
 from octavo.errors import BackendUnavailable

@@ -9,7 +9,8 @@ import torch
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference import ReferenceBackend, as_fp8
+from octavo.backends.reference.backend import ReferenceBackend
+from octavo.backends.reference.kv_cache import as_fp8
 from octavo.backends.torch import fp8
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.weights import DeviceWeight
 from octavo.checkpoint.open import open_checkpoint

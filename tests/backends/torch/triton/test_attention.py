@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.reference import ReferenceBackend
+from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.triton import attention
 from octavo.backends.torch.triton.attention import TritonAttention

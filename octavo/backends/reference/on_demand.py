@@ -1,5 +1,7 @@
-"""NumPy arrays of KV blocks in pages of the system: addresses at once, memory where something is
-written, and back when it is told so.
+"""NumPy arrays over pages of the system: addresses are reserved at once, memory is taken where
+something is written, and given back on request.
+
+Knows shapes and pages, and nothing of blocks' contents.
 """
 
 from __future__ import annotations
@@ -14,16 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, for which Python's mmap has no name before 3.13; the same on all processors that
-we build for.
-"""
+"""Value of MAP_NORESERVE, which Python's mmap has no name for before 3.13; it is the same on all
+processors that we build for."""
 
 
 class OnDemandArrays:
-    """Arrays `[layers, blocks, ...]` of zeros."""
+    """Arrays `[layers, blocks, ...]` of zeros, one for each shape."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> None:
-        """MemoryError where the system has no such addresses."""
+        """Reserves addresses; MemoryError where the system has too few."""
         self._maps = [_map(math.prod(shape) * dtype.itemsize) for shape in shapes]
         self.arrays: list[NDArray[Any]] = [
             np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
@@ -31,6 +32,7 @@ class OnDemandArrays:
         ]
 
     def give_back(self, first_block: int, num_blocks: int) -> None:
+        """Gives back the whole pages of these blocks, in every array and layer."""
         for memory, array in zip(self._maps, self.arrays, strict=True):
             for layer in range(len(array)):
                 begin = layer * array.strides[0] + first_block * array.strides[1]

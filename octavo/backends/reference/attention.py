@@ -1,9 +1,9 @@
 """The reference formulas of attention over the paged cache, in float64: masks, biases, sinks,
 latent attention.
 
-Each query row goes by itself through its visible keys, in splits of 256 at absolute positions with
-their own (m, l, acc), merged left to right; so its bits depend on its position and its request's
-keys only. Sources: see `ops.Attention` and `ops.MlaAttention`.
+Each query row goes by itself through its visible keys, in splits of 256 at absolute places with
+their own (m, l, acc), merged left to right, so its bits depend on its place and its request's keys
+only. Sources: `ops.Attention` and `ops.MlaAttention`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
-from octavo.backends.reference_ops import Floats, Made, Step, matvecs
+from octavo.backends.reference.ops import Floats, Made, ReferenceStep, matvecs
 from octavo.program import ops
 from octavo.program.program import Op
 
 Adjust = Callable[[Floats, NDArray[np.int64]], Floats]
-"""Scores `[H, n]` and their keys' places `[n]` to the scores with softcap and bias."""
+"""Maps scores `[H, n]` and their keys' places `[n]` to the scores with softcap and bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class Query:
     last: int
 
 
-def attention(op: ops.Attention, step: Step) -> Made:
+def attention(op: ops.Attention, step: ReferenceStep) -> Made:
+    """Computes `ops.Attention`."""
     q = step.get(op.q).reshape(-1, op.num_heads, step.program.group(op.group).k_width)
     out = np.zeros((len(q), op.out.width))
     sinks = None if op.sinks is None else step.weights[op.sinks]
@@ -55,9 +56,11 @@ def attention(op: ops.Attention, step: Step) -> Made:
     return (out,)
 
 
-def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
-    """Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own
-    keys and values.
+def mla_attention(op: ops.MlaAttention, step: ReferenceStep) -> Made:
+    """Computes `ops.MlaAttention`.
+
+    Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own keys
+    and values.
     """
     q_nope = step.get(op.q_nope).reshape(-1, op.num_heads, op.nope_width)
     q_rope = step.get(op.q_rope).reshape(-1, op.num_heads, op.rope_width)
@@ -83,8 +86,9 @@ def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
 
 
 def _expanded(
-    op: ops.MlaAttention, start: int, latents: Floats, k_rope: Floats, step: Step
+    op: ops.MlaAttention, start: int, latents: Floats, k_rope: Floats, step: ReferenceStep
 ) -> Keys:
+    """Returns each head's own keys and values, made of the latents."""
     full = matvecs(step.weights[op.kv_b], np.ascontiguousarray(latents[:, 0])).reshape(
         len(latents), op.num_heads, -1
     )
@@ -96,7 +100,9 @@ def _expanded(
 def attend(
     q: Floats, keys: Keys, query: Query, adjust: Adjust | None, sinks: Floats | None
 ) -> Floats:
-    """`q [H, k_width]`, scaled already, over the keys that the query sees: `[H, v_width]`."""
+    """Returns the attention `[H, v_width]` of scaled queries `q [H, k_width]` to the keys that the
+    query sees.
+    """
     num_heads, num_kv_heads = len(q), keys.k.shape[1]
     m, l = np.full(num_heads, -np.inf), np.zeros(num_heads)  # noqa: E741 (the papers' name)
     acc = np.zeros((num_heads, keys.v.shape[2]))
@@ -122,12 +128,12 @@ def attend(
 
 
 def _splits(first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The parts of first..last between the multiples of 256."""
+    """Cuts the keys first .. last - 1 at the multiples of 256."""
     for split in range(first // SPLIT_KEYS, -(-last // SPLIT_KEYS)):
         yield max(first, split * SPLIT_KEYS), min(last, (split + 1) * SPLIT_KEYS)
 
 
-def _adjustment(op: ops.Attention, place: int, step: Step) -> Adjust | None:
+def _adjustment(op: ops.Attention, place: int, step: ReferenceStep) -> Adjust | None:
     """Returns what the softcap and then the bias do to the scores of the query at `place`."""
     softcap, add_bias = op.softcap, _bias(op.bias, place, step)
     if softcap is None:
@@ -140,7 +146,10 @@ def _adjustment(op: ops.Attention, place: int, step: Step) -> Adjust | None:
     return adjust
 
 
-def _bias(bias: ops.T5Bias | ops.AlibiBias | None, place: int, step: Step) -> Adjust | None:
+def _bias(
+    bias: ops.T5Bias | ops.AlibiBias | None, place: int, step: ReferenceStep
+) -> Adjust | None:
+    """Returns what adds the bias to the scores of the query at `place`; None without a bias."""
     if isinstance(bias, ops.T5Bias):
         table = step.weights[bias.table]
         return lambda scores, keys: scores + table[t5_buckets(keys - place, bias)].T
@@ -151,9 +160,11 @@ def _bias(bias: ops.T5Bias | ops.AlibiBias | None, place: int, step: Step) -> Ad
 
 
 def t5_buckets(distance: NDArray[np.int64], bias: ops.T5Bias) -> NDArray[np.int64]:
-    """Bucket of each key place - query place: exact while near, then logarithmic up to
-    max_distance; keys to the right have the upper half of the buckets where the bias looks both
-    ways, and bucket 0 where it does not."""
+    """Returns the bucket of each distance, key place - query place.
+
+    Buckets are exact while near, then logarithmic up to max_distance. Keys to the right have the
+    upper half of the buckets where the bias looks both ways, and bucket 0 where it does not.
+    """
     num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
     right = np.where(distance > 0, num_buckets, 0) if bias.bidirectional else 0
     away = np.abs(distance) if bias.bidirectional else np.maximum(-distance, 0)
@@ -165,9 +176,12 @@ def t5_buckets(distance: NDArray[np.int64], bias: ops.T5Bias) -> NDArray[np.int6
 
 
 def _requests(
-    op: ops.Attention | ops.MlaAttention, mask: ops.MaskKind, window: int | None, step: Step
+    op: ops.Attention | ops.MlaAttention,
+    mask: ops.MaskKind,
+    window: int | None,
+    step: ReferenceStep,
 ) -> Iterator[tuple[list[Query], Keys]]:
-    """Each request's live rows and the keys that they see between them."""
+    """Yields each request's live rows and all keys that any of them sees."""
     group = step.program.group_index(op.group)
     starts = step.batch.query_starts
     for request in range(len(starts) - 1):
@@ -193,7 +207,7 @@ def _query(row: int, place: int, context: int, mask: ops.MaskKind, window: int |
 
 
 def _read(
-    op: ops.Attention | ops.MlaAttention, step: Step, group: int, request: int, span: range
+    op: ops.Attention | ops.MlaAttention, step: ReferenceStep, group: int, request: int, span: range
 ) -> Keys:
     """Gathers the keys at the places of the span through the block table."""
     places = np.arange(span.start, span.stop)
@@ -207,7 +221,7 @@ def _read(
     )
 
 
-ATTENTION_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
+ATTENTION_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.Attention: attention,
     ops.MlaAttention: mla_attention,
 }

@@ -1,9 +1,9 @@
 """The reference formulas of all ops but attention, one function a kind, in float64; `ROW_FORMULAS`
 is the dispatch table.
 
-Each takes the op and the step and returns what the op makes, in the order of its outputs. `ops.py`
-states the formulas and their sources. Matrix products go row by row through a matrix-vector product
-of fixed shape, so that no row's bits depend on another's.
+A formula takes the op and the step and returns what the op makes, in the order of its outputs.
+`octavo/program/ops.py` states the formulas and their sources. Matrix products go row by row through
+a matrix-vector product of fixed shape, so that no row's bits depend on another's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 Made = tuple[NDArray, ...]
 
 Exchange = Callable[[NDArray], Sequence[NDArray]]
-"""What a rank has, for what all have, in rank order."""
+"""Gives this rank's array to the others, and returns the arrays of all ranks in rank order."""
 
 
 def as_is(numbers: Floats) -> Floats:
@@ -33,31 +33,32 @@ def as_is(numbers: Floats) -> Floats:
 
 
 def alone(x: NDArray) -> Sequence[NDArray]:
-    """The exchange of one rank."""
+    """Exchanges nothing: the exchange of a single rank."""
     return [x]
 
 
 def matvecs(matrix: Floats, x: Floats) -> Floats:
-    """`matrix [out, in]` times each row of `x [T, in]`: `[T, out]`. Not one product of matrices:
-    BLAS's bits depend on T.
-    """
+    """Returns `matrix [out, in]` times each row of `x [T, in]`: `[T, out]`."""
     if not len(x):
         return np.empty((0, len(matrix)))
+    # One product of matrices would be faster, but BLAS's bits depend on T.
     return np.stack([matrix @ row for row in x])
 
 
 @dataclass(frozen=True, slots=True)
 class GroupArrays:
-    """`k [L, blocks, 16, K, k_width]`, `v [L, blocks, 16, K, v_width]` of one cache group."""
+    """The KV arrays of one cache group."""
 
     k: NDArray
+    """Keys `[L, blocks, 16, K, k_width]`."""
     v: NDArray
+    """Values `[L, blocks, 16, K, v_width]`."""
     as_stored: Callable[[Floats], Floats] = as_is
-    """What `[T, K, width]` are once written, before they are rounded to the arrays' type."""
+    """Rounds rows `[T, K, width]` as the cache keeps them, before the cast to the arrays' type."""
 
 
 @dataclass(slots=True)
-class Step:
+class ReferenceStep:
     """One run: what ops read, and the Values made so far."""
 
     program: Program
@@ -66,10 +67,10 @@ class Step:
     kv: list[GroupArrays]
     values: dict[str, NDArray] = field(default_factory=dict)
     multiply: Callable[[Floats, Floats], Floats] = matvecs
-    """How linears multiply."""
+    """Multiplies a matrix `[out, in]` with rows `[T, in]`, for linears."""
     exchange: Exchange = alone
     live: NDArray[np.bool_] = field(init=False)
-    """[T]: the rows that are no padding."""
+    """Mask of the rows that are no padding, `[T]`."""
 
     def __post_init__(self) -> None:
         batch = self.batch
@@ -89,14 +90,14 @@ class Step:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """[T]: the positions on the first axis; 0 for padding."""
+        """Positions on the first axis, `[T]`; 0 for padding."""
         return np.where(self.live, self.batch.positions[0], 0).astype(np.int64)
 
 
 # -- rows in, rows out -----------------------------------------------------------------------------
 
 
-def embedding(op: ops.Embedding, step: Step) -> Made:
+def embedding(op: ops.Embedding, step: ReferenceStep) -> Made:
     ids = step.positions + op.offset if op.ids is None else np.where(step.live, step.get(op.ids), 0)
     if op.first_row is None:
         return (step.weights[op.table][ids] * op.scale,)
@@ -107,7 +108,7 @@ def embedding(op: ops.Embedding, step: Step) -> Made:
     )
 
 
-def rms_norm(op: ops.RmsNorm, step: Step) -> Made:
+def rms_norm(op: ops.RmsNorm, step: ReferenceStep) -> Made:
     x = step.get(op.x)
     width = op.group_width or x.shape[1]
     groups = x.reshape(len(x), x.shape[1] // width, width)
@@ -115,21 +116,23 @@ def rms_norm(op: ops.RmsNorm, step: Step) -> Made:
 
 
 def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
-    """Over the last axis."""
+    """Divides by the root mean square over the last axis, then multiplies with the weight."""
     normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
     return normed
 
 
-def layer_norm(op: ops.LayerNorm, step: Step) -> Made:
+def layer_norm(op: ops.LayerNorm, step: ReferenceStep) -> Made:
     return (_centered(step.get(op.x), op.weight, op.bias, op.eps, step),)
 
 
-def _centered(x: Floats, weight: Weight, bias: Weight | None, eps: float, step: Step) -> Floats:
+def _centered(
+    x: Floats, weight: Weight, bias: Weight | None, eps: float, step: ReferenceStep
+) -> Floats:
     x = x - x.mean(axis=-1, keepdims=True)
     return _rms(x, step.weights[weight], eps) + (0.0 if bias is None else step.weights[bias])
 
 
-def linear(op: ops.Linear, step: Step) -> Made:
+def linear(op: ops.Linear, step: ReferenceStep) -> Made:
     x = step.get(op.x) if op.norm is None else _pre_norm(op.norm, step.get(op.x), step)
     biases = op.biases or (None,) * len(op.weights_)
     parts = [
@@ -146,38 +149,38 @@ def linear(op: ops.Linear, step: Step) -> Made:
     return tuple(np.split(y, np.cumsum([out.width for out in op.outs])[:-1], axis=1))
 
 
-def _pre_norm(norm: ops.PreNorm, x: Floats, step: Step) -> Floats:
+def _pre_norm(norm: ops.PreNorm, x: Floats, step: ReferenceStep) -> Floats:
     if norm.centered:
         return _centered(x, norm.weight, norm.bias, norm.eps, step)
     return _rms(x, step.weights[norm.weight] + norm.weight_offset, norm.eps)
 
 
-def add(op: ops.Add, step: Step) -> Made:
+def add(op: ops.Add, step: ReferenceStep) -> Made:
     return (step.get(op.a) + step.get(op.b),)
 
 
-def mul(op: ops.Mul, step: Step) -> Made:
+def mul(op: ops.Mul, step: ReferenceStep) -> Made:
     return (step.get(op.a) * step.get(op.b),)
 
 
-def scale(op: ops.Scale, step: Step) -> Made:
+def scale(op: ops.Scale, step: ReferenceStep) -> Made:
     return (step.get(op.x) * op.factor,)
 
 
-def soft_cap(op: ops.SoftCap, step: Step) -> Made:
+def soft_cap(op: ops.SoftCap, step: ReferenceStep) -> Made:
     return (op.cap * np.tanh(step.get(op.x) / op.cap),)
 
 
-def act(op: ops.Act, step: Step) -> Made:
+def act(op: ops.Act, step: ReferenceStep) -> Made:
     return (ACTIVATIONS[op.activation](step.get(op.x)),)
 
 
-def act_mul(op: ops.ActMul, step: Step) -> Made:
+def act_mul(op: ops.ActMul, step: ReferenceStep) -> Made:
     return (gated(step.get(op.gate), step.get(op.up), op),)
 
 
 def gated(gate: Floats, up: Floats, how: ops.ActMul | ops.Gate) -> Floats:
-    """f(gate) * (up + up_offset)."""
+    """Returns f(gate) * (up + up_offset), clamped first where the op says so."""
     if how.clamp is not None:
         gate, up = np.minimum(gate, how.clamp), np.clip(up, -how.clamp, how.clamp)
     f = (
@@ -223,7 +226,7 @@ ACTIVATIONS: dict[ops.Activation, Callable[[Floats], Floats]] = {
 # -- positions and the cache -----------------------------------------------------------------------
 
 
-def rope(op: ops.Rope, step: Step) -> Made:
+def rope(op: ops.Rope, step: ReferenceStep) -> Made:
     x = step.get(op.x).reshape(-1, op.num_heads, op.head_width)
     angles = step.positions[:, None] * np.array(op.table.inv_freq)
     cos, sin = (f(angles)[:, None, :] * op.table.mscale for f in (np.cos, np.sin))
@@ -241,7 +244,7 @@ def rope(op: ops.Rope, step: Step) -> Made:
     return (out.reshape(len(x), op.x.width),)
 
 
-def kv_write(op: ops.KvWrite, step: Step) -> Made:
+def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
     group = step.program.group_index(op.group)
     arrays, slots = step.kv[group], step.batch.slots[group]
     stored = slots >= 0
@@ -263,7 +266,7 @@ def kv_write(op: ops.KvWrite, step: Step) -> Made:
 # -- experts ---------------------------------------------------------------------------------------
 
 
-def route(op: ops.Route, step: Step) -> Made:
+def route(op: ops.Route, step: ReferenceStep) -> Made:
     logits = step.get(op.logits)
     scores = (
         sigmoid(logits)
@@ -285,7 +288,7 @@ def route(op: ops.Route, step: Step) -> Made:
 
 
 def _best_groups(choice: Floats, num_groups: int, top_groups: int) -> Floats:
-    """-inf for the experts outside the best groups; a group's rank is the sum of its two best."""
+    """Sets the experts outside the best groups to -inf; a group ranks by its two best."""
     groups = choice.reshape(len(choice), num_groups, choice.shape[1] // num_groups)
     rank = np.sort(groups, axis=-1)[:, :, -2:].sum(axis=-1)
     keep = np.zeros(rank.shape, np.bool_)
@@ -294,18 +297,18 @@ def _best_groups(choice: Floats, num_groups: int, top_groups: int) -> Floats:
 
 
 def largest(x: Floats, count: int) -> NDArray[np.intp]:
-    """Columns of each row's `count` largest, best first; the lower one of equals."""
+    """Returns the columns of each row's `count` largest, best first; of equals the lower column."""
     return np.argsort(-x, axis=1, kind="stable")[:, :count]
 
 
 def softmax(x: Floats) -> Floats:
-    """Over the last axis."""
+    """Returns the softmax over the last axis."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     result: Floats = e / e.sum(axis=-1, keepdims=True)
     return result
 
 
-def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
+def grouped_linear(op: ops.GroupedLinear, step: ReferenceStep) -> Made:
     x, experts = step.get(op.x), step.get(op.ids).reshape(-1)
     matrices = step.weights[op.weight]
     y = np.array([matrices[e] @ row for e, row in zip(experts, x, strict=True)]).reshape(
@@ -314,7 +317,7 @@ def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
     return (y if op.bias is None else y + step.weights[op.bias][experts],)
 
 
-def combine(op: ops.Combine, step: Step) -> Made:
+def combine(op: ops.Combine, step: ReferenceStep) -> Made:
     weights = step.get(op.weights_value)
     x = step.get(op.x).reshape(*weights.shape, op.out.width)
     total = weights[:, 0, None] * x[:, 0]
@@ -326,11 +329,11 @@ def combine(op: ops.Combine, step: Step) -> Made:
 # -- rows chosen -----------------------------------------------------------------------------------
 
 
-def gather_rows(op: ops.GatherRows, step: Step) -> Made:
+def gather_rows(op: ops.GatherRows, step: ReferenceStep) -> Made:
     return (step.get(op.x)[step.batch.sample_rows],)
 
 
-def pool_rows(op: ops.PoolRows, step: Step) -> Made:
+def pool_rows(op: ops.PoolRows, step: ReferenceStep) -> Made:
     x = step.get(op.x)
     pooled = np.zeros((len(step.batch.query_starts) - 1, op.out.width))
     for request, (a, b) in enumerate(pairwise(step.batch.query_starts)):
@@ -342,18 +345,18 @@ def pool_rows(op: ops.PoolRows, step: Step) -> Made:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def all_reduce(op: ops.AllReduce, step: Step) -> Made:
+def all_reduce(op: ops.AllReduce, step: ReferenceStep) -> Made:
     first, *rest = step.exchange(step.get(op.x))
     for part in rest:
         first = first + part
     return (first,)
 
 
-def all_gather(op: ops.AllGather, step: Step) -> Made:
+def all_gather(op: ops.AllGather, step: ReferenceStep) -> Made:
     return (np.concatenate(step.exchange(step.get(op.x)), axis=1),)
 
 
-ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
+ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.Embedding: embedding,
     ops.RmsNorm: rms_norm,
     ops.LayerNorm: layer_norm,

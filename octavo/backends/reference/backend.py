@@ -1,0 +1,147 @@
+"""The reference backend: NumPy in float64, slow and plain, the ground truth of every op's tests.
+
+Owns the loop over a Program's ops. The formulas are in `ops.py` and `attention.py`, the KV arrays
+in `kv_cache.py`. A row's results are bitwise the same alone or in a batch, chunked or whole,
+because every matrix product is taken row by row. Everything is computed in float64 from the weights
+as they are packed, whatever `BackendOptions.dtype` says; K and V are rounded to `kv_cache_dtype`
+(auto: float64).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
+from octavo.backends.batch import StepBatch, StepOutput
+from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
+from octavo.backends.reference.attention import ATTENTION_FORMULAS
+from octavo.backends.reference.kv_cache import ReferenceKvCache, layout_of
+from octavo.backends.reference.ops import ROW_FORMULAS, Exchange, Floats, ReferenceStep, alone
+from octavo.backends.sampling import sample
+from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
+from octavo.outputs import Profile
+from octavo.program.ops import Attention
+from octavo.program.program import Op, Program, Weight
+
+FORMULAS = ROW_FORMULAS | ATTENTION_FORMULAS
+MASKS = ("causal", "window", "full")
+
+
+@dataclass(slots=True)
+class ReferenceRunnable:
+    """A Program and its weights. Implements `base.Runnable`."""
+
+    program: Program
+    weights: dict[Weight, Floats]
+    kv_layouts: tuple[KvLayout, ...]
+    exchange: Exchange = alone
+    progress: int = 0
+    """Number of ops computed since the Program was prepared."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def start_profile(self) -> None:
+        raise BackendUnavailable(
+            "the reference backend times no ops", hint="profile with --backend native"
+        )
+
+    def stop_profile(self) -> Profile:
+        raise BackendUnavailable("no profile was started")
+
+    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        assert isinstance(kv, ReferenceKvCache)
+        step = ReferenceStep(self.program, self.weights, batch, kv.groups, exchange=self.exchange)
+        with np.errstate(all="ignore"):
+            for op in self.program.ops:
+                made = FORMULAS[type(op)](op, step)
+                for value, array in zip(op.outputs, made, strict=True):
+                    step.values[value.name] = np.ascontiguousarray(array)
+                self.progress += 1
+            outputs = {
+                name: step.values[value.name] for name, value in self.program.outputs.items()
+            }
+            if batch.sampling is None:
+                return StepOutput(arrays=outputs)
+            return StepOutput(samples=sample(outputs["logits"].astype(np.float32), batch.sampling))
+
+
+class ReferenceBackend:
+    """Implements `base.Backend`. With several ranks, `exchange` gives what each of them has
+    (`ranks.py`).
+    """
+
+    name = "reference"
+    numerics = f"NumPy {np.__version__}"
+
+    def __init__(self, options: BackendOptions | None = None, exchange: Exchange = alone) -> None:
+        self.options = options or BackendOptions()
+        self._exchange = exchange
+
+    def prepare(self, program: Program, load: LoadWeight) -> ReferenceRunnable:
+        for op in program.ops:
+            _check_op(program, op)
+        for group in program.groups:
+            if group.kind == "state":
+                raise _refused(program, f"cache groups of kind {group.kind}")
+        weights = {weight: _load(weight, load) for weight in program.weights}
+        return ReferenceRunnable(program, weights, self._kv_layouts(program), self._exchange)
+
+    def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
+        """Counts weights and Values in float64; every Value of a step lives to the step's end."""
+        sizes = {weight: 8 * math.prod(weight.shape) for weight in program.weights}
+        widths = sum(
+            value.width for op in program.ops for value in op.outputs if value.axis == "tokens"
+        )
+        step_bytes = 8 * widths * self.options.max_tokens
+        return Footprint(sizes, step_bytes, self._kv_layouts(program), "fp64")
+
+    def measure(self, num_bytes: int, code: str) -> Ceilings:
+        raise BackendUnavailable(
+            "the reference backend is not made for speed",
+            hint="give --bandwidth and --flops, or plan for native",
+        )
+
+    def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> ReferenceKvCache:
+        try:
+            return ReferenceKvCache(layouts, num_blocks)
+        except MemoryError:
+            raise ConfigError(
+                f"no memory for {sum(num_blocks)} KV blocks", hint="lower --kv-cache-memory-bytes"
+            ) from None
+
+    def allocate_on_demand(
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
+    ) -> OnDemandKvCache:
+        return self.allocate(layouts, num_blocks)
+
+    def close(self) -> None:
+        """Does nothing: all memory is Python's."""
+
+    def _kv_layouts(self, program: Program) -> tuple[KvLayout, ...]:
+        asked = self.options.kv_cache_dtype
+        dtype = "fp64" if asked == "auto" else asked
+        return tuple(layout_of(group, dtype) for group in program.groups)
+
+
+def _check_op(program: Program, op: Op) -> None:
+    if type(op) not in FORMULAS:
+        raise _refused(program, f"the op {op.kind}")
+    if isinstance(op, Attention) and op.mask not in MASKS:
+        raise _refused(program, f"attention with the mask {op.mask}")
+
+
+def _refused(program: Program, what: str) -> BackendUnavailable:
+    return BackendUnavailable(f"the reference backend cannot run {what} (in {program.name})")
+
+
+def _load(weight: Weight, load: LoadWeight) -> Floats:
+    array = load(weight).dequantize().astype(np.float64, order="C")
+    if array.shape != weight.shape:
+        raise WeightMismatch(f"{weight.name} has shape {array.shape}, expected {weight.shape}")
+    return array
