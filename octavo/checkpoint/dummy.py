@@ -26,7 +26,7 @@ from octavo.quant.online import E4M3_TOP, GROUP
 from octavo.quant.packed import Code, Levels, PackedWeight
 
 PERIOD = (1 << 22) + 15
-"""Numbers after which they repeat: an odd one, so that the rows of a matrix differ."""
+"""Period of the random numbers; it is odd, so that the rows of a matrix differ."""
 
 FLOATS: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -41,7 +41,7 @@ FORMATS = (*FLOATS, *CODES_OF_8, "Q4_1")
 
 
 class DummyCheckpoint:
-    """Implements `ports.Checkpoint` for a model of which no tensor is read."""
+    """A checkpoint of random weights: implements `ports.Checkpoint` and reads no tensor."""
 
     output_major = True
     weight_files: Sequence[Path] = ()
@@ -56,7 +56,7 @@ class DummyCheckpoint:
         return ()
 
     def tokenizer_source(self) -> TokenizerSource | None:
-        """What lies beside the config."""
+        """Returns the tokenizer beside the config, or None."""
         folder = self.path if self.path.is_dir() else self.path.parent
         return tokenizer_source(folder, self.config, self.generation_config)
 
@@ -64,20 +64,23 @@ class DummyCheckpoint:
         raise UnsupportedModel(f"{self.path}: {name} cannot be read, load_format is dummy")
 
     def release(self) -> None:
-        """Nothing was read."""
+        """Does nothing, as nothing was read."""
 
 
 class DummyWeights:
-    """`load` is what `Backend.prepare` calls. `format_of`: how each weight is to be stored, by
-    GGUF's names.
+    """Random weights for `Backend.prepare`, which calls `load`.
+
+    `format_of` gives the stored format of each weight by GGUF's names.
     """
 
     def __init__(self, format_of: Callable[[Weight], str]) -> None:
         self._format_of = format_of
 
     def load(self, weight: Weight) -> PackedWeight:
-        """Matrices are drawn evenly from -sqrt(3 / inputs) to sqrt(3 / inputs), which keeps a
-        Value's size; vectors lie around 1.
+        """Returns a random weight.
+
+        Matrices are uniform in +-sqrt(3 / inputs), which keeps a Value's size; vectors lie around
+        1.
         """
         stored = self._format_of(weight)
         first = crc32(weight.name.encode()) % PERIOD
@@ -108,7 +111,7 @@ class DummyWeights:
 
 
 def _eight_bits(first: int, shape: tuple[int, ...], reach: float, stored: str) -> PackedWeight:
-    """As `quant.online` packs to one scale an output."""
+    """Packs as `quant.online` does to 8 bits: one scale an output."""
     code, dtype, top = CODES_OF_8[stored]
     scales = np.full((*shape[:-1], 1), reach / top, np.float32)
     return PackedWeight(
@@ -123,7 +126,7 @@ def _eight_bits(first: int, shape: tuple[int, ...], reach: float, stored: str) -
 
 
 def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight:
-    """As `quant.online` packs to 4 bits: fp16 scales and mins in groups of 32."""
+    """Packs as `quant.online` does to 4 bits: fp16 scales and mins in groups of 32."""
     *lead, width = shape
     levels = (*lead, width // GROUP)
     scales, mins = (
@@ -136,7 +139,7 @@ def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight
 
 
 def _drawn(first: int, shape: tuple[int, ...], dtype: np.dtype, reach: float = 1.0) -> NDArray:
-    """Numbers between -reach and reach (bytes: any), from the place `first` of the period on."""
+    """Returns numbers in +-reach, or any bytes, from index `first` of the period on."""
     period, count = _period(dtype, reach), math.prod(shape)
     repeated: NDArray = np.tile(period, -(-(first + count) // PERIOD))
     return repeated[first : first + count].reshape(shape)

@@ -1,10 +1,10 @@
 """GGUF files: the header's metadata, the tensor directory, and tensors as packed weights mapped
 from the file.
 
-Our own reader, because a header with a vocabulary of 50,000 tokens must be read in milliseconds
-(gguf-py takes a second and more). Knows nothing of model families (`gguf_families.py`) and leaves
-the meaning of blocks to `quant/gguf.py`. Source of the format: ggml's `docs/gguf.md`, versions 2
-and 3, little-endian.
+The reader is our own because a header with a vocabulary of 50,000 tokens must be read in
+milliseconds (gguf-py takes a second and more). Knows nothing of model families (`gguf_families.py`)
+and leaves the meaning of blocks to `quant/gguf.py`. Source of the format: ggml's `docs/gguf.md`,
+versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: `shape` with the inputs last, `start` in bytes from the file's beginning."""
+    """One tensor of the directory: `shape` with the inputs last, `start` in bytes from the file's
+    beginning.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -62,8 +64,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An opened file. `metadata` values: numbers, bools, texts; arrays of numbers as numpy views,
-    of texts as lists of bytes.
+    """An opened file.
+
+    `metadata` values are numbers, bools and texts; arrays of numbers as NumPy views, of texts as
+    lists of bytes.
     """
 
     path: Path
@@ -73,7 +77,7 @@ class GgufFile:
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """The whole file: `[file size]`."""
+        """Bytes of the whole file, mapped: `[file size]`."""
         return np.frombuffer(self.mapped, np.uint8)
 
     def tensor(self, name: str) -> StoredWeight:
@@ -145,7 +149,9 @@ class _HeaderReader:
         return alignment
 
     def _placed(self, entries: list[TensorEntry], alignment: int) -> dict[str, TensorEntry]:
-        """Entries with offsets from the file's beginning, each inside the file."""
+        """Returns the entries with offsets from the file's beginning, each checked to lie inside
+        the file.
+        """
         data_start = -(-self.offset // alignment) * alignment
         size = len(self.buffer)
         placed = {}
@@ -161,7 +167,7 @@ class _HeaderReader:
         return placed
 
     def _entry(self) -> TensorEntry:
-        """A directory entry, its start still relative to the data section."""
+        """Reads a directory entry; its start is still relative to the data section."""
         name = self._text()
         num_dimensions = self._u32()
         if num_dimensions > MAX_DIMENSIONS:
@@ -211,7 +217,9 @@ class _HeaderReader:
         return np.frombuffer(self.buffer, dtype, count, start)
 
     def _strings(self, count: int) -> list[bytes]:
-        """Undecoded: a vocabulary is 100,000 of them, and who reads only weights needs none."""
+        """Reads an array of texts as bytes: decoding 100,000 tokens would delay readers of weights
+        alone.
+        """
         buffer, offset, unpack = self.buffer, self.offset, _U64.unpack_from
         found: list[bytes] = []
         append = found.append
@@ -247,7 +255,7 @@ class _HeaderReader:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number; a float32 as the shortest decimal that names it (1e-05, not
+    """Returns a Python number; a float32 as the shortest decimal that names it (1e-05, not
     9.999999747378752e-06).
     """
     return float(str(value)) if isinstance(value, np.float32) else value.item()
@@ -280,4 +288,4 @@ GGML_TYPE_NAMES = {
     39: "MXFP4",
     40: "NVFP4",
 }
-"""Types that ggml has and Octavo does not read, so that a refusal can name them."""
+"""Names of all of ggml's types, so that a refusal can name those that Octavo does not read."""

@@ -1,4 +1,4 @@
-"""A GGUF file as a Checkpoint: config, tensors and tokenizer in the words and row orders of the
+"""A GGUF file as a Checkpoint: config, tensors and tokenizer in the names and row orders of the
 family's safetensors.
 
 Joins `gguf.py` (bytes) and `gguf_families.py` (names); knows nothing of Programs or backends.
@@ -22,14 +22,14 @@ from octavo.quant.blocks import StoredWeight
 from octavo.quant.packed import PackedWeight
 
 IGNORED_TENSORS = frozenset({"rope_freqs.weight"})
-"""Read into the config."""
+"""Names of tensors that are no weights: they are read into the config."""
 
 CONTROL = 3
-"""Token type of what a text never spells."""
+"""Token type of control tokens, which no text spells."""
 
 END_OF_TURN = (b"<|im_end|>", b"<end_of_turn>", b"<|eot_id|>", b"<|end|>", b"<|eom_id|>")
-"""Control tokens that end an answer even where a header names no eot_token_id; llama.cpp finds them
-by text too.
+"""Texts of control tokens that end an answer even where a header names no eot_token_id; llama.cpp
+finds them by text too.
 """
 
 SAMPLING_KEYS = {
@@ -118,8 +118,8 @@ class GgufCheckpoint:
         )
 
     def _names(self) -> dict[str, str]:
-        """Safetensors name -> GGUF name. A tensor that the family does not know would be left out
-        of the sums: refused.
+        """Maps safetensors names to GGUF names; refuses a tensor that the family does not know,
+        which would otherwise be left out of the computation.
         """
         found = {}
         for source in self._file.tensors:
@@ -135,7 +135,7 @@ class GgufCheckpoint:
         return found
 
     def _half_order(self, stem: str, packed: StoredWeight) -> NDArray[np.intp]:
-        """For each row in halves order, the row that holds it in rotary pairs."""
+        """Returns for each row in halves order the row that holds it in rotary pairs."""
         heads = self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
         num_rows = packed.shape[0]
         if num_rows % (2 * heads):
@@ -159,7 +159,7 @@ class GgufCheckpoint:
         }
 
     def _dtype(self) -> str:
-        """Of the matrices where they are plain floats, else float32."""
+        """Returns the dtype of the matrices where they are plain floats, else float32."""
         kinds = {entry.kind.name for entry in self._file.tensors.values() if len(entry.shape) > 1}
         return (
             {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(kinds)), "float32")
@@ -181,8 +181,8 @@ class GgufCheckpoint:
         }
 
     def _end_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: eos, eot, eom, and control tokens known as an end of turn by
-        their text.
+        """Returns the ids that end an answer: eos, eot, eom, and control tokens known by their
+        text.
         """
         found = [
             self._get(f"tokenizer.ggml.{kind}_token_id", int, None)
@@ -196,7 +196,7 @@ class GgufCheckpoint:
         return tuple(dict.fromkeys(i for i in found if i is not None))
 
     def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        """A metadata value of one type or some, the default where the key is missing."""
+        """Returns a metadata value of the given types, or the default where the key is missing."""
         value = self._file.metadata.get(key)
         if value is not None and not isinstance(value, kind):
             allowed = " or ".join(
@@ -208,8 +208,9 @@ class GgufCheckpoint:
         return default if value is None else value
 
     def _numbers(self, key: str) -> list[Any]:
-        """One for each token, as Python's numbers, which loops read several times as fast; empty
-        where the key is missing.
+        """Returns one Python number for each token; empty where the key is missing.
+
+        Loops read Python's numbers several times as fast as NumPy's.
         """
         found: NDArray | tuple[()] = self._get(key, np.ndarray, ())
         return found.tolist() if isinstance(found, np.ndarray) else []

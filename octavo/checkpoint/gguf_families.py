@@ -1,5 +1,4 @@
-"""What GGUF headers say of each model family, in Hugging Face's words: config keys, tensor names,
-row orders.
+"""GGUF headers of each model family in Hugging Face's words: config keys, tensor names, row orders.
 
 One `Family` a GGUF architecture. Knows nothing of bytes (`gguf.py`) and reads no tensor. Source:
 llama.cpp's `gguf-py/gguf/constants.py` and `tensor_mapping.py` (keys, names) and its converter (row
@@ -21,8 +20,8 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 GEMMA3_LOCAL_ROPE_THETA = 10000.0
 GEMMA3_PATTERN = 6
 GEMMA3_27B_LAYERS = 62
-"""The one size of Gemma 3 whose queries are scaled by hidden_size / heads and not by head_dim;
-headers do not say so.
+"""Number of layers of the one Gemma 3 whose queries are scaled by hidden_size / heads instead of
+head_dim; headers do not say so.
 """
 
 
@@ -37,7 +36,7 @@ class Header:
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str, default: Any = None) -> Any:
-        """A number; one per layer is fine where all are equal."""
+        """Returns a number; one per layer is fine where all are equal."""
         value = self.get(key, default)
         name = f"{self.architecture}.{key}"
         if value is None:
@@ -54,7 +53,7 @@ class Header:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """Returns a whole number of at least 1."""
         value = self.number(key, default)
         if not isinstance(value, int) or value < 1:
             raise WeightMismatch(
@@ -64,7 +63,7 @@ class Header:
         return value
 
     def num_blocks(self) -> int:
-        """Layers, as many as the file has tensors of."""
+        """Number of layers, by the tensors of the file."""
         stated = self.count("block_count")
         found = len({name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")})
         if stated != found:
@@ -77,12 +76,12 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one GGUF architecture becomes a Hugging Face checkpoint.
+    """The mapping from one GGUF architecture to a Hugging Face checkpoint.
 
     `tensors` and `layer_tensors` map the stems of GGUF names ("output_norm", "attn_q" of
-    "blk.N.attn_q") to theirs. `interleaved`: layer stems whose rows stand in rotary pairs (2i,
-    2i+1) where safetensors have halves (i, i + D/2). `norm_offset`: what the converter added to
-    every norm's weight.
+    "blk.N.attn_q") to theirs. `interleaved` names layer stems whose rows stand in rotary pairs (2i,
+    2i+1) where safetensors have halves (i, i + D/2). `norm_offset` is the number that the converter
+    added to every norm's weight.
     """
 
     model_type: str
@@ -94,7 +93,7 @@ class Family:
     norm_offset: float = 0.0
 
     def name(self, gguf_name: str) -> str | None:
-        """The safetensors name, or None where the family has no such tensor."""
+        """Returns the safetensors name, or None where the family has no such tensor."""
         stem, _, suffix = gguf_name.rpartition(".")
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         if layer:
@@ -105,7 +104,7 @@ class Family:
 
 
 def _common_config(header: Header) -> dict[str, Any]:
-    """What every family with RMS norms, rotary positions and grouped heads says."""
+    """Returns the config of a family with RMS norms, rotary positions and grouped heads."""
     heads = header.count("attention.head_count")
     hidden = header.count("embedding_length")
     head_dim = header.count("attention.key_length", hidden // heads)
@@ -133,8 +132,10 @@ def _common_config(header: Header) -> dict[str, Any]:
 
 
 def _rope_scaling(header: Header) -> dict[str, Any] | None:
-    """`rope_scaling`, with Llama 3's frequency factors (a tensor in GGUF) as a longrope of one
-    length, which is the same formula.
+    """Returns `rope_scaling`.
+
+    Llama 3's frequency factors (a tensor in GGUF) become a longrope of one length, which is the
+    same formula.
     """
     if "rope_freqs.weight" in header.file.tensors:
         factors = header.file.tensor("rope_freqs.weight").dequantize().tolist()
@@ -274,4 +275,4 @@ FAMILIES: dict[str, Family] = {
         layer_prefix="transformer.h",
     ),
 }
-"""By `general.architecture`."""
+"""All families by `general.architecture`."""

@@ -1,7 +1,8 @@
-"""What a Hugging Face directory says of its tokenizer: tokenizer.json's path, special tokens, end
-ids, chat template.
+"""The tokenizer of a Hugging Face directory: tokenizer.json's path, special tokens, end ids, chat
+template.
 
-Reads the small JSON files beside tokenizer.json; building the tokenizer is `text/tokenizer.py`'s.
+Reads the small JSON files beside tokenizer.json; building the tokenizer is the business of
+`text/tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SPECIAL_NAMES = (
 def tokenizer_source(
     path: Path, config: dict[str, Any], generation_config: dict[str, Any]
 ) -> TokenizerSource | None:
-    """None where the directory has no tokenizer.json."""
+    """Returns a directory's tokenizer files; None where it has no tokenizer.json."""
     file = path / "tokenizer.json"
     if not file.exists():
         return None
@@ -51,8 +52,8 @@ def tokenizer_source(
 
 
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
-    """chat_template.jinja first, then chat_template.json, then tokenizer_config.json (whose list of
-    named ones has a default).
+    """Returns the chat template: chat_template.jinja first, then chat_template.json, then
+    tokenizer_config.json, whose list of named ones has a default.
     """
     file = path / "chat_template.jinja"
     if file.exists():
@@ -79,7 +80,7 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _text(token: Any, name: str, path: Path) -> str:
-    """A token is a text, or an object whose `content` is the text."""
+    """Returns a token's text: the token itself, or its object's `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise WeightMismatch(

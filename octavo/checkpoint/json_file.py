@@ -10,7 +10,7 @@ from octavo.errors import WeightMismatch
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; WeightMismatch where it is missing or damaged."""
+    """Returns the object in a JSON file; raises WeightMismatch where it is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -25,5 +25,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """As `read_json`, empty where there is no such file."""
+    """Returns the object in a JSON file; empty where there is no such file."""
     return read_json(path) if path.exists() else {}

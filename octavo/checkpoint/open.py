@@ -1,4 +1,4 @@
-"""Opens whatever a path holds: a GGUF file, a directory with one, or a Hugging Face directory."""
+"""Opens the model at a path: a GGUF file, a directory with one, or a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from octavo.ports import Checkpoint, ModelHeader
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads headers and small files only; SetupError where the path holds no model, several, or a
-    damaged one.
+    """Opens a checkpoint, of which it reads headers and small files only.
+
+    Raises SetupError where the path holds no model, several, or a damaged one.
     """
     if path.is_file():
         if path.suffix != ".gguf":
@@ -37,8 +38,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def open_header(path: Path) -> ModelHeader:
-    """What a model says of itself; a config.json, or a directory that has nothing else, is
-    enough."""
+    """Opens a model's description; config.json alone, or a directory with nothing else, is
+    enough.
+    """
     if path.suffix == ".json" and path.is_file():
         return ConfigFile(path)
     if (path / "config.json").exists() and not list(path.glob("*.safetensors")):

@@ -1,5 +1,5 @@
 """Hugging Face directories: config, tokenizer files, and safetensors (one file or shards) as
-mapped, zero-copy tensors, fp8 ones with their scales.
+mapped, zero-copy tensors; fp8 ones with their scales.
 
 Reads the header itself, because NumPy's side of the safetensors package has no bfloat16. Knows
 nothing of model families. Source of the format: the README of huggingface/safetensors.
@@ -36,15 +36,15 @@ DTYPES: dict[str, np.dtype] = {
 INDEX = "model.safetensors.index.json"
 
 BASE_PREFIXES = ("model.", "transformer.")
-"""Base models are saved without them."""
+"""Prefixes that base models are saved without."""
 
 WRAPPER_PREFIXES = ("language_model.", "model.language_model.")
-"""Models of text and images keep their text half under one of these."""
+"""Prefixes under which models of text and images keep their text half."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor stands: `start` in bytes from its file's beginning."""
+    """A tensor's place: `start` in bytes from its file's beginning."""
 
     file: Path
     buffer: mmap.mmap
@@ -78,7 +78,7 @@ class SafetensorsCheckpoint:
         return self._fp8.format_name if dtype == FP8 and self._fp8 is not None else dtype
 
     def tensor(self, name: str) -> PackedWeight:
-        """A view into the mapped file."""
+        """Returns a view into the mapped file."""
         found, entry = self._find(name)
         array = _array(entry, found)
         return self._fp8_weight(array, found) if entry.dtype == FP8 else PackedWeight.plain(array)
@@ -104,8 +104,8 @@ class SafetensorsCheckpoint:
         return tokenizer_source(self.path, self.config, self.generation_config)
 
     def _find(self, name: str) -> tuple[str, _Entry]:
-        """By its name, or by the name it has in a base model or inside a wrapper: that name, and
-        where it stands.
+        """Finds a tensor by its name, or by its name in a base model or inside a wrapper; returns
+        that name and its place.
         """
         bare = next(
             (name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)), name
@@ -124,7 +124,7 @@ class SafetensorsCheckpoint:
         return found, self._entries[found]
 
     def _check_index(self) -> None:
-        """Each tensor that the index promises stands in a shard."""
+        """Checks that each tensor of the index stands in its shard."""
         index = self.path / INDEX
         if not index.exists():
             return
@@ -146,7 +146,7 @@ def _array(entry: _Entry, name: str) -> NDArray:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory, all of them there."""
+    """Returns the safetensors files of a directory; raises where one is missing."""
     index = path / INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -174,7 +174,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """8 bytes of length, a JSON of name -> dtype, shape, data_offsets, then the data."""
+    """Reads a header: 8 bytes of length, then JSON of name -> dtype, shape, data_offsets."""
     size = path.stat().st_size
     if size < 8:
         raise _corrupt(path, f"it has {size} bytes")
@@ -209,14 +209,14 @@ def _entry(path: Path, buffer: mmap.mmap, data_start: int, fields: dict[str, Any
 
 
 def _whole_numbers(values: Any) -> tuple[int, ...]:
-    """ValueError where a value is anything else than a whole number of at least 0."""
+    """Returns a list of whole numbers from 0 up; raises ValueError for anything else."""
     if not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"{values!r} are no whole numbers")
     return tuple(values)
 
 
 def _check_place(entry: _Entry, name: str, size: int) -> None:
-    """The tensor lies inside the file and has the bytes that its shape needs."""
+    """Checks that a tensor lies inside the file and has the bytes that its shape needs."""
     num_bytes = entry.num_bytes
     if num_bytes < 0 or entry.start + num_bytes > size:
         raise _corrupt(

@@ -1,5 +1,5 @@
-"""From a checkpoint's tensors to the weights a Program asks for: stacked, transposed, cut, in the
-wanted precision.
+"""Weights of a Program out of a checkpoint's tensors: stacked, transposed, cut, in the wanted
+precision.
 
 Sees a checkpoint only through its protocol, so a file format or family changes nothing here.
 """
@@ -35,14 +35,14 @@ WIDE_TYPES: dict[str, np.dtype] = {
 
 
 def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Quantization]:
-    """Which weights are packed at load, and how: matrices of linears, experts and token embeddings.
-    UnsupportedModel where one cannot be.
+    """Returns the weights packed at load and their formats: matrices of linears, experts and token
+    embeddings.
 
-    With int4, some keep 8 bits: embeddings (and output layers tied to them), which at 4 raise
-    SmolLM2's perplexity by 6% by themselves, and `_sensitive` ones. With fp8, embeddings and output
-    layers stay as they are, as fp8 checkpoints have them: in e4m3 they add 3% to what the rest
-    costs. Routers stay floats: a token that goes to other experts is no rounding error. So do
-    norms, biases and tables of positions.
+    Raises UnsupportedModel where one cannot be packed. With int4, some keep 8 bits: embeddings (and
+    output layers tied to them), which at 4 raise SmolLM2's perplexity by 6% by themselves, and
+    `_sensitive` ones. With fp8, embeddings and output layers stay as they are, as fp8 checkpoints
+    have them: in e4m3 they add 3% to the cost of the rest. Routers stay floats, since a token sent
+    to other experts is no rounding error. So do norms, biases and tables of positions.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
     sensitive = _sensitive(program) if quantization == "int4" else set()
@@ -67,7 +67,7 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Q
 
 
 def _ends(program: Program) -> set[Weight]:
-    """Embeddings and output layers."""
+    """Returns the embeddings and output layers."""
     tables = {op.table for op in program.ops if isinstance(op, Embedding)}
     heads = (
         op
@@ -78,12 +78,12 @@ def _ends(program: Program) -> set[Weight]:
 
 
 def _sensitive(program: Program) -> set[Weight]:
-    """What makes values, small with grouped heads, and half of what stands behind a gate or an
-    activation (a block's `down`).
+    """Returns the weights of values, small with grouped heads, and half of those behind a gate or
+    an activation (a block's `down`).
 
-    Of the latter those of the first and last eighth of the blocks, and every third between, as
-    llama.cpp chooses them for its k-quants. With none, these and all of them at 8 bits SmolLM2's
-    perplexity rises by 6.1%, 4.3% and 3.8% (channels shuffled, all of Opticks).
+    That half is the first and last eighth of the blocks and every third between, as llama.cpp
+    chooses for its k-quants. With none, these, and all of them at 8 bits SmolLM2's perplexity rises
+    by 6.1%, 4.3% and 3.8% (channels shuffled, all of Opticks).
     """
     values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}
     activated = {
@@ -103,8 +103,9 @@ PACKED_FORMATS: dict[Quantization, str] = {"int8": "I8", "int4": "Q4_1", "fp8": 
 def loaded_formats(
     header: ModelHeader, dtype: Dtype, quantization: Quantization | None, program: Program
 ) -> Callable[[Weight], str]:
-    """How `WeightReader.load` will have each weight, from headers alone: by GGUF's names, and I8
-    and F8_E4M3 with one scale an output.
+    """Returns each weight's format after `WeightReader.load`, from headers alone.
+
+    Names are GGUF's, and I8 and F8_E4M3 for one scale an output.
     """
     packed = {} if quantization is None else packing_plan(program, quantization)
     wide = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype)
@@ -122,8 +123,8 @@ def loaded_formats(
 
 
 def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
-    """Of how many neighbouring inputs a weight can only be cut as a whole: 1 where it is floats, or
-    has one scale an output.
+    """Returns the number of neighbouring inputs that a cut must keep together: 1 for floats, or for
+    one scale an output.
     """
     sizes = {kind.name: kind.block_size for kind in BLOCK_TYPES.values()}
 
@@ -135,13 +136,13 @@ def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
 
 
 class WeightReader:
-    """Loads each weight of a Program; `load` is what `Backend.prepare` calls.
+    """Reader of a Program's weights; `Backend.prepare` calls `load` for each.
 
-    `dtype`: "auto" keeps the file's precision; "float32" and the like turn every matrix into that
-    (quantised ones are dequantised), vectors keep what the file has, for they cost nothing.
-    `quantization` packs what `packing_plan(program)` names and needs the Program. `importance`: of
-    each input of a matrix, by the weight's name, for packing to 4 bits. A rank's part of a weight
-    is the same bits as in the whole; of plain floats nothing else is read.
+    `dtype` "auto" keeps the file's precision; "float32" and the like convert every matrix
+    (quantised ones are dequantised), while vectors keep the file's precision, as they cost nothing.
+    `quantization` packs the weights of `packing_plan(program)` and needs the Program. `importance`
+    holds a number for each input of a matrix, by the weight's name, for packing to 4 bits. A rank's
+    part of a weight has the same bits as in the whole; of plain floats nothing else is read.
     """
 
     def __init__(
@@ -163,7 +164,9 @@ class WeightReader:
         )
 
     def load(self, weight: Weight) -> StoredWeight:
-        """The weight in its own shape; WeightMismatch says what the checkpoint has instead."""
+        """Returns the weight in its own shape; raises WeightMismatch where the checkpoint has
+        another.
+        """
         with np.errstate(
             invalid="ignore", over="ignore"
         ):  # a damaged file's NaN fails the requests that meet it
@@ -185,7 +188,9 @@ class WeightReader:
         return packed if packed.shape == weight.shape else _inputs(packed, weight)
 
     def _num_read(self, weight: Weight) -> int:
-        """Of the last axis: all inputs of what is packed here, for its scales are made of all."""
+        """Returns the inputs to read of the last axis: all of a weight packed here, whose scales
+        need them.
+        """
         return (
             weight.whole.shape[-1]
             if _cuts_inputs(weight) and weight.whole in self._plan
@@ -193,7 +198,7 @@ class WeightReader:
         )
 
     def _part(self, name: str, weight: Weight) -> StoredWeight:
-        """One source tensor, turned and cut as the weight says."""
+        """Returns one source tensor, transposed and cut as the weight wants it."""
         packed: StoredWeight = self._checkpoint.tensor(name)
         turned = weight.transposed and not self._checkpoint.output_major and len(packed.shape) > 1
         if turned:
@@ -223,7 +228,7 @@ class WeightReader:
 
 
 def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
-    """Weights of one format and shape along a new first axis."""
+    """Stacks weights of one format and shape along a new first axis."""
     first = parts[0]
     if any(_format(part) != _format(first) for part in parts):
         shapes = sorted({str(part.shape) for part in parts})
@@ -240,8 +245,8 @@ def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
 
 
 def _format(part: PackedWeight) -> tuple[object, ...]:
-    """What must be equal for weights to share one PackedWeight (lookups and permutations: the very
-    same array).
+    """Returns the properties that weights must share to be one PackedWeight (of lookups and
+    permutations the very same array).
     """
     return (
         part.shape,
@@ -269,14 +274,14 @@ def _stack_levels(levels: list[Levels | None]) -> Levels | None:
 
 
 def _transposed(packed: StoredWeight, name: str) -> PackedWeight:
-    """`[..., in, out]` floats as `[..., out, in]`, a view."""
+    """Returns `[..., in, out]` floats as `[..., out, in]`, a view."""
     if not packed.is_float:
         raise UnsupportedModel(f"{name}: a quantised matrix kept as [in, out] is not supported")
     return PackedWeight.plain(packed.packed().codes.swapaxes(-1, -2))
 
 
 def _cut(packed: StoredWeight, weight: Weight, rows: tuple[int, ...]) -> StoredWeight:
-    """The weight's own rows of the output axis: a view where they are neighbours."""
+    """Returns the weight's own rows of the output axis; a view where they are neighbours."""
     axis = weight.row_axis if len(packed.shape) > 1 else -1
     num_stacked = len(weight.shape) - len(packed.shape)
     if (
@@ -302,7 +307,7 @@ def _cuts_inputs(weight: Weight) -> bool:
 
 
 def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
-    """A rank's own inputs of the last axis."""
+    """Returns a rank's own inputs of the last axis."""
     assert weight.cut is not None and weight.cut.inputs is not None
     width = weight.cut.shape[-1]
     if packed.shape[-1] != width:

