@@ -9,7 +9,7 @@ process and environment.
 
 An engine is NAME|FORMAT|MODEL|OPTIONS[|PYTHON]; its script is engines/NAME_engine.py. Prints a JSON
 line per result and, last, for each work and engine the median, least and greatest of the rounds,
-with the machine. The machine should do nothing else meanwhile.
+with the machine. Nothing else should run on the machine.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def machine() -> str:
-    """Processor and cores, as the kernel names them."""
+    """Returns processor and cores, as the kernel names them."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [
         line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")

@@ -83,7 +83,7 @@ def over_concurrency(
 
 
 def measure(args: argparse.Namespace, kv: str) -> None:
-    """One round of one type of cache: its lines on stdout."""
+    """Measures one round of one type of cache; prints its lines on stdout."""
     options: dict[str, Any] = {
         "quantization": args.quantization,
         "kv_cache_dtype": kv,
@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace, kv: str) -> None:
 
 
 def run_round(kv: str) -> Iterator[dict[str, Any]]:
-    """The lines of `measure` in a process of its own."""
+    """Returns the lines of `measure`, which runs in a process of its own."""
     command = [sys.executable, __file__, *sys.argv[1:], "--only", kv]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -149,7 +149,7 @@ def compare(args: argparse.Namespace, out: TextIO) -> None:
 
 
 def _machine() -> str:
-    """Processor and cores, as the kernel names them."""
+    """Returns processor and cores, as the kernel names them."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [
         line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")

@@ -1,4 +1,4 @@
-"""What a block of KV costs to write first, to write again and to give back, in each layout
+"""Time to write a block of KV first, to write it again and to give it back, in each layout
 (SmolLM2's shapes: 90 pages of 4 KiB a block).
 
     python benchmarks/kv_pages.py
@@ -21,14 +21,14 @@ from octavo.program.program import CacheGroup
 
 GROUP = CacheGroup("full", "full", 30, 3, 64, 64)
 BLOCKS = 128
-"""Of a request: 2,048 tokens."""
+"""Blocks of a request of 2,048 tokens."""
 REQUESTS = 8
 
 
 def measure(
     kv: KvCache, data: np.ndarray, give_back: Callable[[int, int, int], None] | None
 ) -> dict[str, float]:
-    """Microseconds, the median of the requests."""
+    """Returns microseconds: the median of the requests."""
     first, again, back = [], [], []
     for request in range(REQUESTS):
         begin = request * BLOCKS

@@ -22,8 +22,8 @@ DATA = Path(__file__).parent.parent / "tests" / "data"
 
 
 def perplexity(llm: LLM, window: int, num_windows: int | None) -> float:
-    """exp of the mean negative logprob of each token after a window's first, given those before it
-    in the window.
+    """Returns exp of the mean negative logprob of each token after a window's first, given the
+    tokens before it in the window.
     """
     tokenizer = llm.get_tokenizer()
     token_ids = tokenizer.encode(
@@ -50,8 +50,8 @@ def perplexity(llm: LLM, window: int, num_windows: int | None) -> float:
 def measure(
     num_windows: int | None = None, *, reference: str | None = None, **options: object
 ) -> dict[str, object]:
-    """The figure for one set of engine options, and its rise over fp32's of SmolLM2, or over the
-    same model's in the dtype `reference`.
+    """Measures one set of engine options: perplexity, and its rise over SmolLM2's in fp32 or over
+    the same model's in the dtype `reference`.
     """
     recipe = json.loads((DATA / "opticks.json").read_text())
     if reference is None:

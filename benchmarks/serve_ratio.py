@@ -1,4 +1,4 @@
-"""What HTTP costs: a server's streams beside LLM.generate on the same work, in turns.
+"""The cost of HTTP: a server's streams beside LLM.generate on the same work, in turns.
 
     python benchmarks/serve_ratio.py --rounds 5 --options '{}' --options '{"num_scheduler_steps":
     1}'
@@ -8,7 +8,7 @@ runs in this one. Works are those of engines/work.py: single is one request (new
 batch all at once (prompt and new tokens per second). Prefix caching is off. Prints a JSON line per
 result and, last, for each work and set of options the median, least and greatest ratio of a round,
 with the percentiles of the time between two tokens of a stream. `cpu_us_per_token` is processor
-time for each new token, by process. The machine should do nothing else meanwhile.
+time for each new token, by process. Nothing else should run on the machine.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Work:
     output: int
 
     def rate(self, elapsed_s: float) -> float:
-        """Tokens per second; of a single stream only the new ones count."""
+        """Returns tokens per second; of a single stream only the new ones count."""
         return (
             self.requests * (self.output + (self.prompt if self.name == "batch" else 0)) / elapsed_s
         )
@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Rivals:
-    """The two ways to the same engine."""
+    """A server and an LLM over the same engine."""
 
     options: str
     url: str
@@ -152,7 +152,7 @@ def measure(rivals: list[Rivals], works: list[Work], rounds: int) -> None:
 
 @contextmanager
 def started(model: str, options: str) -> Iterator[Rivals]:
-    """A server and an LLM, warm."""
+    """Starts a server and an LLM, and warms them up."""
     given = {"model": model, **ENGINE_OPTIONS, **json.loads(options)}
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
@@ -167,7 +167,7 @@ def started(model: str, options: str) -> Iterator[Rivals]:
 
 
 def generate(orders: Connection, options: dict[str, Any]) -> None:
-    """In a process of its own: answers each work with the seconds that it took."""
+    """Answers each work with the seconds that it took; runs in a process of its own."""
     with LLM(**options, report=lambda text: None) as llm:
         run(llm, Work("batch", 2, WARM_TOKENS, WARM_TOKENS))
         orders.send(None)
@@ -190,7 +190,7 @@ def asks_of(work: Work) -> list[Any]:
 
 
 def gaps_of(outcomes: list[Outcome]) -> list[float]:
-    """Seconds between two tokens of a stream, of all streams."""
+    """Returns the seconds between two tokens of a stream, of all streams."""
     return [
         later - earlier
         for outcome in outcomes
@@ -200,8 +200,8 @@ def gaps_of(outcomes: list[Outcome]) -> list[float]:
 
 
 def processor_times() -> dict[str, float]:
-    """Seconds of this process ("client") and of the servers that it started, by name; without /proc
-    of this one alone.
+    """Returns processor seconds of this process ("client") and, where /proc exists, of its servers,
+    by name.
     """
     times = {"client": time.process_time()}
     ours = {os.getpid()}

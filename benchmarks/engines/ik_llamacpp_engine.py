@@ -62,8 +62,8 @@ class Engine:
         return len(drawn) * num_output
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """rows: (token, position, sequence, whether one is drawn after it) -> the tokens drawn,
-        greedily.
+        """Computes rows of (token, position, sequence, whether to draw after it); returns the
+        greedy tokens drawn.
         """
         batch = self.batch
         batch.n_tokens = len(rows)

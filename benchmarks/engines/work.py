@@ -17,8 +17,8 @@ Run = Callable[[list[list[int]], int], int]
 
 
 def arguments() -> tuple[str, int, int, int, str]:
-    """(model, requests, prompt tokens, output tokens, options as the engine's script reads them)
-    from the command line.
+    """Returns (model, requests, prompt tokens, output tokens, options as text) from the command
+    line.
     """
     model, requests, prompt, output, options = sys.argv[1:6]
     return model, int(requests), int(prompt), int(output), options
