@@ -11,22 +11,24 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.core import CoreOutputs
+from octavo.engine.front.arguments import Messages, Prompt, text_of
 from octavo.engine.front.front import Front
-from octavo.engine.front.input_processor import Messages, Origin, Prompt
+from octavo.engine.front.input_processor import Origin
 from octavo.engine.front.queue_limit import QueueLimit, Size
 from octavo.engine.front.request_stream import RequestStream
 from octavo.engine.stats import EngineStats
-from octavo.errors import EngineDead
+from octavo.errors import EngineDead, InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.ports import Tokenizer
 from octavo.progress import Report, quiet
 from octavo.sampling_params import SamplingParams
+from octavo.text.unicode import is_long
 from octavo.wiring.engine import build_in_process, build_with_process
 
 
@@ -44,7 +46,9 @@ class AsyncLLM:
         self._request_ids = itertools.count()
         self._queue = QueueLimit(front.config.scheduler)
         self._dead: EngineDead | None = None
-        self._closing = False
+        """Error that ended the engine, once it has ended; set by any thread."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Event loop in which all streams are read; None before the first request."""
         self._reader: threading.Thread | None = None
 
     @staticmethod
@@ -74,15 +78,17 @@ class AsyncLLM:
 
     def start(self) -> None:
         """Listens to the core from now on, in this event loop, so that its death is known even
-        while no request runs.
+        while no request runs. InvalidRequest where another loop, still open, does.
         """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise InvalidRequest(
+                    "this AsyncLLM is used by another event loop", hint="give each loop its own"
+                )
+            self._loop = loop
         if self._reader is None:
-            self._reader = threading.Thread(
-                target=self._read,
-                args=(asyncio.get_running_loop(),),
-                name="octavo-reader",
-                daemon=True,
-            )
+            self._reader = threading.Thread(target=self._read, name="octavo-reader", daemon=True)
             self._reader.start()
 
     def submit(
@@ -98,7 +104,8 @@ class AsyncLLM:
         """Starts a request; a user's fault is raised here, before anything runs, and Overloaded
         where too many wait already.
 
-        With `deltas` each output holds what is new since the one before, else all so far.
+        With `deltas` each output holds what is new since the one before, else all so far. A long
+        text holds up the event loop while it is tokenized: `tokenize` it first.
         """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -126,12 +133,23 @@ class AsyncLLM:
         """Yields a request's outputs as they grow; closing the generator or cancelling its task
         aborts the request.
         """
+        prompt = await self.tokenize(prompt)
         stream = self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
         try:
             async for output in stream:
                 yield output
         finally:
             await stream.aclose()
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
+        """Returns a prompt for `submit`: a long text is tokenized in a thread while the event loop
+        goes on. Raises ContextTooLong where it cannot fit.
+        """
+        if add_special_tokens and not is_long(text_of(prompt)):
+            return prompt
+        return await asyncio.to_thread(
+            self._front.tokenize, prompt, add_special_tokens=add_special_tokens
+        )
 
     def chat_prompt(
         self,
@@ -182,53 +200,64 @@ class AsyncLLM:
         (None: for good, 0: no longer); returns how many tokens these blocks hold.
         """
         params = self._front.pin_params(ttl_s)
-        computed = await self.submit(prompt, params).final()
+        computed = await self.submit(await self.tokenize(prompt), params).final()
         return await asyncio.to_thread(self._front.pin, computed, prompt, ttl_s)
 
     def close(self) -> None:
-        """Ends the core; streams that still run get EngineDead."""
-        self._closing = True
+        """Ends the core; streams that still run get EngineDead at once. Any thread may call it."""
+        self._end(EngineDead("the engine was closed"))
         self._front.close()
         if self._reader is not None:
             self._reader.join()
-        self._die(EngineDead("the engine was closed"))
 
     # -- from the core -----------------------------------------------------------------------------
 
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self) -> None:
         """Hands each step's outputs to the event loop; runs in a thread until the engine ends."""
 
         def hand_over(step: CoreOutputs) -> bool:
-            loop.call_soon_threadsafe(self._take, step)
+            self._call(self._take, step)
             return True
 
-        while not self._closing:
+        while self._dead is None:
             try:
                 step = self._front.client.receive(take_early=hand_over)
+            except EngineDead as error:
+                self._end(error)
+            except Exception as error:
+                self._end(EngineDead(f"the engine has failed: {type(error).__name__}: {error}"))
+            else:
                 if step is not None:
                     hand_over(step)
-            except Exception as error:
-                dead = (
-                    error
-                    if isinstance(error, EngineDead)
-                    else EngineDead(f"the engine has failed: {type(error).__name__}: {error}")
-                )
-                with contextlib.suppress(RuntimeError):  # the loop may have been closed
-                    loop.call_soon_threadsafe(self._die, dead)
-                return
+
+    def _end(self, error: EngineDead) -> None:
+        """Refuses new requests and ends the streams; called in any thread."""
+        self._dead = self._dead or error
+        self._call(self._end_streams)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function in the event loop's thread, after those handed over before it; what is
+        left over when the loop has ended has no reader.
+        """
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(function, *arguments)
 
     def _take(self, step: CoreOutputs) -> None:
         """Wakes the streams of the requests to which a step gave something."""
         self._queue.take(step.stats, time.monotonic())
         for request_id in self._front.take(step):
-            self._streams[request_id].wake()
-            if self._front.is_finished(request_id):
-                del self._streams[request_id]
+            # Streams that were ended with the engine may still get what was on its way.
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.wake()
+                if self._front.is_finished(request_id):
+                    del self._streams[request_id]
 
-    def _die(self, error: EngineDead) -> None:
-        self._dead = self._dead or error
+    def _end_streams(self) -> None:
+        """Wakes every stream with the error that ended the engine."""
         for stream in self._streams.values():
-            stream.wake(error)
+            stream.wake(self._dead)
         self._streams.clear()
 
     # -- from the streams --------------------------------------------------------------------------
@@ -240,7 +269,7 @@ class AsyncLLM:
 
     def _check_alive(self) -> None:
         if self._dead is not None:
-            raise self._dead
+            raise EngineDead(self._dead.message, hint=self._dead.hint)
 
     def _check_queue(self, more: Size) -> None:
         self._queue.check(more, num_unfinished=self.num_unfinished, now=time.monotonic())

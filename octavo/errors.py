@@ -24,6 +24,8 @@ A message says what was wrong, what was got and what is allowed; `hint` says wha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class OctavoError(Exception):
     """Base of all. `str(error)` is the message and, on a line of its own, the hint."""
@@ -44,6 +46,30 @@ def _rebuild(kind: type[OctavoError], message: str, state: dict[str, object]) ->
     error = kind(message)
     error.__dict__.update(state)
     return error
+
+
+MAX_SHOWN = 200
+"""Characters of a value that a message shows."""
+
+
+def shown(value: object) -> str:
+    """Returns a value as messages show it: its repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python spells no integer of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a hint that names what an unknown name may have been meant for, or all that is
+    known.
+    """
+    import difflib  # takes 5 ms to import, and most programs make no mistake
+
+    names = list(known)
+    close = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {close[0]}?" if close else "allowed are " + ", ".join(names)
 
 
 def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None:

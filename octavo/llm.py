@@ -1,30 +1,40 @@
 """LLM: an engine in the caller's own process, for batches of prompts.
 
-The core is stepped by the caller while it waits for its outputs. All that LLM shares with AsyncLLM
-is its `Front`'s.
+The core is stepped by a caller that waits for its outputs. Several threads may call: their requests
+run together, one of them steps the core for all, and each gets its own outputs. All that LLM shares
+with AsyncLLM is its `Front`'s.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.core import CoreOutputs
-from octavo.engine.front.input_processor import FrontRequest, Messages, Origin, Prompt, prompt_list
+from octavo.engine.front.arguments import (
+    Messages,
+    Prompt,
+    conversation_list,
+    params_for_each,
+    priority_for_each,
+    prompt_list,
+)
+from octavo.engine.front.input_processor import FrontRequest, Origin
 from octavo.engine.stats import EngineStats
-from octavo.errors import EngineDead, InvalidRequest
+from octavo.errors import EngineDead, InvalidRequest, shown
 from octavo.outputs import Profile, RequestOutput
 from octavo.ports import Profiler, Tokenizer
 from octavo.progress import Bar, Report, to_stderr
-from octavo.sampling_params import BeamSearchParams, SamplingParams, params_for_each
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.wiring.engine import build_in_process
 
 
 class LLM:
-    """An engine in this process, for batches of prompts.
+    """An engine in this process, for batches of prompts; any thread may call it at any time.
 
     `LLM(model="smollm2").generate("Hello")`. Options are the fields of `octavo.config`; an unknown
     one is refused by name.
@@ -33,7 +43,7 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, report: Report = to_stderr, **options: Any
     ) -> None:
-        """`report` is told what is being done while the model loads."""
+        """Loads a model; `report` is told what is being done."""
         given = options if model is None else {"model": model, **options}
         self._front = build_in_process(EngineConfig.from_options(**given), report)
         self._request_ids = itertools.count()
@@ -41,6 +51,11 @@ class LLM:
         """Ids of requests with something new that their reader has not seen; several streams may be
         read in turns.
         """
+        self._turn = threading.Condition(threading.Lock())
+        """Guards the front and what is below; its waiters are told of every step."""
+        self._is_stepping = False
+        """Whether some thread steps the core, without the lock."""
+        self._is_closed = False
 
     @property
     def config(self) -> EngineConfig:
@@ -59,11 +74,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: int | Iterable[int] = 0,
     ) -> list[RequestOutput]:
         """Computes the prompts together and returns their final outputs, in the prompts' order.
 
@@ -80,29 +95,36 @@ class LLM:
         return [done[request.request_id] for request in requests]
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **options: Any
+        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, **options: Any
     ) -> list[RequestOutput]:
         """Searches for the most likely sequences after each prompt; returns them best first, with
         their scores. `options` are those of `generate`.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(
+                f"params: got {shown(params)}, allowed is BeamSearchParams",
+                hint="SamplingParams with a beam_width are for generate",
+            )
         return self.generate(prompts, params.sampling_params(), **options)
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Messages | Iterable[Messages],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        options: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
-        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversation_list(messages)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(
@@ -170,8 +192,11 @@ class LLM:
         return self._front.profiler
 
     def close(self) -> None:
-        """Gives back threads and memory; the engine is of no use afterwards."""
+        """Gives back threads and memory; calls that wait in other threads get EngineDead."""
+        self._is_closed = True
         self._front.close()
+        with self._turn:
+            self._turn.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -181,56 +206,74 @@ class LLM:
 
     def _requests(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int] = 0,
+        prompts: list[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        priority: int | Iterable[int] = 0,
     ) -> list[FrontRequest]:
-        each = params_for_each(
+        """Checks and tokenizes all prompts of one call."""
+        of_each = params_for_each(
             self.get_default_sampling_params() if params is None else params, len(prompts)
         )
-        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
-        if len(priorities) != len(prompts):
-            raise InvalidRequest(
-                f"priority: got {len(priorities)}, allowed is one, or one for each of the"
-                f" {len(prompts)} prompts"
-            )
-        asked = zip(prompts, each, map(Origin, priorities), strict=True)
-        return [self._front.prepare(str(next(self._request_ids)), *one) for one in asked]
+        origins = map(Origin, priority_for_each(priority, len(prompts)))
+        return [
+            self._front.prepare(str(next(self._request_ids)), *one)
+            for one in zip(prompts, of_each, origins, strict=True)
+        ]
 
     def _run(self, requests: list[FrontRequest], *, streaming: bool) -> Iterator[RequestOutput]:
         """Yields outputs as they change (`streaming`) or as they finish; leaving it early aborts
         what still runs.
         """
-        front = self._front
         unfinished = {request.request_id for request in requests}
         try:
-            for request in requests:
-                front.submit(request)
+            with self._turn:
+                for request in requests:
+                    self._front.submit(request)
             while unfinished:
-                changed = self._changed & unfinished
-                if not changed:
-                    self._step(at_once=streaming)
-                for request_id in changed:
-                    self._changed.discard(request_id)
-                    if streaming or front.is_finished(request_id):
-                        output = front.output(request_id)
-                        if output.finished:
-                            unfinished.discard(request_id)
-                        yield output
+                for output in self._next_outputs(unfinished, streaming=streaming):
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
         finally:
-            for request_id in unfinished:
-                front.drop(request_id)
-                self._changed.discard(request_id)
+            with self._turn:
+                for request_id in unfinished:
+                    self._front.drop(request_id)
+                    self._changed.discard(request_id)
+
+    def _next_outputs(self, request_ids: set[str], *, streaming: bool) -> list[RequestOutput]:
+        """Waits until one of the requests has something new; returns the outputs that are wanted of
+        it, which may be none.
+        """
+        with self._turn:
+            while not (changed := self._changed & request_ids):
+                if self._is_closed:
+                    raise EngineDead("the engine was closed")
+                if self._is_stepping:
+                    self._turn.wait()
+                else:
+                    self._step(at_once=streaming)
+            self._changed -= changed
+            wanted = [name for name in changed if streaming or self._front.is_finished(name)]
+            return [self._front.output(name) for name in wanted]
 
     def _step(self, *, at_once: bool) -> None:
-        """Steps the core once, for all requests that run; with `at_once` the step ends with the
-        first token of each.
+        """Steps the core once, for the requests of all threads; with `at_once` the step ends with
+        the first token of each. The caller's lock is given up for that time.
         """
-        step = self._front.client.receive(take_early=None if at_once else self._take)
-        if step is None:
-            raise EngineDead("the engine was closed")
-        self._take(step)
+        self._is_stepping = True
+        self._turn.release()
+        try:
+            step = self._front.client.receive(take_early=None if at_once else self._take_early)
+        finally:
+            self._turn.acquire()
+            self._is_stepping = False
+            self._turn.notify_all()
+        if step is not None:
+            self._changed.update(self._front.take(step))
 
-    def _take(self, step: CoreOutputs) -> bool:
-        self._changed.update(self._front.take(step))
+    def _take_early(self, step: CoreOutputs) -> bool:
+        """Takes in what a step yields before its end."""
+        with self._turn:
+            self._changed.update(self._front.take(step))
+            self._turn.notify_all()
         return True

@@ -213,8 +213,15 @@ class Tokenizer(Protocol):
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False
     ) -> list[int]:
-        """Ids of a text. Where `allow_special_text` is False, text that spells a special token
-        stays text.
+        """Returns the ids of a text. Where `allow_special_text` is False, text that spells a
+        special token stays text. Threads may encode at the same time; a long text does not keep
+        others from running.
+        """
+        ...
+
+    def fewest_tokens(self, text: str) -> int:
+        """Returns a number of tokens that the text has at least, found without tokenizing it; 0
+        where none is known.
         """
         ...
 
@@ -234,8 +241,11 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """Ids of a conversation; special-token text inside a message stays text."""
+        """Returns the ids of a conversation; special-token text inside a message stays text.
+        `check` is called with the rendered text before it is tokenized, to refuse it.
+        """
         ...
 
 

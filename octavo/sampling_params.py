@@ -1,25 +1,79 @@
 """SamplingParams: how the next token is chosen and when a request ends. Names, defaults and ranges
 are vLLM's.
+
+Everything is checked when the params are made, against what the engine's arrays can hold; limits
+that depend on the model are checked when a request is admitted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import msgspec
 
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, did_you_mean, shown
+
+INT32_MAX = (1 << 31) - 1
+"""Highest count or token id: the arrays of a step hold 32-bit integers."""
 
 GREEDY_EPS = 1e-5
-MIN_TEMPERATURE = 0.01
 MAX_N = 16384
 MAX_BEAMS = 1024
+MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
-"""Either way: a length to a higher power is beyond what a float holds, or 0."""
+"""Bound on length_penalty either way: a length to a higher power overflows a float, or is 0."""
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Least and greatest number above 0 that 32-bit floats hold at full precision."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+
+@dataclass(frozen=True, slots=True)
+class WholeRange:
+    """Numbers that an integer field may hold, and the words that say so."""
+
+    low: int
+    high: int
+    words: str
+    optional: bool = False
+    """Whether None is allowed too."""
+
+
+def _range(low: int, high: int, words: str = "{}", *, optional: bool = False) -> WholeRange:
+    return WholeRange(low, high, words.format(f"a whole number from {low} to {high}"), optional)
+
+
+WHOLE_NUMBERS = {
+    "beam_width": _range(1, MAX_BEAMS, "None, or {}", optional=True),
+    "n": _range(1, MAX_N),
+    "top_k": _range(0, INT32_MAX, "0 or -1 (off), or a whole number from 1 to 2147483647"),
+    "seed": WholeRange(
+        -(1 << 63), (1 << 63) - 1, "a signed 64-bit whole number or None", optional=True
+    ),
+    "max_tokens": _range(1, INT32_MAX, "{}, or None (until the context ends)", optional=True),
+    "min_tokens": _range(0, INT32_MAX),
+    "logprobs": _range(
+        -1, INT32_MAX, "None, -1 (the whole vocabulary), or a whole number from 0 up", optional=True
+    ),
+    "prompt_logprobs": _range(
+        -1, INT32_MAX, "None, -1 (the whole vocabulary), or a whole number from 0 up", optional=True
+    ),
+    "prompt_logprob_start": _range(0, INT32_MAX, "None, or {}", optional=True),
+}
+"""Integer fields and their bounds; best_of has its own, which depends on n."""
+
+FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
     "top_k": (0,),
@@ -31,24 +85,35 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None,),
 }
-"""What a beam search can take."""
-
-FLAGS = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-)
-LISTS = {
-    "stop_token_ids": "a list of token ids",
-    "allowed_token_ids": "a list of token ids",
-    "bad_words": "a list of texts",
-}
+"""Values that a beam search takes for the fields that would change the model's own logprobs."""
 
 
-class SamplingParams(msgspec.Struct, kw_only=True):
-    """Validated when made; limits that depend on the model are checked when a request is admitted.
+class CheckedCall(msgspec.StructMeta):
+    """Makes a struct's unknown, missing and positional arguments our errors, not Python's."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        known: tuple[str, ...] = cls.__struct_fields__
+        if args:
+            raise InvalidRequest(
+                f"{cls.__name__}: got {shown(args[0])} without a name, fields are given by name",
+                hint=f"for example {cls.__name__}({known[0]}=...)",
+            )
+        for name in fields:
+            if name not in known:
+                raise InvalidRequest(
+                    f"{cls.__name__}: unknown field {name!r}",
+                    hint=did_you_mean(name, known),
+                    param=name,
+                )
+        num_required = len(known) - len(cls.__struct_defaults__)
+        for name in known[:num_required]:
+            if name not in fields:
+                raise InvalidRequest(f"{cls.__name__}: {name} is needed", param=name)
+        return super().__call__(**fields)
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
+    """One request's way of choosing tokens and of ending; checked when made.
 
     `temperature` below 1e-5 is greedy. `top_k` 0 or -1 is off. `logprobs` -1 means the whole
     vocabulary. `max_tokens` None means until the context ends. The order of filters: bias, bans and
@@ -57,8 +122,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     n: int = 1
     best_of: int | None = None
-    """So many samples are made, and the n of them returned that have the highest cumulative
-    logprob, best first; None: n.
+    """Number of samples made, of which the n with the highest cumulative logprob are returned, best
+    first; None: n.
     """
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -76,7 +141,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprob_start: int | None = None
-    """Only of the prompt's tokens from this index on, so that what comes before may be found in the
+    """Index of the first prompt token that gets a logprob; tokens before it may be found in the
     prefix cache.
     """
     detokenize: bool = True
@@ -87,224 +152,135 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     beam_width: int | None = None
-    """Beam search with so many beams, of which the n best are returned; None: no search."""
+    """Number of beams of a beam search, of which the n best are returned; None: no search."""
     length_penalty: float = 1.0
-    """Of a beam search: its scores are cumulative logprobs over the length to this power."""
+    """Power of the length by which a beam search divides cumulative logprobs to get its scores."""
     early_stopping: bool | Literal["never"] = False
-    """Of a beam search: whether it ends with beam_width finished sequences (True), when no better
-    one is likely (False), or possible.
+    """Condition that ends a beam search: beam_width finished sequences (True), no better one is
+    likely (False), or none is possible ("never").
     """
     bad_words_token_ids: list[list[int]] | None = None
-    """Filled by the input processor from `bad_words`."""
+    """Token ids of `bad_words`, filled in by the input processor."""
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._normalize()
-        self._check_ranges()
-        self._check_lists()
+        self._check_flags()
+        self._check_whole_numbers()
+        self._check_numbers()
+        self._check_texts()
+        self._check_token_ids()
         if self.beam_width is not None:
-            self._make_search()
+            self._make_search(self.beam_width)
         elif self.is_greedy:
             self._make_greedy()
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_EPS
 
     @property
     def num_samples(self) -> int:
-        """That are made, each a request of the core; a beam search is one."""
+        """Number of samples made, each a request of the core; a beam search is one."""
         if self.beam_width is not None:
             return 1
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """More samples are made than returned: which ones is known when all have ended."""
+        """Whether more samples are made than returned: which ones is known when all have ended."""
         return self.num_samples > self.n
 
     @property
     def first_prompt_logprob(self) -> int:
-        """Index of the first prompt token that may have one: nothing precedes token 0."""
+        """Index of the first prompt token that may have a logprob: nothing precedes token 0."""
         return max(1, self.prompt_logprob_start or 0)
 
     @property
     def stop_strings(self) -> list[str]:
+        """Texts that end the request."""
         return self.stop if isinstance(self.stop, list) else []
 
-    def _check_types(self) -> None:
+    def _check_flags(self) -> None:
         for name in FLAGS:
-            _check(
-                name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False"
-            )
-        for name, allowed in LISTS.items():
             value = getattr(self, name)
-            _check(name, value, value is None or isinstance(value, list | tuple), allowed)
-        _check(
-            "stop",
-            self.stop,
-            self.stop is None or isinstance(self.stop, str | list | tuple),
-            "one text or a list of texts",
-        )
-        _check(
-            "logit_bias",
-            self.logit_bias,
-            self.logit_bias is None or isinstance(self.logit_bias, dict),
-            "numbers by token id",
-        )
+            _check(name, value, isinstance(value, bool), "True or False")
 
-    def _normalize(self) -> None:
-        if self.stop is not None:
-            self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
-        if self.seed == -1:
-            self.seed = None
-        if self.top_k == -1:
-            self.top_k = 0
-        if self.logprobs is True:
-            self.logprobs = 1
-        if self.prompt_logprobs is True:
-            self.prompt_logprobs = 1
-        if self.stop_token_ids is not None:
-            self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
-        if self.logit_bias is not None:
-            self.logit_bias = {
-                _token_id(key): _bias(key, value) for key, value in self.logit_bias.items()
-            }
-
-    def _check_ranges(self) -> None:
-        _check(
-            "n",
-            self.n,
-            _is_int(self.n) and 1 <= self.n <= MAX_N,
-            f"a whole number from 1 to {MAX_N}",
-        )
-        best_ok = self.best_of is None or (
-            _is_int(self.best_of) and self.n <= self.best_of <= MAX_N
-        )
-        _check(
-            "best_of",
-            self.best_of,
-            best_ok,
-            f"None, or a whole number from n ({self.n}) to {MAX_N}",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(name, value, _is_number(value) and -2 <= value <= 2, "a number from -2 to 2")
-        value = self.repetition_penalty
-        _check("repetition_penalty", value, _is_number(value) and value > 0, "a number above 0")
-        value = self.temperature
-        _check(
-            "temperature",
-            value,
-            _is_number(value) and 0 <= value <= 2,
-            "a number from 0 to 2",
-            hint="0 is greedy",
-        )
-        _check(
-            "top_p",
-            self.top_p,
-            _is_number(self.top_p) and 0 < self.top_p <= 1,
-            "a number above 0 and at most 1",
-        )
-        _check(
-            "top_k",
-            self.top_k,
-            _is_int(self.top_k) and self.top_k >= 0,
-            "0 or -1 (off), or a whole number from 1 up",
-        )
-        _check(
-            "min_p",
-            self.min_p,
-            _is_number(self.min_p) and 0 <= self.min_p <= 1,
-            "a number from 0 to 1",
-        )
-        seed_ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
-        _check("seed", self.seed, seed_ok, "a signed 64-bit whole number or None")
-        max_ok = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
-        _check(
-            "max_tokens",
-            self.max_tokens,
-            max_ok,
-            "a whole number from 1 up, or None (until the context ends)",
-        )
+    def _check_whole_numbers(self) -> None:
+        # Other APIs' spellings of "off" and "one".
+        self.seed = None if _is(self.seed, -1) else self.seed
+        self.top_k = 0 if _is(self.top_k, -1) else self.top_k
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
+        self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
+        for name, allowed in WHOLE_NUMBERS.items():
+            setattr(self, name, _whole_in(name, getattr(self, name), allowed))
+        words = f"None, or a whole number from n ({self.n}) to {MAX_N}"
+        of_n = WholeRange(self.n, MAX_N, words, optional=True)
+        self.best_of = _whole_in("best_of", self.best_of, of_n)
         ceiling = math.inf if self.max_tokens is None else self.max_tokens
         _check(
             "min_tokens",
             self.min_tokens,
-            _is_int(self.min_tokens) and 0 <= self.min_tokens <= ceiling,
+            self.min_tokens <= ceiling,
             f"a whole number from 0 to max_tokens ({self.max_tokens})",
         )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _check(
-                name,
-                value,
-                value is None or (_is_int(value) and value >= -1),
-                "None, -1 (the whole vocabulary), or a whole number from 0 up",
-            )
-
-        value = self.prompt_logprob_start
-        _check(
-            "prompt_logprob_start",
-            value,
-            value is None or (_is_int(value) and value >= 0),
-            "None or a whole number from 0 up",
-        )
-        if value is not None and self.prompt_logprobs is None:
+        if self.prompt_logprob_start is not None and self.prompt_logprobs is None:
             raise InvalidRequest(
                 "prompt_logprob_start: allowed only with prompt_logprobs",
                 param="prompt_logprob_start",
             )
 
-    def _check_lists(self) -> None:
-        for text in self.stop_strings:
-            _check(
-                "stop",
-                text,
-                isinstance(text, str) and text != "",
-                "one text or a list of texts, none of them empty",
-            )
+    def _check_numbers(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            number = _number(value)
+            _check(name, value, -2 <= number <= 2, "a number from -2 to 2")
+            setattr(self, name, number)
+        value, number = self.repetition_penalty, _number(self.repetition_penalty)
+        fits = FLOAT32_MIN <= number <= FLOAT32_MAX
+        _check("repetition_penalty", value, fits, "a number above 0 (a 32-bit float)")
+        self.repetition_penalty = number
+        value, number = self.temperature, _number(self.temperature)
+        _check("temperature", value, 0 <= number <= 2, "a number from 0 to 2", hint="0 is greedy")
+        self.temperature = number
+        value, number = self.top_p, _number(self.top_p)
+        _check("top_p", value, 0 < number <= 1, "a number above 0 and at most 1")
+        self.top_p = number
+        value, number = self.min_p, _number(self.min_p)
+        _check("min_p", value, 0 <= number <= 1, "a number from 0 to 1")
+        self.min_p = number
+
+    def _check_texts(self) -> None:
+        if self.stop is not None:
+            self.stop = _texts("stop", self.stop, "one text or a list of texts", lone=True)
+        if self.bad_words is not None:
+            self.bad_words = _texts("bad_words", self.bad_words, "a list of texts")
         if self.stop_strings and not self.detokenize:
             raise InvalidRequest(
                 "stop: stop texts need the text, and detokenize is False",
                 param="stop",
                 hint="use stop_token_ids",
             )
-        for token in self.stop_token_ids or []:
-            _check("stop_token_ids", token, _is_int(token) and token >= 0, "token ids")
-        if self.allowed_token_ids is not None:
-            ids = self.allowed_token_ids
-            _check(
-                "allowed_token_ids",
-                ids,
-                len(ids) > 0 and all(_is_int(i) and i >= 0 for i in ids),
-                "a list of at least one token id",
-            )
-        for word in self.bad_words or []:
-            _check(
-                "bad_words",
-                word,
-                isinstance(word, str) and word.strip() != "",
-                "texts, none of them empty",
-            )
 
-    def _make_search(self) -> None:
-        """It draws nothing, and looks at the model's own logprobs: what would change them is
-        refused.
+    def _check_token_ids(self) -> None:
+        if self.stop_token_ids is not None:
+            ids = _token_ids("stop_token_ids", self.stop_token_ids)
+            self.stop_token_ids = list(dict.fromkeys(ids))
+        if self.allowed_token_ids is not None:
+            ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            _check("allowed_token_ids", ids, len(ids) > 0, "a list of at least one token id")
+            self.allowed_token_ids = ids
+        if self.logit_bias is not None:
+            given: object = self.logit_bias
+            _check("logit_bias", given, isinstance(given, Mapping), "numbers by token id")
+            self.logit_bias = {
+                _bias_token(key): _bias(key, value) for key, value in self.logit_bias.items()
+            }
+
+    def _make_search(self, width: int) -> None:
+        """Refuses what a beam search cannot honour: it draws nothing, and looks at the model's own
+        logprobs.
         """
-        width = self.beam_width
-        _check(
-            "beam_width",
-            width,
-            _is_int(width) and 1 <= (width or 0) <= MAX_BEAMS,
-            f"None, or a whole number from 1 to {MAX_BEAMS}",
-        )
-        _check(
-            "n",
-            self.n,
-            self.n <= (width or 0),
-            f"at most the beam_width ({width}) in a beam search",
-        )
+        _check("n", self.n, self.n <= width, f"at most the beam_width ({width}) in a beam search")
         _check(
             "best_of",
             self.best_of,
@@ -312,20 +288,21 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             f"n ({self.n}) in a beam search",
             hint="beam_width says how many are tried",
         )
-        penalty, most = self.length_penalty, MAX_LENGTH_PENALTY
+        penalty, most = _number(self.length_penalty), MAX_LENGTH_PENALTY
         _check(
             "length_penalty",
-            penalty,
-            _is_number(penalty) and abs(penalty) <= most,
+            self.length_penalty,
+            abs(penalty) <= most,
             f"a number from {-most:g} to {most:g}",
         )
+        self.length_penalty = penalty
         _check(
             "early_stopping",
             self.early_stopping,
             self.early_stopping in (True, False, "never"),
             "True, False or 'never'",
         )
-        for name, neutral in NEUTRAL.items():
+        for name, neutral in SEARCH_VALUES.items():
             value = getattr(self, name)
             _check(name, value, value in neutral, f"{neutral[0]!r} in a beam search")
         self.temperature = 0.0
@@ -342,15 +319,15 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True):
-    """A beam search: what `LLM.beam_search` takes. All other ways of asking have the same fields in
-    SamplingParams.
+class BeamSearchParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
+    """A beam search, as `LLM.beam_search` takes it; checked when made. Everywhere else the same
+    fields of SamplingParams ask for one.
     """
 
     beam_width: int
     max_tokens: int | None
     n: int | None = None
-    """How many of the best sequences are returned; None: beam_width."""
+    """Number of the best sequences that are returned; None: beam_width."""
     ignore_eos: bool = False
     temperature: float = 0.0
     """A search draws nothing; allowed are 0 and 1, which mean the same."""
@@ -363,47 +340,108 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
+    def __post_init__(self) -> None:
+        if self.beam_width is None:  # SamplingParams would take it for "no search"
+            _check("beam_width", None, False, f"a whole number from 1 to {MAX_BEAMS}")
+        self.sampling_params()
+
     def sampling_params(self) -> SamplingParams:
+        """Returns the SamplingParams that ask for this search."""
         fields = msgspec.structs.asdict(self)
         return SamplingParams(**fields | {"n": self.beam_width if self.n is None else self.n})
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _token_id(key: object) -> int:
+def whole_number(value: object) -> int | None:
+    """Returns a whole number as an int, NumPy's too; None for a bool and everything else."""
+    if isinstance(value, bool):
+        return None
     try:
-        return int(str(key))
-    except (TypeError, ValueError):
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _whole_in(name: str, value: object, allowed: WholeRange) -> Any:
+    """Returns the value as an int within its range, or None where that is allowed."""
+    if value is None and allowed.optional:
+        return None
+    number = whole_number(value)
+    fits = number is not None and allowed.low <= number <= allowed.high
+    _check(name, value, fits, allowed.words)
+    return number
+
+
+def _is(value: object, number: int) -> bool:
+    return whole_number(value) == number
+
+
+def _number(value: object) -> float:
+    """Returns a finite number as a float, NumPy's too; NaN, which is in no range, for anything
+    else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _texts(name: str, value: object, allowed: str, *, lone: bool = False) -> list[str]:
+    """Returns a list of texts, none of them blank; with `lone` a single text is one of these."""
+    texts = [value] if lone and isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise InvalidRequest(f"{name}: got {shown(value)}, allowed is {allowed}", param=name)
+    for text in texts:
+        is_there = isinstance(text, str) and (text != "" if lone else text.strip() != "")
+        _check(name, text, is_there, f"{allowed}, none of them empty")
+    return list(texts)
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    """Returns token ids as a list of ints; arrays are taken as lists are."""
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    _check(name, value, isinstance(ids, list | tuple), "a list of token ids")
+    return [_token_id(name, token) for token in ids]
+
+
+def _token_id(name: str, token: object) -> int:
+    number = whole_number(token)
+    if number is None or not 0 <= number <= INT32_MAX:
         raise InvalidRequest(
-            f"logit_bias: got the key {key!r}, allowed are token ids", param="logit_bias"
-        ) from None
+            f"{name}: got {shown(token)}, allowed are token ids (from 0 to {INT32_MAX})",
+            param=name,
+        )
+    return number
 
 
-def _bias(key: object, value: float) -> float:
-    _check("logit_bias", value, _is_number(value), f"a number for token id {key}")
-    return min(100.0, max(-100.0, float(value)))
+def _bias_token(key: object) -> int:
+    """Returns a token id that is the key of a bias; JSON has them as texts."""
+    try:
+        number = int(key) if isinstance(key, str) else whole_number(key)
+    except ValueError:
+        number = None
+    if number is None or not 0 <= number <= INT32_MAX:
+        raise InvalidRequest(
+            f"logit_bias: got the key {shown(key)}, allowed are token ids", param="logit_bias"
+        )
+    return number
+
+
+def _bias(key: object, value: object) -> float:
+    number = _number(value)
+    _check(
+        "logit_bias",
+        value,
+        abs(number) <= MAX_BIAS,
+        f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g} for token id {key}",
+    )
+    return number
 
 
 def _check(name: str, value: object, ok: bool, allowed: str, hint: str | None = None) -> None:
     if not ok:
-        raise InvalidRequest(f"{name}: got {value!r}, allowed is {allowed}", param=name, hint=hint)
-
-
-def params_for_each(
-    params: SamplingParams | Sequence[SamplingParams], count: int
-) -> list[SamplingParams]:
-    """One for all, or one for each of `count` prompts."""
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
         raise InvalidRequest(
-            f"sampling_params: got {len(params)}, allowed is one, or one for each of the {count}"
-            " prompts"
+            f"{name}: got {shown(value)}, allowed is {allowed}", param=name, hint=hint
         )
-    return list(params)

@@ -7,12 +7,11 @@ the same. What depends on the model or the machine (None here) is derived in `co
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.config.sizes import parse_bytes, parse_count
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, did_you_mean
 
 DEFAULT_MODEL = "smollm2"
 MAX_COUNT = (1 << 31) - 1
@@ -342,9 +341,7 @@ def _default(section: Field[Any]) -> Any:
 
 
 def _unknown(name: str, known: list[str]) -> ConfigError:
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]}?" if close else "allowed are " + ", ".join(known)
-    return ConfigError(f"unknown option {name!r}", hint=hint)
+    return ConfigError(f"unknown option {name!r}", hint=did_you_mean(name, known))
 
 
 def convert(spec: OptionField, value: Any) -> Any:

@@ -10,17 +10,14 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from octavo.async_llm import AsyncLLM
+from octavo.engine.front.arguments import Prompt as EnginePrompt
 from octavo.engine.front.input_processor import ANYONE, Origin
 from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.state.metrics import ServerMetrics
-
-LONG_TEXT_CHARACTERS = 20_000
-"""Longer texts are tokenized in a thread: at 1 to 2 MB/s this many would hold up everyone's streams
-for some 10 ms.
-"""
+from octavo.text.unicode import LONG_TEXT_CHARACTERS
 
 Prompt = str | list[int]
 
@@ -32,7 +29,7 @@ class Generation:
         self,
         llm: AsyncLLM,
         metrics: ServerMetrics,
-        prompts: Sequence[dict[str, Any]],
+        prompts: Sequence[EnginePrompt],
         params: SamplingParams,
         name: str,
         *,
@@ -96,17 +93,13 @@ class Generation:
 
 async def prompt_of(
     llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True, cache_salt: str | None = None
-) -> dict[str, Any]:
+) -> EnginePrompt:
     """Returns a prompt as the engine takes it; long texts are tokenized in a thread."""
     if not isinstance(prompt, str):
         return {"prompt_token_ids": prompt, "cache_salt": cache_salt}
-    if add_special_tokens and len(prompt) <= LONG_TEXT_CHARACTERS:
-        return {"prompt": prompt, "cache_salt": cache_salt}
-    tokenizer = llm.get_tokenizer()
-    token_ids = await asyncio.to_thread(
-        tokenizer.encode, prompt, add_special_tokens=add_special_tokens, allow_special_text=True
+    return await llm.tokenize(
+        {"prompt": prompt, "cache_salt": cache_salt}, add_special_tokens=add_special_tokens
     )
-    return {"prompt_token_ids": token_ids, "cache_salt": cache_salt}
 
 
 async def chat_prompt_of(

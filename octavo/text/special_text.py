@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models
 
+from octavo.text.encoding import encode_with_offsets
 from octavo.text.unicode import check_unicode
 
 
@@ -37,6 +38,8 @@ class SpecialText:
     def __init__(self, tokens: Mapping[int, AddedToken]) -> None:
         texts = [token.content for token in tokens.values()]
         self._ids = list(tokens)
+        self._contents = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        """Finds out a hundred times faster than the package whether there is anything to find."""
         self._finder = Tokenizer(models.BPE())
         self._finder.add_special_tokens(list(tokens.values()))
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
@@ -46,7 +49,9 @@ class SpecialText:
     def find(self, text: str) -> list[Spelled]:
         """Every special token that the text spells, in order."""
         check_unicode(text)
-        found = self._finder.encode(text, add_special_tokens=False)
+        if self._contents.search(text) is None:
+            return []
+        found = encode_with_offsets(self._finder, text)
         return [
             Spelled(self._ids[i], start, stop)
             for i, (start, stop) in zip(found.ids, found.offsets, strict=True)
@@ -109,11 +114,11 @@ class Guard:
         end = 0
         for spelled in self._special.find(rendered):
             if spelled.start > end:
-                yield self._reveal(rendered[end : spelled.start])
+                yield self.reveal(rendered[end : spelled.start])
             yield spelled.token_id
             end = spelled.stop
         if end < len(rendered):
-            yield self._reveal(rendered[end:])
+            yield self.reveal(rendered[end:])
 
     def _protect_text(self, text: str) -> str:
         pieces, end = [], 0
@@ -141,5 +146,6 @@ class Guard:
         self._hidden.append(text)
         return f"{self._key}{len(self._hidden) - 1:06d}"
 
-    def _reveal(self, text: str) -> str:
+    def reveal(self, text: str) -> str:
+        """Returns a rendered text as its writers wrote it."""
         return re.sub(rf"{self._key}(\d{{6}})", lambda match: self._hidden[int(match[1])], text)

@@ -19,9 +19,9 @@ from octavo.text.vocabulary import SPACE
 Spelling = Literal["byte_level", "sentencepiece"]
 
 
-def _byte_level_table() -> dict[str, int]:
-    """Printable Latin-1 characters stand for themselves, the other bytes for the characters from
-    U+0100 on, in order.
+def byte_level_table() -> dict[str, int]:
+    """Returns the byte that each character of a byte-level token stands for: printable Latin-1
+    characters stand for themselves, those from U+0100 on for the other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -41,7 +41,7 @@ class TokenBytes:
         self._added = {
             i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()
         }
-        self._table = _byte_level_table()
+        self._table = byte_level_table()
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token_id: int) -> bytes:

@@ -7,9 +7,8 @@ chat templates. Knows nothing of checkpoints beyond a `TokenizerSource`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from threading import Lock
 from typing import Any
 
 import tokenizers
@@ -18,6 +17,8 @@ from octavo.config.paths import is_there, user_path
 from octavo.errors import ConfigError, WeightMismatch
 from octavo.ports import TokenizerSource
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.encoding import encode_text, without_special_tokens
+from octavo.text.length_bound import LengthBound
 from octavo.text.special_text import SpecialText
 from octavo.text.token_bytes import TokenBytes
 from octavo.text.unicode import check_unicode
@@ -25,7 +26,9 @@ from octavo.text.vocabulary import build_tokenizer
 
 
 def load_tokenizer(source: TokenizerSource, *, chat_template: str | None = None) -> TextTokenizer:
-    """`chat_template`: a Jinja text, or the path of one, in place of the model's."""
+    """Reads a model's tokenizer; `chat_template` is a Jinja text, or the path of one, in place of
+    the model's.
+    """
     template = source.chat_template if chat_template is None else _read_template(chat_template)
     if source.vocabulary is not None:
         built = build_tokenizer(source.vocabulary, source.origin)
@@ -44,10 +47,9 @@ def load_tokenizer(source: TokenizerSource, *, chat_template: str | None = None)
 
 
 class TextTokenizer:
-    """Implements `ports.Tokenizer`.
+    """A model's tokenizer and chat template; any thread may call it at any time.
 
-    `space_prefix`: a space goes before the text (SentencePiece's dummy prefix). `adds_bos`: True
-    and False say so, None leaves it to the tokenizer's own post-processor.
+    Implements `ports.Tokenizer`.
     """
 
     def __init__(
@@ -59,8 +61,14 @@ class TextTokenizer:
         space_prefix: bool = False,
         adds_bos: bool | None = None,
     ) -> None:
+        """With `space_prefix` a space goes before the text (SentencePiece's dummy prefix).
+        `adds_bos` says whether the first token is the bos token; None leaves it to the tokenizer's
+        own post-processor.
+        """
+        # A tokenizer.json may ask for texts to be cut or filled up, which no prompt may be.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._lock = Lock()
         self._special_tokens = source.special_tokens
         self._template = ChatTemplate(template, source.special_tokens)
         self._space_prefix = space_prefix
@@ -76,6 +84,9 @@ class TextTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False
     ) -> list[int]:
+        """Returns the ids of a text; one that spells a special token stays text unless
+        `allow_special_text`.
+        """
         check_unicode(text)
         if self._space_prefix:
             text = self._with_space(text, after_special=allow_special_text)
@@ -94,7 +105,7 @@ class TextTokenizer:
         return ids[1:] if starts_with_bos and not self._adds_bos else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         text = b"".join(self._bytes[i] for i in token_ids if i not in skipped).decode(
             errors="replace"
@@ -102,10 +113,16 @@ class TextTokenizer:
         strips = self._space_prefix or self._bytes.strips_space
         return text.removeprefix(" ") if strips else text
 
+    def fewest_tokens(self, text: str) -> int:
+        """Returns a number of tokens that the text has at least, without tokenizing it."""
+        return self._length_bound.fewest_tokens(text)
+
     def token_text(self, token_id: int) -> str:
+        """Returns one token for a person to read."""
         return self._bytes[token_id].decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that a token adds to a text; none for an id without a token."""
         return self._bytes[token_id]
 
     def apply_chat_template(
@@ -114,14 +131,19 @@ class TextTokenizer:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """Special-token text in messages or variables stays text. Without any, the ids are those of
-        the rendered text as a whole.
+        """Returns the ids of a conversation; special-token text in messages or variables stays
+        text. Without any, the ids are those of the rendered text as a whole.
+
+        `check` is called with the rendered text before it is tokenized, to refuse it.
         """
         guard = self._special_text.guard()
         rendered = self._template.render(
             guard.protect(list(messages)), add_generation_prompt, guard.protect(variables or {})
         )
+        if check is not None:
+            check(guard.reveal(rendered))
         if not guard.used:
             return self.encode(rendered, add_special_tokens=False, allow_special_text=True)
         ids: list[int] = []
@@ -138,6 +160,15 @@ class TextTokenizer:
         return TokenBytes(self._tokenizer)
 
     @cached_property
+    def _length_bound(self) -> LengthBound:
+        return LengthBound(self._tokenizer)
+
+    @cached_property
+    def _plain_tokenizer(self) -> tokenizers.Tokenizer:
+        """Tokenizer to which text that spells a special token is text."""
+        return without_special_tokens(self._tokenizer)
+
+    @cached_property
     def _special_text(self) -> SpecialText:
         added = self._tokenizer.get_added_tokens_decoder()
         return SpecialText({i: token for i, token in added.items() if token.special})
@@ -145,16 +176,13 @@ class TextTokenizer:
     def _encode(
         self, text: str, *, add_special_tokens: bool, allow_special_text: bool
     ) -> list[int]:
-        """The package's own encoding. Which texts are special is a state of its object, hence the
-        lock.
-        """
-        with self._lock:
-            self._tokenizer.encode_special_tokens = not allow_special_text
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
+        """Returns the ids that the package itself gives a text."""
+        tokenizer = self._tokenizer if allow_special_text else self._plain_tokenizer
+        ids: list[int] = encode_text(tokenizer, text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def _with_space(self, text: str, *, after_special: bool) -> str:
-        """A space before the text's first word; special tokens at its front stay in front."""
+        """Puts a space before the text's first word; special tokens at its front stay in front."""
         start = self._special_text.leading(text) if after_special else 0
         return f"{text[:start]} {text[start:]}" if len(text) > start else text
 
@@ -167,7 +195,7 @@ class TextTokenizer:
 
 
 def _read_template(option: str) -> str:
-    """The option itself where it is a template, else the file it names."""
+    """Returns the option itself where it is a template, else the text of the file it names."""
     if "{" in option or "\n" in option:
         return option
     path = user_path(option)

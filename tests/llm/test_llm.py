@@ -5,6 +5,8 @@ fails.
 import itertools
 import json
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -299,7 +301,7 @@ def test_a_stream_ends_in_one_final_output(llm):
 
 def test_streams_may_be_read_in_turns(llm):
     """Each gives its own request's outputs, though any of them may be the one that steps the
-    engine; so does `generate` meanwhile.
+    engine; so does `generate`.
     """
     prompts = prompts_of(5, 20, 33)
     expected = [alone(llm, prompt, GREEDY) for prompt in prompts]
@@ -311,6 +313,123 @@ def test_streams_may_be_read_in_turns(llm):
     next(stream)
     assert fingerprint(llm.generate(prompts[1], GREEDY)[0]) == expected[1]
     assert fingerprint(list(stream)[-1]) == expected[0]
+
+
+def test_threads_may_generate_at_the_same_time(llm):
+    """Each call gets its own outputs, bitwise those it gets alone; streams go on beside them."""
+    prompts = prompts_of(5, 20, 33, 12)
+    expected = [alone(llm, prompt, GREEDY) for prompt in prompts]
+    found = [[] for _ in prompts]
+    failed = []
+
+    def call(index):
+        try:
+            for turn in range(6):
+                if (index + turn) % 2:
+                    found[index].append(llm.generate(prompts[index], GREEDY)[0])
+                else:
+                    found[index].append(list(llm.stream(prompts[index], GREEDY))[-1])
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failed == []
+    assert [[fingerprint(output) for output in outputs] for outputs in found] == [
+        [one] * 6 for one in expected
+    ]
+
+
+def test_closing_from_another_thread_ends_every_call():
+    llm = make_llm()
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    failed = []
+
+    def call():
+        try:
+            while True:
+                llm.generate(prompts_of(5, 6), long)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    llm.close()
+    for thread in threads:
+        thread.join(30)
+    assert [str(error) for error in failed] == ["the engine was closed"] * 3
+
+
+def test_numpy_and_generators_are_taken(llm):
+    prompts = prompts_of(7, 9)
+    expected = [fingerprint(output) for output in llm.generate(prompts, GREEDY)]
+    for form in (
+        [np.array(prompt) for prompt in prompts],
+        (prompt for prompt in prompts),
+        [[np.int64(token) for token in prompt] for prompt in prompts],
+        [{"prompt_token_ids": np.array(prompt, np.uint16)} for prompt in prompts],
+    ):
+        outputs = llm.generate(form, (params for params in (GREEDY, GREEDY)))
+        assert [fingerprint(output) for output in outputs] == expected
+        assert all(type(token) is int for output in outputs for token in output.prompt_token_ids)
+
+
+def test_a_text_may_stand_beside_its_token_ids(llm):
+    ids = prompts_of(7)[0]
+    output = llm.generate({"prompt": "seven", "prompt_token_ids": ids}, GREEDY)[0]
+    assert (output.prompt, output.prompt_token_ids) == ("seven", ids)
+
+
+MISTAKES = {
+    "a dict of params": (
+        lambda llm: llm.generate([5], {"max_tokens": 2}),
+        "sampling_params: got the dict {'max_tokens': 2}, allowed is SamplingParams",
+    ),
+    "a number": (lambda llm: llm.generate(5), "prompts: got int, allowed are a text, token ids"),
+    "a text for a chat": (lambda llm: llm.chat("hi"), "messages: got 'hi', allowed is a list"),
+    "no content": (
+        lambda llm: llm.chat([{"role": "user"}]),
+        "messages[0]: got {'role': 'user'}, which has no 'content'",
+    ),
+    "params of a search": (
+        lambda llm: llm.beam_search([5], SamplingParams()),
+        "allowed is BeamSearchParams",
+    ),
+    "priorities": (
+        lambda llm: llm.generate([5], GREEDY, priority=1.5),
+        "priority: got 1.5, allowed is a whole number of 32 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_our_errors(llm, name):
+    call, message = MISTAKES[name]
+    with pytest.raises(InvalidRequest) as error:
+        call(llm)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_tokens", 10**30), ("top_k", 2**31), ("logit_bias", {3: 1000.0})]
+)
+def test_params_changed_after_they_were_made_are_checked_too(llm, field, value):
+    params = SamplingParams(max_tokens=4)
+    setattr(params, field, value)
+    with pytest.raises(InvalidRequest, match=f"^{field}: got "):
+        llm.generate(prompts_of(3), params)
+    assert fingerprint(llm.generate(prompts_of(3), GREEDY)[0]), "the engine goes on"
+
+
+def test_a_large_limit_is_cut_to_the_context(llm):
+    params = SamplingParams(temperature=0, max_tokens=2**31 - 1, ignore_eos=True)
+    output = llm.generate(prompts_of(250), params)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (6, "length")
 
 
 def test_samples_are_indexed_and_counted(llm):

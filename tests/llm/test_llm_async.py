@@ -11,14 +11,18 @@ from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest, Overloaded
 from octavo.progress import quiet
 from octavo.wiring.engine import build_with_process
-from tests.support.llm_tools import GREEDY, alone, fingerprint, make_llm, prompts_of, small_options
+from tests.support.llm_tools import (
+    GREEDY,
+    LONG,
+    alone,
+    final,
+    fingerprint,
+    make_async,
+    make_llm,
+    prompts_of,
+    small_options,
+)
 from tests.support.tiny_tokenizer import tiny_model_with_text
-
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-
-
-def make_async(*, in_process=True, **options):
-    return AsyncLLM.from_options(in_process=in_process, **small_options() | options)
 
 
 @pytest.fixture(params=[True, False], ids=["thread", "process"])
@@ -26,12 +30,6 @@ def llm(request):
     llm = make_async(in_process=request.param)
     yield llm
     llm.close()
-
-
-async def final(llm, prompt, params, request_id=None):
-    outputs = [output async for output in llm.generate(prompt, params, request_id)]
-    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    return outputs[-1]
 
 
 async def settled(llm):
@@ -140,6 +138,18 @@ def test_cancelling_a_task_aborts_its_request(llm):
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await settled(llm)
+
+    asyncio.run(run())
+
+
+def test_one_event_loop_after_another_may_use_it(llm):
+    first, second = (asyncio.run(final(llm, [5, 6], GREEDY)) for _ in range(2))
+    assert fingerprint(first) == fingerprint(second)
+
+    async def run():
+        await final(llm, [5], GREEDY)
+        with pytest.raises(InvalidRequest, match="used by another event loop"):
+            await asyncio.to_thread(asyncio.run, final(llm, [5], GREEDY))
 
     asyncio.run(run())
 

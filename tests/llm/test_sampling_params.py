@@ -2,10 +2,11 @@
 
 import math
 
+import msgspec
+import numpy as np
 import pytest
 
-from octavo import SamplingParams
-from octavo.engine.front.input_processor import prompt_list
+from octavo import BeamSearchParams, SamplingParams
 from octavo.errors import InvalidRequest
 
 REFUSED = [
@@ -17,17 +18,26 @@ REFUSED = [
     ),
     ({"stop_token_ids": 5}, "stop_token_ids: got 5, allowed is a list of token ids"),
     ({"stop_token_ids": "ab"}, "stop_token_ids: got 'ab', allowed is a list of token ids"),
+    ({"stop_token_ids": [[1]]}, r"stop_token_ids: got \[1\], allowed are token ids"),
     ({"allowed_token_ids": {3}}, r"allowed_token_ids: got \{3\}, allowed is a list of token ids"),
+    ({"allowed_token_ids": []}, r"allowed_token_ids: got \[\], allowed is a list of at least one"),
     ({"bad_words": "abc"}, "bad_words: got 'abc', allowed is a list of texts"),
+    ({"bad_words": [" "]}, "bad_words: got ' ', allowed is a list of texts, none of them empty"),
     ({"logit_bias": [1]}, r"logit_bias: got \[1\], allowed is numbers by token id"),
-    ({"logit_bias": {1: "x"}}, "logit_bias: got 'x', allowed is a number for token id 1"),
-    ({"logit_bias": {1: math.nan}}, "logit_bias: got nan, allowed is a number for token id 1"),
+    ({"logit_bias": {1: "x"}}, "logit_bias: got 'x', allowed is a number from -100 to 100"),
+    ({"logit_bias": {1: math.nan}}, "logit_bias: got nan, .* from -100 to 100 for token id 1"),
+    ({"logit_bias": {1: 1000}}, "logit_bias: got 1000, .* from -100 to 100 for token id 1"),
+    ({"logit_bias": {1: -100.5}}, "logit_bias: got -100.5, allowed is a number from -100 to 100"),
     ({"logit_bias": {"one": 1}}, "logit_bias: got the key 'one', allowed are token ids"),
     ({"ignore_eos": "x"}, "ignore_eos: got 'x', allowed is True or False"),
     ({"detokenize": 1}, "detokenize: got 1, allowed is True or False"),
-    ({"n": True}, "n: got True"),
-    ({"max_tokens": 2.0}, "max_tokens: got 2.0"),
     ({"temperature": None}, "temperature: got None"),
+    ({"temperature": 10**400}, "temperature: got 1000"),
+    ({"presence_penalty": math.inf}, "presence_penalty: got inf, allowed is a number from -2 to 2"),
+    ({"repetition_penalty": 1e39}, r"repetition_penalty: got 1e\+39, allowed is a number above 0"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty: got 1e-40, allowed is a number above 0"),
+    ({"min_tokens": 17}, r"min_tokens: got 17, allowed is a whole number from 0 to max_tokens"),
+    ({"max_tokens": 10**5000}, "max_tokens: got a number of thousands of digits, allowed is"),
 ]
 
 
@@ -38,6 +48,57 @@ def test_what_cannot_be_honoured_is_refused(fields, message):
     assert error.value.param == next(iter(fields))
 
 
+BOUNDS = {
+    "n": (1, 16384),
+    "best_of": (1, 16384),
+    "top_k": (-1, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (-1, 2**31 - 1),
+    "prompt_logprobs": (-1, 2**31 - 1),
+    "prompt_logprob_start": (0, 2**31 - 1),
+    "beam_width": (1, 1024),
+}
+OTHERS = {
+    "min_tokens": {"max_tokens": None},
+    "prompt_logprob_start": {"prompt_logprobs": 1},
+}
+
+
+def test_every_integer_has_bounds():
+    """A new integer field must be added to the bounds."""
+    found = {
+        field.name
+        for field in msgspec.structs.fields(SamplingParams)
+        if field.type in (int, int | None)
+    }
+    assert found == BOUNDS.keys()
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_integers_fit_what_they_are_stored_in(name):
+    others = OTHERS.get(name, {})
+    for value in BOUNDS[name]:
+        params = SamplingParams(**{name: value} | others)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    low, high = BOUNDS[name]
+    wrong = (low - 1, high + 1, 10**30, -(10**30), 2.0, "2", False, np.float64(2), [2])
+    for value in wrong:
+        with pytest.raises(InvalidRequest, match=f"^{name}: got ") as error:
+            SamplingParams(**{name: value} | others)
+        assert error.value.param == name
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("token", [-1, 2**31, 10**30, True, 1.0, None])
+def test_token_ids_fit_what_they_are_stored_in(name, token):
+    value = {token: 1.0} if name == "logit_bias" else [token]
+    with pytest.raises(InvalidRequest, match=f"^{name}: got ") as error:
+        SamplingParams(**{name: value})
+    assert error.value.param == name
+
+
 def test_what_means_the_same():
     params = SamplingParams(
         stop="a",
@@ -45,19 +106,56 @@ def test_what_means_the_same():
         top_k=-1,
         logprobs=True,
         stop_token_ids=[3, 3],
-        logit_bias={"4": 1000, 5: -1000},
+        logit_bias={"4": 100, 5: -100},
     )
     assert (params.stop_strings, params.seed, params.top_k, params.logprobs) == (["a"], None, 0, 1)
     assert params.stop_token_ids == [3] and params.logit_bias == {4: 100.0, 5: -100.0}
     assert SamplingParams(stop=("a", "b")).stop_strings == ["a", "b"]
 
 
-def test_one_prompt_or_several():
-    assert (
-        prompt_list("a") == ["a"]
-        and prompt_list([1, 2]) == [[1, 2]]
-        and prompt_list(["a", [1]]) == ["a", [1]]
+def test_numpy_numbers_become_pythons():
+    params = SamplingParams(
+        max_tokens=np.int64(7),
+        top_k=np.uint8(3),
+        temperature=np.float32(0.5),
+        stop_token_ids=np.array([4, 5]),
+        allowed_token_ids=[np.int32(6)],
+        logit_bias={np.int64(8): np.float32(1.5)},
     )
-    assert prompt_list({"prompt": "a"}) == [{"prompt": "a"}] and prompt_list([]) == []
-    with pytest.raises(InvalidRequest, match="prompts: got int, allowed are a text"):
-        prompt_list(5)
+    plain = SamplingParams(
+        max_tokens=7,
+        top_k=3,
+        temperature=0.5,
+        stop_token_ids=[4, 5],
+        allowed_token_ids=[6],
+        logit_bias={8: 1.5},
+    )
+    assert params == plain
+    assert msgspec.msgpack.encode(params) == msgspec.msgpack.encode(plain)
+
+
+MISTAKES = [
+    (SamplingParams, {"temprature": 1}, "unknown field 'temprature'\nhint: did you mean temp"),
+    (SamplingParams, {"max_new_tokens": 1}, "hint: did you mean max_tokens?"),
+    (BeamSearchParams, {"beam_with": 2}, "unknown field 'beam_with'\nhint: did you mean beam_w"),
+    (BeamSearchParams, {"max_tokens": 2}, "BeamSearchParams: beam_width is needed"),
+    (
+        BeamSearchParams,
+        {"beam_width": 0, "max_tokens": 2},
+        "beam_width: got 0, allowed is None, or a whole number from 1 to 1024",
+    ),
+    (BeamSearchParams, {"beam_width": None, "max_tokens": 2}, "beam_width: got None, allowed is a"),
+    (BeamSearchParams, {"beam_width": 2, "max_tokens": 10**30}, "max_tokens: got 1000000000000"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), MISTAKES)
+def test_a_mistaken_field_is_named(kind, fields, message):
+    with pytest.raises(InvalidRequest) as error:
+        kind(**fields)
+    assert message in str(error.value)
+
+
+def test_fields_have_names():
+    with pytest.raises(InvalidRequest, match=r"SamplingParams: got 0\.5 without a name"):
+        SamplingParams(0.5)

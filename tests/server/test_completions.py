@@ -270,11 +270,11 @@ def test_the_form_of_a_stream(http):
     assert events_of(response.iter_lines())[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_long_prompts_are_tokenized_all_the_same(http):
+def test_prompts_far_too_long_are_refused_untokenized(http):
     answer = http.post("/v1/completions", json={"prompt": "x" * 30_000})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(
-        "This model's maximum context length is 512 tokens, the prompt has 30000"
+        "This model's maximum context length is 512 tokens, the prompt has at least 3750"
     )
 
 

@@ -41,7 +41,7 @@ def error_of(response, status):
         (
             {"top_k": -2},
             "top_k",
-            "top_k: got -2, allowed is 0 or -1 (off), or a whole number from 1 up",
+            "top_k: got -2, allowed is 0 or -1 (off), or a whole number from 1 to 2147483647",
         ),
         ({"top_k": 1.5}, "top_k", "top_k: got 1.5, allowed is a whole number"),
         ({"n": 0}, "n", "n: got 0, allowed is a whole number from 1 to 16384"),
@@ -49,7 +49,7 @@ def error_of(response, status):
         (
             {"max_tokens": -3},
             "max_tokens",
-            "max_tokens: got -3, allowed is a whole number from 1 up",
+            "max_tokens: got -3, allowed is a whole number from 1 to 2147483647",
         ),
         (
             {"max_tokens": 0},

@@ -16,13 +16,12 @@ from typing import Any
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.core import CoreOutputs
+from octavo.engine.front.arguments import Messages, Prompt
 from octavo.engine.front.input_processor import (
     ANYONE,
     FrontRequest,
     InputProcessor,
-    Messages,
     Origin,
-    Prompt,
     default_sampling_params,
 )
 from octavo.engine.front.output_processor import OutputProcessor
@@ -75,6 +74,12 @@ class Front:
         return self.inputs.tokenizer
 
     # -- requests ----------------------------------------------------------------------------------
+
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> dict[str, Any]:
+        """Returns a prompt with its token ids, for `prepare`; ContextTooLong where it cannot fit.
+        Any thread may call it at any time.
+        """
+        return self.inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
 
     def prepare(
         self, request_id: str, prompt: Prompt, params: SamplingParams, origin: Origin = ANYONE

@@ -2,7 +2,7 @@
 nowhere deeper.
 
 Owns the limits of the model (context, vocabulary, logprobs) and the seeds of unseeded requests.
-Knows no queue and no block.
+Knows no queue and no block. Any thread may call it at any time.
 """
 
 from __future__ import annotations
@@ -12,23 +12,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
+from octavo.engine.front.arguments import Messages, Prompt, as_list, check_messages
 from octavo.engine.requests.request import EngineRequest
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
-from octavo.errors import ContextTooLong, InvalidRequest
+from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
 from octavo.ports import Tokenizer
-from octavo.sampling_params import SamplingParams
-from octavo.text.unicode import check_unicode
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished.
-"""
-
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""One conversation: [{"role": "user", "content": "..."}, ...]"""
+from octavo.sampling_params import SamplingParams, whole_number
+from octavo.text.unicode import check_unicode, is_long
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
@@ -36,7 +30,7 @@ TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are checked against."""
+    """Limits of one engine, which every request is checked against."""
 
     vocab_size: int
     prompts: PromptLimits
@@ -45,7 +39,9 @@ class ModelLimits:
 
 @dataclass(slots=True)
 class FrontRequest:
-    """A user's request: what it asks for, and one EngineRequest for each of its samples."""
+    """A user's request, ready to be sent: its prompt and params, and one EngineRequest for each of
+    its samples.
+    """
 
     request_id: str
     prompt: str | None
@@ -57,7 +53,9 @@ class FrontRequest:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who asks, and how urgently: lower priorities go first, a fair policy shares among tenants."""
+    """Tenant that a request comes from, and its priority: lower ones go first, and a fair policy
+    shares among tenants.
+    """
 
     priority: int = 0
     tenant: str = ""
@@ -67,8 +65,8 @@ ANYONE = Origin()
 
 
 class InputProcessor:
-    """Prompts and params in, FrontRequests out; InvalidRequest or ContextTooLong says what is
-    wrong.
+    """Turns prompts and params into FrontRequests; InvalidRequest or ContextTooLong says what is
+    wrong with them.
     """
 
     def __init__(
@@ -87,16 +85,17 @@ class InputProcessor:
         ]
         self._seed = seed
         self._scheduling_policy = scheduling_policy
-        self._num_requests = 0
+        self._seed_numbers = itertools.count(1)
         self._core_ids = itertools.count()
-        """Never used twice: the last words about a request that was aborted must not reach one that
-        took its name.
+        """Names of the core's requests, none used twice: a late output of an aborted request must
+        not reach a new one that has its user's name.
         """
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, origin: Origin = ANYONE
     ) -> FrontRequest:
-        self._check_origin(origin)
+        """Checks a request and tokenizes its prompt."""
+        origin = self._checked_origin(origin)
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         self._check_beams(len(token_ids), params)
@@ -125,9 +124,10 @@ class InputProcessor:
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """A conversation as a prompt of token ids. `variables` are the template's, beside what it
-        always gets.
+        """Renders a conversation as a prompt of token ids. `variables` go to the chat template
+        beside what it always gets.
         """
+        messages = check_messages(messages)
         for name in variables or ():
             if name in TEMPLATE_ARGUMENTS:
                 message = f"chat_template_kwargs: got {name!r}, which has a field of its own"
@@ -137,60 +137,90 @@ class InputProcessor:
         )
         return {
             "prompt_token_ids": tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, variables=variables
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+                check=self._check_length,
             )
         }
 
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> dict[str, Any]:
+        """Returns a prompt with its token ids; ContextTooLong where it cannot fit."""
+        text, token_ids, salt = self._read_prompt(prompt, add_special_tokens=add_special_tokens)
+        return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
+
     # -- prompts -----------------------------------------------------------------------------------
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """Text if there is one, token ids, cache salt."""
-        salt = ""
+    def _read_prompt(
+        self, prompt: Prompt, *, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int], str]:
+        """Returns a prompt's text if it has one, its token ids and its cache salt."""
+        text, salt = None, ""
         if isinstance(prompt, Mapping):
-            salt, prompt = self._open_dict(prompt)
+            text, prompt, salt = self._open_dict(prompt)
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer(
-                "a text prompt needs a tokenizer, and this engine has none", "prompt"
-            )
-            return prompt, tokenizer.encode(prompt, allow_special_text=True), salt
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | str):
+            return prompt, self._encode_prompt(prompt, add_special_tokens=add_special_tokens), salt
+        token_ids = as_list(prompt)
+        if token_ids is None:
             raise InvalidRequest(
                 f"prompt: got {type(prompt).__name__}, allowed are a text, token ids, or a dict"
                 " of one",
                 param="prompt",
             )
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise InvalidRequest(
-                    f"prompt: got {token!r} among token ids, allowed are whole numbers",
-                    param="prompt",
-                )
-        return None, list(prompt), salt
+        return text, _whole_ids(token_ids), salt
 
-    def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str, str | Sequence[int]]:
+    def _encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._need_tokenizer(
+            "a text prompt needs a tokenizer, and this engine has none", "prompt"
+        )
+        self._check_length(text)
+        return tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, allow_special_text=True
+        )
+
+    def _check_length(self, text: str) -> None:
+        """Refuses a long text that cannot fit, before the seconds that tokenizing it would take."""
+        if self.tokenizer is None or not is_long(text):
+            return
+        least = self.tokenizer.fewest_tokens(text)
+        answer = self.limits.prompts.judge(least, at_least=True)
+        if answer.verdict is Verdict.NEVER:
+            raise ContextTooLong(answer.reason, hint=answer.hint, param="prompt")
+
+    def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, str | Sequence[int], str]:
+        """Returns what a dict holds: the text that its token ids came from, the prompt, the cache
+        salt.
+        """
         for key in prompt:
             if key not in PROMPT_KEYS:
                 raise InvalidRequest(
                     f"prompt: got the key {key!r}, allowed are {', '.join(PROMPT_KEYS)}",
+                    hint=did_you_mean(str(key), PROMPT_KEYS),
                     param="prompt",
                 )
-        given = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        if not given:
+        text: Any = prompt.get("prompt")
+        token_ids: Any = prompt.get("prompt_token_ids")
+        if text is None and token_ids is None:
             raise InvalidRequest(
                 "prompt: got a dict without a prompt, needed is one of prompt, prompt_token_ids",
                 param="prompt",
             )
-        if isinstance(prompt.get("prompt_token_ids"), str):
+        if isinstance(token_ids, str):
             raise InvalidRequest(
                 "prompt_token_ids: got a text, allowed are token ids",
                 hint="a text is given as prompt",
+                param="prompt",
+            )
+        if token_ids is not None and text is not None and not isinstance(text, str):
+            raise InvalidRequest(
+                f"prompt: got {shown(text)} beside prompt_token_ids, allowed is their text",
                 param="prompt",
             )
         salt = prompt.get("cache_salt") or ""
         if not isinstance(salt, str):
             raise InvalidRequest(f"cache_salt: got {salt!r}, allowed is a text", param="cache_salt")
         check_unicode(salt, "cache_salt")
-        return salt, prompt[given[0]]
+        return (None, text, salt) if token_ids is None else (text, token_ids, salt)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -210,7 +240,19 @@ class InputProcessor:
     # -- sampling params ---------------------------------------------------------------------------
 
     def _resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """Checked against the model; a copy where something had to be filled in."""
+        """Checks the params against the model and returns a copy of them.
+
+        They are checked as when they were made, too: a field may have been set since.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params: got {shown(params)}, allowed is SamplingParams",
+                param="sampling_params",
+            )
+        params = msgspec.structs.replace(params)
+        for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
+            for text in texts:
+                check_unicode(text, name)
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
@@ -247,7 +289,7 @@ class InputProcessor:
             )
 
     def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
-        """Each word as it is tokenized at the start of a text and after a space."""
+        """Returns the token ids of each word, at the start of a text and after a space."""
         tokenizer = self._need_tokenizer(
             "bad_words: words need a tokenizer, and this engine has none", "bad_words"
         )
@@ -268,11 +310,11 @@ class InputProcessor:
 
     # -- who asks, and seeds -----------------------------------------------------------------------
 
-    def _check_origin(self, origin: Origin) -> None:
-        priority = origin.priority
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 1 << 31:
+    def _checked_origin(self, origin: Origin) -> Origin:
+        priority = whole_number(origin.priority)
+        if priority is None or abs(priority) >= 1 << 31:
             raise InvalidRequest(
-                f"priority: got {priority!r}, allowed is a whole number of 32 bits",
+                f"priority: got {shown(origin.priority)}, allowed is a whole number of 32 bits",
                 param="priority",
             )
         if priority and self._scheduling_policy != "priority":
@@ -283,26 +325,32 @@ class InputProcessor:
             raise InvalidRequest(
                 got, hint="start the engine with scheduling_policy priority", param="priority"
             )
+        if not isinstance(origin.tenant, str):
+            raise InvalidRequest(
+                f"tenant: got {shown(origin.tenant)}, allowed is a text", param="tenant"
+            )
+        check_unicode(origin.tenant, "tenant")
+        return Origin(priority, origin.tenant)
 
     def _draw_seed(self) -> int:
-        """The same for the same engine seed and the same number of requests before."""
-        self._num_requests += 1
-        digest = blake2b(f"{self._seed}/{self._num_requests}".encode(), digest_size=8).digest()
+        """Returns a seed that follows from the engine's and the number of seeds drawn before."""
+        number = next(self._seed_numbers)
+        digest = blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
 
-def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a text, a dict, a list of ids) or several."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest(
-            f"prompts: got {type(prompts).__name__}, allowed are a text, token ids, a dict of one,"
-            " or a list of them"
-        )
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _whole_ids(token_ids: list[Any]) -> list[int]:
+    """Returns token ids as ints, NumPy's too."""
+    if set(map(type, token_ids)) <= {int}:  # the common case, a hundred times faster
+        return list(token_ids)
+    numbers = list(map(whole_number, token_ids))
+    for number, token in zip(numbers, token_ids, strict=True):
+        if number is None:
+            raise InvalidRequest(
+                f"prompt: got {shown(token)} among token ids, allowed are whole numbers",
+                param="prompt",
+            )
+    return [number for number in numbers if number is not None]
 
 
 def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> None:
@@ -315,8 +363,8 @@ def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> No
 
 
 def _samples(first: EngineRequest, params: SamplingParams) -> list[EngineRequest]:
-    """The first computes the prompt (and its logprobs); the others wait to share it. The beams of a
-    search are the core's business.
+    """Makes a request for each sample: the first computes the prompt (and its logprobs), the others
+    wait to share it. A beam search is one request; its beams are the core's business.
     """
     replace = msgspec.structs.replace
     if params.beam_width is not None:
@@ -344,7 +392,7 @@ def _samples(first: EngineRequest, params: SamplingParams) -> list[EngineRequest
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams as the model's generation_config has them, where it says anything."""
+    """Returns the SamplingParams that a model's generation_config recommends."""
     names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
     names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
     given = {

@@ -58,9 +58,11 @@ class PromptLimits:
             (num_shared + (num_blocks - num_shared) // num_seqs) * self.block_size,
         )
 
-    def judge(self, num_prompt_tokens: int, beam_width: int | None = None) -> Answer:
-        """OK or NEVER."""
-        answer = self._judge_prompt(num_prompt_tokens)
+    def judge(
+        self, num_prompt_tokens: int, beam_width: int | None = None, *, at_least: bool = False
+    ) -> Answer:
+        """Answers OK or NEVER; with `at_least` the prompt may have more tokens than that."""
+        answer = self._judge_prompt(num_prompt_tokens, "at least " if at_least else "")
         return (
             answer
             if answer is not OK or beam_width is None
@@ -93,23 +95,25 @@ class PromptLimits:
             )
         return OK
 
-    def _judge_prompt(self, num: int) -> Answer:
+    def _judge_prompt(self, num: int, qualifier: str) -> Answer:
+        """Compares a prompt with every limit; `qualifier` goes before its number of tokens."""
+        got = f"{qualifier}{num}"
         if self.max_prompt_len is not None and num > self.max_prompt_len:
             return _never(
                 f"The prompt limit is {self.max_prompt_len} tokens",
-                num,
+                got,
                 self.max_prompt_len,
                 "raise max_prompt_len",
             )
         if num + 1 > self.max_model_len:
             return _never(
                 f"This model's maximum context length is {self.max_model_len} tokens",
-                num,
+                got,
                 self.max_model_len - 1,
             )
         if num + 1 > self.kv_capacity_tokens:
             limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
-            return _never(limit, num, self.kv_capacity_tokens - 1, "raise kv_cache_memory_bytes")
+            return _never(limit, got, self.kv_capacity_tokens - 1, "raise kv_cache_memory_bytes")
         if self.max_whole_prompt is not None and num > self.max_whole_prompt:
             limit = (
                 f"The batch limit is {self.max_whole_prompt} tokens a step, and prompts are not"
@@ -117,14 +121,14 @@ class PromptLimits:
             )
             return _never(
                 limit,
-                num,
+                got,
                 self.max_whole_prompt,
                 "raise max_num_batched_tokens, or allow chunked prefill",
             )
         return OK
 
 
-def _never(limit: str, got: int, allowed: int, hint: str | None = None) -> Answer:
+def _never(limit: str, got: str, allowed: int, hint: str | None = None) -> Answer:
     return Answer(
         Verdict.NEVER, f"{limit}, the prompt has {got}; allowed are at most {allowed}", hint
     )

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 
 from octavo.async_llm import AsyncLLM
+from octavo.engine.front.arguments import Prompt as EnginePrompt
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest
 from octavo.server.body import Body, body_of
@@ -121,7 +122,7 @@ def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
     }
 
 
-async def _prompt_of(llm: AsyncLLM, body: PinBody) -> dict[str, Any]:
+async def _prompt_of(llm: AsyncLLM, body: PinBody) -> EnginePrompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt: needed is one of prompt and messages", param="prompt")
     if body.prompt is not None:

@@ -1,0 +1,150 @@
+"""What users pass to LLM and AsyncLLM, brought into one form: prompts, conversations and params for
+each of them, as lists, arrays or generators.
+
+Knows shapes only; what a prompt or a conversation may hold is the input processor's business. An
+argument that can mean nothing is refused with what was probably meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from octavo.errors import InvalidRequest, shown
+from octavo.sampling_params import SamplingParams, whole_number
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished.
+"""
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""One conversation: [{"role": "user", "content": "..."}, ...]"""
+
+MESSAGE_KEYS = ("role", "content")
+
+
+def text_of(prompt: Prompt) -> str:
+    """Returns the text that a prompt must still be tokenized from; "" where it has token ids."""
+    if isinstance(prompt, Mapping):
+        prompt = "" if prompt.get("prompt_token_ids") is not None else prompt.get("prompt", "")
+    return prompt if isinstance(prompt, str) else ""
+
+
+def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Returns one prompt (a text, a dict, token ids) or several as a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = as_list(prompts)
+    if items is None:
+        raise InvalidRequest(
+            f"prompts: got {type(prompts).__name__}, allowed are a text, token ids, a dict of one,"
+            " or a list of them"
+        )
+    return [items] if items and whole_number(items[0]) is not None else items
+
+
+def conversation_list(messages: Messages | Iterable[Messages]) -> list[Messages]:
+    """Returns one conversation or several as a list of conversations."""
+    items = as_list(messages)
+    if items is None:
+        return [check_messages(messages)]  # which refuses it
+    if items and not isinstance(items[0], list | tuple):
+        return [check_messages(items)]
+    return [check_messages(item) for item in items]
+
+
+def check_messages(messages: Any) -> Messages:
+    """Raises InvalidRequest where the argument is not a conversation; returns it if it is."""
+    if isinstance(messages, str):
+        raise _not_messages(messages, [{"role": "user", "content": messages}])
+    if isinstance(messages, Mapping):
+        raise _not_messages(messages, [dict(messages)])
+    items = as_list(messages)
+    if items is None:
+        raise _not_messages(messages, [{"role": "user", "content": "..."}])
+    for index, message in enumerate(items):
+        _check_message(message, f"messages[{index}]")
+    return items
+
+
+def _not_messages(got: object, meant: list[Any]) -> InvalidRequest:
+    return InvalidRequest(
+        f"messages: got {shown(got)}, allowed is a list of messages, each a dict",
+        hint=f"did you mean {shown(meant)}?",
+        param="messages",
+    )
+
+
+def _check_message(message: object, where: str) -> None:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(
+            f"{where}: got {shown(message)}, allowed is a dict with a role and a content",
+            hint=f"did you mean {shown({'role': 'user', 'content': message})}?",
+            param="messages",
+        )
+    # An assistant's message may hold calls of tools in place of words.
+    needed = MESSAGE_KEYS[:1] if message.get("tool_calls") else MESSAGE_KEYS
+    for key in needed:
+        if key not in message:
+            raise InvalidRequest(
+                f"{where}: got {shown(dict(message))}, which has no {key!r}",
+                hint="a message is a dict as {'role': 'user', 'content': 'Hello'}",
+                param="messages",
+            )
+    if not isinstance(message["role"], str):
+        raise InvalidRequest(
+            f"{where}.role: got {shown(message['role'])}, allowed is a text", param="messages"
+        )
+
+
+def params_for_each(
+    params: SamplingParams | Iterable[SamplingParams], count: int
+) -> list[SamplingParams]:
+    """Returns params for each of `count` prompts, given one for all or one for each."""
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, Mapping):
+        fields = ", ".join(f"{name}={value!r}" for name, value in params.items())
+        raise InvalidRequest(
+            f"sampling_params: got the dict {shown(params)}, allowed is SamplingParams",
+            hint=f"did you mean SamplingParams({fields})?",
+        )
+    items = as_list(params)
+    for item in [params] if items is None else items:
+        if not isinstance(item, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params: got {shown(item)}, allowed are SamplingParams, or a list of"
+                " them, one for each prompt"
+            )
+    assert items is not None, "what is no list was refused"
+    return _for_each("sampling_params", items, count)
+
+
+def priority_for_each(priority: int | Iterable[int], count: int) -> list[int]:
+    """Returns a priority for each of `count` prompts, given one for all or one for each."""
+    items = as_list(priority)
+    return [priority] * count if items is None else _for_each("priority", items, count)  # type: ignore[list-item]
+
+
+def _for_each(name: str, items: list[Any], count: int) -> list[Any]:
+    if len(items) != count:
+        raise InvalidRequest(
+            f"{name}: got {len(items)}, allowed is one, or one for each of the {count} prompts"
+        )
+    return items
+
+
+def as_list(value: object) -> list[Any] | None:
+    """Returns the items of a list, an array or a generator; None for a text and whatever has no
+    items in an order.
+    """
+    if isinstance(value, list):
+        return value
+    if hasattr(value, "tolist"):
+        items = value.tolist()  # NumPy's and others' arrays; a number where they have no dimension
+        return items if isinstance(items, list) else None
+    if isinstance(value, str | bytes | Mapping | set | frozenset) or not isinstance(
+        value, Iterable
+    ):
+        return None
+    return list(value)

@@ -1,0 +1,47 @@
+"""Encoding with the `tokenizers` package so that no caller holds up the others: threads may encode
+at the same time, and a long text is encoded without holding Python's interpreter lock.
+
+Knows ids and offsets; what a special token means is `octavo/text/special_text.py`'s business.
+"""
+
+from __future__ import annotations
+
+from tokenizers import Encoding, Tokenizer
+
+from octavo.text.unicode import is_long
+
+
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    """Encodes one text, with offsets in characters where it is short."""
+    if not is_long(text):
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    # Only the package's batch calls give up the interpreter lock while they work.
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+
+def encode_with_offsets(tokenizer: Tokenizer, text: str) -> Encoding:
+    """Encodes one text without special tokens of its own, with offsets in characters."""
+    if not is_long(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+def without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns a tokenizer of the same ids to which text that spells a special token is text.
+
+    It shares the vocabulary. The package has this as a state of its objects, which no thread may
+    change while another encodes.
+    """
+    plain = Tokenizer(tokenizer.model)
+    plain.normalizer = tokenizer.normalizer
+    plain.pre_tokenizer = tokenizer.pre_tokenizer
+    plain.post_processor = tokenizer.post_processor
+    added = tokenizer.get_added_tokens_decoder()
+    for token_id in sorted(added):  # in the order of ids, which the package gives out anew
+        token = added[token_id]
+        add = plain.add_special_tokens if token.special else plain.add_tokens
+        add([token])
+    if plain.get_added_tokens_decoder().keys() != added.keys():
+        plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True
+    return plain
