@@ -50,7 +50,7 @@ OTHER_BODIES = {"POST /v1/cache/pin": PinBody, "POST /v1/cache/reset": ResetBody
 
 
 def pages() -> dict[str, str]:
-    """File name -> text."""
+    """Returns each page's text by its file name."""
     found = {
         "options.md": options(),
         "cli.md": cli(),
@@ -112,7 +112,7 @@ def option_table(specs: dict[str, OptionField]) -> str:
 
 
 def flag_of(name: str, spec: OptionField) -> str:
-    """Switches that are on have a flag that turns them off."""
+    """Returns an option's flag; a switch that is on by default has one that turns it off."""
     flag = name.replace("_", "-")
     return f"--no-{flag}" if spec.type is bool and spec.entry.default else f"--{flag}"
 
@@ -166,8 +166,8 @@ def commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def describe(path: str, command: Any) -> Iterator[str]:
-    """A command's own arguments and flags; those of the engine and the server stand on their own
-    page.
+    """Describes a command's own arguments and flags; the engine's and the server's have a page of
+    their own.
     """
     shared = option_fields() | options_of(ServerSettings)
     own = [param for param in command.params if not is_made_of(shared.get(param.name), param.help)]
@@ -184,8 +184,8 @@ def describe(path: str, command: Any) -> Iterator[str]:
 
 
 def is_made_of(spec: OptionField | None, text: str) -> bool:
-    """A flag's help was made of this option (see octavo/cli/flags.py), and is not a command's own
-    of the same name.
+    """Returns whether a flag was made of this option (octavo/cli/flags.py) and is no command's own
+    flag.
     """
     return spec is not None and text.lower().startswith(spec.help.lower())
 
@@ -279,7 +279,7 @@ def field_table(body: Any, without: Iterable[str]) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """For fields whose type says it all."""
+    """Describes the type of a field without a description."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     words = {"bool": "true or false", "list": "a list of objects", "str": "a text"}
     return next((word for start, word in words.items() if text.startswith(start)), "an object")
