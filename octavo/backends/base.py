@@ -1,7 +1,7 @@
-"""What a backend is: it prepares a Program once, then runs it over a step's batch and the KV
-blocks.
+"""The interface of a backend: it prepares a Program once, then runs it over batches and KV blocks.
 
-Knows Programs, packed weights, arrays. Knows nothing of requests, files or models.
+Owns the protocols and the data classes of their arguments; the arrays of a step are in `batch.py`,
+KV memory in `kv.py`. Knows Programs and packed weights, and nothing of requests, files or models.
 """
 
 from __future__ import annotations
@@ -19,64 +19,60 @@ from octavo.quant.blocks import StoredWeight
 LoadWeight = Callable[[Weight], StoredWeight]
 
 FormatOf = Callable[[Weight], str]
-"""How a weight is stored once it is loaded, by GGUF's names: F32, BF16, Q8_0, Q4_K ..."""
+"""Tells how a weight is stored once it is loaded, by GGUF's names: F32, BF16, Q8_0, Q4_K ..."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What a backend needs to know of the engine's options."""
+    """The engine's options that a backend depends on."""
 
     dtype: str = "auto"
-    """auto | float32 | bfloat16: what plain weights are computed in; packed weights say their own.
-    """
+    """Type that plain weights are computed in: auto, float32 or bfloat16; packed weights name their
+    own."""
     kv_cache_dtype: str = "auto"
-    """auto (as products compute) | fp32 | bf16 | int8 | fp8 (both with a scale for each token and
-    head).
-    """
+    """Type that K and V are kept in: auto (as products compute), fp32, bf16, int8 or fp8 (codes
+    with a scale for each token and head)."""
     shared_prefix_attention: bool = True
-    """Requests whose block tables begin alike read those blocks together, where the backend can;
-    the same results, bit for bit.
-    """
+    """Whether requests whose block tables begin alike read those blocks together, where the backend
+    can; the results are the same, bit for bit."""
     num_threads: int | None = None
     max_tokens: int = 2048
-    """Rows of the largest step."""
+    """Number of rows in the largest step."""
     max_requests: int = 128
     max_context: int = 8192
     gpu_memory_utilization: float = 0.92
-    """Share of a device's own memory that may be taken in all."""
+    """Share of a device's own memory that may be taken in all, from 0 to 1."""
     attention_backend: str = "auto"
     torch_kernels: str = "auto"
     enforce_eager: bool = False
-    """Nothing is captured as a CUDA graph."""
+    """Whether decode steps are never captured as CUDA graphs."""
     batch_invariant: bool = False
-    """A row's numbers are the same bits in any company, on backends where that costs speed."""
+    """Whether a row's bits never depend on its batch, on backends where that costs speed."""
 
     @property
     def max_rows(self) -> int:
-        """Permanent ones: a request that has ended keeps its row while a step in flight computes
-        it, beside those that took its place.
+        """Number of permanent rows. A finished request keeps its row while a step in flight
+        computes it, beside the request that took its place.
         """
         return 2 * self.max_requests
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a Program takes before it is prepared: bytes of each weight as packed, and of the
-    buffers of the largest step.
-    """
+    """Memory that a Program will take, known before it is prepared."""
 
     weight_bytes: Mapping[Weight, int]
     step_bytes: int
     kv_layouts: tuple[KvLayout, ...]
-    """By cache group."""
+    """Layout of each cache group."""
     code: str
-    """In which most of the weights are packed, for `Backend.measure`."""
+    """Code that most of the weights are packed in, for `Backend.measure`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The most that a machine gives: bytes per second from memory, operations per second of many
-    rows' products.
+    """Highest rates that a machine reaches: bytes a second read from memory, operations a second in
+    products of many rows.
     """
 
     bandwidth: float
@@ -85,8 +81,8 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of a device's own, where weights and KV lie: what is taken, by name, and what the KV
-    cache may have of the rest.
+    """Memory of a device of its own: the parts taken, by name, and the rest that the KV cache may
+    have, in bytes.
     """
 
     total_bytes: int
@@ -103,21 +99,21 @@ class Runnable(Protocol):
         ...
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
-        """One step. A fault in one row's numbers is that row's (SampleResult.failed), never an
-        exception.
+        """Computes one step. A fault in one row's numbers is that row's (SampleResult.failed),
+        never an exception.
         """
         ...
 
     @property
     def progress(self) -> int:
-        """Changes as a step gets ahead; read by another thread while it runs."""
+        """Counter that grows while a step is computed; another thread may read it."""
         ...
 
     @property
     def weight_bytes(self) -> int: ...
 
     def start_profile(self) -> None:
-        """Times each kind of op of the steps that follow; BackendUnavailable where the backend
+        """Times each kind of op in the steps that follow; BackendUnavailable where the backend
         cannot.
         """
         ...
@@ -126,22 +122,22 @@ class Runnable(Protocol):
 
 
 class Computing(Protocol):
-    """A step that is under way."""
+    """A step that has been launched."""
 
     def result(self) -> StepOutput:
-        """Waits for it; raises what computing it raised."""
+        """Waits for the step's output; raises what computing it raised."""
         ...
 
 
 @runtime_checkable
 class AsyncRunnable(Protocol):
-    """A Runnable that takes the next step before the one before has come back, and keeps the last
-    token of each permanent row.
+    """A Runnable that takes the next step before the last one has ended, and keeps the last token
+    of each permanent row.
     """
 
     def launch(self, batch: StepBatch, kv: KvCache) -> Computing:
-        """`run`, without waiting for the results. Steps are computed in order, and so is what `kv`
-        is told between them.
+        """Starts what `run` does and returns at once. Steps are computed in order, and block moves
+        of `kv` between them too.
         """
         ...
 
@@ -153,36 +149,37 @@ class DecodingRunnable(Protocol):
     def decode(
         self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, goes_on: GoesOn
     ) -> list[SampleResult]:
-        """Of each step computed, bitwise what `run` gives. Raises what the first one raises; a
-        later one ends them instead.
+        """Computes several steps, each bitwise as `run` does, and returns their results.
+
+        A fault in the first step is raised; a fault in a later one ends the call before it.
         """
         ...
 
 
 class Backend(Protocol):
-    """A way to compute Programs."""
+    """A way to compute Programs: native, torch or reference."""
 
     name: str
     options: BackendOptions
     numerics: str
-    """What, besides the options, the last bits of its numbers depend on: an instruction set, a
-    library.
-    """
+    """Name of what the last bits of results depend on besides the options: an instruction set, a
+    library."""
 
     def prepare(self, program: Program, load: LoadWeight) -> Runnable:
-        """Packs weights (each asked for once through `load`) and plans buffers; BackendUnavailable
-        names an op it cannot run.
+        """Packs the weights (each loaded once through `load`) and plans buffers; BackendUnavailable
+        names an op that the backend cannot run.
         """
         ...
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        """What `prepare` would take, from the weights' formats alone. Asks not whether it can
-        run."""
+        """Predicts what `prepare` will take, from the weights' formats alone; it does not check
+        whether the Program can run.
+        """
         ...
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
-        """Of this machine, in some tenths of a second: reading so many bytes, multiplying weights
-        of that code.
+        """Measures this machine in some tenths of a second: reading `num_bytes` from memory, and
+        products with weights of the code.
         """
         ...
 
@@ -197,11 +194,11 @@ class Backend(Protocol):
 
 @runtime_checkable
 class DeviceBackend(Protocol):
-    """A backend whose weights and KV may lie elsewhere than in the machine's memory."""
+    """A backend whose weights and KV may lie in a device's own memory."""
 
     def memory(self) -> DeviceMemory | None:
-        """As it is now: once a Program is prepared, with what its largest step takes. None: it is
-        the machine's.
+        """Reads the device's memory as it is now, with the largest step of each prepared Program
+        reserved; None where weights lie in the machine's memory.
         """
         ...
 
@@ -212,13 +209,13 @@ class AsyncBackend(Protocol):
 
     @property
     def computes_apart(self) -> bool:
-        """On a device of its own, while Python goes on."""
+        """Whether steps are computed on a device of its own while Python goes on."""
         ...
 
 
 @runtime_checkable
 class OnDemandBackend(Protocol):
-    """A backend whose KV memory may be given on demand."""
+    """A backend that can reserve addresses for KV and take memory only where blocks are written."""
 
     def allocate_on_demand(
         self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]

@@ -1,4 +1,4 @@
-"""The arrays of one step: what a prepared Program is run over, and what comes back.
+"""The arrays of one step: what a prepared Program is run over, and what it returns.
 
 Every array has its shape beside it. Knows nothing of requests, files or models.
 """
@@ -67,7 +67,7 @@ class SampleResult:
     top_logprobs: NDArray[np.float32] | None = None
 
     def part(self, first: int, end: int) -> SampleResult:
-        """A view of the entries `first` .. `end` - 1."""
+        """Returns a view of the entries `first` to `end - 1`."""
         part = SampleResult(self.token_ids[first:end], self.failed[first:end])
         for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
             array = getattr(self, name)
@@ -77,80 +77,80 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """Where a step's tokens come from and go to, on a device that keeps the last token of each
+    """Sources and targets of a step's tokens on a device that keeps the last token of each
     permanent row.
-
-    `sources [T]`: the row whose last token is taken in place of the id, -1: the id. `targets [S]`:
-    the row whose last token the draw is from now on, -1: nobody's.
     """
 
     sources: NDArray[np.int32]
+    """Permanent row whose last token stands in for the id, `[T]`; -1: the id itself."""
     targets: NDArray[np.int32]
+    """Permanent row whose last token the draw becomes, `[S]`; -1: of no row."""
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """One Program's inputs of one step. `T` rows of `R` requests, laid end to end; `G` cache
-    groups; `S` sampled rows.
+    """One Program's inputs of one step: `T` rows of `R` requests laid end to end, `G` cache groups,
+    `S` sampled rows.
 
-    All arrays are C-contiguous.
-
-    A row whose slot is -1 in every group is padding: nobody reads what it computes, and it may hold
-    NaN.
+    All arrays are C-contiguous. A row whose slot is -1 in every group is padding: it may hold NaN,
+    and its results are never read.
     """
 
     token_ids: NDArray[np.int32]
-    """[T]"""
+    """Ids of the tokens, `[T]`."""
     places: NDArray[np.int32]
-    """[T]: each row's index among the keys of its request, which masks and biases go by."""
+    """Index of each row among the keys of its request, `[T]`; masks and biases go by it."""
     positions: NDArray[np.int32]
-    """[P, T]: what rope and learned embeddings turn or look up. P = 1, and equal to `places`, but
-    for families with several position axes."""
+    """Numbers that rope and learned embeddings read, `[P, T]`. P = 1 and equal to `places`, but for
+    families with several position axes."""
     query_starts: NDArray[np.int32]
-    """[R+1]: request r owns the rows query_starts[r] .. query_starts[r+1]."""
+    """First row of each request, `[R+1]`: request r owns the rows query_starts[r] to
+    query_starts[r+1] - 1."""
     context_lens: NDArray[np.int32]
-    """[G, R]: keys of the request in the group once this step's are written."""
+    """Number of keys that each request has in the group once this step's are written, `[G, R]`."""
     slots: NDArray[np.int32]
-    """[G, T]: block id * 16 + offset, or -1."""
+    """Place in the KV memory that each row writes, block id * 16 + offset, `[G, T]`; -1: none."""
     block_tables: NDArray[np.int32]
-    """[G, R, B], padded with -1."""
+    """Blocks of each request in the order of its keys, `[G, R, B]`, padded with -1."""
     sample_rows: NDArray[np.int32]
-    """[S]: rows whose logits are wanted; a row may stand more than once. S is 0 in a step that is
-    all prefill.
-    """
+    """Rows whose logits are wanted, `[S]`; a row may stand there more than once. S is 0 in a step
+    that only prefills."""
     sampling: SamplingBatch | None = None
-    """None: the outputs come back as arrays and nothing is drawn."""
+    """Parameters of the draws; None: the outputs come back as arrays, and nothing is drawn."""
     hidden: NDArray[np.float32] | None = None
-    """[T, W], for Programs whose input is "hidden"."""
+    """Rows `[T, W]` for a Program whose input is "hidden"."""
     adapter_rows: NDArray[np.int32] | None = None
+    """Adapter slot of each row, `[T]`, -1: none; None: no row has one."""
     last_tokens: LastTokens | None = None
-    """None: every id is known here."""
+    """Sources and targets of tokens that are known on the device alone; None: every id is known
+    here."""
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """`samples` where the batch asked for draws; otherwise the Program's named outputs, `[S, V]`
-    logits in float32 or float64.
-    """
+    """Result of one step."""
 
     samples: SampleResult | None = None
+    """Drawn tokens, where the batch asked for draws."""
     arrays: dict[str, NDArray] = field(default_factory=dict)
+    """Otherwise the Program's outputs by name; logits are `[S, V]` in float32 or float64."""
 
 
 GoesOn = Callable[[SampleResult], bool]
-"""Told what a decode step drew after which there is to be another; False: there is not."""
+"""Takes the draws of a decode step and says whether there is to be another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """Several steps of a batch in which each request has one row and draws from it: the drawn token
-    is its next row.
+    """Several decode steps of one batch: each request has one row, and the token that it draws is
+    its next row.
 
-    They end early where a request draws a token that ends it or fails. Block tables reach to the
-    last step.
+    Block tables reach to the last step.
     """
 
     num_steps: int
+    """Upper bound; they end early where a request fails or draws a token that ends it."""
     end_starts: NDArray[np.int32]
-    """[R+1]: the tokens end_ids[end_starts[r] .. end_starts[r+1]) end request r."""
+    """First entry of each request in `end_ids`, `[R+1]`."""
     end_ids: NDArray[np.int32]
+    """Tokens that end a request, those of all requests end to end."""

@@ -1,5 +1,5 @@
-"""Whether PyTorch is here, in which build, and which device it computes on; asked before anything
-of `backends/torch` is imported.
+"""Finds PyTorch, its build and the device that it computes on, before anything of `backends/torch`
+is imported.
 
 PyTorch is imported inside the functions, and only where the answer needs it. Knows the packages'
 names and no op.
@@ -21,9 +21,8 @@ Device = Literal["cpu", "cuda"]
 LEAST_TORCH = (2, 9)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Of the driver: the kernel module's own file, which some containers hide; its device; the one
-through which WSL reaches Windows's.
-"""
+"""Files that show an NVIDIA driver: the kernel module's own, which some containers hide; its
+device; the one through which WSL reaches Windows's."""
 INSTALL = "pip install 'octavo[torch]'"
 INSTALL_FLASHINFER = "pip install flashinfer-python"
 REINSTALL = "pip install --force-reinstall torch"
@@ -32,12 +31,14 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def has_nvidia_driver(signs: Sequence[Path] = NVIDIA_SIGNS) -> bool:
-    """Costs a look at some files, where asking PyTorch costs its import."""
+    """Tells whether the machine has an NVIDIA driver, by a look at some files instead of PyTorch's
+    import.
+    """
     return any(sign.exists() for sign in signs)
 
 
 def default_backend() -> Literal["torch", "native"]:
-    """torch where it can be used and has a CUDA device, else native."""
+    """Returns torch where it can be used and has a CUDA device, else native."""
     if not has_nvidia_driver() or importlib.util.find_spec("torch") is None:
         return "native"
     try:
@@ -47,7 +48,7 @@ def default_backend() -> Literal["torch", "native"]:
 
 
 def require_torch() -> Any:
-    """The package, or BackendUnavailable with the command that installs it, and which build."""
+    """Imports PyTorch; BackendUnavailable has the command that installs it, and names the build."""
     try:
         torch = _torch()
     except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
@@ -63,7 +64,7 @@ def require_torch() -> Any:
 
 
 def require_flashinfer() -> Any:
-    """The package, or BackendUnavailable with the command that installs it."""
+    """Imports FlashInfer; BackendUnavailable has the command that installs it."""
     try:
         return import_module("flashinfer")
     except ImportError as error:
@@ -73,8 +74,9 @@ def require_flashinfer() -> Any:
 
 
 def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
-    """The wanted one, by default cuda where there is one, else cpu; BackendUnavailable says why
-    there is none, or are too few.
+    """Returns the wanted device, by default cuda where there is one, else cpu.
+
+    BackendUnavailable says why there is none, or that there are too few.
     """
     cuda = require_torch().cuda
     if wanted == "cuda" and not cuda.is_available():
@@ -98,7 +100,7 @@ def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
 
 
 def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
-    """Of NVIDIA's kernel module, as it says itself; None where it does not."""
+    """Returns the version of NVIDIA's kernel module as it states it; None where it states none."""
     found = (
         re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", driver.read_text())
         if driver.exists()
@@ -108,13 +110,15 @@ def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
 
 
 def cuda_build() -> str | None:
-    """The CUDA version that the installed PyTorch is built for."""
+    """Returns the CUDA version that the installed PyTorch is built for; None for a build without
+    CUDA.
+    """
     build = _torch().version.cuda
     return None if build is None else str(build)
 
 
 def install_hint() -> str:
-    """The build that fits this machine."""
+    """Returns the command that installs the build for this machine."""
     if has_nvidia_driver():
         return f"{INSTALL} (the build with CUDA, which is PyPI's on Linux)"
     return (
@@ -124,13 +128,13 @@ def install_hint() -> str:
 
 
 def no_device_hint() -> str | None:
-    """For a PyTorch that shows no CUDA device though there is a driver: which build does. pip
-    leaves one that is there alone.
+    """Names the build that would show a CUDA device where there is a driver but this PyTorch shows
+    none; None without a driver.
     """
     if not has_nvidia_driver():
         return None
     build = cuda_build()
-    if build is None:
+    if build is None:  # pip leaves an installed build alone unless it is forced
         return f"{REINSTALL} (the build with CUDA, which is PyPI's on Linux)"
     return (
         f"the driver may be too old for CUDA {build}: a newer one, or {REINSTALL} --index-url"
@@ -139,7 +143,7 @@ def no_device_hint() -> str | None:
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """(major, minor) of a version such as 2.13.0+cpu."""
+    """Returns (major, minor) of a version such as 2.13.0+cpu."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 

@@ -1,6 +1,7 @@
-"""KV memory as a backend offers it: bytes of a block, and whole blocks copied, read and written.
+"""KV memory as a backend offers it: the layout of a block, and whole blocks copied, read and
+written.
 
-Only kernels look inside a block; the block size and the split of the attention stand here.
+Only kernels look inside a block. The block size and the split of the attention are constants here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from octavo.program.program import CacheGroup
 
 BLOCK_SIZE = 16
-"""Tokens in a KV block, everywhere: native kernels keep one block's keys in one vector."""
+"""Number of tokens in a KV block, everywhere: native kernels keep one block's keys in one vector.
+"""
 
 
 SPLIT_KEYS = 256
-"""Keys in a split of the attention's definition (see ops.Attention)."""
+"""Number of keys in a split of the attention's definition (`ops.Attention`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +50,49 @@ class KvLayout:
 
 
 class KvCache(Protocol):
-    """KV bytes of one backend, made by `allocate`; opaque but for whole blocks."""
+    """KV memory of one backend, made by `allocate`; opaque but for whole blocks."""
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copies one block of a group in every layer."""
         ...
 
     def read_block(self, group: int, block_id: int, into: NDArray[np.uint8]) -> None:
-        """One block's bytes in every layer, `[KvLayout.block_bytes]`."""
+        """Reads one block's bytes in every layer into `[KvLayout.block_bytes]`."""
         ...
 
     def write_block(self, group: int, block_id: int, data: NDArray[np.uint8]) -> None:
-        """What `read_block` gave, into any block of the same group."""
+        """Writes the bytes that `read_block` gave to any block of the same group."""
         ...
 
 
 class BlockMover(Protocol):
-    """Copies blocks of a group in batches, perhaps while steps compute; as if all were done in the
-    order in which it is asked for.
+    """Copies blocks in batches, perhaps while steps compute, with the same effect as one copy after
+    the other in the order of the calls.
     """
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """(source, target) on the device; no target is another's source."""
+        """Copies (source, target) pairs on the device; no target is another pair's source."""
         ...
 
     def read(self, group: int, block_ids: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
-        """`KvCache.read_block` of each; the host has it after `settle`, and a later `write` from
-        the same memory has it at once.
+        """Reads each block as `KvCache.read_block` does. The host has the bytes after `settle`; a
+        later `write` from the same memory has them at once.
         """
         ...
 
     def write(
         self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]
     ) -> None:
-        """`KvCache.write_block` of each."""
+        """Writes each block as `KvCache.write_block` does."""
         ...
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """So that the device reads and writes this memory by itself, as long as it lives."""
+        """Pins host memory for its lifetime, so that the device reads and writes it directly."""
         ...
 
     def settle(self) -> float:
-        """Until the host has what was read; the seconds that were spent copying since the last
-        time, 0 where nobody has measured.
+        """Waits until the host has all that was read, and returns the seconds spent copying since
+        the last call, 0 where they are not measured.
         """
         ...
 
@@ -104,16 +106,18 @@ class BatchedKvCache(Protocol):
 
 
 class OnDemandKvCache(KvCache, Protocol):
-    """One whose blocks get memory when they are written and give it back when they are told to, in
+    """A KvCache whose blocks take memory where they are written, and give it back on request, in
     whole pages.
     """
 
     def give_back(self, group: int, first_block: int, num_blocks: int) -> None:
-        """What these neighbouring blocks hold is lost. Pages that reach beyond them stay."""
+        """Gives back the memory of neighbouring blocks, whose bytes are lost. Pages that reach
+        beyond them stay.
+        """
         ...
 
     def spans(self, group: int) -> Sequence[tuple[int, int]]:
-        """Addresses and sizes in bytes of a group's blocks, so that one can see what the system has
-        given.
+        """Returns addresses and sizes in bytes of a group's blocks, for a look at what the system
+        has given.
         """
         ...

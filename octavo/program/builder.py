@@ -38,8 +38,8 @@ from octavo.program.program import Axis, CacheGroup, Op, Program, Value, Weight
 
 
 class Builder:
-    """Every method appends one op and returns the Value it makes. Widths are in columns, names are
-    those of modules.
+    """Appends an op with each method call and returns the Value it makes. Widths are in columns,
+    names are those of modules.
     """
 
     def __init__(self, name: str, groups: tuple[CacheGroup, ...] = (), vocab_size: int = 0) -> None:
@@ -51,7 +51,7 @@ class Builder:
         self._used: Counter[str] = Counter()
 
     def finish(self, **outputs: Value) -> Program:
-        """The Program, checked."""
+        """Returns the Program, checked."""
         program = Program(
             self._name,
             dict(self._inputs),
@@ -115,7 +115,7 @@ class Builder:
         return out
 
     def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:
-        """`name.weight [width, in]`, and `name.bias` where asked for."""
+        """Multiplies with `name.weight [width, in]`, and adds `name.bias` with `bias`."""
         return self.linear_of(
             x,
             Weight(f"{name}.weight", (width, x.width)),
@@ -126,7 +126,9 @@ class Builder:
     def linear_of(
         self, x: Value, weight: Weight, bias: Weight | None = None, *, name: str
     ) -> Value:
-        """A linear whose tensors are not kept as `[out, in]` under the module's own name."""
+        """Multiplies with a weight whose tensors are not kept as `[out, in]` under the module's own
+        name.
+        """
         out = self._value(name, x.axis, weight.shape[0])
         self._ops.append(Linear(x, (out,), (weight,), () if bias is None else (bias,)))
         return out
@@ -142,7 +144,7 @@ class Builder:
         return out
 
     def scale(self, x: Value, factor: float) -> Value:
-        """x itself where the factor is 1."""
+        """Multiplies with the factor; returns x itself where that is 1."""
         if factor == 1.0:
             return x
         out = self._like("scaled", x)
@@ -150,7 +152,7 @@ class Builder:
         return out
 
     def softcap(self, x: Value, cap: float | None) -> Value:
-        """x itself where there is no cap."""
+        """Caps softly; returns x itself where there is no cap."""
         if cap is None:
             return x
         out = self._like("capped", x)
@@ -219,7 +221,7 @@ class Builder:
         sinks: Weight | None = None,
         bias: T5Bias | AlibiBias | None = None,
     ) -> Value:
-        """The window, where the mask has one, is the group's."""
+        """Attends to the keys of a layer; the window, where the mask has one, is the group's."""
         kv = next(entry for entry in self._groups if entry.name == group)
         out = self._value("attention", q.axis, num_heads * kv.v_width)
         window = kv.window if mask == "window" else None
@@ -278,7 +280,7 @@ class Builder:
         normalize: bool = False,
         scale: float = 1.0,
     ) -> tuple[Value, Value, Value]:
-        """(rows, ids, weights) of the chosen experts."""
+        """Returns rows, ids and weights of the chosen experts."""
         outs = (
             self._value("expert_rows", "expert_rows", x.width),
             Value(self._fresh("expert_ids"), x.axis, top_k, "int"),
@@ -329,7 +331,7 @@ class Builder:
         return self._value(name, x.axis, x.width)
 
     def _fresh(self, name: str) -> str:
-        """The name, with a number from its second use on."""
+        """Returns the name, with a number from its second use on."""
         self._used[name] += 1
         count = self._used[name]
         return name if count == 1 else f"{name}#{count}"

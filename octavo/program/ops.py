@@ -21,21 +21,23 @@ MaskKind = Literal["causal", "full", "window", "chunk", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Inverse frequencies (`rotary_dim / 2` of them, radians a position) and what cos and sin are
-    multiplied with (YaRN's mscale).
-    """
+    """Table of a rope: inverse frequencies, and the factor on cos and sin."""
 
     inv_freq: tuple[float, ...]
+    """Inverse frequencies, radians a position; `rotary_dim / 2` of them."""
     mscale: float = 1.0
+    """Factor on cos and sin (YaRN's)."""
 
 
 @dataclass(frozen=True, slots=True)
 class T5Bias:
-    """T5's relative position bias: `table [num_buckets, H]`, looked up by the bucket of key
-    place - query place (Raffel et al. 2020, section 2.1; the logarithmic buckets of its
-    reference code)."""
+    """T5's relative position bias: a table looked up by the bucket of key place - query place.
+
+    Raffel et al. 2020, section 2.1; the logarithmic buckets are those of its reference code.
+    """
 
     table: Weight
+    """Bias of each bucket and query head, `[num_buckets, H]`."""
     num_buckets: int
     max_distance: int
     bidirectional: bool
@@ -53,15 +55,16 @@ class AlibiBias:
 
 @dataclass(frozen=True, slots=True)
 class Embedding(Op):
-    """out[t] = table[ids[t]] * scale. `table [V, W]`. With `by_position` the ids are the
-    positions on the step's first axis plus `offset` (GPT-2, OPT).
+    """Rows of a table: out[t] = table[ids[t]] * scale.
 
-    With `first_row` the table is a rank's part of the vocabulary's, from that row on; an id outside
-    of it gives zeros.
+    With `by_position` the ids are the positions on the step's first axis plus `offset` (GPT-2,
+    OPT). With `first_row` the table is one rank's part of the vocabulary's, from that row on; an id
+    outside of it gives zeros.
     """
 
     out: Value
     table: Weight
+    """Table `[V, W]`."""
     ids: Value | None = None
     scale: float = 1.0
     by_position: bool = False
@@ -71,8 +74,8 @@ class Embedding(Op):
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm(Op):
-    """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over groups of `group_width` columns
-    (the whole row where 0).
+    """Root mean square norm: y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), over groups
+    of `group_width` columns.
 
     `x [T, W]`, `weight [group_width or W]`. Head norms (Qwen3, Gemma 3) have `group_width = D`.
     Zhang and Sennrich 2019.
@@ -84,11 +87,14 @@ class RmsNorm(Op):
     eps: float
     weight_offset: float = 0.0
     group_width: int = 0
+    """Columns that are normed together; 0: the whole row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm(Op):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias; `var` is the biased one. Ba et al. 2016."""
+    """Layer norm: y = (x - mean) / sqrt(var + eps) * weight + bias, where `var` is the biased
+    variance. Ba et al. 2016.
+    """
 
     x: Value
     out: Value
@@ -99,8 +105,8 @@ class LayerNorm(Op):
 
 @dataclass(frozen=True, slots=True)
 class PreNorm:
-    """A norm that a Linear applies to its rows first: RmsNorm or, with `centered`, LayerNorm. Made
-    by the fuse pass.
+    """Norm that a Linear applies to its rows first: RmsNorm or, with `centered`, LayerNorm. Made by
+    the fuse pass.
     """
 
     weight: Weight
@@ -112,8 +118,9 @@ class PreNorm:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a gated Linear does with its two products: ActMul's attributes. Made by the fuse
-    pass."""
+    """Gate that a Linear applies to its two products, with ActMul's attributes. Made by the fuse
+    pass.
+    """
 
     activation: Activation
     clamp: float | None = None
@@ -123,29 +130,32 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Linear(Op):
-    """[outs...] = x @ concat(weights)^T + concat(biases), then the activation where one is set.
+    """Product with one or several matrices: [outs...] = x @ concat(weights)^T + concat(biases),
+    then the activation where one is set.
 
-    `x [T, in]`; `weights` are stacked on their output axis, in order; `outs` cut the result's
-    columns in order (their widths sum to the weights' rows, but need not match one to one). So a
-    merged q+k+v keeps its named slices. `biases` is empty or as long as `weights`, with None for a
-    slice without one. `residual [T, sum of widths]` is added last (needs one out). `norm` is
-    applied to x first. With `gate` the weights are (gate, up) of the same shape, and the one out is
-    ActMul(x @ gate^T, x @ up^T). Models leave these two to the fuse pass.
+    `x [T, in]`; `weights_` are stacked on their output axis, in order; `outs` cut the result's
+    columns in order. Their widths sum to the weights' rows, but need not match one to one, so a
+    merged q+k+v keeps its named slices.
     """
 
     x: Value
     outs: tuple[Value, ...]
     weights_: tuple[Weight, ...]
     biases: tuple[Weight | None, ...] = ()
+    """Biases, empty or one for each weight; None for a weight without one."""
     activation: Activation | None = None
     residual: Value | None = None
+    """Rows `[T, out]` added last; the Linear has one out."""
     norm: PreNorm | None = None
+    """Norm applied to x first; models leave it to the fuse pass."""
     gate: Gate | None = None
+    """Gate of two weights (gate, up) of one shape, which makes the one out ActMul(x @ gate^T, x @
+    up^T); models leave it to the fuse pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Add(Op):
-    """out = a + b, same shapes."""
+    """Sum of two Values of the same shape: out = a + b."""
 
     a: Value
     b: Value
@@ -154,7 +164,9 @@ class Add(Op):
 
 @dataclass(frozen=True, slots=True)
 class Mul(Op):
-    """out = a * b; `b` has the width of `a`, or width 1 and is spread over the row."""
+    """Product element by element: out = a * b; `b` has the width of `a`, or width 1 and is spread
+    over the row.
+    """
 
     a: Value
     b: Value
@@ -163,7 +175,7 @@ class Mul(Op):
 
 @dataclass(frozen=True, slots=True)
 class Scale(Op):
-    """out = x * factor."""
+    """Product with a number: out = x * factor."""
 
     x: Value
     out: Value
@@ -172,7 +184,7 @@ class Scale(Op):
 
 @dataclass(frozen=True, slots=True)
 class SoftCap(Op):
-    """out = cap * tanh(x / cap) (Gemma 2)."""
+    """Soft cap: out = cap * tanh(x / cap) (Gemma 2)."""
 
     x: Value
     out: Value
@@ -181,8 +193,9 @@ class SoftCap(Op):
 
 @dataclass(frozen=True, slots=True)
 class Act(Op):
-    """out = f(x), elementwise. gelu is the exact (erf) form, gelu_tanh the tanh approximation,
-    relu2 = relu squared.
+    """Activation, element by element: out = f(x).
+
+    gelu is the exact (erf) form, gelu_tanh the tanh approximation, relu2 = relu squared.
     """
 
     x: Value
@@ -192,7 +205,7 @@ class Act(Op):
 
 @dataclass(frozen=True, slots=True)
 class ActMul(Op):
-    """out = f(gate) * (up + up_offset). Shazeer 2020.
+    """Gated activation: out = f(gate) * (up + up_offset). Shazeer 2020.
 
     With `clamp` c: gate = min(gate, c), up = clip(up, -c, c) first. With `alpha`: f(g) = g *
     sigmoid(alpha * g) in place of silu (gpt_oss: clamp 7, alpha 1.702, up_offset 1).
@@ -212,13 +225,12 @@ class ActMul(Op):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Op):
-    """Rotates the first `rotary_dim` columns of each head by the row's position on the first axis.
+    """Rotary positions: turns `rotary_dim` columns of each head from `rotary_start` on by the row's
+    position on the first axis.
 
-    `x [T, heads * head_width]`.
-
-    half: pairs (i, i + rotary_dim/2), GPT-NeoX's and Hugging Face's order; interleaved: pairs (2i,
-    2i+1), GPT-J's. angle = position * table.inv_freq[i]; cos and sin are multiplied with
-    table.mscale. Su et al. 2021; YaRN: Peng et al. 2023.
+    `x [T, heads * head_width]`. half: pairs (i, i + rotary_dim/2), GPT-NeoX's and Hugging Face's
+    order; interleaved: pairs (2i, 2i+1), GPT-J's. angle = position * table.inv_freq[i]; cos and sin
+    are multiplied with table.mscale. Su et al. 2021; YaRN: Peng et al. 2023.
     """
 
     x: Value
@@ -233,11 +245,11 @@ class Rope(Op):
 
 @dataclass(frozen=True, slots=True)
 class KvWrite(Op):
-    """Stores this step's K and V of one layer at the rows' slots of the group; slot -1 stores
+    """Write of this step's K and V of one layer to the rows' slots of the group; slot -1 stores
     nothing.
 
-    `k_parts` are laid side by side per head (MLA: latent, then the rotary part), `[T, K * width]`
-    each; `v [T, K * v_width]` or None.
+    `k_parts` are laid side by side for each head (MLA: latent, then the rotary part), `[T, K *
+    width]` each; `v [T, K * v_width]` or None.
     """
 
     k_parts: tuple[Value, ...]
@@ -248,16 +260,16 @@ class KvWrite(Op):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Op):
-    """out[t, h] = softmax(scale * q[t, h] . K + bias) . V over the keys of the row's request, read
-    from the cache group.
+    """Attention over the keys of the row's request, read from the cache group: out[t, h] =
+    softmax(scale * q[t, h] . K + bias) . V.
 
     `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer`
     is the layer within the group whose K and V are read (another layer's where layers share KV).
-    mask causal: key place <= query place; window: and > query place - window; full: every
-    key below the request's context length (encoders, cross attention). `softcap` c: score = c *
-    tanh(score / c), before the bias. `sinks [H]`: one logit a head that joins the softmax's
-    denominator only (gpt_oss). Numbers: splits of 256 keys at absolute places, each with its own
-    fp32 (m, l, acc), merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
+    mask causal: key place <= query place; window: and > query place - window; full: every key below
+    the request's context length (encoders, cross attention). `softcap` c: score = c * tanh(score /
+    c), before the bias. `sinks [H]`: one logit a head that joins the softmax's denominator only
+    (gpt_oss). Numbers: splits of 256 keys at absolute places, each with its own fp32 (m, l, acc),
+    merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
     """
 
     q: Value
@@ -275,13 +287,13 @@ class Attention(Op):
 
 @dataclass(frozen=True, slots=True)
 class MlaAttention(Op):
-    """Attention over a latent group (DeepSeek-V2, section 2.1). The cache row is [c (latent_width)
-    | k_rope (rope_width)].
+    """Attention over a latent group (DeepSeek-V2, section 2.1), whose cache row is [c
+    (latent_width) | k_rope (rope_width)].
 
     `q_nope [T, H * nope_width]`, `q_rope [T, H * rope_width]`, `kv_b [H * (nope_width + v_width),
-    latent_width]` whose rows a head are W_UK then W_UV; `out [T, H * v_width]`. score = scale *
-    (q_nope . (W_UK c) + q_rope . k_rope); value = W_UV c. `form` says how it is computed: absorbed
-    (W_UK folded into q, W_UV applied after) or expanded; the model decides, never T.
+    latent_width]`, whose rows for each head are W_UK then W_UV; `out [T, H * v_width]`. score =
+    scale * (q_nope . (W_UK c) + q_rope . k_rope); value = W_UV c. `form` says how it is computed:
+    absorbed (W_UK folded into q, W_UV applied after) or expanded; the model decides, never T.
     """
 
     q_nope: Value
@@ -304,14 +316,14 @@ class MlaAttention(Op):
 
 @dataclass(frozen=True, slots=True)
 class Route(Op):
-    """Chooses `top_k` experts for each row and lays its row out once for each of them.
+    """Choice of `top_k` experts for each row, which lays the row out once for each of them.
 
-    `x [T, W]`, `logits [T, E]`; makes `out = (rows [T*k, W] of axis expert_rows in the order t*k +
-    j, ids [T, k] int, weights [T, k])`. score = softmax or sigmoid over all experts, or
-    `softmax_top_k`: softmax over the chosen logits only. Choice is by score plus `bias [E]`
-    (DeepSeek-V3), among the best `top_groups` of `num_groups` groups of experts (a group's rank:
-    the sum of its two best). The weights are the scores without the bias, divided by their sum
-    where `normalize`, times `scale`. Ties: the lower id.
+    `x [T, W]`, `logits [T, E]`; makes (rows [T*k, W] of axis expert_rows in the order t*k + j, ids
+    [T, k] int, weights [T, k]). score = softmax or sigmoid over all experts, or `softmax_top_k`:
+    softmax over the chosen logits only. The choice is by score plus `bias [E]` (DeepSeek-V3), among
+    the best `top_groups` of `num_groups` groups of experts, which rank by the sum of their two
+    best. The weights are the scores without the bias, divided by their sum with `normalize`, times
+    `scale`. Ties: the lower id.
     """
 
     x: Value
@@ -329,8 +341,9 @@ class Route(Op):
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinear(Op):
-    """out[r] = W[ids of r] x[r] + b[ids of r]. `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E,
-    out, in]`, `bias [E, out]`.
+    """Product of each expert row with its expert's matrix: out[r] = W[ids of r] x[r] + b[ids of r].
+
+    `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E, out, in]`, `bias [E, out]`.
     """
 
     x: Value
@@ -342,7 +355,9 @@ class GroupedLinear(Op):
 
 @dataclass(frozen=True, slots=True)
 class Combine(Op):
-    """out[t] = sum over j = 0..k-1, in that order, of weights[t, j] * x[t*k + j]."""
+    """Weighted sum of a row's experts: out[t] = sum of weights[t, j] * x[t*k + j] over j = 0..k-1,
+    in that order.
+    """
 
     x: Value
     weights_value: Value
@@ -354,7 +369,7 @@ class Combine(Op):
 
 @dataclass(frozen=True, slots=True)
 class GatherRows(Op):
-    """out[s] = x[sample_rows[s]]: from the axis tokens to samples."""
+    """Choice of the sampled rows, from the axis tokens to samples: out[s] = x[sample_rows[s]]."""
 
     x: Value
     out: Value
@@ -362,7 +377,7 @@ class GatherRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class PoolRows(Op):
-    """One row a request out of its rows: the last, the first, or their mean."""
+    """One row for each request, made of its rows: the last, the first, or their mean."""
 
     x: Value
     out: Value
@@ -371,8 +386,8 @@ class PoolRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScatterRows(Op):
-    """out = base, with the rows at the step's `scatter_rows` taken from x (image features into
-    text).
+    """Replacement of rows: out = base, with the rows at the step's `scatter_rows` taken from x
+    (image features into text).
     """
 
     x: Value
@@ -382,8 +397,8 @@ class ScatterRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class Lora(Op):
-    """out = base + scale[a] * B[a] (A[a] x), with a = the step's adapter_rows (none where -1). Hu
-    et al. 2021.
+    """Low-rank adapter of a row: out = base + scale[a] * B[a] (A[a] x), where a is the row's entry
+    in the step's adapter_rows, none where -1. Hu et al. 2021.
     """
 
     x: Value
@@ -397,10 +412,10 @@ class Lora(Op):
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Op):
-    """out = sum over the ranks of their x, in an order that is the same on all of them. `x [T, W]`
-    to `out [T, W]`.
+    """Sum over the ranks of their x, in an order that is the same on all of them. `x [T, W]` to
+    `out [T, W]`.
 
-    What stands behind a product that is split along its inputs. Shoeybi et al. 2019 (Megatron-LM),
+    Stands behind a product that is split along its inputs. Shoeybi et al. 2019 (Megatron-LM),
     section 3.
     """
 
@@ -410,11 +425,10 @@ class AllReduce(Op):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Op):
-    """out = the ranks' x side by side, in rank order. `x [T, widths[rank]]` to `out [T, sum of
-    widths]`.
+    """The ranks' x side by side, in rank order. `x [T, widths[rank]]` to `out [T, sum of widths]`.
 
-    What stands behind a product that is split along its outputs, where all of them are wanted on
-    every rank (logits).
+    Stands behind a product that is split along its outputs, where every rank needs all of them
+    (logits).
     """
 
     x: Value

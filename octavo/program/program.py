@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal, Self, get_args
 
 Axis = Literal["tokens", "samples", "requests", "expert_rows"]
-"""What a Value's rows are. Their number is free until the step.
+"""Row axis of a Value; the number of rows is free until the step.
 
 A Program's `tokens` are its own business: a decoder's text, an encoder's input, pieces of an image.
 """
@@ -37,7 +37,7 @@ LIVES: dict[GroupKind, LifeName] = {
 PLAIN_TYPES = {"int", "float", "str", "bool", "None", "tuple", "Activation", "MaskKind"}
 
 MADE = ("out", "outs")
-"""Fields of Values that an op makes."""
+"""Names of the fields that hold the Values an op makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,19 @@ class Value:
 
 
 Span = tuple[int, int]
-"""The first, and one past the last."""
+"""First index, and one past the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Which rows (of the output axis) and which inputs (of the last axis) of a weight of `shape`
-    one rank has; None: all.
-    """
+    """The part of a weight that one rank has."""
 
     shape: tuple[int, ...]
+    """Shape of the whole weight."""
     rows: Span | None = None
+    """Rows of the output axis; None: all."""
     inputs: Span | None = None
+    """Inputs, on the last axis; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Weight:
 
     @property
     def row_axis(self) -> int:
-        """The output axis of `shape`."""
+        """Output axis of `shape`."""
         return -1 if self.rows_last or len(self.shape) == 1 else -2
 
     @property
@@ -111,16 +112,16 @@ class Weight:
 
     @property
     def tensor_rows(self) -> int:
-        """How many rows the checkpoint's tensor has on its output axis."""
+        """Number of rows that the checkpoint's tensor has on its output axis."""
         return self.source_rows or self.whole.shape[self.row_axis]
 
     @property
     def whole(self) -> Weight:
-        """The weight of which this is a rank's part; itself where it is no part."""
+        """The whole weight that this is a rank's part of; itself where it is no part."""
         return self if self.cut is None else replace(self, shape=self.cut.shape, cut=None)
 
     def part(self, *, rows: Span | None = None, inputs: Span | None = None) -> Weight:
-        """Of a whole weight these rows and inputs; itself where that is all of it."""
+        """Returns these rows and inputs of a whole weight; itself where that is all of it."""
         shape = list(self.shape)
         if inputs is not None:
             shape[-1] = inputs[1] - inputs[0]
@@ -165,8 +166,8 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Base of every op. A field's annotation says its role: Value(s) read, Value(s) made,
-    Weight(s), or an attribute.
+    """Base of every op. A field's annotation says its role: Values read or made, Weights, or an
+    attribute.
 
     Fields named `out` or `outs` are made; every other Value is read.
     """
@@ -202,7 +203,7 @@ class Op:
         )
 
     def on(self, values: Mapping[Value, Value]) -> Self:
-        """The same op on other Values, where `values` has them."""
+        """Returns the same op on other Values, where `values` maps them."""
 
         def new(item: Any) -> Any:
             return tuple(map(new, item)) if isinstance(item, tuple) else values.get(item, item)
@@ -215,8 +216,8 @@ class Op:
 
 @cache
 def _holders(owner: Any, kind: type[Any]) -> tuple[str, ...]:
-    """Fields of a dataclass that may hold a `kind`, Value or Weight: their annotation names more
-    than the other, numbers and words.
+    """Returns the fields of a dataclass that may hold a `kind`, Value or Weight: those whose
+    annotation names more than the other one, numbers and words.
     """
     others = PLAIN_TYPES | {"Value", "Weight"} - {kind.__name__}
     return tuple(
@@ -225,8 +226,9 @@ def _holders(owner: Any, kind: type[Any]) -> tuple[str, ...]:
 
 
 def _flat(item: object, kind: type[Any]) -> Iterator[Any]:
-    """Every `kind` in an attribute: itself, in tuples, in the fields of a dataclass such as a
-    bias."""
+    """Yields every `kind` in an attribute: itself, in tuples, in the fields of a dataclass such as
+    a bias.
+    """
     if isinstance(item, kind):
         yield item
     elif isinstance(item, tuple):
@@ -257,12 +259,12 @@ class Program:
         return self.groups[self.group_index(name)]
 
     def group_index(self, name: str) -> int:
-        """Position of the group in block tables and slots `[G, ...]`."""
+        """Returns the index of the group in block tables and slots `[G, ...]`."""
         return next(i for i, group in enumerate(self.groups) if group.name == name)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Each weight once, in order of first use."""
+        """All weights, each once, in order of first use."""
         return tuple(dict.fromkeys(w for op in self.ops for w in op.weights))
 
     def check(self) -> None:

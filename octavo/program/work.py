@@ -1,5 +1,5 @@
-"""How much a step of a Program computes: multiplications by token, by sampled row, and by pair of
-query and key.
+"""Counts what a step of a Program computes: multiplications by token, by sampled row, and by pair
+of query and key.
 
 Counts products of matrices and attention, which is all that matters; knows no weight's bytes and no
 machine.
@@ -16,19 +16,22 @@ from octavo.program.program import Program, Weight
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Multiplications, each with its addition; `None` as a window: all keys before the query."""
+    """Multiplications of a step, each with its addition."""
 
     per_token: int
     per_sample: int
     per_pair: dict[int | None, int]
-    """By window: for each query token and each key that it sees, in all layers of that window."""
+    """Multiplications by window (None: all keys before the query) for each query token and each key
+    that it sees, in all layers of that window."""
     read_by_all: tuple[Weight, ...]
     """Weights that every step reads."""
     read_by_some: tuple[tuple[Weight, float], ...]
     """Experts' weights, and the share of them that one token reads."""
 
     def pairs(self, first: int, end: int) -> int:
-        """Multiplications of attention for the tokens `first` to `end` of one request."""
+        """Counts the multiplications of attention for the tokens `first` to `end - 1` of one
+        request.
+        """
         return sum(
             count * _num_pairs(first, end, window) for window, count in self.per_pair.items()
         )
@@ -63,7 +66,7 @@ def work_of(program: Program) -> Work:
 
 
 def _num_pairs(first: int, end: int, window: int | None) -> int:
-    """Of the queries `first` to `end` and the keys they see, themselves included."""
+    """Counts pairs of the queries `first` to `end - 1` and the keys they see, their own included."""
 
     def up_to(num_tokens: int) -> int:
         inside = num_tokens if window is None else min(num_tokens, window)

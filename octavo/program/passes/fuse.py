@@ -1,9 +1,9 @@
 """The fuse pass: fewer, larger ops with the same meaning.
 
 Merges Linears that read the same rows (q + k + v, gate + up), and folds into a Linear the norm
-before it, the gate after it and the residual sum behind it. Each rewrite asks only who makes and
-who reads a Value; none knows a family. What it cannot fold it leaves as it stands, which is correct
-by itself; the result equals the input op for op within rounding.
+before it, the gate after it and the residual sum behind it. Each rewrite looks only at the makers
+and readers of Values, and knows no family. It leaves alone what it cannot fold; the result equals
+the input op for op within rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.program.program import Op, Program, Value
 
 
 def fuse(program: Program) -> Program:
-    """The Program with everything folded that can be."""
+    """Folds all that can be folded."""
     ops: list[Op] = list(program.ops)
     for rewrite in (_merge_linears, _fold_gates, _fold_norms, _fold_residuals):
         ops = rewrite(ops, _Uses(ops, program))
@@ -26,7 +26,7 @@ def fuse(program: Program) -> Program:
 
 
 class _Uses:
-    """Who makes and who reads each Value, by position in the list of ops."""
+    """Makers and readers of each Value, by index in the list of ops."""
 
     def __init__(self, ops: list[Op], program: Program) -> None:
         self.maker = {value: at for at, op in enumerate(ops) for value in op.outputs}
@@ -35,7 +35,7 @@ class _Uses:
         self.reader = {value: at for at, op in enumerate(ops) for value in op.inputs}
 
     def read_once_by(self, value: Value) -> int | None:
-        """Position of the only op that reads it, or None."""
+        """Returns the index of the only op that reads the Value, or None."""
         return self.reader.get(value) if self.reads[value] == 1 else None
 
 
@@ -50,7 +50,7 @@ def _is_plain(op: Op) -> bool:
 
 
 def _merge_linears(ops: list[Op], uses: _Uses) -> list[Op]:
-    """Plain Linears of the same x become one, where the first of them stands."""
+    """Merges plain Linears of the same x into one, where the first of them stands."""
     merged: dict[Value, Linear] = {}
     for op in ops:
         if isinstance(op, Linear) and _is_plain(op):
@@ -77,7 +77,7 @@ def _concatenated(a: Linear, b: Linear) -> Linear:
 
 
 def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
-    """ActMul over the two outs of one Linear becomes the Linear's gate."""
+    """Turns ActMul over the two outs of one Linear into the Linear's gate."""
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
@@ -100,7 +100,7 @@ def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
 
 
 def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
-    """A norm of whole rows that one Linear alone reads becomes the Linear's."""
+    """Gives a norm of whole rows to the Linear that alone reads it."""
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
@@ -122,8 +122,8 @@ def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
 
 
 def _fold_residuals(ops: list[Op], uses: _Uses) -> list[Op]:
-    """A sum whose one side is a Linear's only out becomes the Linear's residual, where the other
-    side is made before it.
+    """Turns a sum into a Linear's residual where one side is the Linear's only out and the other is
+    made before it.
     """
     result = list(ops)
     gone: set[int] = set()

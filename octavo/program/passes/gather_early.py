@@ -1,10 +1,10 @@
-"""The gather pass: rows that nobody samples end at the last attention.
+"""The gather pass: rows that are not sampled end at the last attention.
 
-A model gathers the sampled rows before its head, yet what stands between the last attention and
-that gather looks at each row by itself. Gathered right behind the attention instead, a prompt's
-other rows are spared the last layer's output projection and its gate, up and down projections: five
-sixths of a layer of SmolLM2's shape. Where all rows are sampled, nothing is spared. llama.cpp's
-graphs do the same (`inp_out_ids`).
+A model gathers the sampled rows before its head, yet all ops between the last attention and that
+gather work row by row. Gathered right behind the attention instead, a prompt's other rows are
+spared the last layer's output projection and its gate, up and down projections: five sixths of a
+layer of SmolLM2's shape. Where all rows are sampled, nothing is spared. llama.cpp's graphs do the
+same (`inp_out_ids`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from octavo.program.ops import (
 from octavo.program.program import Op, Program, Value
 
 ROW_BY_ROW = (Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Act, ActMul, *HOST_OPS)
-"""Row r of what they make comes from row r of what they read, whatever rows there are."""
+"""Ops whose row r is made of row r of their inputs alone, whatever rows there are."""
 
 
 def gather_early(program: Program) -> Program:
-    """The Program with its one GatherRows behind the last attention, where nothing but that gather
-    wants what stands between.
+    """Moves the Program's one GatherRows behind the last attention, where nothing but that gather
+    reads the rows in between; returns the Program as it is elsewhere.
     """
     gathers = [op for op in program.ops if isinstance(op, GatherRows)]
     if len(gathers) != 1:
@@ -49,8 +49,8 @@ def gather_early(program: Program) -> Program:
 
 
 def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Program:
-    """The Program with those ops on sampled rows: what they read of others is gathered, instead of
-    what they make.
+    """Returns the Program with the `late` ops on sampled rows: their inputs are gathered, instead
+    of their outputs.
     """
     made = {value for op in late for value in op.outputs}
     read = dict.fromkeys(
@@ -71,8 +71,8 @@ def gathered_before(program: Program, gather: GatherRows, late: list[Op]) -> Pro
 
 
 def wanted_by(gather: GatherRows, program: Program) -> list[Op]:
-    """The ops before the gather, in order, that work row by row and whose Values nobody reads but
-    this gather and one another.
+    """Returns the ops before the gather, in order, that work row by row and whose Values only this
+    gather and one another read.
     """
     readers: dict[Value, list[Op]] = {}
     for op in program.ops:

@@ -1,5 +1,5 @@
-"""What an executor runs of a Program: fewer and larger ops, on no more rows than are wanted, with
-the same results.
+"""The passes that every executor runs a Program through: fewer and larger ops, on no more rows than
+are wanted, with the same results.
 """
 
 from octavo.program.passes.fuse import fuse
@@ -8,5 +8,5 @@ from octavo.program.program import Program
 
 
 def optimize(program: Program) -> Program:
-    """All passes that every executor wants, in their order."""
+    """Applies all passes that every executor wants, in their order."""
     return gather_early(fuse(program))

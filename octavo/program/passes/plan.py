@@ -1,9 +1,9 @@
-"""The plan pass: where each Value lies, in one arena a row axis, buffers reused once nobody reads
-them any more.
+"""The plan pass: the place of each Value in one arena for each row axis, where dead buffers are
+used again.
 
-Knows ops and Values; the executor says which ops run together (a stage), for within a stage rows
-are at different ops at the same time and no memory may change its owner. A Place is in floats: a
-row of an axis holds all its Values, each at its `offset`.
+Knows ops and Values. The executor says which ops run together (a stage): within a stage rows are at
+different ops at the same time, so no memory may change its owner. A Place is in floats: a row of an
+axis holds all its Values, each at its `offset`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from octavo.program.ops import Act, Linear, RmsNorm, Rope, Scale, SoftCap
 from octavo.program.program import Op, Program, Value
 
 ALIGN_FLOATS = 16
-"""Rows start on cache lines."""
+"""Alignment of a buffer in floats: rows start on cache lines."""
 
 IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap)
 """Row-local ops that may write over the row they read."""
@@ -23,18 +23,18 @@ IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap)
 @dataclass(frozen=True, slots=True)
 class Place:
     axis: str
-    """tokens, block or samples."""
+    """Row axis of the arena: tokens, block or samples."""
     offset: int
     width: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`places` of all Values but int inputs, and the floats that a row of each axis needs in
-    all."""
+    """Places of all Values but int inputs."""
 
     places: dict[str, Place]
     row_floats: dict[str, int]
+    """Floats that a row of each axis needs in all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +48,12 @@ class _Buffer:
 
 
 def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
-    """`stages[i]` and `ranges[i]` are the stage and the range of op i, not decreasing. The
-    Program's outputs live to the end.
+    """Places all Values of a Program; its outputs live to the end.
 
-    A range is stages that an executor may take a few rows through at a time. What is only read in
-    the range that makes it lies on an axis of its own, `block`, which needs no more rows than are
-    on their way at once.
+    `stages[i]` and `ranges[i]` are the stage and the range of op i, not decreasing. A range is
+    stages that an executor may take a few rows through at a time. A Value that is only read in the
+    range that makes it lies on an axis of its own, `block`, which needs no more rows than are on
+    their way at once.
     """
     buffers = _make_buffers(program, stages)
     range_of = dict(zip(stages, ranges, strict=True))
@@ -72,9 +72,7 @@ def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
 
 
 class _Readers:
-    """When each Value is read for the last time: by which op, and up to which stage its memory must
-    last.
-    """
+    """Last reader of each Value: its op, and the stage up to which its memory must last."""
 
     def __init__(self, program: Program, stages: list[int]) -> None:
         self.op: dict[Value, int] = {}
@@ -83,8 +81,7 @@ class _Readers:
             crosses = any(value.axis != out.axis for value in op.inputs for out in op.outputs)
             for value in op.inputs:
                 self.op[value] = at
-                # What another axis reads is read again for each chunk of that axis: it lives to the
-                # end.
+                # Another axis reads it again for each of its chunks, so it lives to the end.
                 self.stage[value] = stages[-1] if crosses else max(stage, self.stage.get(value, 0))
         for value in program.outputs.values():
             self.op[value], self.stage[value] = len(stages), stages[-1]
@@ -118,7 +115,7 @@ def _make_buffers(program: Program, stages: list[int]) -> list[_Buffer]:
 
 
 def _new_buffer(outs: list[Value], stage: int) -> _Buffer:
-    """Outs of one op lie side by side in one buffer."""
+    """Makes one buffer for all outs of an op, side by side."""
     width = sum(value.width for value in outs)
     buffer = _Buffer(outs[0].axis, -(-width // ALIGN_FLOATS) * ALIGN_FLOATS, stage, stage)
     column = 0
@@ -129,8 +126,8 @@ def _new_buffer(outs: list[Value], stage: int) -> _Buffer:
 
 
 def _overwritable(op: Op) -> Value | None:
-    """The input whose place the op's single out may take, where nobody reads it later: elementwise
-    with the out.
+    """Returns the input whose place the op's single out may take once no later op reads it; the two
+    are equal element by element.
     """
     if isinstance(op, IN_PLACE):
         return op.x
@@ -140,7 +137,9 @@ def _overwritable(op: Op) -> Value | None:
 
 
 def _place_all(buffers: list[_Buffer]) -> int:
-    """Lowest free offset for each, in order of birth; returns the floats a row needs."""
+    """Gives each buffer the lowest free offset, in order of birth; returns the floats that a row
+    needs.
+    """
     placed: list[_Buffer] = []
     end = 0
     for buffer in sorted(buffers, key=lambda b: b.first):

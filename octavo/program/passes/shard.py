@@ -1,11 +1,10 @@
-"""The shard pass: what one of several ranks computes of a Program, so that together they compute
-the whole (tensor parallelism).
+"""The shard pass: the part of a Program that one of several ranks computes (tensor parallelism).
 
 Products before heads and activations are split along their outputs, those behind them along their
-inputs, which leaves every rank with a part of a sum; AllReduce adds the parts where somebody wants
-whole rows. Heads and their KV, the vocabulary, the width of every expert are split; norms, routers
-and latents are on every rank. Runs before fuse. What cannot be split is refused by name. Source:
-Shoeybi et al. 2019 (Megatron-LM), section 3.
+inputs, which leaves every rank with a part of a sum; AllReduce adds the parts where an op needs
+whole rows. Heads and their KV, the vocabulary and the width of every expert are split; norms,
+routers and latents are on every rank. Runs before fuse. An op that cannot be split is refused by
+name. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
 from __future__ import annotations
@@ -33,18 +32,20 @@ UNPACK = "use fewer ranks, or --dtype bfloat16, which unpacks the weights"
 
 
 def uncut(weight: Weight) -> int:
-    """A `UnitOf` for weights of plain floats."""
+    """Allows any cut of a weight: the `UnitOf` of plain floats."""
     return 1
 
 
 def shard(program: Program, rank: int, num_ranks: int, unit_of: UnitOf = uncut) -> Program:
-    """What rank `rank` of `num_ranks` computes. ConfigError names what cannot be split, and why."""
+    """Returns the part that rank `rank` of `num_ranks` computes. ConfigError names what cannot be
+    split, and why.
+    """
     return program if num_ranks == 1 else _Sharder(program, rank, num_ranks, unit_of).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a rank has of a Value: all of it, the columns `spans[rank]`, or one summand of it
+    """One rank's share of a Value: all of it, the columns `spans[rank]`, or one summand of it
     (`partial`).
     """
 
@@ -79,13 +80,15 @@ class _Sharder:
     # -- Values ------------------------------------------------------------------------------------
 
     def _make(self, value: Value, spans: Spans | None = None, *, partial: bool = False) -> Value:
-        """What this rank will have of a Value that the next op makes."""
+        """Notes this rank's share of a Value that the next op makes, and returns its Value."""
         own = value if spans is None else replace(value, width=_width(spans[self._rank]))
         self._held[value] = _Held(own, spans, partial)
         return own
 
     def _whole(self, value: Value) -> Value:
-        """All columns, summed or gathered by the first who wants them."""
+        """Returns the Value with all columns; the first reader that wants them adds the sum or the
+        gather.
+        """
         held = self._held[value]
         if not held.partial and held.spans is None:
             return held.value
@@ -98,7 +101,7 @@ class _Sharder:
         return whole
 
     def _columns(self, value: Value, spans: Spans, op: Op) -> Value:
-        """This rank's columns, where they are the ones that the op needs."""
+        """Returns this rank's columns; ConfigError where they are not the ones that the op needs."""
         held = self._held[value]
         if held.spans != spans:
             what = f"{op.kind} reads {value.name}, which cannot be made in parts of whole heads"
@@ -106,14 +109,14 @@ class _Sharder:
         return held.value
 
     def _alike(self, values: Sequence[Value]) -> tuple[list[Value], Spans | None]:
-        """The same columns of all of them, or all columns."""
+        """Returns the same columns of all Values with their spans, or all columns with None."""
         held = [self._held[value] for value in values]
         if all(one.spans == held[0].spans and not one.partial for one in held):
             return [one.value for one in held], held[0].spans
         return list(map(self._whole, values)), None
 
     def _spans(self, out: Value) -> Spans | None:
-        """How a product's out is to be split; None: whole."""
+        """Returns how a product's out is split; None: whole."""
         wish = self._wishes.get(out)
         if wish is None or not is_split(wish):
             return None
@@ -157,8 +160,8 @@ class _Sharder:
         self._ops.append(replace(op, x=x, outs=outs, weights_=weights, biases=biases))
 
     def _along_inputs(self, op: ops.Linear, spans: Spans) -> None:
-        """A summand on each rank. Biases are added on the first alone, an activation once the sum
-        is there.
+        """Makes a summand on each rank. The first rank alone adds biases; the activation follows
+        the sum.
         """
         outs = tuple(self._make(out, partial=True) for out in op.outs)
         weights = tuple(self._inputs(weight, spans) for weight in op.weights_)
@@ -208,8 +211,8 @@ class _Sharder:
         return weight.part(inputs=spans[self._rank])
 
     def _shard_Embedding(self, op: ops.Embedding) -> None:
-        """Tables of tokens by rows, so that each rank finds some of them; tables of positions are
-        small.
+        """Splits a table of tokens by rows, so that each rank finds some of them; a table of
+        positions is small and stays whole.
         """
         if op.ids is None:
             self._ops.append(replace(op, out=self._make(op.out)))
@@ -303,7 +306,7 @@ class _Sharder:
         self._ops.append(replace(op, x=self._whole(op.x), out=self._make(op.out)))
 
     def _shard_linear_op(self, op: ops.Scale | ops.GatherRows | ops.PoolRows) -> None:
-        """Whatever a rank has of x: all, columns, a summand."""
+        """Keeps whatever share a rank has of x: all, columns, a summand."""
         held = self._held[op.x]
         self._ops.append(
             replace(op, x=held.value, out=self._make(op.out, held.spans, partial=held.partial))
@@ -322,7 +325,7 @@ class _Sharder:
         self._ops.append(replace(op, gate=gate, up=up, out=self._make(op.out, spans)))
 
     def _shard_Add(self, op: ops.Add) -> None:
-        """Two summands stay one."""
+        """Adds; the sum of two summands is a summand."""
         a, b = self._held[op.a], self._held[op.b]
         if a.partial and b.partial:
             self._ops.append(ops.Add(a.value, b.value, self._make(op.out, partial=True)))
@@ -331,7 +334,7 @@ class _Sharder:
         self._ops.append(ops.Add(x, y, self._make(op.out, spans)))
 
     def _shard_Mul(self, op: ops.Mul) -> None:
-        """A summand times what all ranks have is a summand."""
+        """Multiplies; a summand times what all ranks have is a summand."""
         a = self._held[op.a]
         if a.partial or op.b.width != op.a.width:
             self._ops.append(

@@ -1,5 +1,4 @@
-"""Where a Program's Values can be split over ranks: which columns of them each rank has, as their
-readers want them.
+"""The columns of a Program's Values that each rank has, as their readers want them.
 
 Readers are asked last to first: attention wants whole heads, a product of rows takes any columns on
 the borders of its weight's groups and then makes a part of a sum, a norm of whole rows wants all.
@@ -18,35 +17,33 @@ from octavo.program import ops
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
 
 Spans = tuple[Span, ...]
-"""The columns of each rank, in rank order. Those of KV heads that are fewer than the ranks overlap.
-"""
+"""Columns of each rank, in rank order; those of KV heads that are fewer than the ranks overlap."""
 
 UnitOf = Callable[[Weight], int]
-"""Of how many neighbouring inputs a weight can only be cut as a whole: 1, or the group of its
-scales.
-"""
+"""Tells how many neighbouring inputs of a weight can only be cut together: 1, or the group of its
+scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Even:
-    """Any columns will do whose borders are multiples of `unit`."""
+    """Wish for any columns with borders at multiples of `unit`."""
 
     unit: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """All columns are wanted on every rank."""
+    """Wish for all columns on every rank."""
 
 
 Wish = Even | Whole | Spans
-"""How a Value's readers want it."""
+"""Columns of a Value that its readers want."""
 
 EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Act, ops.GatherRows, ops.PoolRows)
-"""Ops of one input, each of whose columns is made of the same column."""
+"""Ops of one input, each column of which is made of the same column."""
 
 WHOLE_ROWS = (ops.Embedding, ops.LayerNorm, ops.Route, ops.ScatterRows)
-"""Ops that are given all columns of all that they read."""
+"""Ops that need all columns of all their inputs."""
 
 
 def refused(what: str, *, hint: str) -> ConfigError:
@@ -54,8 +51,8 @@ def refused(what: str, *, hint: str) -> ConfigError:
 
 
 def shares(width: int, num_ranks: int, unit: int = 1) -> Spans:
-    """Columns 0 to `width` in neighbouring runs of whole units, as even as can be, the first ranks'
-    the longest; every rank has some.
+    """Cuts the columns 0 to `width` into neighbouring runs of whole units, as even as can be, the
+    first ranks' the longest; every rank has some.
     """
     units = -(-width // unit)
     assert units >= num_ranks, "the caller asks first"
@@ -64,12 +61,12 @@ def shares(width: int, num_ranks: int, unit: int = 1) -> Spans:
 
 
 def times(spans: Spans, width: int) -> Spans:
-    """Of heads, in columns of `width` each."""
+    """Turns spans of heads into spans of columns, `width` for each head."""
     return tuple((first * width, last * width) for first, last in spans)
 
 
 def kv_spans(group: CacheGroup, num_ranks: int) -> Spans:
-    """A group's KV heads: some for each rank, or each head for several ranks."""
+    """Shares out a group's KV heads: some for each rank, or each head for several ranks."""
     heads = group.num_kv_heads
     if heads >= num_ranks:
         return shares(heads, num_ranks)
@@ -85,7 +82,9 @@ def kv_spans(group: CacheGroup, num_ranks: int) -> Spans:
 
 
 def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
-    """The query heads that read a rank's KV heads; where ranks share one, each its part of them."""
+    """Shares out query heads by the KV heads they read; ranks that share a KV head have a part of
+    its query heads each.
+    """
     per_kv_head = num_heads // group.num_kv_heads
     copies = max(1, num_ranks // group.num_kv_heads)
     if per_kv_head < copies:
@@ -104,7 +103,7 @@ def query_spans(num_heads: int, group: CacheGroup, num_ranks: int) -> Spans:
 
 
 def head_spans(num_heads: int, num_ranks: int) -> Spans:
-    """Of heads that all read the same latents."""
+    """Shares out heads that all read the same latents."""
     if num_heads < num_ranks:
         raise refused(
             f"got {num_ranks}, but the model has only {num_heads} attention heads",
@@ -114,8 +113,8 @@ def head_spans(num_heads: int, num_ranks: int) -> Spans:
 
 
 def wishes(program: Program, num_ranks: int, unit_of: UnitOf) -> dict[Value, Wish]:
-    """How each Value is wanted. Of the outputs the logits may come in parts; what nobody reads has
-    no entry.
+    """Finds how each Value is wanted. The logits may come in parts; a Value without readers has no
+    entry.
     """
     found: dict[Value, Wish] = {
         value: Even() if name == "logits" else Whole() for name, value in program.outputs.items()
@@ -127,7 +126,7 @@ def wishes(program: Program, num_ranks: int, unit_of: UnitOf) -> dict[Value, Wis
 
 
 def met(a: Wish, b: Wish) -> Wish:
-    """What serves both."""
+    """Returns the wish that serves both."""
     if a == b:
         return a
     if isinstance(a, Even) and isinstance(b, Even):
@@ -144,7 +143,7 @@ def is_split(wish: Wish | None) -> bool:
 def _asked(
     op: Op, program: Program, num_ranks: int, found: dict[Value, Wish], unit_of: UnitOf
 ) -> Iterator[tuple[Value, Wish]]:
-    """How an op wants what it reads, where it is known how its outputs are wanted."""
+    """Yields an op's wishes for its inputs, given the wishes for its outputs."""
     if isinstance(op, ops.Linear | ops.GroupedLinear):
         makes_columns = any(is_split(found.get(out)) for out in op.outputs)
         units = [unit_of(weight) for weight in matrices_of(op)]
@@ -175,7 +174,7 @@ def _asked(
 
 
 def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wish]]:
-    """Of ops that make a column of the same column, or of its head."""
+    """Yields the wishes of ops that make a column of the same column, or of its head."""
     if isinstance(op, EACH_COLUMN):
         yield op.x, found.get(op.out, Whole())
     elif isinstance(op, ops.Add):
