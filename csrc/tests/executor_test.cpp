@@ -312,6 +312,9 @@ struct Span {
     int start, stop;
 };
 
+// How far a token's position is ahead of its place: code that confuses the two computes other numbers.
+constexpr int kAhead = 3;
+
 // A model on a pool of its own, with KV memory; `run` computes spans of requests and returns all their
 // logits.
 struct Engine {
@@ -327,7 +330,7 @@ struct Engine {
     }
 
     Floats run(const std::vector<Span>& spans, int padding = 0) {
-        std::vector<int32_t> ids, places, slots, starts = {0}, contexts, rows;
+        std::vector<int32_t> ids, places, positions, slots, starts = {0}, contexts, rows;
         size_t width = 0;
         for (const Span& s : spans) width = std::max(width, s.request->blocks.size());
         std::vector<int32_t> tables(spans.size() * width, -1);
@@ -336,7 +339,7 @@ struct Engine {
             for (int t = s.start; t < s.stop; t++) {
                 rows.push_back((int)ids.size());
                 ids.push_back(s.request->tokens[t]);
-                places.push_back(t);
+                places.push_back(t), positions.push_back(t + kAhead);
                 slots.push_back(s.request->blocks[t / 16] * 16 + t % 16);
             }
             starts.push_back((int)ids.size());
@@ -344,13 +347,14 @@ struct Engine {
             std::copy(s.request->blocks.begin(), s.request->blocks.end(),
                       tables.begin() + (int64_t)(r * width));
         }
-        for (int i = 0; i < padding; i++) ids.push_back(1 << 30), places.push_back(-7), slots.push_back(-1);
+        for (int i = 0; i < padding; i++)
+            ids.push_back(1 << 30), places.push_back(-7), positions.push_back(-7), slots.push_back(-1);
         Floats logits(rows.size() * kVocab);
         Batch b{};
         b.num_tokens = (int)ids.size(), b.num_requests = (int)spans.size(), b.num_samples = (int)rows.size(),
         b.table_width = (int)width, b.num_axes = 1;
-        b.token_ids = ids.data(), b.places = b.positions = places.data(), b.query_starts = starts.data(),
-        b.context_lens = contexts.data();
+        b.token_ids = ids.data(), b.places = places.data(), b.positions = positions.data(),
+        b.query_starts = starts.data(), b.context_lens = contexts.data();
         b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
         b.out_logits = logits.data();
         executor.run(b, kv);
@@ -563,8 +567,8 @@ struct Drawn {
     }
 };
 
-// One decode step's arrays, as Python makes them: each request's last token, whose position is not its place.
-// The second request has a penalty on what it has generated.
+// One decode step's arrays, as Python makes them: each request's last token. The second request has a penalty
+// on what it has generated.
 struct DecodeArrays {
     std::vector<int32_t> ids, places, positions, starts = {0}, contexts, slots, rows, tables,
                                                  history_starts = {0}, history_ids, history_counts;
@@ -576,7 +580,7 @@ struct DecodeArrays {
         for (size_t i = 0; i < requests.size(); i++) {
             const Request& r = requests[i];
             const int last = (int)r.tokens.size() - 1;
-            ids.push_back(r.tokens[last]), places.push_back(last), positions.push_back(last + 3),
+            ids.push_back(r.tokens[last]), places.push_back(last), positions.push_back(last + kAhead),
                 contexts.push_back(last + 1), rows.push_back((int)i), starts.push_back((int)i + 1);
             slots.push_back(r.blocks[last / 16] * 16 + last % 16);
             draw_positions.push_back((uint32_t)last + 1);

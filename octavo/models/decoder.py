@@ -1,7 +1,7 @@
-"""What pre-norm decoders share: their shape, cache groups, the block, and the usual attention and
-MLPs.
+"""The parts that pre-norm decoders share: their shape, cache groups, the block, and the usual
+attention and MLPs.
 
-A family's file says what is its own and hands it to `build_decoder`. Weight names are those of
+A family's file builds its own parts and hands them to `build_decoder`. Weight names are those of
 Hugging Face's checkpoints of the Llama line (`model.layers.N.self_attn.q_proj.weight`). Knows no
 device and no file. Block: Touvron et al. 2023; GQA: Ainslie et al. 2023.
 """
@@ -18,9 +18,8 @@ from octavo.program.ops import Activation, MaskKind, RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 Sublayer = Callable[[Builder, Value, int], Value]
-"""Appends the attention or the MLP of layer i: normed rows in, what is added to the residual stream
-out.
-"""
+"""Appends the attention or the MLP of layer i: takes normed rows and returns what is added to the
+residual stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +32,14 @@ class DecoderShape:
     head_dim: int
     norm_eps: float
     tied: bool
-    """The output layer is the token embedding."""
+    """Whether the output layer is the token embedding."""
 
     @staticmethod
     def read(
         config: HfConfig, *, head_dim: int | None = None, norm_eps: float = 1e-6, tied: bool = False
     ) -> DecoderShape:
-        """The keyword arguments are the family's defaults; head_dim None: hidden_size /
-        num_attention_heads.
+        """Reads the shape from a config; the keyword arguments are the family's defaults, head_dim
+        None being hidden_size / num_attention_heads.
         """
         hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
         num_kv_heads = config.size("num_key_value_heads", num_heads)
@@ -63,7 +62,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Where a layer keeps its K and V, and which keys its queries see."""
+    """Cache group and layer in it of each layer's K and V, and the mask of its queries."""
 
     group: str
     layer: int
@@ -77,7 +76,9 @@ class CachePlan:
 
 
 def plan_cache(shape: DecoderShape, windows: Sequence[int | None]) -> CachePlan:
-    """Full and sliding-window layers in groups of their own; `windows` has one entry a layer."""
+    """Puts full and sliding-window layers into groups of their own; `windows` has one entry for
+    each layer.
+    """
     full = [i for i, window in enumerate(windows) if window is None]
     sliding = [i for i, window in enumerate(windows) if window is not None]
     heads = (shape.num_kv_heads, shape.head_dim, shape.head_dim)
@@ -93,7 +94,7 @@ def plan_cache(shape: DecoderShape, windows: Sequence[int | None]) -> CachePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfAttention:
-    """Grouped-query attention with rope. `ropes` has one table a layer."""
+    """Grouped-query attention with rope. `ropes` has one table for each layer."""
 
     shape: DecoderShape
     caches: Sequence[LayerCache]
@@ -102,7 +103,7 @@ class SelfAttention:
     qkv_bias: bool = False
     out_bias: bool = False
     head_norms: bool = False
-    """q and k are normed head by head (Qwen3, Gemma 3)."""
+    """Whether q and k are normed head by head (Qwen3, Gemma 3)."""
     norm_offset: float = 0.0
     sinks: bool = False
 
@@ -146,7 +147,7 @@ class SelfAttention:
 def gated_mlp(
     b: Builder, x: Value, name: str, width: int, activation: Activation, *, bias: bool = False
 ) -> Value:
-    """down(f(gate(x)) * up(x)), `width` columns inside."""
+    """Appends down(f(gate(x)) * up(x)), with `width` columns inside."""
     gate = b.linear(x, f"{name}.gate_proj", width, bias=bias)
     up = b.linear(x, f"{name}.up_proj", width, bias=bias)
     return b.linear(b.act_mul(gate, up, activation), f"{name}.down_proj", x.width, bias=bias)
@@ -161,8 +162,8 @@ def gated_experts(
     width: int,
     activation: Activation,
 ) -> Value:
-    """The chosen experts' gated MLPs, weighted and summed; checkpoints keep one tensor for each
-    expert and projection.
+    """Appends the chosen experts' gated MLPs, weighted and summed. Checkpoints keep one tensor for
+    each expert and projection.
     """
     rows, ids, weights = routed
     hidden_size = rows.width
@@ -181,7 +182,7 @@ def gated_experts(
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """A layer's norms, by module name; those after a sublayer exist in a few families only."""
+    """Module names of a layer's norms; those after a sublayer exist in a few families only."""
 
     before_attention: str = "input_layernorm"
     before_mlp: str = "post_attention_layernorm"
@@ -200,8 +201,8 @@ def build_decoder(
     embedding_scale: float = 1.0,
     logit_softcap: float | None = None,
 ) -> Program:
-    """x = embedding; per layer x += attention(norm(x)), x += mlp(norm(x)); logits =
-    head(norm(sampled rows of x)).
+    """Builds the decoder: x = embedding; in each layer x += attention(norm(x)), x += mlp(norm(x));
+    logits = head(norm(sampled rows of x)).
     """
     b = Builder("decoder", groups, shape.vocab_size)
 

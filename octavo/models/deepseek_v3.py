@@ -17,7 +17,7 @@ from octavo.program.ops import RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 LATENT_NORM_EPS = 1e-6
-"""transformers norms the latents with its default, whatever rms_norm_eps says."""
+"""Epsilon of the latents' norm: transformers uses its default here, whatever rms_norm_eps says."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -91,8 +91,8 @@ class LatentAttention:
         return b.linear(out, f"{name}.o_proj", x.width, bias=self.bias)
 
     def _queries(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
-        """All heads' plain parts, and all heads' rotary parts; the checkpoint keeps them head by
-        head.
+        """Returns all heads' plain parts and all heads' rotary parts; the checkpoint keeps them
+        head by head.
         """
         module = f"{name}.q_proj"
         if self.q_latent_width is not None:
@@ -117,7 +117,9 @@ class LatentAttention:
         return b.linear_of(x, nope, name=module), b.linear_of(x, rope, name=module)
 
     def _part(self, b: Builder, x: Value, module: str, start: int, width: int) -> Value:
-        """Rows start .. start + width of the joint projection of latent and rotary key."""
+        """Returns the rows start .. start + width - 1 of the joint projection of latent and rotary
+        key.
+        """
         total = self.latent_width + self.rope_width
         weight = Weight(f"{module}.weight", (width, x.width), source_rows=total, row_start=start)
         bias = (
@@ -130,7 +132,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekMlp:
-    """Dense in the first layers, then routed and shared experts."""
+    """MLPs of DeepSeek-V3: dense in the first layers, then routed and shared experts."""
 
     config: HfConfig
     num_experts: int

@@ -69,8 +69,9 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def rope_tables(config: HfConfig, head_dim: int) -> tuple[RopeTable, RopeTable]:
-    """(sliding, full). New configs keep one set a layer type; old ones scale the full layers'
-    only."""
+    """Returns the tables of sliding and full layers. New configs keep one set for each layer type;
+    old ones scale the full layers' only.
+    """
     by_type = config.table("rope_parameters")
     sliding = by_type.get("sliding_attention") or {}
     full = {**(by_type.get("full_attention") or {}), **config.table("rope_scaling")}

@@ -64,7 +64,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 def conv1d(
     b: Builder, x: Value, name: str, width: int, *, part: int = 0, num_parts: int = 1
 ) -> Value:
-    """A linear kept as `[in, out]`; of `num_parts` side by side the one asked for."""
+    """Appends a linear that is kept as `[in, out]`, one of `num_parts` side by side."""
     total, start = (num_parts * width, part * width) if num_parts > 1 else (0, 0)
     weight = Weight(
         f"{name}.weight", (width, x.width), transposed=True, source_rows=total, row_start=start

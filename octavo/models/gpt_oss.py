@@ -76,7 +76,7 @@ def rope(config: HfConfig) -> RopeParameters:
 def interleaved(
     name: str, num_experts: int, width: int, in_width: int, *, part: int
 ) -> tuple[Weight, Weight]:
-    """(weight, bias) of every second output, from `part` on."""
+    """Returns weight and bias of every second output, from `part` on."""
     shape = (num_experts, width, in_width)
     return (
         Weight(name, shape, transposed=True, source_rows=2 * width, row_start=part, row_step=2),

@@ -1,8 +1,8 @@
 """Reads config.json: typed access with clear errors, and the few facts of a model that the engine
 needs.
 
-Old and new spellings mean the same (`torch_dtype` and `dtype`, GPT-2's `n_embd`). What a family
-cannot honour it refuses here by name. Knows no family; source of names and defaults: the
+Old and new spellings mean the same (`torch_dtype` and `dtype`, GPT-2's `n_embd`). A setting that no
+op can honour is refused here by name. Knows no family; source of names and defaults: the
 configuration classes of transformers 5.
 """
 
@@ -27,13 +27,12 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 DEFAULT_CONTEXT_TOKENS = 512
-"""Of models with relative positions only, whose config names no length (T5 was trained with 512).
-"""
+"""Context of models with relative positions only, whose config names no length (T5 was trained with
+512)."""
 
 MAX_WHOLE, MAX_SIZE, MAX_COUNT = (1 << 31) - 1, 1 << 20, 10_000
-"""Whole numbers of any kind; widths and heads; layers and experts. No model comes near; a damaged
-file would build Programs for hours.
-"""
+"""Upper bounds of whole numbers of any kind, of widths and heads, and of layers and experts. No
+model comes near them; a damaged file would build Programs for hours."""
 
 
 class HfConfig:
@@ -56,11 +55,11 @@ class HfConfig:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A width, or how many heads there are."""
+        """Reads a width or a number of heads."""
         return self.integer(name, default, low=1, most=MAX_SIZE)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """How many layers or experts there are."""
+        """Reads a number of layers or experts."""
         return self.integer(name, default, low=1, most=MAX_COUNT)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -92,14 +91,14 @@ class HfConfig:
         return value
 
     def table(self, name: str) -> dict[str, Any]:
-        """An object; {} where it is missing."""
+        """Reads an object; {} where it is missing."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self._wrong(name, value, "an object")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """One or several, such as token ids; () where there are none."""
+        """Reads one whole number or several, such as token ids; () where there are none."""
         value = self._get(name, [])
         numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
         if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
@@ -116,7 +115,7 @@ class HfConfig:
         return activation_named(self.text(name, default), where=name)
 
     def refuse_unless(self, name: str, *allowed: Any) -> None:
-        """For options that change numbers in ways no op carries yet; a missing key is fine."""
+        """Refuses an option that changes numbers as no op can yet; a missing key is fine."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
             shown = " or ".join(repr(item) for item in allowed) or "null"
@@ -127,8 +126,8 @@ class HfConfig:
     def layer_windows(
         self, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
     ) -> tuple[int | None, ...]:
-        """Keys that each layer's queries see (None: all), by `layer_types` or, where the config has
-        none, the family's own rule.
+        """Returns the number of keys that each layer's queries see (None: all), by `layer_types`
+        or, where the config has none, the family's own rule.
         """
         types = self.values.get("layer_types")
         if types is None:
@@ -169,7 +168,7 @@ class HfConfig:
 
 
 def activation_named(name: str, *, where: str) -> Activation:
-    """The op's name for a transformers activation."""
+    """Returns the op's name for a transformers activation."""
     if name not in ACTIVATIONS:
         raise UnsupportedModel(
             f"config.json: {where} is {name!r}, supported are {', '.join(ACTIVATIONS)}"
@@ -179,7 +178,7 @@ def activation_named(name: str, *, where: str) -> Activation:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the engine asks of a model before it runs."""
+    """Facts of a model that the engine needs before it runs."""
 
     model_type: str
     max_context_tokens: int
@@ -187,7 +186,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
-    """Of the arithmetic the model was made for: float32, bfloat16 or float16."""
+    """Type of the arithmetic that the model was made for: float32, bfloat16 or float16."""
     is_encoder_decoder: bool
     decoder_start_token_id: int | None
 
@@ -195,8 +194,8 @@ class ModelInfo:
 def model_info(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
 ) -> ModelInfo:
-    """Token ids come from generation_config.json where it has them, as transformers' generate takes
-    them.
+    """Collects a model's facts; token ids come from generation_config.json where it has them, as
+    transformers' generate takes them.
     """
     hf = HfConfig(config)
     ids = {

@@ -33,7 +33,7 @@ def build_llama(
     head_norms: bool = False,
     head_dim: int | None = None,
 ) -> dict[str, Program]:
-    """Llama's decoder with what Mistral, Qwen2 and Qwen3 change in it."""
+    """Builds Llama's decoder, with the changes of Mistral, Qwen2 and Qwen3."""
     shape = DecoderShape.read(config, head_dim=head_dim)
     cache = plan_cache(shape, windows)
     rope = rope_parameters(config).table(shape.head_dim)

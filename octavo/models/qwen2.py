@@ -14,7 +14,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def upper_windows(config: HfConfig) -> tuple[int | None, ...]:
-    """Windows from layer max_window_layers on, where use_sliding_window says so."""
+    """Returns windows from layer max_window_layers on, where use_sliding_window says so."""
     window = (
         config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
     )

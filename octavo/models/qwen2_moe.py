@@ -57,7 +57,9 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def alternating_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Where use_sliding_window says so: every other layer below max_window_layers."""
+    """Returns windows for every other layer below max_window_layers, where use_sliding_window says
+    so.
+    """
     window = (
         config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
     )

@@ -1,4 +1,4 @@
-"""From a config to its Programs: the module of each model_type, imported when asked for."""
+"""Builds the Programs of a config, by the module of its model_type, which is imported on demand."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ FAMILIES = (
     "qwen3",
     "t5",
 )
-"""Hugging Face's model_type, which is also the module's name here."""
+"""Supported values of Hugging Face's model_type, each the name of a module here."""
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """UnsupportedModel where nobody here knows its model_type: whatever else its config says would
-    be misread.
-    """
+    """Refuses an unknown model_type, whose config would be misread whatever else it says."""
     model_type = HfConfig(config).model_type
     if model_type not in FAMILIES:
         raise UnsupportedModel(
@@ -37,7 +35,11 @@ def check_family(config: Mapping[str, Any]) -> None:
 
 
 def build_programs(config: Mapping[str, Any]) -> dict[str, Program]:
-    """ "decoder" and, where the family has one, "encoder". `config` is config.json as it stands."""
+    """Builds the Programs of a model by name: "decoder" and, where the family has one, "encoder".
+
+    `config` is config.json as it stands. Programs that keep K and V declare the same cache groups
+    in the same order.
+    """
     check_family(config)
     hf = HfConfig(config)
     programs: dict[str, Program] = import_module(f"octavo.models.{hf.model_type}").build(hf)

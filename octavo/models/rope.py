@@ -1,5 +1,5 @@
-"""Rotary tables out of a config: the rope types default, linear, dynamic, llama3, yarn, and
-longrope where its two lists agree.
+"""Rotary tables of a config: the rope types default, linear, dynamic, llama3, yarn, and longrope
+where its two lists agree.
 
 Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters`
 with `rope_type`) are read alike. Sources: Su et al. 2021; linear: position interpolation, Chen et
@@ -83,7 +83,7 @@ class RopeParameters:
         return default if value is None else bool(value)
 
     def table(self, rotary_dim: int) -> RopeTable:
-        """For heads of which `rotary_dim` columns turn."""
+        """Returns the table of heads with `rotary_dim` rotated columns."""
         if rotary_dim % 2:
             raise UnsupportedModel(
                 f"config.json: {rotary_dim} columns of a head are to turn in pairs, allowed is an"
@@ -98,8 +98,8 @@ class RopeParameters:
 
 
 def rope_parameters(config: HfConfig, *, default_theta: float = DEFAULT_THETA) -> RopeParameters:
-    """The model's one set of parameters. Where both spellings stand, `rope_scaling` wins, as in
-    transformers.
+    """Reads the parameters of a model that has one set. Where both spellings stand, `rope_scaling`
+    wins, as in transformers.
     """
     given = dict(config.table("rope_scaling") or config.table("rope_parameters"))
     if config.values.get("partial_rotary_factor") is not None:
@@ -112,7 +112,7 @@ def rope_parameters(config: HfConfig, *, default_theta: float = DEFAULT_THETA) -
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's attention temperature, 0.1 * weight * ln(factor) + 1."""
+    """Returns YaRN's attention temperature, 0.1 * weight * ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -130,13 +130,15 @@ def _linear(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _dynamic(p: RopeParameters, dim: int) -> RopeTable:
-    """Stretched only where a context is longer than max_position_embeddings, which none is here."""
+    """Returns the frequencies as they are: they would be stretched only for contexts longer than
+    max_position_embeddings, which are refused.
+    """
     p.positive("factor")
     return _default(p, dim)
 
 
 def _llama3(p: RopeParameters, dim: int) -> RopeTable:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Stretches long wavelengths by `factor`, keeps short ones, and blends those between."""
     factor, low, high = (
         p.positive("factor"),
         p.number("low_freq_factor"),
@@ -156,8 +158,8 @@ def _llama3(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _yarn(p: RopeParameters, dim: int) -> RopeTable:
-    """Interpolated below `low`, kept above `high` (columns that make beta_fast and beta_slow turns
-    over the original context).
+    """Interpolates frequencies below `low` and keeps those above `high`, the columns that make
+    beta_fast and beta_slow turns over the original context.
     """
     factor = p.positive("factor")
 
@@ -183,7 +185,9 @@ def _yarn(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
-    """Given, or the quotient of mscale and mscale_all_dim (DeepSeek), or the paper's."""
+    """Returns the given factor, or the quotient of mscale and mscale_all_dim (DeepSeek), or the
+    paper's.
+    """
     given = p.optional("attention_factor")
     if given is not None:
         return given
@@ -194,8 +198,9 @@ def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
 
 
 def _longrope(p: RopeParameters, dim: int) -> RopeTable:
-    """A factor for each frequency. Lists that differ would need a table for each request's
-    length."""
+    """Divides each frequency by a factor of its own. Lists that differ would need a table for each
+    request's length.
+    """
     short, long = p.numbers("short_factor", dim // 2), p.numbers("long_factor", dim // 2)
     if short != long:
         raise UnsupportedModel(

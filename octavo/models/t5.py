@@ -2,8 +2,8 @@
 et al. 2020.
 
 Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an output layer of its own), also
-Flan-T5. The encoder runs over the whole input at once: its attention is full. At its end it leaves
-each decoder layer's cross K and V in the group "cross".
+Flan-T5. The encoder runs over the whole input at once, for its attention is full. At its end it
+leaves each decoder layer's cross K and V in the group "cross".
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class T5Shape:
     gated: bool
     tied: bool
     scaled: bool
-    """The last rows are divided by sqrt(width) before the output layer."""
+    """Whether the last rows are divided by sqrt(width) before the output layer."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """The same for both Programs, so that slots and tables have one axis of groups."""
+        """Cache groups of both Programs, alike so that slots and tables have one axis of groups."""
         heads = (self.num_heads, self.head_dim, self.head_dim)
         return (
             CacheGroup("encoder", "full", self.num_encoder_layers, *heads, one_step=True),
@@ -119,7 +119,7 @@ def build_decoder(shape: T5Shape) -> Program:
 def self_attention(
     b: Builder, x: Value, module: str, shape: T5Shape, *, group: str, layer: int, mask: MaskKind
 ) -> Value:
-    """All layers of a stack share the first one's bias table."""
+    """Appends self-attention; all layers of a stack share the first one's bias table."""
     h = b.rms_norm(x, f"{module}.layer_norm", shape.eps)
     q = b.linear(h, f"{module}.SelfAttention.q", shape.num_heads * shape.head_dim)
     write_kv(b, h, f"{module}.SelfAttention", shape, group=group, layer=layer)

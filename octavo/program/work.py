@@ -66,7 +66,7 @@ def work_of(program: Program) -> Work:
 
 
 def _num_pairs(first: int, end: int, window: int | None) -> int:
-    """Counts pairs of the queries `first` to `end - 1` and the keys they see, their own included."""
+    """Counts pairs of the queries `first` to `end - 1` and the keys they see, their own too."""
 
     def up_to(num_tokens: int) -> int:
         inside = num_tokens if window is None else min(num_tokens, window)

@@ -2,7 +2,7 @@
 together.
 
 Owns how a block is described and taken apart; knows no format by name (`quant/gguf.py`). A backend
-may read the blocks themselves (csrc/core/packing.h does); `packed()` is for who does not.
+may read the blocks themselves (csrc/core/packing.h does); `packed()` is for the others.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """`count` numbers that begin at byte `start` of each block. "scales6" and "mins6" are the eight
-    scales and mins of six bits that Q4_K and Q5_K have in 12 bytes; of mins the negative is meant.
+    """Numbers of each block, `count` of them from byte `start` on.
+
+    "scales6" and "mins6" are the eight scales and mins of six bits that Q4_K and Q5_K have in 12
+    bytes; mins are stored without their minus sign.
     """
 
     start: int
@@ -47,7 +49,7 @@ class Numbers:
     count: int = 1
 
     def view(self, blocks: Bytes) -> NDArray:
-        """`[..., blocks, count]`; six bits as the bytes that hold them all."""
+        """Returns the numbers `[..., blocks, count]`; six-bit ones as the bytes that hold them all."""
         part = blocks[..., self.start : self.start + self.count * NUMBER_BYTES[self.kind]]
         return part if self.kind in SIX_BITS else part.view(self.kind)
 
@@ -56,7 +58,7 @@ class Numbers:
         return 8 if self.kind in SIX_BITS else self.count
 
     def taken(self, blocks: Bytes) -> NDArray:
-        """`[..., blocks * count]`; mins of six bits without their sign."""
+        """Returns a copy `[..., blocks * count]`; six-bit mins without their sign."""
         found = self.view(blocks)
         if self.kind in SIX_BITS:
             found = _six_bits(found, is_min=self.kind == "mins6")
@@ -64,7 +66,7 @@ class Numbers:
 
 
 def _six_bits(packed: Bytes, *, is_min: bool) -> Bytes:
-    """`[..., 12]` to `[..., 8]`. Source: ggml's get_scale_min_k4.
+    """Unpacks six-bit numbers, `[..., 12]` to `[..., 8]`. Source: ggml's get_scale_min_k4.
 
     Scales and mins 0-3 are the low six bits of bytes 0-3 and 4-7; those of 4-7 take their low
     nibbles from bytes 8-11 (scale low, min high) and their top two bits from the top of bytes 0-3
@@ -78,8 +80,9 @@ def _six_bits(packed: Bytes, *, is_min: bool) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """What stands where in a block. value = (code - zero_point) * scale + min, as in a
-    `PackedWeight`; codes of 8 bits are signed.
+    """Places of codes, scales and mins in a block.
+
+    value = (code - zero_point) * scale + min, as in a `PackedWeight`; codes of 8 bits are signed.
     """
 
     planes: tuple[Plane, ...]
@@ -112,11 +115,11 @@ class BlockWeight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.block_size // self.layout.scales.per_block
 
     def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight | BlockWeight:
-        """As `PackedWeight.rows`."""
+        """Returns the chosen output rows, as `PackedWeight.rows` does."""
         return (
             self.packed().rows(index)
             if self.blocks.ndim < 3
@@ -124,7 +127,7 @@ class BlockWeight:
         )
 
     def inputs(self, first: int, last: int) -> BlockWeight:
-        """As `PackedWeight.inputs`: whole blocks."""
+        """Returns whole blocks of inputs, as `PackedWeight.inputs` does."""
         if first % self.block_size or last % self.block_size:
             raise ValueError(
                 f"inputs {first} to {last} cannot be cut from a weight of groups of"
@@ -138,7 +141,7 @@ class BlockWeight:
         return self.packed().dequantize()
 
     def packed(self) -> PackedWeight:
-        """Codes, scales and mins in arrays of their own."""
+        """Takes the blocks apart, into arrays of codes, scales and mins."""
         layout, codes = self.layout, self._codes()
         mins = None
         if layout.mins is not None:
@@ -164,7 +167,7 @@ class BlockWeight:
         )
 
     def _codes(self) -> Bytes:
-        """`[..., out, in]`, or 4 bits as `[..., out, in / 2]` in halves of groups."""
+        """Returns the codes `[..., out, in]`; 4-bit ones `[..., out, in / 2]` in halves of groups."""
         lead, half, planes = self.blocks.shape[:-2], self.group // 2, self.layout.planes
         if len(planes) == 1 and (
             planes[0].bits == 8 or planes[0] == Plane(planes[0].start, 4, half)
@@ -180,11 +183,11 @@ class BlockWeight:
 
 
 StoredWeight = PackedWeight | BlockWeight
-"""A tensor as a checkpoint has it."""
+"""A weight as a checkpoint stores it."""
 
 
 def _joined(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
-    """The codes of every block, out of their planes: `[..., blocks, block_size]`."""
+    """Joins the bit planes to the codes of every block, `[..., blocks, block_size]`."""
     codes, low = np.zeros((*blocks.shape[:-1], block_size), np.uint8), 0
     for plane in planes:
         part = blocks[..., plane.start : plane.start + block_size * plane.bits // 8]
@@ -198,9 +201,9 @@ def _joined(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
 
 
 def _side_by_side(blocks: Bytes, start: int, num_bytes: int) -> Bytes:
-    """Some bytes of every block, copied.
+    """Copies some bytes of every block side by side.
 
-    Numpy copies 16-byte elements six times as fast as rows of 16 bytes (92 MB: 17 ms, not 100 ms);
+    NumPy copies 16-byte elements six times as fast as rows of 16 bytes (92 MB: 17 ms, not 100 ms);
     complex128 only names their size.
     """
     part = blocks[..., start : start + num_bytes]

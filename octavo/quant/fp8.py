@@ -20,32 +20,32 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.packed import ActivationScheme, Levels, PackedWeight
 
 FP8 = "F8_E4M3"
-"""The format's name in safetensors."""
+"""Name of the format in safetensors."""
 
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
-"""Of a weight's name: where its scales stand. Both are multiplied with the codes."""
+"""Suffixes of a weight's name that name its scales; both kinds are multiplied with the codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """`block` (outputs, inputs) that share a scale, where the config says so; `activation`: how
-    products may quantise their rows.
-    """
+    """Scales of a checkpoint's fp8 matrices."""
 
     block: tuple[int, int] | None
+    """Outputs and inputs that share a scale; None: one scale for each output or matrix."""
     activation: ActivationScheme
+    """How products may quantise their rows."""
 
     @property
     def format_name(self) -> str:
-        """What a matrix is stored as: with a scale an output, or behind a colon how many inputs
-        share one.
+        """Name of the format: with one scale for each output, or behind a colon the number of
+        inputs that share one.
         """
         return FP8 if self.block is None else f"{FP8}:{self.block[1]}"
 
 
 def fp8_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
-    """Of config.json; None where it has no `quantization_config`, UnsupportedModel where that is
-    anything but fp8.
+    """Reads the scheme from config.json; None without a `quantization_config`, UnsupportedModel
+    where that is anything but fp8.
     """
     found = config.get("quantization_config")
     if found is None:
@@ -62,8 +62,8 @@ def fp8_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
 
 
 def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> PackedWeight:
-    """`codes [out, in] float8_e4m3fn`, `scales` [], [1], [out], [out, 1] or of each block;
-    WeightMismatch says what they are instead.
+    """Makes the packed weight of `codes [out, in] float8_e4m3fn` and `scales` [], [1], [out], [out,
+    1] or of each block; WeightMismatch where they are of other shapes.
     """
     if codes.ndim != 2:
         raise UnsupportedModel(
@@ -88,7 +88,7 @@ def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) ->
 def _of_blocks(
     scales: NDArray[np.float32], shape: tuple[int, int], block: tuple[int, int] | None, name: str
 ) -> tuple[NDArray[np.float32], int]:
-    """A scale for each output and block of inputs, and how many inputs that are."""
+    """Returns a scale for each output and block of inputs, and the number of inputs in a block."""
     if block is None:
         raise WeightMismatch(
             f"{name}: scales of shape {scales.shape} for a matrix {shape}, and config.json names no"
@@ -119,7 +119,9 @@ def _fine_grained(found: Mapping[str, Any]) -> Fp8Scheme:
 
 
 def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme:
-    """All groups must be e4m3 by tensor, channel or block; activations may stay as they are."""
+    """Reads the scheme of compressed-tensors: all groups must be e4m3 by tensor, channel or block;
+    activations may stay as they are.
+    """
     if found.get("format") != "float-quantized":
         raise _refused(
             f"format is {found.get('format')!r} of compressed-tensors, supported is"

@@ -1,4 +1,4 @@
-"""GGUF's tensor types: where in a block of each the codes, scales and mins lie, lossless.
+"""GGUF's tensor types: the places of codes, scales and mins in a block of each, lossless.
 
 Owns the byte layout of each block type; knows nothing of files, names or models
 (`checkpoint/gguf.py`). Source of the layouts: ggml's `ggml-common.h` (block structs); the oracle of
@@ -33,7 +33,7 @@ class BlockType:
         return math.prod(shape) // self.block_size * self.block_bytes
 
     def tensor(self, raw: Bytes, shape: tuple[int, ...]) -> StoredWeight:
-        """The tensor in `raw [num_bytes(shape)]`, a view. `shape[-1]` fills whole blocks."""
+        """Returns the tensor in `raw [num_bytes(shape)]`, a view; `shape[-1]` fills whole blocks."""
         if self.dtype is not None:
             return PackedWeight.plain(raw.view(self.dtype).reshape(shape))
         assert self.layout is not None
@@ -77,4 +77,4 @@ BLOCK_TYPES: dict[int, BlockType] = {
     ),
     30: BlockType("BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
 }
-"""By ggml's type number."""
+"""Block types by ggml's type number."""

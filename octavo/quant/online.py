@@ -20,10 +20,10 @@ from octavo.quant.packed import Code, Levels, PackedWeight
 
 GROUP = 32
 CHUNK_VALUES = 1 << 16
-"""Values packed at a time, so that temporaries stay in the second-level cache."""
+"""Number of values packed at a time, so that temporaries stay in the second-level cache."""
 
 E4M3_TOP = 448.0
-"""The largest e4m3 (without infinities)."""
+"""Largest number of e4m3, which has no infinities."""
 
 INT4_TOP = 15.0
 SHRINKS = (1.0, 0.93)
@@ -31,19 +31,23 @@ SHRINKS = (1.0, 0.93)
 finer. The whole range finds a grid again that the weights lie on already."""
 
 ROUNDS = 2
-"""Lines fitted from each width on, each but the first to the codes of the one before. Packs 52
-million values a second on one core; one round takes a third less, three a third more, with the same
-perplexity to 0.2% (SmolLM2 with its channels shuffled)."""
+"""Number of lines fitted from each width on, each but the first to the codes of the one before.
+
+Packs 52 million values a second on one core; one round takes a third less, three a third more, with
+the same perplexity to 0.2% (SmolLM2 with its channels shuffled).
+"""
 
 
 def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
-    """`weight [..., out, in]` as int8 codes in [-127, 127] times one fp32 scale an output."""
+    """Packs `weight [..., out, in]` as int8 codes in [-127, 127] times one fp32 scale for each
+    output.
+    """
     return _pack_by_output(weight, "int", np.dtype(np.int8), 127)
 
 
 def pack_fp8(weight: NDArray[np.float32]) -> PackedWeight:
-    """`weight [..., out, in]` as e4m3 codes times one fp32 scale an output, whose largest number is
-    448.
+    """Packs `weight [..., out, in]` as e4m3 codes times one fp32 scale for each output, whose
+    largest number becomes 448.
     """
     return _pack_by_output(weight, "e4m3", np.dtype(ml_dtypes.float8_e4m3fn), E4M3_TOP)
 
@@ -51,8 +55,8 @@ def pack_fp8(weight: NDArray[np.float32]) -> PackedWeight:
 def _pack_by_output(
     weight: NDArray[np.float32], code: Code, dtype: np.dtype, top: float
 ) -> PackedWeight:
-    """Codes of 8 bits, of which `top` is the largest, times one fp32 scale an output; integers are
-    rounded to nearest even.
+    """Packs 8-bit codes, the largest of which is `top`, times one fp32 scale for each output;
+    integers are rounded to nearest even.
     """
     width = weight.shape[-1]
     flat = weight.reshape(-1, width)
@@ -75,10 +79,10 @@ def _pack_by_output(
 def pack_int4(
     weight: NDArray[np.float32], importance: NDArray[np.float32] | None = None
 ) -> PackedWeight:
-    """`weight [..., out, in]` as codes 0..15 with an fp16 scale and min per group; `in` must be a
-    multiple of 32.
+    """Packs `weight [..., out, in]` as codes 0..15 with an fp16 scale and min for each group; `in`
+    must be a multiple of 32.
 
-    `importance [in]`: what a squared error at each input counts; None, the same at all.
+    `importance [in]` weighs a squared error at each input; None: all count the same.
     """
     width = weight.shape[-1]
     check_int4(width, "a matrix")
@@ -110,7 +114,7 @@ def pack_int4(
 
 
 def check_int4(width: int, name: str) -> None:
-    """UnsupportedModel where rows of so many inputs cannot be packed to 4 bits."""
+    """Raises UnsupportedModel where rows of so many inputs cannot be packed to 4 bits."""
     if width % GROUP:
         what = f"quantization int4: {name} has {width} inputs, allowed is a multiple of {GROUP}"
         raise UnsupportedModel(what, hint="use --quantization int8")
@@ -119,10 +123,10 @@ def check_int4(width: int, name: str) -> None:
 def _search(
     groups: NDArray[np.float32], shares: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scale and min `[n, groups]` of least error among lines fitted to the codes of grids over the
-    range, and to those lines' own codes.
+    """Returns scale and min `[n, groups]` of least error among lines fitted to the codes of grids
+    over the range, and to those lines' own codes.
 
-    NaN for a group that has one: a damaged weight is to be seen, not to become zero.
+    A group with a NaN becomes NaN: a damaged weight must be seen, and not become zero.
     """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -151,8 +155,9 @@ def _fitted_line(
     shares: NDArray[np.float32],
     scale: NDArray[np.float32],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Least-squares scale and min for given codes, and what error they leave (less what they all
-    leave); the given scale where all codes of a group are equal."""
+    """Returns least-squares scale and min for given codes, and the error they leave (less a
+    constant); the given scale where all codes of a group are equal.
+    """
     mean_code, mean_value = (np.einsum("ngi,gi->ng", each, shares) for each in (codes, values))
     centred = codes - mean_code[..., None]
     weighted = centred * shares
@@ -164,7 +169,7 @@ def _fitted_line(
 
 
 def _shares(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """`[in]` to `[groups, 32]`, each group's together 1."""
+    """Returns `[in]` as `[groups, 32]`, each group's shares together 1."""
     groups = importance.reshape(-1, GROUP)
     shares: NDArray[np.float32] = groups / groups.sum(axis=-1, keepdims=True)
     return shares
@@ -173,20 +178,20 @@ def _shares(importance: NDArray[np.float32]) -> NDArray[np.float32]:
 def _codes4(
     groups: NDArray[np.float32], scale: NDArray[np.float32], start: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Nearest codes 0..15, as floats."""
+    """Returns the nearest codes 0..15, as floats."""
     codes: NDArray[np.float32] = groups - start[..., None]
     codes *= _inverse(scale)[..., None]
     return np.clip(np.rint(codes, out=codes), 0, INT4_TOP, out=codes)
 
 
 def _inverse(scale: NDArray) -> NDArray[np.float32]:
-    """1 / scale, and 0 for groups of zeros."""
+    """Returns 1 / scale, and 0 for groups of zeros."""
     wide = scale.astype(np.float32)
     return np.divide(np.float32(1), wide, out=wide, where=wide != 0)
 
 
 def _fp16(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rounded to what an fp16 can hold."""
+    """Rounds to what an fp16 can hold."""
     return values.astype(np.float16).astype(np.float32)
 
 
@@ -196,7 +201,7 @@ def _chunks(flat: NDArray[np.float32]) -> Iterator[slice]:
 
 
 def _grouped(rows: NDArray[np.float32], num_groups: int) -> NDArray[np.float32]:
-    """`[n, in]` to `[n, groups, 32]`, filled up with zeros."""
+    """Returns `[n, in]` as `[n, groups, 32]`, filled up with zeros."""
     missing = num_groups * GROUP - rows.shape[1]
     if missing:
         rows = np.pad(rows, ((0, 0), (0, missing)))

@@ -28,19 +28,20 @@ FLOAT_TYPES: dict[Code, np.dtype] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Levels:
-    """Scales or mins of the groups: `values [..., out, groups]`, and for two levels (k-quants)
-    `super_scale [..., out, supers]`.
+    """Scales or mins of the groups, on one level or two (k-quants).
 
-    One level: the float in `values` (fp16, bf16 or fp32). Two levels: float32(super_scale) *
-    float32(values), where `values` are small integers and each super covers `groups / supers`
+    One level: the floats in `values` (fp16, bf16 or fp32). Two levels: float32(super_scale) *
+    float32(values), where `values` are small integers and each super-scale covers `groups / supers`
     neighbouring groups.
     """
 
     values: NDArray
+    """Number of each group, `[..., out, groups]`."""
     super_scale: NDArray | None = None
+    """Factor of the groups it covers, `[..., out, supers]`; None: one level."""
 
     def expand(self) -> NDArray[np.float32]:
-        """`[..., out, groups] fp32`."""
+        """Returns the numbers themselves, `[..., out, groups] fp32`."""
         values = self.values.astype(np.float32)
         if self.super_scale is None:
             return values
@@ -49,7 +50,7 @@ class Levels:
 
     @property
     def span(self) -> int:
-        """Neighbouring groups that share a super-scale; 1 where there is none."""
+        """Number of neighbouring groups that share a super-scale; 1 without super-scales."""
         return (
             1
             if self.super_scale is None
@@ -57,7 +58,7 @@ class Levels:
         )
 
     def groups(self, group: int, first: int, last: int) -> Levels:
-        """Of the inputs first to last - 1, in groups of `group`."""
+        """Returns the levels of the inputs first to last - 1, in groups of `group`."""
         own = slice(first // group, -(-last // group))
         if self.super_scale is None:
             return Levels(self.values[..., own])
@@ -103,14 +104,14 @@ class PackedWeight:
 
     @staticmethod
     def plain(array: NDArray) -> PackedWeight:
-        """A float tensor as it is: fp32, fp16 or bf16."""
+        """Wraps a float tensor as it is: fp32, fp16 or bf16."""
         for code, dtype in FLOAT_TYPES.items():
             if array.dtype == dtype:
                 return PackedWeight(array.shape, dtype.itemsize * 8, code, array)
         raise TypeError(f"a plain weight is fp32, fp16 or bf16, got {array.dtype}")
 
     def packed(self) -> PackedWeight:
-        """Itself: see `BlockWeight.packed`."""
+        """Returns itself, as `BlockWeight.packed` returns its codes."""
         return self
 
     @property
@@ -119,7 +120,7 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and mins as held here."""
+        """Size in bytes of codes, scales and mins as held here."""
         arrays = [self.codes]
         for levels in (self.scales, self.mins):
             if levels is not None:
@@ -129,7 +130,7 @@ class PackedWeight:
         return sum(array.nbytes for array in arrays)
 
     def unpacked_codes(self) -> NDArray:
-        """`[..., out, in]`, one code an element (uint8 or int8; floats as they are)."""
+        """Returns the codes `[..., out, in]`, one an element (uint8 or int8; floats as they are)."""
         if self.bits != 4:
             return self.codes
         low, high = self.codes & 0x0F, self.codes >> 4
@@ -142,7 +143,9 @@ class PackedWeight:
         )
 
     def dequantize(self) -> NDArray[np.float32]:
-        """`[..., out, in] fp32`, equal to the source format's own dequantisation bit for bit."""
+        """Returns the values `[..., out, in] fp32`, equal to the source format's own dequantisation
+        bit for bit.
+        """
         if self.is_float:
             return self.codes.astype(np.float32)
         assert self.scales is not None
@@ -152,9 +155,8 @@ class PackedWeight:
             if self.lookup is not None
             else codes.astype(np.float32) - np.float32(self.zero_point)
         )
-        with np.errstate(
-            invalid="ignore", over="ignore"
-        ):  # a damaged file's scales stay what they are
+        # A damaged file's scales stay what they are: NaN or infinite.
+        with np.errstate(invalid="ignore", over="ignore"):
             values = values * self._spread(self.scales)
             if self.mins is not None:
                 values = values + self._spread(self.mins)
@@ -163,12 +165,12 @@ class PackedWeight:
         return np.asarray(values, np.float32)
 
     def _spread(self, levels: Levels) -> NDArray[np.float32]:
-        """Each group's number beside each of its inputs: `[..., out, in] fp32`."""
+        """Repeats each group's number for each of its inputs: `[..., out, in] fp32`."""
         return np.repeat(levels.expand(), self.group, axis=-1)[..., : self.shape[-1]]
 
     def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight:
-        """The chosen output rows; groups run along the inputs, so any choice or order of rows is
-        lossless.
+        """Returns the chosen output rows. Groups run along the inputs, so any choice or order of
+        rows is lossless.
         """
         if len(self.shape) == 1 and not self.is_float:
             return PackedWeight.plain(self.dequantize()[index])
@@ -185,8 +187,8 @@ class PackedWeight:
         )
 
     def inputs(self, first: int, last: int) -> PackedWeight:
-        """The inputs `first` to `last` - 1, which must begin and end with a group; one group for
-        all inputs may be cut anywhere.
+        """Returns the inputs `first` to `last - 1`, which must begin and end with a group; one
+        group for all inputs may be cut anywhere.
         """
         width = self.shape[-1]
         if self.is_float:
@@ -211,6 +213,6 @@ class PackedWeight:
 
     @property
     def _input_unit(self) -> int:
-        """Inputs that share a scale of the higher level."""
+        """Number of inputs that share a scale of the higher level."""
         supers = [levels.span for levels in (self.scales, self.mins) if levels is not None]
         return self.group * max(supers, default=1)

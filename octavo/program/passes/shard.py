@@ -101,7 +101,7 @@ class _Sharder:
         return whole
 
     def _columns(self, value: Value, spans: Spans, op: Op) -> Value:
-        """Returns this rank's columns; ConfigError where they are not the ones that the op needs."""
+        """Returns this rank's columns; ConfigError where the op needs other ones."""
         held = self._held[value]
         if held.spans != spans:
             what = f"{op.kind} reads {value.name}, which cannot be made in parts of whole heads"
