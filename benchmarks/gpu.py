@@ -39,21 +39,21 @@ from benchmarks.on_gpu.settings import Ceilings, Settings  # noqa: E402
 
 BUDGET_S = 520.0
 RESERVE_S = 5.0
-"""For the table."""
+"""Seconds reserved for printing the table."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """`most_s`: what it may take, at most all that is left. With `instead_of`, it runs only where
-    that one has failed.
-    """
+    """A section of the run."""
 
     name: str
     most_s: float
+    """Seconds that it may take, if as many are left of the budget."""
     options: dict[str, Any] = field(default_factory=dict)
     instead_of: str | None = None
+    """Section that must have failed for this one to run."""
     runs: str | None = None
-    """The section whose work it does, where that is not its name."""
+    """Section whose work it does, where that is not its own name."""
 
 
 STAGES: tuple[tuple[Section, ...], ...] = (
@@ -70,11 +70,12 @@ STAGES: tuple[tuple[Section, ...], ...] = (
     (Section("engine, 4-bit", 90),),
     (Section("transformers", 90),),
 )
-"""In the order of their worth. Those of a stage run side by side: what is timed runs alone."""
+"""The sections in the order of their worth. Those of one stage run side by side; a section that is
+timed runs alone."""
 
 
 class Results:
-    """Rows, as they come, from several sections at once; in the file as soon as they are there."""
+    """The rows of several sections at once, written to the file as soon as they arrive."""
 
     def __init__(self, path: Path) -> None:
         self.rows: list[Row] = []
@@ -128,7 +129,7 @@ def _is_wanted(section: Section, names: Sequence[str], results: Results) -> bool
 
 
 def run(section: Section, args: argparse.Namespace, results: Results, end: float) -> None:
-    """In a process of its own, which is ended when its time is up."""
+    """Runs a section in a process of its own, which is ended when its time is up."""
     now = time.time()
     end = min(end, now + section.most_s)
     if end - now < 1:
@@ -201,7 +202,7 @@ def _take(line: str, section: str, results: Results) -> None:
 
 
 def against_others(rows: Sequence[Row]) -> list[Row]:
-    """Tokens per second for the same requests."""
+    """Compares tokens per second for the same requests."""
     rates = {row["offered"]: row for row in rows if "offered" in row}
     if not {"octavo", "transformers"} <= rates.keys():
         return []
@@ -217,7 +218,7 @@ def against_others(rows: Sequence[Row]) -> list[Row]:
 
 
 def file_name(rows: Sequence[Row]) -> str:
-    """Of the day and the device."""
+    """Returns the name of the results' file, made of the day and the device."""
     machine = next((row for row in rows if "device" in row and "date" in row), {})
     device = re.sub(r"[^a-z0-9]+", "-", str(machine.get("device", "unknown")).lower()).strip("-")
     return f"{machine.get('date', time.strftime('%Y-%m-%d'))[:10]}-{device}.jsonl"

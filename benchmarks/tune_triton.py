@@ -33,6 +33,7 @@ from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention.call import AttentionCall
 from octavo.backends.torch.attention.query_rows import query_rows_of
+from octavo.backends.torch.device_weight import DeviceLevels, DeviceWeight
 from octavo.backends.torch.kv_cache import KvTensor
 from octavo.backends.torch.plain import Cuts
 from octavo.backends.torch.step import step_arrays
@@ -40,7 +41,7 @@ from octavo.backends.torch.triton import attention_tiles, packed_linear, pick, t
 from octavo.backends.torch.triton.attention import TritonAttention
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.tuning import TunedLaunch
-from octavo.backends.torch.weights import DeviceLevels, DeviceWeight, Product
+from octavo.backends.torch.weights import Product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -72,7 +73,9 @@ RUNS = 20
 def call_of(
     kernel: str, width: int, group: int, kv: torch.dtype, context: int, requests: int
 ) -> AttentionCall:
-    """Requests of one row, or for prefill one prompt as long as its context; 8 KV heads."""
+    """Returns a call of requests of one row each, or for prefill of one prompt as long as its
+    context; 8 KV heads.
+    """
     rows = [context] if kernel == "prefill_attention" else [1] * requests
     blocks = -(-context // BLOCK_SIZE)
     tables = np.arange(len(rows) * blocks, dtype=np.int32).reshape(1, len(rows), blocks)
@@ -129,8 +132,8 @@ def launches(kernel: str) -> Iterator[dict[str, int]]:
 def seconds(
     run: Callable[[], None], reads: ModuleType, kernel: str, launch: dict[str, int]
 ) -> float:
-    """Of one run, the median; infinite where the device has not the memory for such tiles. `reads`:
-    the module that asks the table.
+    """Returns the median time of one run in seconds, infinite where the device has too little
+    memory for such tiles. `reads` is the module that asks the table.
     """
     original, found = reads.tuned, []
     reads.tuned = lambda name, device, **shape: (
@@ -158,7 +161,7 @@ def synchronize() -> None:
 
 
 class Task(NamedTuple):
-    """What is run to find the tiles of a kernel for a shape."""
+    """The calls that are run to find a kernel's tiles for a shape."""
 
     shape: dict[str, int | str]
     reads: ModuleType
@@ -187,7 +190,9 @@ def attend_all(kernels: TritonAttention, calls: Iterable[AttentionCall]) -> None
 
 
 def packed_task(outputs: int, inputs: int, bits: int) -> Task:
-    """Rows in bf16; a scale in fp16 for every 32 inputs, and with 4 bits a min."""
+    """Makes the task of a packed product: rows in bf16, a scale in fp16 for every 32 inputs, and
+    with 4 bits a min.
+    """
     row_bytes = inputs * bits // 8
     codes = torch.randint(0, 256, (outputs, row_bytes), dtype=torch.uint8, device=DEVICE)
     numbers = DeviceLevels(
@@ -206,7 +211,7 @@ def packed_task(outputs: int, inputs: int, bits: int) -> Task:
 
 
 def pick_task(vocab_size: int) -> Task:
-    """Rows that ask for top_k and top_p."""
+    """Makes the task of draws whose rows have top_k and top_p."""
     batches = []
     for count in (1, 32):
         z = 3 * torch.randn((count, vocab_size), dtype=torch.float64, device=DEVICE)

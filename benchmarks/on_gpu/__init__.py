@@ -1,1 +1,1 @@
-"""The sections of benchmarks/gpu.py, each a function of a process of its own."""
+"""The sections of benchmarks/gpu.py, each a function that runs in a process of its own."""

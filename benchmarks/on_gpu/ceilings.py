@@ -1,5 +1,5 @@
-"""The device and its software; the most that it gives: bytes of a large copy, operations of a large
-product in bf16 and in fp8.
+"""The device and its software, and upper bounds on its speed: bytes of a large copy, operations of
+a large product in bf16 and in fp8.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _fp8_rate(side: int, device: torch.device) -> float | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a reader must know to compare."""
+    """Returns what a reader must know to compare results."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "device": platform.processor() or platform.machine(),

@@ -1,9 +1,9 @@
 """A whole engine over a dense model of random weights: one stream, many streams, prompts; in bf16
 and in 4 bits.
 
-Times are of the device's own marks between steps (`watch.py`). A decode step's bound is the bytes
-of all weights that it reads, and of K and V of all contexts, at the bandwidth of a large copy; a
-prompt's is its operations at the rate of a large product.
+Times come from the device's own marks between steps (`watch.py`). A decode step's bound is the
+bytes of all weights that it reads, and of K and V of all contexts, at the bandwidth of a large
+copy. A prompt's bound is its operations at the rate of a large product.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ Quantization = Literal["int4"] | None
 
 @dataclass(frozen=True)
 class Loads:
-    """`streams` whose contexts have `context` tokens halfway through `decoded` steps of all; a
-    `prompt`; `offered` requests for the comparison with other engines: (how many, prompt, output).
-    """
+    """What the engine computes in each measurement."""
 
     streams: int
+    """Number of streams of the measurement of many."""
     context: int
+    """Tokens of each context halfway through the `decoded` steps."""
     decoded: int
+    """Number of decode steps."""
     prompt: int
+    """Tokens of the prompt of the prefill measurement."""
     offered: tuple[int, int, int]
+    """Requests that other engines get too: how many, tokens of a prompt, tokens of an output."""
 
 
 LOOKED_INTO = 18
-"""Steps behind those that are measured, some of which are profiled: what takes the time, for who
-makes it faster.
+"""Number of steps behind the measured ones, some of which are profiled to show what takes the time.
 """
 
 FULL = Loads(256, 1024, 64, 8192, (128, 512, 64))
@@ -59,8 +61,9 @@ def plain(settings: Settings, emit: Emit) -> None:
 
 
 def four_bits(settings: Settings, emit: Emit) -> None:
-    """Values and half of the matrices behind a gate have 8 bits, as `--quantization int4` has
-    them."""
+    """Measures an engine whose Values and half of the matrices behind a gate have 8 bits, as
+    `--quantization int4` packs them.
+    """
     _section(settings, emit, "int4", "4-bit")
 
 
@@ -95,7 +98,9 @@ def _section(settings: Settings, emit: Emit, quantization: Quantization, name: s
 
 
 def engine_options(settings: Settings, loads: Loads) -> Mapping[str, Any]:
-    """Launches run ahead of results on a CPU, too, as they do on CUDA."""
+    """Returns the engine's options, under which steps run ahead of results on a CPU too, as on
+    CUDA.
+    """
     usual = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -135,8 +140,8 @@ class Measured:
         self._decoded("decode, one stream", f"context {steady.keys:,.0f}", steady, look)
 
     def many_streams(self) -> None:
-        """All requests' prompts take some steps, in which the first ones generate already; then all
-        generate together.
+        """Measures decode steps of many streams. Their prompts take some steps, in which the first
+        streams generate already; then all generate together.
         """
         loads = self.loads
         prompt = loads.context - loads.decoded // 2
@@ -176,7 +181,7 @@ class Measured:
         self.emit({"profile": f"prefill, {self.name}", **look.found()})
 
     def offered(self) -> None:
-        """Tokens made per second of the clock, for the section `transformers`."""
+        """Measures tokens per second of wall-clock time, for the section `transformers`."""
         count, prompt, output = self.loads.offered
         self._generate(self._prompts(2, prompt), 4)
         prompts = self._prompts(count, prompt, 7)
@@ -220,7 +225,9 @@ class Measured:
 
 
 def weight_bytes_read(program: TorchProgram) -> int:
-    """In a step: all but tables, of which rows are looked up."""
+    """Returns the bytes of weights that a step reads: all but tables, of which only rows are looked
+    up.
+    """
     tables = {op.table for op in program.program.ops if isinstance(op, Embedding)}
     heads = {
         weight

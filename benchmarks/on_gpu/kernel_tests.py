@@ -1,7 +1,7 @@
-"""The suite's own tests of Triton's kernels and of what is CUDA's alone, on the device: a process
-for each file, some at a time.
+"""The suite's own tests of Triton's kernels and of CUDA's code paths, on the device: a process for
+each file, some at a time.
 
-A fault of the device takes a process and no other file's tests. Without a GPU they run in Triton's
+A fault of the device ends one process and no other file's tests. Without a GPU they run in Triton's
 interpreter, as in the suite.
 """
 
@@ -47,8 +47,8 @@ def section(settings: Settings, emit: Emit) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """What pytest says of a file: how many tests ran, and which were not as they should be, with
-    what they said last.
+    """What pytest reports of a file: how many tests ran, and which failed, with the end of their
+    output.
     """
 
     num_tests: int
@@ -73,7 +73,9 @@ class Report:
 
 
 def _file(file: str, settings: Settings, emit: Emit) -> None:
-    """Which name is passed says whether Triton interprets, wherever the driver shows itself."""
+    """Runs one file. The environment says whether Triton interprets, wherever the driver is
+    found.
+    """
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "TRITON_INTERPRET": "1" if settings.device == "cpu" else "0",

@@ -1,7 +1,7 @@
-"""Kernels alone, in the shapes of the model: attention of decode steps and of prompts, products of
-few rows with packed weights, draws.
+"""Kernels by themselves, in the shapes of the model: attention of decode steps and of prompts,
+products of few rows with packed weights, draws.
 
-K and V lie in shuffled blocks. What is read by several runs in turn is more than a cache holds.
+K and V lie in shuffled blocks. Runs that follow each other read more data than a cache holds.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from benchmarks.on_gpu.timing import seconds, seconds_each
 from benchmarks.tune_triton import call_of
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention.call import AttentionCall
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.plain import PlainKernels
 from octavo.backends.torch.sampling import GREEDY, draw
 from octavo.backends.torch.triton.attention import TritonAttention
 from octavo.backends.torch.triton.kernels import TritonKernels
-from octavo.backends.torch.weights import DeviceWeight, Product
+from octavo.backends.torch.weights import Product
 from octavo.checkpoint.dummy import DummyWeights
 from octavo.program.program import Weight
 
 CACHE_BYTES = 256 << 20
-"""More than any GPU's cache holds."""
+"""Bytes that no GPU's cache holds."""
 
 KV_HEADS = 8
-"""Of `tune_triton.call_of`."""
+"""KV heads of the calls of `tune_triton.call_of`."""
 
 DECODES = (
     (256, 1024, "bfloat16", 0),
@@ -42,9 +43,8 @@ DECODES = (
     (1, 32768, "bfloat16", 0),
     (256, 1024, "int8", 0),
 )
-"""Requests, context, type of K and V, blocks of a table beyond the context (in captured steps it is
-as long as the longest).
-"""
+"""Decode calls that are measured: requests, context, type of K and V, and blocks of a table beyond
+the context, since captured steps have tables of full length."""
 
 TINY_DECODES = ((3, 40, "bfloat16", 0), (2, 40, "int8", 3))
 
@@ -106,7 +106,7 @@ class Alone:
         )
 
     def prefills(self) -> None:
-        """And PyTorch's own over K and V that are not paged."""
+        """Measures prompts, and PyTorch's own attention over K and V that are not paged."""
         length, device = 33 if self.settings.tiny else 8192, self.device
         call = _shuffled(
             call_of(
@@ -152,7 +152,7 @@ class Alone:
                     )
 
     def plain_products(self) -> None:
-        """PyTorch's, of which steps in bf16 are made."""
+        """Measures PyTorch's products, which bf16 steps consist of."""
         for name, (outputs, inputs) in (
             self.shape.matrices | {"head": (self.shape.vocab, self.shape.hidden)}
         ).items():
@@ -196,7 +196,7 @@ class Alone:
         self.emit(timed(work, f"{rows:,} rows", taken, bound_s=bound_s))
 
     def _different(self, outputs: int, inputs: int, stored: str) -> list[DeviceWeight]:
-        """As many as a cache does not hold."""
+        """Returns as many weights as a cache does not hold."""
         load = DummyWeights(lambda weight: stored).load
 
         def weight(at: int) -> DeviceWeight:
@@ -210,7 +210,9 @@ class Alone:
 
 
 def _shuffled(call: AttentionCall, more: int) -> AttentionCall:
-    """With blocks in any order, and `more` columns of the tables that nobody reads."""
+    """Returns a call with blocks in random order, and `more` columns of the tables that no row
+    reads.
+    """
     tables = call.block_tables
     order = torch.randperm(tables.numel(), device=tables.device, dtype=torch.int32).view(
         tables.shape
@@ -219,7 +221,9 @@ def _shuffled(call: AttentionCall, more: int) -> AttentionCall:
 
 
 def _bytes_read(call: AttentionCall) -> int:
-    """Keys and values of all contexts with their scales; queries and results."""
+    """Returns the bytes that a call moves: keys and values of all contexts with their scales,
+    queries and results.
+    """
     tensors = [tensor for stored in (call.k, call.v) for tensor in stored.tensors]
     return (
         int(call.context_lens.sum()) * sum(tensor[0, 0].nbytes for tensor in tensors)

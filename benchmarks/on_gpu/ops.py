@@ -1,9 +1,9 @@
 """Every op on the device against the reference backend in float64: random Programs, and tiny models
 of every family.
 
-Within a stated part of the largest number: 1e-3 for random Programs, whose numbers grow on the way;
-3e-5 for families in fp32; in bf16, where every Value is rounded, 6% in the root of the mean square
-(a routed token that goes elsewhere is a logit far off).
+Bounds are parts of the largest number: 1e-3 for random Programs, whose numbers grow on the way;
+3e-5 for families in fp32; in bf16, where every Value is rounded, 6% in the root of the mean square,
+because a token that is routed to other experts has logits far off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def section(settings: Settings, emit: Emit) -> None:
 
 
 def backend_on(settings: Settings, **options: Any) -> TorchBackend:
-    """Steps of which are computed op by op, for all sizes."""
+    """Returns a backend that computes steps op by op, whatever their size."""
     return TorchBackend(
         BackendOptions(
             max_tokens=512, max_requests=8, max_context=512, enforce_eager=True, **options
@@ -84,7 +84,7 @@ def _random_programs(settings: Settings, emit: Emit) -> None:
 
 
 def _family(family: str, settings: Settings, emit: Emit) -> None:
-    """In chunks of 37 tokens, with padded rows behind them."""
+    """Compares a family's logits, computed in chunks of 37 tokens beside padded rows."""
     from octavo.checkpoint.open import open_checkpoint
     from octavo.checkpoint.weights import WeightReader
     from tests.support.paged_runner import PagedRunner

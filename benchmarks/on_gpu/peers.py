@@ -1,5 +1,5 @@
-"""transformers' continuous batching over the same shape on the same device: the requests that the
-section `engine` was offered.
+"""transformers' continuous batching over the same shape on the same device, with the requests of
+the section `engine`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def section(settings: Settings, emit: Emit) -> None:
 
 
 def _rate(model: Any, prompts: list[list[int]], how: Any, wanted: int) -> float:
-    """Tokens per second. The first time it warms up, for what is kept between the two."""
+    """Returns tokens per second. The first run warms up what is kept between the two."""
     began = time.perf_counter()
     made = model.generate_batch(inputs=prompts, generation_config=how, persistent_manager=True)
     taken = time.perf_counter() - began
@@ -52,7 +52,7 @@ def _rate(model: Any, prompts: list[list[int]], how: Any, wanted: int) -> float:
 
 
 def _model(shape: Shape, settings: Settings) -> Any:
-    """Random weights made on the device."""
+    """Returns a model of random weights, made on the device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -26,7 +26,7 @@ GOALS = {
     "GPU busy, many streams": 0.97,
     "tokens/s against transformers": 3.0,
 }
-"""Of a work's share of its bound, by what its name begins with."""
+"""Goals for the share of its bound that a measurement reaches, by the beginning of its name."""
 
 
 def goal_of(work: str) -> float | None:
@@ -36,7 +36,7 @@ def goal_of(work: str) -> float | None:
 def timed(
     work: str, shape: str, seconds: float, *, bound_s: float | None = None, **more: Any
 ) -> Row:
-    """What was measured in seconds, beside the least that the ceilings allow."""
+    """Makes the row of a time in seconds, beside the least time that the ceilings allow."""
     share = None if bound_s is None or not seconds else bound_s / seconds
     bound = None if bound_s is None else _short(1e3 * bound_s)
     return {
@@ -51,12 +51,14 @@ def timed(
 
 
 def bound_of(ceilings: Any, *, num_bytes: float = 0.0, operations: float = 0.0) -> float:
-    """Seconds: the longer of moving so many bytes and computing so many operations in bf16."""
+    """Returns the least time in seconds: the longer of moving `num_bytes` and of computing
+    `operations` in bf16.
+    """
     return max(num_bytes / ceilings.bandwidth, operations / ceilings.bf16)
 
 
 def shared(work: str, shape: str, share: float, **more: Any) -> Row:
-    """A share of something that needs no bound."""
+    """Makes the row of a share that needs no bound."""
     return {
         "work": work,
         "shape": shape,
@@ -69,7 +71,7 @@ def shared(work: str, shape: str, share: float, **more: Any) -> Row:
 
 
 def compared(work: str, shape: str, mine: float, theirs: float, **more: Any) -> Row:
-    """How many times the other's rate."""
+    """Makes the row of a comparison: how many times the other's rate."""
     times = mine / theirs if theirs else float("inf")
     return {
         "work": work,
@@ -97,7 +99,7 @@ def _short(number: float) -> float:
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Measurements in columns; then checks that fail, and sections that did."""
+    """Returns a table of the measurements, then failed checks and failed sections."""
     rows = list(rows)
     cells = [("work", "shape", "measured", "bound", "share", "goal", "")]
     cells += [_cells(row) for row in rows if "work" in row]
@@ -123,7 +125,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def is_good(rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Nothing failed and no check is wrong, whether goals are met or not."""
+    """Returns whether nothing failed and no check is wrong; goals may be missed."""
     return all("failed" not in row and row.get("ok", True) for row in rows)
 
 

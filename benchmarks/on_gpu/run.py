@@ -1,7 +1,8 @@
 """A section's own process: `python -m benchmarks.on_gpu.run NAME SETTINGS` prints a line `RESULT
 {...}` for each row.
 
-A fault of a device takes all that its process computes with it: so each section has one.
+Each section has a process because a fault of a device ends everything that its process computes
+with it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FUNCTIONS = {
     "kernels": "kernels:section",
     "transformers": "peers:section",
 }
-"""Module and function, by the section's name."""
+"""Module and function of each section, by the section's name."""
 
 
 def main() -> int:

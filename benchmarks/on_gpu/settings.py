@@ -1,4 +1,4 @@
-"""What a section is told, and how long it has. Needs the standard library alone."""
+"""The settings that a section gets, and its time limit. Needs the standard library alone."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ Emit = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most that the device gives, as the first section measures it."""
+    """Upper bounds on the device's speed, as the first section measures them."""
 
     bandwidth: float
-    """Bytes per second of a large copy, read and written ones together."""
+    """Bytes per second of a large copy, reads and writes together."""
     bf16: float
-    """Operations per second of a large product."""
+    """Operations per second of a large bf16 product."""
     fp8: float | None = None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`tiny`: shapes that a CPU computes in seconds. `end`: on time.time()'s clock, when the
-    section is to be through.
-    """
+    """The settings of one section."""
 
     device: str
     tiny: bool
+    """Whether shapes are small enough for a CPU to compute them in seconds."""
     end: float
+    """Time by `time.time()` at which the section must have ended."""
     ceilings: Ceilings | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine, in place of the usual ones."""
+    """Engine options that replace the usual ones."""
 
     @property
     def left_s(self) -> float:
@@ -57,7 +57,9 @@ class Settings:
 
 
 def attempt(emit: Emit, what: str, run: Callable[[], object]) -> None:
-    """What fails leaves its traceback in the results, and lets the others go on."""
+    """Runs a part of a section; a failure leaves its traceback in the results, and the other parts
+    go on.
+    """
     try:
         run()
     except Exception:

@@ -1,6 +1,5 @@
-"""The model's shape that is measured, and its arithmetic: what a step must read and compute at
-least.
-"""
+"""The shape of the measured model, and its arithmetic: what a step must read and compute at
+least."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense llama."""
+    """The shape of a dense llama."""
 
     hidden: int
     inner: int
@@ -48,7 +47,7 @@ class Shape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """[out, in] of each product of a layer."""
+        """Returns [out, in] of each product of a layer."""
         q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
         return {
             "q, k, v": (q + 2 * kv, self.hidden),
@@ -59,15 +58,17 @@ class Shape:
 
     @property
     def layer_numbers(self) -> int:
-        """Of a layer's matrices."""
+        """Returns the count of numbers in a layer's matrices."""
         return sum(outputs * inputs for outputs, inputs in self.matrices.values())
 
     def kv_bytes(self, num_tokens: int, *, number_bytes: int = 2) -> int:
-        """Of all layers."""
+        """Returns the bytes of keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_width * number_bytes * num_tokens
 
     def prefill_operations(self, num_tokens: int) -> float:
-        """Of one prompt from its beginning, whose last row goes through the head."""
+        """Returns the operations of a prompt computed from its beginning, whose last row goes
+        through the head.
+        """
         products = 2 * num_tokens * self.layers * self.layer_numbers + 2 * self.vocab * self.hidden
         return products + self.layers * attention_operations(
             num_tokens, self.heads, self.head_width
@@ -75,8 +76,9 @@ class Shape:
 
 
 def attention_operations(num_tokens: int, heads: int, head_width: int) -> float:
-    """Of a causal prompt in one layer: each row with the keys up to its own, and with their
-    values."""
+    """Returns the operations of a causal prompt's attention in one layer: each row with the keys
+    and values up to its own.
+    """
     return 4 * heads * head_width * num_tokens * (num_tokens + 1) / 2
 
 
@@ -90,7 +92,7 @@ def shape_of(*, tiny: bool) -> Shape:
 
 @contextmanager
 def model_of(shape: Shape) -> Iterator[Path]:
-    """A directory with its config.json, and no weights."""
+    """Makes a directory with the shape's config.json, and no weights."""
     with tempfile.TemporaryDirectory(prefix="octavo-shape-") as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(shape.config))

@@ -1,4 +1,6 @@
-"""Times on a device: by its own events, launches captured as a graph; on a CPU by the clock."""
+"""Times on a device, by its own events and with launches captured as a graph; on a CPU by the
+clock.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ Run = Callable[[], object]
 
 
 class Mark:
-    """A moment in the order of what the device computes."""
+    """A moment in the order of the device's work."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -22,7 +24,7 @@ class Mark:
             self._event.record()
 
     def until(self, other: Mark) -> float:
-        """Seconds, once the device has passed both."""
+        """Returns the seconds between two marks, once the device has passed both."""
         if self._event is None:
             return other._at - self._at
         other._event.synchronize()
@@ -30,7 +32,7 @@ class Mark:
 
 
 def seconds(run: Run, device: torch.device, *, rounds: int = 10) -> float:
-    """Of one run: the median, after one that does not count."""
+    """Returns the median time of a run in seconds; a first run is not counted."""
     run()
     found = []
     for _ in range(rounds):
@@ -41,10 +43,10 @@ def seconds(run: Run, device: torch.device, *, rounds: int = 10) -> float:
 
 
 def seconds_each(runs: Sequence[Run], device: torch.device, *, rounds: int = 10) -> float:
-    """Of one of several runs that follow each other without a word from the host: one graph of them
-    all.
+    """Returns the time of one of several runs in seconds, all captured in one graph so that the
+    host launches once.
 
-    Each should read data of its own, so that together they are more than a cache holds.
+    Each run should read data of its own, so that together they read more than a cache holds.
     """
     for run in runs:
         run()

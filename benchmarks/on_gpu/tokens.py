@@ -1,5 +1,5 @@
 """Whole engines over tiny models: greedy tokens against transformers, captured decode steps against
-others, the same bits in any company.
+uncaptured ones, and bits that do not depend on the batch.
 
 Tokens of different arithmetic are compared up to the first place at which transformers' best two
 logits lie within 1e-3.
@@ -37,7 +37,9 @@ def invariance(settings: Settings, emit: Emit) -> None:
 
 
 def _without_transformers(emit: Emit) -> bool:
-    """It makes the tiny models, and is what they are compared with."""
+    """Reports that transformers is missing, which makes the tiny models and the tokens to compare
+    with.
+    """
     missing = importlib.util.find_spec("transformers") is None
     if missing:
         emit({"note": "transformers is not installed: no tokens are compared"})
@@ -69,7 +71,7 @@ def _greedy(family: str, settings: Settings, emit: Emit) -> None:
 
 
 def _invariant(family: str, dtype: str, settings: Settings, emit: Emit) -> None:
-    """Tokens and logprobs, bit for bit: alone, together, in chunks of 16 tokens."""
+    """Compares tokens and logprobs bit for bit: alone, together, in chunks of 16 tokens."""
     prompts = _prompts(settings)
     usual = {"batch_invariant": True, "dtype": dtype}
     with _engine(family, settings, **usual) as llm:
@@ -141,8 +143,8 @@ def _bits(output: Any) -> Any:
 
 
 def _transformers_tokens(model: Any, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
-    """And how many of them come before the first whose best two logits are not clear. In fp32, on
-    the CPU.
+    """Returns greedy tokens, computed in fp32 on the CPU, and how many come before the first whose
+    best two logits are too close.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""What the steps of an engine take: marks on the device around every launch of its Program, and how
-long the host waits for results.
+"""The time that an engine's steps take: marks on the device around every launch of its Program, and
+how long the host waits for results.
 
 Between two steps the device idles from the mark behind the first one's work to the mark before the
-second one's: a launch that comes in time puts its mark where the work before has just ended. A
-`Look` looks into some steps with PyTorch's profiler.
+second one's; a launch that comes in time puts its mark where the work before has just ended. A
+`Look` profiles some steps with PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from octavo.backends.torch.program import TorchProgram
 
 @dataclass
 class Step:
-    """`requests`, `tokens` and keys of all contexts, its own included. `waited_s`: by the host, for
-    its results.
-    """
+    """One step of an engine."""
 
     requests: int
     tokens: int
     keys: int
+    """Number of keys of all contexts, this step's own included."""
     launched_at: float
     began: Mark
     ended: Mark
     waited_s: float = 0.0
+    """Seconds that the host waited for the step's results."""
 
     @property
     def is_decode(self) -> bool:
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Waited:
-    """A step whose results are asked for by the clock."""
+    """A step whose results the host waits for, timed by the clock."""
 
     inner: Computing
     step: Step
@@ -60,7 +60,7 @@ class Waited:
 
 
 class Watch:
-    """Sees every step that a Program is given from now on."""
+    """Watches every step that a Program is given from now on."""
 
     def __init__(self, program: TorchProgram, device: torch.device) -> None:
         self.steps: list[Step] = []
@@ -80,7 +80,7 @@ class Watch:
         return Waited(computing, step)
 
     def taken(self, work: Callable[[], object], look: Look | None = None) -> list[Step]:
-        """The steps of some work."""
+        """Returns the steps that some work takes."""
         first, self._look = len(self.steps), look
         work()
         self._look = None
@@ -88,7 +88,7 @@ class Watch:
 
 
 def program_of(llm: LLM) -> TorchProgram:
-    """Of an engine whose core is in this process."""
+    """Returns the Program of an engine whose core is in this process."""
     found = llm._front.profiler._runnable  # type: ignore[union-attr]
     assert isinstance(found, TorchProgram)
     return found
@@ -96,8 +96,8 @@ def program_of(llm: LLM) -> TorchProgram:
 
 @dataclass(frozen=True)
 class Steady:
-    """Decode steps of so many requests that follow each other: what the first ones do to the rest
-    is left out.
+    """Consecutive decode steps of a constant number of requests; the first ones, which still see
+    the effects of the prompts, are left out.
     """
 
     steps: Sequence[Step]
@@ -113,14 +113,14 @@ class Steady:
 
     @property
     def step_s(self) -> float:
-        """Of the device's time, from one end to the next: the median."""
+        """Median time of the device from one step's end to the next, in seconds."""
         return statistics.median(
             before.ended.until(after.ended) for before, after in pairwise(self.steps)
         )
 
     @property
     def busy(self) -> float:
-        """The share of the time in which the device had a step to compute."""
+        """Share of the time in which the device had a step to compute."""
         whole = self.steps[0].ended.until(self.steps[-1].ended)
         idle = sum(
             max(0.0, before.ended.until(after.began)) for before, after in pairwise(self.steps)
@@ -129,7 +129,7 @@ class Steady:
 
     @property
     def host_s(self) -> float:
-        """Of a step, in which the host did not wait for the device: the median."""
+        """Median time of a step in which the host did not wait for the device, in seconds."""
         found = [
             (after.launched_at - before.launched_at) - before.waited_s
             for before, after in pairwise(self.steps)
@@ -138,13 +138,13 @@ class Steady:
 
     @property
     def keys(self) -> float:
-        """In a step, the mean."""
+        """Mean number of keys in a step."""
         return statistics.mean(step.keys for step in self.steps)
 
 
 @dataclass
 class Look:
-    """Profiles `count` steps of so many requests, after the first `skip` of them."""
+    """A profile of `count` steps of a given number of requests, after the first `skip` of them."""
 
     requests: int
     skip: int
@@ -153,7 +153,7 @@ class Look:
     _profiler: Any = field(default_factory=lambda: torch.profiler.profile(activities=[_activity()]))
 
     def before(self, batch: StepBatch) -> None:
-        """Is told of each step before it is launched."""
+        """Notes a step before it is launched, and starts or stops the profiler."""
         self._seen += len(batch.query_starts) - 1 == self.requests
         if self._seen == self.skip + 1 and self.count:
             self._profiler.start()
@@ -162,7 +162,9 @@ class Look:
             self._profiler.stop()
 
     def found(self, most: int = 14) -> dict[str, Any]:
-        """The share of the time in which kernels ran, and which took most, by their names."""
+        """Returns the share of the time in which kernels ran, and the kernels that took most, by
+        name.
+        """
         if self.count:
             self._profiler.stop()
         spans, seconds, calls = [], Counter[str](), Counter[str]()
@@ -187,7 +189,9 @@ def _activity() -> Any:
 
 
 def busy_share(spans: Sequence[tuple[float, float]]) -> float:
-    """What of the time from the first beginning to the last end lies in any of them."""
+    """Returns the share of the time from the first beginning to the last end that lies in
+    any span.
+    """
     if not spans:
         return 0.0
     ordered = sorted(spans)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +22,9 @@ from octavo.backends.base import (
     LoadWeight,
 )
 from octavo.backends.kv import BLOCK_SIZE, KvLayout
+from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.attention.choose import choose_attention, first_that_computes
+from octavo.backends.torch.check import check_program
 from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
 from octavo.backends.torch.fp8 import E4M3
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
@@ -31,18 +32,17 @@ from octavo.backends.torch.invariant import kernels_suffice
 from octavo.backends.torch.kernels import choose_kernels
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.memory import CudaMemory, blocks_of, largest_step
-from octavo.backends.torch.program import FORMULAS, Runtime, TorchProgram
+from octavo.backends.torch.program import Runtime, TorchProgram
 from octavo.backends.torch.ranks import TorchRanks
 from octavo.backends.torch.rates import measured_ceilings
 from octavo.backends.torch.step import staging_bytes
-from octavo.backends.torch.weights import ProgramWeights
+from octavo.backends.torch.weights import load_weights
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.program import ops
 from octavo.program.passes.optimize import optimize
-from octavo.program.program import Op, Program, Weight
+from octavo.program.program import Program, Weight
 from octavo.quant.packed import PackedWeight
 
-MASKS = ("causal", "window", "full")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES_OF_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": E4M3}
@@ -50,19 +50,20 @@ KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, 
 logger = logging.getLogger(__name__)
 
 LEAST_BF16_CAPABILITY = (8, 0)
-"""Older GPUs compute bf16 in fp32."""
+"""First compute capability with bf16 products; older GPUs compute bf16 in fp32."""
 
 
 class TorchBackend:
-    """Implements `base.Backend`. `device` as `devices.choose_device` gives it, or one of several;
-    `ranks`: the others, if any.
-    """
+    """The torch backend on one device. Implements `base.Backend`."""
 
     name = "torch"
 
     def __init__(
         self, options: BackendOptions, device: str = "cpu", ranks: TorchRanks | None = None
     ) -> None:
+        """`device` is what `devices.choose_device` returns, or one of several; `ranks` are given
+        where several share a Program.
+        """
         if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
             raise BackendUnavailable(
                 f"kv_cache_dtype: the torch backend has {', '.join(KV_DTYPES)}, got"
@@ -97,45 +98,68 @@ class TorchBackend:
         )
 
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
-        optimized, once = optimize(program), _Once(load)
-        dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(optimized, once.load)
+        optimized, once = optimize(program), _FirstWeightKept(load)
         self._check(optimized)
-        weights = self._load(optimized, once.load, dtype)
-        options = self.options
+        dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(optimized, once.load)
         attention = first_that_computes(self._attention, optimized, self._kv_dtype(dtype))
-        runtime = Runtime(
-            self.device,
-            dtype,
-            attention,
-            self._kernels,
-            options.batch_invariant,
-            options.batch_invariant
-            and not kernels_suffice(optimized, self._kernels, attention, self.device),
-            self._num_threads,
-            staging_bytes(options, len(optimized.groups)),
-            options.max_rows,
-            self.ranks,
-        )
+        weights = load_weights(optimized, once.load, self.device, dtype)
+        runtime = self._runtime(optimized, dtype, attention)
         prepared = TorchProgram(optimized, weights, runtime, self._kv_layouts(optimized, dtype))
         if self._memory is not None:
             self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
-            if sizes := self.graph_sizes(optimized, dtype):
-                states = attention.graph_bytes(optimized, max(sizes), options.max_context)
-                self._memory.reserve("graphs", graphs_footprint(optimized, sizes, dtype) + states)
-                self._uncaptured.append((prepared, sizes))
-            elif self._wants_graphs(optimized) and (why := self.against_graphs(optimized, dtype)):
-                logger.warning(
-                    "decode steps of the %s are not captured as graphs: %s", program.name, why
-                )
+            self._plan_graphs(prepared, runtime, self._memory)
         return prepared
+
+    def check(self, program: Program) -> None:
+        """Raises BackendUnavailable, naming what this backend cannot run of a Program. Reads no
+        weight, so the kernels of attention, which depend on the type of K and V, are not asked.
+        """
+        self._check(optimize(program))
+
+    def _check(self, optimized: Program) -> None:
+        check_program(
+            optimized,
+            num_ranks=1 if self.ranks is None else self.ranks.num_ranks,
+            batch_invariant=self.options.batch_invariant,
+        )
+
+    def _runtime(
+        self, optimized: Program, dtype: torch.dtype, attention: AttentionKernels
+    ) -> Runtime:
+        options = self.options
+        whole_steps = kernels_suffice(optimized, self._kernels, attention, self.device)
+        return Runtime(
+            device=self.device,
+            dtype=dtype,
+            attention=attention,
+            kernels=self._kernels,
+            batch_invariant=options.batch_invariant,
+            rows_alone=options.batch_invariant and not whole_steps,
+            num_threads=self._num_threads,
+            staging_bytes=staging_bytes(options, len(optimized.groups)),
+            max_rows=options.max_rows,
+            ranks=self.ranks,
+        )
+
+    def _plan_graphs(self, prepared: TorchProgram, runtime: Runtime, memory: CudaMemory) -> None:
+        """Reserves the memory of captured steps, or says why there will be none."""
+        program, dtype = prepared.program, runtime.dtype
+        if sizes := self.graph_sizes(program, dtype):
+            states = runtime.attention.graph_bytes(program, max(sizes), self.options.max_context)
+            memory.reserve("graphs", graphs_footprint(program, sizes, dtype) + states)
+            self._uncaptured.append((prepared, sizes))
+        elif self._wants_graphs(program) and (why := self.against_graphs(program, dtype)):
+            logger.warning(
+                "decode steps of the %s are not captured as graphs: %s", program.name, why
+            )
 
     @property
     def computes_apart(self) -> bool:
         return self.device.type == "cuda"
 
     def graph_sizes(self, program: Program, dtype: torch.dtype) -> tuple[int, ...]:
-        """Numbers of requests whose decode steps are captured; () where nothing can be, or is to
-        be.
+        """Returns the numbers of requests whose decode steps are captured; () where none can or
+        should be.
         """
         if not self._wants_graphs(program) or self.against_graphs(program, dtype):
             return ()
@@ -146,7 +170,7 @@ class TorchBackend:
         return sizes_up_to(most)
 
     def against_graphs(self, program: Program, dtype: torch.dtype) -> str:
-        """Which option keeps decode steps from being captured; "" where none does."""
+        """Says which option keeps decode steps from being captured, or "" where none does."""
         if self.ranks is not None:
             return "not with several ranks (tensor_parallel_size)"
         if self.options.batch_invariant:
@@ -212,7 +236,7 @@ class TorchBackend:
             ) from None
 
     def close(self) -> None:
-        """Memory goes with the tensors."""
+        """Does nothing: memory is freed with the tensors."""
 
     @property
     def _num_threads(self) -> int | None:
@@ -220,7 +244,7 @@ class TorchBackend:
 
     @property
     def _packed_dtype(self) -> torch.dtype:
-        """In which products with packed weights are computed, where the options do not say."""
+        """Type in which products with packed weights are computed where the options name none."""
         if self.device.type != "cuda":
             return torch.float32
         return (
@@ -233,11 +257,13 @@ class TorchBackend:
         return tuple(layout_of(group, self._kv_dtype(dtype)) for group in program.groups)
 
     def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """`dtype`: that of Values, in which K and V are kept where the options do not say."""
+        """Returns the type of K and V: what the options say, or `dtype`, that of Values."""
         return KV_DTYPES.get(self.options.kv_cache_dtype, dtype)
 
     def _dtype_of_products(self, program: Program, load: LoadWeight) -> torch.dtype:
-        """auto: what the first product's weight has in the file; it stands for all."""
+        """Returns the type of products where the options say "auto": that of the first product's
+        weight in the file, which stands for all.
+        """
         first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
         return (
             self._packed_dtype
@@ -245,46 +271,10 @@ class TorchBackend:
             else DTYPES_OF_CODES.get(load(first).packed().code, self._packed_dtype)
         )
 
-    def _load(self, program: Program, load: LoadWeight, dtype: torch.dtype) -> ProgramWeights:
-        reads = Counter(weight for op in program.ops for weight in op.weights)
-        weights = ProgramWeights(
-            load, self.device, dtype, {weight for weight, count in reads.items() if count > 1}
-        )
-        for op in program.ops:
-            _add_weights(op, weights)
-        return weights
 
-    def _check(self, program: Program) -> None:
-        for op in program.ops:
-            self._check_op(program, op)
-        for group in program.groups:
-            if group.kind == "state":
-                raise _refused(program, f"cache groups of kind {group.kind}")
-
-    def _check_op(self, program: Program, op: Op) -> None:
-        if type(op) not in FORMULAS:
-            raise _refused(program, f"the op {op.kind}")
-        num_ranks = 1 if self.ranks is None else self.ranks.num_ranks
-        if isinstance(op, ops.AllGather) and len(op.widths) != num_ranks:
-            raise _refused(
-                program, f"the op AllGather over {len(op.widths)} ranks on one of {num_ranks}"
-            )
-        if isinstance(op, ops.AllReduce) and num_ranks == 1:
-            raise _refused(program, "the op AllReduce on one rank")
-        if isinstance(op, ops.Attention) and op.mask not in MASKS:
-            raise _refused(program, f"attention with the mask {op.mask}")
-        if (
-            isinstance(op, ops.Attention)
-            and op.mask == "full"
-            and self.options.batch_invariant
-            and _writes(program, op.group)
-        ):
-            raise _refused(program, "attention to later tokens with batch_invariant")
-
-
-class _Once:
-    """Keeps the first weight that is asked for, which says how products are computed before it is
-    packed.
+class _FirstWeightKept:
+    """Keeps the first weight that is read: it says which type products have, and is packed
+    later.
     """
 
     def __init__(self, load: LoadWeight) -> None:
@@ -295,35 +285,3 @@ class _Once:
         if self._first is None:
             self._first = (weight, self._load(weight).packed())
         return self._first[1] if self._first[0] == weight else self._load(weight).packed()
-
-
-def _writes(program: Program, group: str) -> bool:
-    return any(isinstance(op, ops.KvWrite) and op.group == group for op in program.ops)
-
-
-def _refused(program: Program, what: str) -> BackendUnavailable:
-    return BackendUnavailable(f"the torch backend cannot run {what} (in {program.name})")
-
-
-def _add_weights(op: Op, weights: ProgramWeights) -> None:
-    """Matrices as they are packed; everything else, vectors all, in fp32."""
-    matrices: tuple[Weight | None, ...] = ()
-    if isinstance(op, ops.Linear):
-        weights.add_product(op)
-        matrices = (*op.weights_, *op.biases)
-    elif isinstance(op, ops.Embedding):
-        matrices = (op.table,)
-        weights.add_matrix(op.table)
-    elif isinstance(op, ops.GroupedLinear):
-        matrices = (op.weight,)
-        weights.add_matrix(op.weight)
-    elif isinstance(op, ops.MlaAttention):
-        matrices = (op.kv_b,)
-        weights.add_matrix(op.kv_b)
-    elif isinstance(op, ops.Rope):
-        weights.add_constant(op.table, op.table.inv_freq)
-    elif isinstance(op, ops.Attention) and isinstance(op.bias, ops.AlibiBias):
-        weights.add_constant(op.bias, op.bias.slopes)
-    for weight in op.weights:
-        if weight not in matrices:
-            weights.add_vector(weight)

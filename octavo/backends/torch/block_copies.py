@@ -1,10 +1,10 @@
-"""Whole KV blocks, copied in batches: on the device, and to the host and back on a stream of their
-own while steps compute.
+"""Whole KV blocks, copied in batches: within the device, and to the host and back on a stream of
+their own while steps compute.
 
-A block that leaves is gathered into a staging tensor where it computes, in order with the steps
-that write it, and from there copied to the host on the side: the next step may write to its place
-at once. One that comes is copied into a staging tensor on the side, and from there to its place
-when the step that reads it is due. So the side never touches the cache, and only what comes is
+A block that leaves is gathered into a staging tensor in order with the steps that write it, and
+copied to the host from there on the side, so that the next step may overwrite its place at once. A
+block that returns is copied into a staging tensor on the side, and from there to its place when the
+step that reads it is due. The side stream never touches the cache, and only returning blocks are
 waited for.
 """
 
@@ -21,22 +21,23 @@ from torch import Tensor
 from octavo.backends.torch.streams import Streams
 
 STAGING_BYTES = 64 << 20
-"""Of a batch on the device: it fills a link of 25 GB/s for 2.7 ms."""
+"""Bytes of a batch on the device; a link of 25 GB/s copies them in 2.7 ms."""
 
 
 class BlockCopies:
-    """Implements `base.BlockMover`. `tensors`: per cache group those whose `[L, blocks, ...]` are a
-    block's bytes, in their order.
-    """
+    """The copies of one KV cache. Implements `base.BlockMover`."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], streams: Streams) -> None:
+        """`tensors` are those of each cache group whose `[L, blocks, ...]` make up a block's bytes,
+        in their order.
+        """
         self._groups = [
             [tensor.view(torch.uint8).flatten(2) for tensor in group] for group in tensors
         ]
-        """`[L, blocks, bytes of a block in a layer]` each: bytes are what every device can gather.
-        """
+        """Tensors of each cache group as bytes, `[L, blocks, bytes of a block in a layer]`: every
+        device can gather bytes."""
         self._arriving: list[tuple[Tensor, Sequence[NDArray[np.uint8]]]] = []
-        """In pinned memory, and where it is to go."""
+        """Blocks on their way to the host in pinned memory, and where they go from there."""
         self._streams = streams
         self.pin = streams.pin
 
@@ -73,7 +74,7 @@ class BlockCopies:
     def write(
         self, group: int, block_ids: Sequence[int], data: Sequence[NDArray[np.uint8]]
     ) -> None:
-        """Pinned data is read when its turn comes, other data now."""
+        """Writes blocks. Pinned data is read when its copy runs, other data at once."""
         for part in self._batches(group, len(block_ids)):
             self._write(group, list(block_ids[part]), data[part])
 
@@ -112,7 +113,9 @@ class BlockCopies:
             tensor.index_copy_(1, ids, part.transpose(0, 1))
 
     def _parts(self, group: int, staged: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each tensor and its part of the staged blocks, `[blocks, L, bytes]`."""
+        """Returns each tensor of a group with its part of the staged blocks, `[blocks, L,
+        bytes]`.
+        """
         tensors = self._groups[group]
         ends = list(accumulate(tensor.shape[0] * tensor.shape[2] for tensor in tensors))
         starts = [0, *ends[:-1]]

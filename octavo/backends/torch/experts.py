@@ -1,5 +1,7 @@
-"""Mixtures of experts: who gets which row, the experts' products (`kernels.Kernels.grouped`), their
-weighted sum. Routing is computed in fp32. `ops.py` states the formulas.
+"""The ops of mixtures of experts: routing, the experts' products (`kernels.Kernels.grouped`) and
+their weighted sum; `EXPERT_FORMULAS` is the dispatch table.
+
+Routing is computed in fp32. `ops.py` states the formulas.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def route(op: ops.Route, step: Step) -> Made:
 
 
 def _best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
-    """-inf for the experts outside the best groups; a group's rank is the sum of its two best."""
+    """Puts -inf in place of experts outside the best groups; a group ranks by the sum of its best
+    two.
+    """
     groups = choice.view(len(choice), num_groups, -1)
     rank = groups.sort(dim=-1, descending=True).values[:, :, :2].sum(dim=-1)
     keep = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, _largest(rank, top_groups), True)
@@ -45,7 +49,9 @@ def _best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Columns of each row's `count` largest, best first; the lower one of equals."""
+    """Returns the columns of each row's `count` largest numbers, best first and the lower one of
+    equals.
+    """
     return x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

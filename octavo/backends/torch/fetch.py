@@ -1,8 +1,8 @@
-"""A step's results on their way to the host: copied behind its kernels into pinned memory, and
-waited for when they are asked for.
+"""A step's results on their way to the host: copied into pinned memory behind the step's kernels,
+and waited for when they are asked for.
 
-So the host can launch the next step before this one is computed; a plain copy to the host would
-wait for both.
+The host can launch the next step before this one is computed; a plain copy to the host would wait
+for both.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from octavo.backends.torch.sampling import Drawn
 
 
 class Fetch:
-    """Of one step. On the CPU there is nothing to be copied."""
+    """The copies of one step's results. On the CPU nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Its copy on the host, there once the step is computed."""
+        """Returns a copy on the host, whose contents are there once the step is computed."""
         if not self._is_cuda:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -40,7 +40,7 @@ class Fetch:
         return Drawn(self.take(drawn.token_ids), self.take(drawn.failed), logprobs)
 
     def then(self, finish: Callable[[], StepOutput]) -> PendingStep:
-        """`finish` is called once everything has come."""
+        """Returns the step in flight; `finish` makes its output once all copies have arrived."""
         copied: Any = None
         if self._is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -50,11 +50,11 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """Implements `base.Computing`."""
+    """A step that the device may still be computing. Implements `base.Computing`."""
 
     finish: Callable[[], StepOutput]
     copied: Any
-    """The event behind the last copy; None where there was none."""
+    """The event behind the last copy; None on the CPU."""
 
     def result(self) -> StepOutput:
         with out_of_memory_named():
@@ -65,7 +65,7 @@ class PendingStep:
 
 @contextmanager
 def out_of_memory_named() -> Iterator[None]:
-    """PyTorch's own error as Python's."""
+    """Raises PyTorch's out-of-memory error as Python's MemoryError."""
     try:
         yield
     except torch.OutOfMemoryError as error:

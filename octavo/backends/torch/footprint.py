@@ -1,5 +1,5 @@
-"""What the torch backend would take for a Program, from how its weights are stored: no weight is
-read.
+"""What the torch backend would take for a Program, worked out from how its weights are stored,
+without reading one.
 
 Weights lie on the device as `PackedWeight` has them; tests hold the counts to what `prepare` really
 takes.
@@ -40,8 +40,9 @@ PACKED: dict[str, tuple[str, int, int, int]] = {
     "Q6_K": ("u8", 8, 256, 144),
     "F8_E4M3": ("e4m3", 8, WHOLE_ROW, 32),
 }
-"""By a tensor's format: its code, bits of a code, and of how many neighbouring inputs the scales
-and mins take how many bits. Behind a colon a format may say how many inputs these are."""
+"""How a format's tensors lie on the device: code, bits of a code, number of neighbouring inputs
+that share scales and mins, and bits of these. A format may name the number of inputs behind a
+colon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class TorchFootprint:
     weight_bytes: dict[Weight, int]
     step_bytes: int
     code: str
-    """In which most of the weights are."""
+    """Code of most weights, by bytes."""
     dtype: torch.dtype
-    """Of the products."""
+    """Type of the products."""
 
 
 def torch_footprint(
@@ -61,8 +62,8 @@ def torch_footprint(
     wanted: torch.dtype | None,
     packed_dtype: torch.dtype,
 ) -> TorchFootprint:
-    """`wanted`: the dtype that the options name; `packed_dtype`: that of products with packed
-    weights otherwise.
+    """Counts what a Program takes. `wanted` is the type that the options name; `packed_dtype` is
+    that of products with packed weights where they name none.
     """
     matrices = {weight for op in optimized.ops for weight in _matrices(op)}
     first = next((op.weights_[0] for op in optimized.ops if isinstance(op, ops.Linear)), None)
@@ -88,8 +89,8 @@ def torch_footprint(
 
 
 def graphs_footprint(optimized: Program, sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Of the buffers of the largest, which all share, the logits of each, and what a graph takes by
-    itself.
+    """Returns the bytes of captured graphs: the buffers of the largest, which all share, the logits
+    of each, and each graph's own memory.
     """
     return (
         _step_bytes(optimized, max(sizes), dtype)
@@ -129,8 +130,8 @@ def _matrix_bytes(weight: Weight, stored: str, dtype: torch.dtype) -> int:
 
 
 def _step_bytes(optimized: Program, max_tokens: int, dtype: torch.dtype) -> int:
-    """The Values alive at once, an op's copies of its widest in fp32, the largest matrix unpacked,
-    and the scores of an attention.
+    """Bounds the bytes of a step: the Values alive at once, fp32 copies of an op's widest Value,
+    the largest matrix unpacked, and the scores of an attention.
     """
     last = {value: at for at, op in enumerate(optimized.ops) for value in op.inputs}
     alive, most, widest = 0, 0, 0

@@ -1,13 +1,14 @@
-"""fp8 (e4m3) numbers, and products with weights of them through PyTorch's scaled matrix product.
+"""fp8 (e4m3) numbers, and products with e4m3 weights through PyTorch's scaled matrix product.
 
-The rule, in one place (`is_scaled`): a Linear whose weight is e4m3 with one scale an output, and
-whose rows may be quantised (`PackedWeight.activation` is "per_token"), turns each row into e4m3 by
-a scale of its own and multiplies codes with codes, where the device has such a product (a CUDA
-device of capability 8.9 or more; the CPU) and both widths are multiples of 16. Everything else
-(blocks of scales, experts, tables, latent attention, other devices) is turned into floats of the
-step's dtype where it is read. The product itself takes no scales: its sums come back in fp32 and
-are multiplied by both scales there, which is the same on every device and in every PyTorch from 2.9
-on. Source of the limits: torch._scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp).
+The rule stands in one place (`is_scaled`): where a weight has one scale an output and its rows may
+be quantised, a Linear turns each row into e4m3 by a scale of its own and multiplies codes with
+codes. That takes a device with such a product (CUDA of capability 8.9 or more, the CPU) and widths
+in multiples of 16. Everything else (blocks of scales, experts, tables, latent attention, other
+devices) becomes floats of the step's dtype where it is read.
+
+The product itself takes no scales: its sums come back in fp32 and are multiplied by both scales,
+which is the same on every device and in every PyTorch from 2.9 on. Source of the limits:
+torch._scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp).
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from octavo.quant.packed import PackedWeight
 
 E4M3 = torch.float8_e4m3fn
 TOP = 448.0
-"""The largest e4m3."""
+"""Largest e4m3 number."""
 
 WIDTHS = 16
-"""The library's product wants inputs and outputs in multiples of it."""
+"""PyTorch's scaled product takes inputs and outputs in multiples of this."""
 
 LEAST_CAPABILITY = (8, 9)
 
 
 def is_scaled(packed: PackedWeight, device: torch.device) -> bool:
-    """Whether a Linear multiplies with this weight as it is stored."""
+    """Returns whether a Linear multiplies with this weight as it is stored."""
     if (
         packed.code != "e4m3"
         or packed.activation != "per_token"
@@ -46,7 +47,9 @@ def has_scaled_product(device: torch.device) -> bool:
 
 
 def scaled_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """`x [T, in]` times `codes [out, in] e4m3` with `scales [out, 1] fp32`: `[T, out] fp32`."""
+    """Multiplies `x [T, in]` with `codes [out, in] e4m3` of `scales [out, 1] fp32`: `[T, out]
+    fp32`.
+    """
     rows, row_scales = as_e4m3(x.float())
     one = torch.ones((), dtype=torch.float32, device=x.device)
     sums = torch._scaled_mm(rows, codes.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
@@ -54,8 +57,9 @@ def scaled_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def as_e4m3(rows: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Codes of `rows [..., width] fp32`, and scales `[..., 1]`: absmax / 448, rounded to
-    `scale_dtype`; NaN where a row has none that is finite."""
+    """Returns e4m3 codes of `rows [..., width] fp32` and scales `[..., 1]`: absmax / 448, rounded
+    to `scale_dtype`, or NaN where a row's absmax is not finite.
+    """
     absmax = (
         rows.abs().amax(dim=-1, keepdim=True)
         if rows.shape[-1]

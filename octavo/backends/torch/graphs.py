@@ -1,10 +1,10 @@
-"""Decode steps captured once for some numbers of requests, and replayed with a step's arrays in the
-same place.
+"""Decode steps captured for some numbers of requests, and replayed with a step's arrays in the same
+place.
 
 A graph holds addresses: of the weights, of the KV cache, and of the staging buffer's views, which
-are the same for equal shapes. So a step of one row a request is filled up to the next captured size
-with rows of slot -1, whose results nobody reads. What records a graph is a `Record`: CUDA's own, or
-in tests one that runs the ops again.
+are the same for equal shapes. A step of one row a request is therefore padded to the next captured
+size with rows of slot -1, whose results are dropped. What records a graph is a `Record`: CUDA's
+own, or in tests one that runs the ops again.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Captured numbers of requests: a step is filled up by at most half of its own rows from 16 on."""
+"""Captured numbers of requests. From 16 on a step is padded by at most half of its own rows."""
 
 GRAPH_BYTES = 8 << 20
-"""That a graph takes beside the memory that all share: launches and their arguments."""
+"""Bytes that each graph takes beside the memory that all share, for launches and their arguments.
+"""
 
 
 class Graph(Protocol):
     def replay(self) -> Tensor:
-        """Logits `[size, V]`, good until the next replay."""
+        """Returns the logits `[size, V]`, which hold until the next replay."""
         ...
 
 
 Record = Callable[[Callable[[], Tensor]], Graph]
-"""Runs what makes the logits, and gives what makes them again of the same inputs."""
+"""Runs what makes the logits, and returns what makes them again from the same inputs."""
 
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
-    """The sizes that hold up to so many requests; the last one holds just them."""
+    """Returns the captured sizes for up to `most` requests; the last one is `most` itself, or the
+    largest size.
+    """
     return (
         (*(size for size in SIZES if size < most), most)
         if 0 < most <= SIZES[-1]
@@ -48,8 +51,8 @@ def sizes_up_to(most: int) -> tuple[int, ...]:
 
 
 class CudaGraphs:
-    """A `Record`. All graphs share one pool of memory, in which the largest, captured first, leaves
-    room for the rest.
+    """Records CUDA graphs. All share one pool of memory, in which the largest, captured first,
+    leaves room for the rest.
     """
 
     def __init__(self) -> None:
@@ -76,14 +79,14 @@ class CudaGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGraphs:
-    """Graphs by size, for block tables `width` blocks wide."""
+    """Graphs by size, for block tables of `width` blocks."""
 
     graphs: Mapping[int, Graph]
     width: int
 
     def padded(self, batch: StepBatch) -> StepBatch | None:
-        """The step as the graph of the next size takes it; None where there is none, or a row is no
-        decode.
+        """Pads a step to the next captured size. Returns None where there is no such size, or where
+        the step is not one decode row a request.
         """
         num = len(batch.token_ids)
         size = next((size for size in sorted(self.graphs) if size >= num), None)
@@ -102,8 +105,8 @@ class DecodeGraphs:
 
 
 def longest_decode(size: int, width: int, num_groups: int) -> StepBatch:
-    """What is captured: rows that write nowhere, whose tables of `width` blocks are full, and whose
-    windows begin at the first.
+    """Returns the step that is captured: rows that write nowhere, whose tables of `width` blocks
+    are full and whose windows begin at the first key.
     """
     context = width * BLOCK_SIZE
     return StepBatch(
@@ -119,7 +122,7 @@ def longest_decode(size: int, width: int, num_groups: int) -> StepBatch:
 
 
 def _is_decode(batch: StepBatch) -> bool:
-    """Every request has one row, and each row is sampled once, in order."""
+    """Returns whether every request has one row, and each row is sampled once, in order."""
     num = len(batch.token_ids)
     if (
         not num

@@ -1,10 +1,9 @@
-"""How a row's bits are kept from its company: by kernels that never look at it, or by a step for
-each row alone.
+"""The two ways to keep a row's bits independent of the rows beside it: kernels with fixed tiles, or
+a step of its own for each row.
 
-A step taken apart into its rows, each computed as a step of its own, and put together again: no
-shape that a row is computed in depends on anything but its own request, and its bits cannot either,
-for PyTorch gives the same bits for the same shapes. Only for causal Programs: a row sees what was
-computed before it.
+In the second way a step is taken apart into its rows and its results are put together again. No
+shape then depends on anything but the row's own request, and PyTorch gives the same bits for the
+same shapes. It holds for causal Programs only, where a row sees nothing but earlier rows.
 """
 
 from __future__ import annotations
@@ -27,33 +26,34 @@ from octavo.program.program import Program
 def kernels_suffice(
     program: Program, kernels: Kernels, attention: AttentionKernels, device: torch.device
 ) -> bool:
-    """Whether a whole step leaves each row its bits: products, norms, experts, attention and sums
-    of draws by kernels of fixed tiles, and all else element by element. Not on a CPU, whose loops
-    over elements treat a vector's tail otherwise than its middle, and not with latent attention,
-    whose products around the cache are PyTorch's.
+    """Returns whether whole steps are invariant: products, norms, experts, attention and sums of
+    draws by kernels of fixed tiles, and everything else element by element. A CPU is not, because
+    its loops treat the tail of a vector unlike its middle; nor is latent attention, whose products
+    around the cache are PyTorch's.
     """
     fixed = kernels.is_invariant and attention.is_invariant and device.type == "cuda"
     return fixed and not any(isinstance(op, ops.MlaAttention) for op in program.ops)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """`sample`: which of the step's sampled rows it is, -1 where it is none."""
+class RowStep:
+    """A step of one row."""
 
     batch: StepBatch
     sample: int
+    """Index of the row among the step's sampled rows; -1 where it is not sampled."""
 
 
-def rows_alone(batch: StepBatch) -> Iterator[Part]:
-    """In order, so that each row's keys are there. A row that is sampled twice is computed twice,
-    which writes the same K and V.
+def rows_alone(batch: StepBatch) -> Iterator[RowStep]:
+    """Yields the rows of a step in order, so that each row finds its keys. A row that is sampled
+    twice is computed twice, which writes the same K and V.
     """
     owners = np.repeat(np.arange(len(batch.query_starts) - 1), np.diff(batch.query_starts)).tolist()
     for row, request in enumerate(owners, start=int(batch.query_starts[0])):
         alone = _alone(batch, row, request)
         samples = np.flatnonzero(batch.sample_rows == row).tolist()
         if not samples:
-            yield Part(alone, -1)
+            yield RowStep(alone, -1)
         for sample in samples:
             sampling = (
                 None
@@ -61,7 +61,7 @@ def rows_alone(batch: StepBatch) -> Iterator[Part]:
                 else part_of(batch.sampling, slice(sample, sample + 1))
             )
             last_tokens = _last_tokens(batch, row, slice(sample, sample + 1))
-            yield Part(
+            yield RowStep(
                 replace(
                     alone,
                     sample_rows=np.zeros(1, np.int32),
@@ -73,7 +73,9 @@ def rows_alone(batch: StepBatch) -> Iterator[Part]:
 
 
 def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
-    """Of the groups that it writes to it sees the keys up to its own; of others all."""
+    """Returns the step of one row. In groups that it writes to, the row sees the keys up to its
+    own; in other groups it sees all.
+    """
     own = batch.slots[:, row : row + 1] >= 0
     context = batch.context_lens[:, request : request + 1]
     context = np.where(own, np.minimum(context, batch.places[row] + 1), context).astype(np.int32)
@@ -99,7 +101,7 @@ def _last_tokens(batch: StepBatch, row: int, samples: slice) -> LastTokens | Non
 
 
 def joined(batch: StepBatch, outputs: Sequence[StepOutput]) -> StepOutput:
-    """The sampled rows' outputs as those of one step."""
+    """Joins the outputs of the sampled rows into that of one step."""
     if batch.sampling is None:
         names = outputs[0].arrays if outputs else {}
         return StepOutput(
@@ -113,10 +115,8 @@ def joined(batch: StepBatch, outputs: Sequence[StepOutput]) -> StepOutput:
     widths = [result.top_ids.shape[1] for result in results if result.top_ids is not None]
     if widths:
         whole.logprobs, whole.ranks = np.zeros(count, np.float32), np.zeros(count, np.int32)
-        whole.top_ids, whole.top_logprobs = (
-            np.zeros((count, max(widths)), np.int32),
-            np.zeros((count, max(widths)), np.float32),
-        )
+        whole.top_ids = np.zeros((count, max(widths)), np.int32)
+        whole.top_logprobs = np.zeros((count, max(widths)), np.float32)
     for at, result in enumerate(results):
         whole.token_ids[at], whole.failed[at] = result.token_ids[0], result.failed[0]
         if result.logprobs is not None:
@@ -139,7 +139,5 @@ def _take_logprobs(whole: SampleResult, at: int, result: SampleResult) -> None:
     )
     whole.logprobs[at], whole.ranks[at] = result.logprobs[0], result.ranks[0]
     width = result.top_ids.shape[1]
-    whole.top_ids[at, :width], whole.top_logprobs[at, :width] = (
-        result.top_ids[0],
-        result.top_logprobs[0],
-    )
+    whole.top_ids[at, :width] = result.top_ids[0]
+    whole.top_logprobs[at, :width] = result.top_logprobs[0]

@@ -1,8 +1,8 @@
-"""Who computes what Triton has kernels for: plain torch, or Triton's kernels with plain torch for
-what they cannot carry.
+"""The computations that Triton has kernels for, and who does them: plain torch, or Triton with
+plain torch for what its kernels do not carry.
 
-Formulas ask a `Kernels` and never which one it is. Chosen once, by `--torch-kernels` and the device
-(`choose_kernels`).
+Formulas ask a `Kernels` and never which one it is. `choose_kernels` decides once, by
+`--torch-kernels` and the device.
 """
 
 from __future__ import annotations
@@ -12,60 +12,60 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.plain import Cuts, Norm, PlainKernels
 from octavo.backends.torch.triton.device import refusal
-from octavo.backends.torch.weights import DeviceWeight, Product
+from octavo.backends.torch.weights import Product
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 
 
 class Kernels(Protocol):
-    """Values are `[rows, width]` in the step's dtype, computed in fp32 and rounded once; rows are
-    independent of each other.
+    """A set of kernels. Values are `[rows, width]` in the step's dtype, computed in fp32 and
+    rounded once; rows are independent of each other.
     """
 
     name: str
     is_invariant: bool
-    """A row's numbers are the same bits in any company."""
+    """Whether a row's numbers have the same bits whatever rows stand beside it."""
     captured_rows: int | None
-    """Expert rows up to which experts are computed without a word from the device, so that a graph
-    can hold them; None: any number.
-    """
+    """Most expert rows that are computed without reading a count from the device, so that a graph
+    can hold them; None: any number."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor: ...
 
     def add_norm(self, a: Tensor, b: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """a + b, rounded, and its norm."""
+        """Returns a + b, rounded, and the norm of that."""
         ...
 
     def gated(self, gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
-        """f(gate) * (up + up_offset), as `ops.ActMul` says."""
+        """Returns f(gate) * (up + up_offset), as `ops.ActMul` says."""
         ...
 
     def product(self, x: Tensor, product: Product) -> Tensor:
-        """`x [T, in]` to `[T, sum of out]`."""
+        """Multiplies `x [T, in]`: `[T, sum of out]`."""
         ...
 
     def rows_of_experts(self, experts: Tensor, num_experts: int) -> Any:
-        """What `grouped` wants to know of `experts [R]`, each row's: made once for all products
-        with the same rows.
+        """Returns what `grouped` reads of `experts [R]`, the expert of each row; made once for all
+        products with the same rows.
         """
         ...
 
     def grouped(self, x: Tensor, rows: Any, matrix: DeviceWeight, bias: Tensor | None) -> Tensor:
-        """`x [R, in]` to `[R, out]`: each row times its expert's matrix of `[E, out, in]`, plus its
-        expert's `bias [E, out] fp32`.
+        """Multiplies each row of `x [R, in]` with its expert's matrix of `[E, out, in]` and adds
+        its expert's `bias [E, out] fp32`: `[R, out]`.
         """
         ...
 
     def combined(self, x: Tensor, weights: Tensor) -> Tensor:
-        """`x [T*k, W]`, `weights [T, k] fp32` to `[T, W]`: a row's k parts summed in their order,
-        as `ops.Combine` says.
+        """Sums the k parts of each row in their order, as `ops.Combine` says: `x [T*k, W]` and
+        `weights [T, k] fp32` to `[T, W]`.
         """
         ...
 
     def sums(self, x: Tensor) -> Tensor:
-        """`x [S, V] fp64`: each row's."""
+        """Returns the sum of each row of `x [S, V] fp64`."""
         ...
 
     def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
@@ -77,10 +77,10 @@ class Kernels(Protocol):
 
 
 def choose_kernels(wanted: str, device: torch.device, *, fixed_tiles: bool = False) -> Kernels:
-    """`wanted`: auto (Triton's on CUDA where Triton is installed), plain or triton.
-    BackendUnavailable says why there are none.
+    """Returns the kernels that `wanted` names: plain, triton, or auto, which is Triton's on CUDA
+    where Triton is installed. Raises BackendUnavailable where they cannot run.
 
-    `fixed_tiles`: Triton's are to be invariant, which plain torch's never are.
+    With `fixed_tiles` Triton's kernels are invariant; plain torch never is.
     """
     refused = refusal(device)
     if wanted == "plain" or (wanted == "auto" and (device.type != "cuda" or refused is not None)):

@@ -1,8 +1,8 @@
-"""The KV bytes of the torch backend: per cache group K and V of all layers, and one block more,
-which padded rows write to.
+"""The KV bytes of the torch backend: K and V of all layers for each cache group, with one spare
+block that padded rows write to.
 
-Knows whole blocks; what lies in them only attention and `KvWrite` know. How they move is
-`BlockCopies`' business.
+Knows whole blocks; what lies in them is the business of attention and `KvWrite`, and `BlockCopies`
+moves them.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 CODES = (torch.int8, E4M3)
-"""Kept with a scale for each token and head."""
+"""Types that are kept as codes with a scale for each token and head."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvTensor:
-    """K or V of one layer or all: `numbers [(L,) blocks + 1, 16, K, width]`; int8 and e4m3 ones
-    with `scales [(L,) blocks + 1, 16, K] bf16`."""
+    """K or V of one layer, or of all layers with a leading axis L."""
 
     numbers: Tensor
+    """`[(L,) blocks + 1, 16, K, width]`."""
     scales: Tensor | None = None
+    """Scales of int8 and e4m3 numbers, `[(L,) blocks + 1, 16, K] bf16`."""
 
     def layer(self, layer: int) -> KvTensor:
         return KvTensor(self.numbers[layer], None if self.scales is None else self.scales[layer])
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """`rows [T, K, width]` at slots of one layer."""
+        """Writes `rows [T, K, width]` to slots of one layer."""
         if self.scales is None:
             self.numbers.flatten(0, 1).index_copy_(0, slots, rows.to(self.numbers.dtype))
             return
@@ -58,8 +59,9 @@ class KvTensor:
         self.scales.flatten(0, 1).index_copy_(0, slots, scales)
 
     def read(self, tables: Tensor) -> Tensor:
-        """Blocks of one layer `[N, B]` as they were stored: `[N, B * 16, K, width]`, codes in
-        fp32."""
+        """Reads the blocks `tables [N, B]` of one layer: `[N, B * 16, K, width]` as stored, codes
+        as fp32.
+        """
         numbers = self._raw[tables].flatten(1, 2).view(self.numbers.dtype)
         return (
             numbers
@@ -69,8 +71,9 @@ class KvTensor:
 
     @property
     def _raw(self) -> Tensor:
-        """The numbers; e4m3 ones, which PyTorch does not write by index on every device, as
-        bytes."""
+        """The numbers, those in e4m3 as bytes, because PyTorch does not index e4m3 on every
+        device.
+        """
         return self.numbers.view(torch.uint8) if self.numbers.dtype == E4M3 else self.numbers
 
     @property
@@ -79,7 +82,7 @@ class KvTensor:
 
 
 def as_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `rows [..., width] fp32`, as `reference.as_int8` has them."""
+    """Returns int8 codes and scales of `rows [..., width] fp32`, as `reference.as_int8` does."""
     absmax = (
         rows.abs().amax(dim=-1, keepdim=True)
         if rows.shape[-1]
@@ -92,26 +95,26 @@ def as_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _as_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.as_fp8` has them."""
+    """Returns e4m3 codes and scales of `rows [..., width] fp32`, as `reference.as_fp8` does."""
     codes, scales = as_e4m3(rows, torch.bfloat16)
     return codes, scales[..., 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTensors:
-    """Of one cache group, all layers."""
+    """K and V of one cache group, all layers."""
 
     k: KvTensor
     v: KvTensor
 
     @property
     def num_blocks(self) -> int:
-        """Those that are given out."""
+        """Number of blocks that can be given out; the spare block is not counted."""
         return self.k.numbers.shape[1] - 1
 
     @property
     def tensors(self) -> list[Tensor]:
-        """`[L, blocks + 1, ...]` each: a block's bytes are theirs, in this order."""
+        """Tensors `[L, blocks + 1, ...]` that make up a block's bytes, in this order."""
         return [*self.k.tensors, *self.v.tensors]
 
 
@@ -126,7 +129,7 @@ def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
 
 
 class TorchKvCache:
-    """Implements `base.BatchedKvCache`."""
+    """The KV cache on one device. Implements `base.BatchedKvCache`."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class TorchKvCache:
 
     @property
     def num_blocks(self) -> list[int]:
-        """By group."""
+        """Number of blocks of each cache group."""
         return [group.num_blocks for group in self.groups]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
@@ -170,8 +173,8 @@ def _group_tensors(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU the system gives the memory page by page, where it is written to: `torch.zeros`
-    writes all of it at once.
+    """Returns zeros. On a CPU the system provides their memory page by page when it is written,
+    where `torch.zeros` would write all of it at once.
     """
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,5 +1,5 @@
-"""What a step is told of the last tokens that its permanent rows have drawn, which the device keeps
-(`base.LastTokens`).
+"""The arrays by which a step reads and keeps the last tokens of its permanent rows on the device
+(`batch.LastTokens`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from octavo.backends.batch import LastTokens
 
 
 def source_arrays(last: LastTokens | None) -> dict[str, NDArray]:
-    """`last_sources [T]`, -1 where the id is known here; nothing where all are."""
+    """Returns `last_sources [T]`, -1 where the host knows the token id; nothing where it
+    knows all.
+    """
     if last is None or not (last.sources >= 0).any():
         return {}
     return {"last_sources": last.sources.astype(np.int64)}
 
 
 def target_arrays(last: LastTokens | None, samples: slice, *, spare: int) -> dict[str, NDArray]:
-    """`last_targets [S]` of some sampled rows; what is nobody's goes to the row `spare`."""
+    """Returns `last_targets [S]` of some sampled rows, with the row `spare` for those that belong
+    to no permanent row.
+    """
     if last is None:
         return {}
     targets = last.targets[samples].astype(np.int64)

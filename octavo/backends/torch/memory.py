@@ -1,7 +1,7 @@
 """A CUDA device's memory: what a Program's weights and its largest step take of it, found by
 running that step once.
 
-`largest_step` is made of the options alone and runs on any device; the counters are CUDA's.
+`largest_step` depends on the options alone and runs on any device; the counters are CUDA's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from octavo.backends.kv import BLOCK_SIZE
 
 
 def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> StepBatch:
-    """As many rows as a step may have, of requests as long as they may be; as many draws as there
-    may be requests.
+    """Returns a step of as many rows as the options allow, in requests of the longest context, with
+    a draw for each request that may run.
     """
     num_rows = options.max_tokens
     lengths = [options.max_context] * (num_rows // options.max_context)
@@ -48,7 +48,7 @@ def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> S
 
 
 def blocks_of(batch: StepBatch) -> int:
-    """Blocks that the step writes to, in each group."""
+    """Returns the number of blocks that a step writes to, in each group."""
     return int(batch.block_tables.max(initial=-1)) + 1
 
 
@@ -84,16 +84,17 @@ def _draws(count: int, vocab_size: int) -> SamplingBatch:
 
 
 class CudaMemory:
-    """`utilization`: the share of the device that may be taken in all, others' part included."""
+    """The memory of one device, and what of it is taken or reserved."""
 
     def __init__(self, device: torch.device, utilization: float) -> None:
+        """`utilization` is the share of the device that may be in use, by other processes too."""
         self._device = device
         self._utilization = utilization
         self._parts: dict[str, int] = {}
 
     def measure(self, weight_bytes: int, run: Callable[[], object]) -> None:
-        """Takes note of the weights, and of the most that `run`, the largest step, takes beside
-        what lies there already.
+        """Notes the bytes of the weights, and the peak that `run`, the largest step, takes beyond
+        what is allocated already.
         """
         self._free_caches()
         resting = torch.cuda.memory_allocated(self._device)
@@ -106,7 +107,7 @@ class CudaMemory:
         self._parts["largest step"] = max(self._parts.get("largest step", 0), peak)
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """For what will be taken later."""
+        """Reserves memory that will be allocated later."""
         self._parts[name] = num_bytes
 
     def now(self) -> DeviceMemory:

@@ -1,8 +1,8 @@
 """The formulas that Triton kernels compute too, in plain torch on any device: norms, gates,
 products, experts, draws.
 
-What a kernel is compared with in tests, and what it falls back to. Knows tensors and weights, no op
-and no step.
+Tests compare the kernels with them, and what the kernels do not carry falls back to them. Knows
+tensors and weights, no op and no step.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.backends.torch.weights import DeviceWeight, Product
+from octavo.backends.torch.device_weight import DeviceWeight
+from octavo.backends.torch.weights import Product
 from octavo.program import ops
 
 GATHERED_ROWS = 8
-"""So many expert rows at most take a copy of their expert's matrix each."""
+"""Most expert rows of which each takes a copy of its expert's matrix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """y = x / sqrt(mean(x^2) + eps) * (weight + offset) over groups of `width` columns (the whole
-    row where 0); where `centered`, of x - mean(x), plus `bias`. `weight`, `bias [width] fp32`."""
+    """A norm's numbers: y = x / sqrt(mean(x^2) + eps) * (weight + offset) + bias over groups of
+    `width` columns, where 0 is the whole row; `centered` takes x - mean(x) for x. `weight` and
+    `bias` are `[width] fp32`.
+    """
 
     weight: Tensor
     eps: float
@@ -36,14 +39,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """How rows are cut before a token is drawn, `[S]` each; both None where no row asks."""
+    """Limits of the tokens that a row may draw, `[S]` each; both None where no row has any."""
 
     top_ks: Tensor | None
     top_ps: Tensor | None
 
 
 class PlainKernels:
-    """Implements `kernels.Kernels`."""
+    """Plain torch on any device. Implements `kernels.Kernels`."""
 
     name = "plain"
     is_invariant = False
@@ -81,8 +84,8 @@ class PlainKernels:
         return experts
 
     def grouped(self, x: Tensor, rows: Tensor, matrix: DeviceWeight, bias: Tensor | None) -> Tensor:
-        """With few rows each row's matrix is gathered, which needs no word from the device; with
-        many, experts go one by one.
+        """Multiplies expert rows. With few rows each gathers its own matrix, which needs no count
+        from the device; with many, experts are computed one by one.
         """
         y = _gathered(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
         return y if bias is None else (y.float() + bias[rows]).to(x.dtype)
@@ -131,8 +134,8 @@ def _one_by_one(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
 
 
 def _cut(z: Tensor, weights: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Of the tokens with a weight the first top_k, of these the shortest beginning that reaches
-    top_p.
+    """Returns which tokens are kept: the first top_k of those with a weight, then the shortest
+    prefix of these that reaches top_p.
     """
     kept = weights > 0
     order = torch.where(kept, z, -torch.inf).sort(dim=1, descending=True, stable=True).indices

@@ -1,7 +1,7 @@
-"""Times each kind of op of some steps. On CUDA every op is waited for while it runs, and nothing is
-replayed from graphs.
+"""Times of each kind of op, over some steps. On CUDA every op is waited for while a profile runs,
+and no graph is replayed.
 
-Bytes and operations are counted of products with weights; what else an op moves or computes is not.
+Bytes and operations are counted for products with weights only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class _Times:
 
 
 class OpTimes:
-    """`dtype`: what products are computed in, however their weights are packed."""
+    """Times and work of ops so far. `dtype` is the type in which products are computed, however
+    their weights are packed.
+    """
 
     def __init__(self, weights: ProgramWeights, device: torch.device, dtype: torch.dtype) -> None:
         self._weights = weights

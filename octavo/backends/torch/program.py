@@ -1,9 +1,9 @@
 """A Program prepared for a PyTorch device, and its steps: inputs in one copy, ops in order, tokens
 drawn, results back.
 
-Rows of tokens go through the body once; rows that are sampled go through the head in chunks, so
-that no `[T, V]` array exists. With `rows_alone` every row goes through by itself, and no shape it
-is computed in depends on its company.
+Rows of tokens go through the body once; sampled rows go through the head in chunks, so that no `[T,
+V]` array exists. With `rows_alone` each row is a step of its own, and no shape it is computed in
+depends on other rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +21,16 @@ from torch import Tensor
 from octavo.backends.batch import SampleResult, SamplingBatch, StepBatch, StepOutput
 from octavo.backends.kv import KvCache, KvLayout
 from octavo.backends.torch.attention.call import AttentionKernels
-from octavo.backends.torch.attention.formulas import ATTENTION_FORMULAS
-from octavo.backends.torch.collectives import RANK_FORMULAS
-from octavo.backends.torch.experts import EXPERT_FORMULAS
 from octavo.backends.torch.fetch import Fetch, PendingStep, out_of_memory_named
 from octavo.backends.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
+from octavo.backends.torch.instructions import Instruction, Instructions
 from octavo.backends.torch.invariant import joined, rows_alone
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import TorchKvCache
 from octavo.backends.torch.last_tokens import source_arrays, target_arrays
 from octavo.backends.torch.profile import OpTimes
 from octavo.backends.torch.ranks import TorchRanks, broadcast_drawn
-from octavo.backends.torch.rope_write import with_rope_writes
-from octavo.backends.torch.row_ops import ROW_FORMULAS, norms_ahead
+from octavo.backends.torch.row_ops import norms_ahead
 from octavo.backends.torch.sampling import (
     Drawn,
     Wants,
@@ -44,42 +40,21 @@ from octavo.backends.torch.sampling import (
     result_of,
     wants_of,
 )
-from octavo.backends.torch.step import Made, Staging, Step, step_arrays
+from octavo.backends.torch.step import Staging, Step, step_arrays
 from octavo.backends.torch.weights import ProgramWeights
 from octavo.errors import BackendUnavailable
 from octavo.outputs import Profile
-from octavo.program.program import Op, Program, Value
+from octavo.program.program import Program
 from octavo.progress import Bar
 
-FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = (
-    ROW_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS | RANK_FORMULAS
-)
-
 HEAD_ROWS = 128
-"""Sampled rows that go through the head at once: with 150,000 tokens in a vocabulary an fp64 array
-of them takes 154 MB.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """An op, its formula, and the names of the Values that nobody reads after it."""
-
-    op: Op
-    formula: Callable[[Any, Step], Made]
-    dead: tuple[str, ...]
-
-    def run(self, step: Step) -> None:
-        made = self.formula(self.op, step)
-        for value, tensor in zip(self.op.outputs, made, strict=True):
-            step.values[value.name] = tensor
-        for name in self.dead:
-            del step.values[name]
+"""Number of sampled rows that go through the head at a time; with a vocabulary of 150,000 an fp64
+array of them takes 154 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What all prepared Programs of a backend share."""
+    """What the prepared Programs of a backend share: device, type, kernels, limits."""
 
     device: torch.device
     dtype: torch.dtype
@@ -87,21 +62,20 @@ class Runtime:
     kernels: Kernels
     batch_invariant: bool
     rows_alone: bool
-    """How batch_invariant is kept: by a step of its own for each row, or (False) by kernels whose
-    tiles do not depend on the company.
-    """
+    """Whether `batch_invariant` is kept by a step of its own for each row. Otherwise it is kept by
+    kernels whose tiles do not depend on the other rows."""
     num_threads: int | None
     staging_bytes: int
-    """Of the largest step's inputs."""
+    """Size of the buffer for the largest step's inputs."""
     max_rows: int
-    """Permanent rows, whose last tokens are kept."""
+    """Number of permanent rows, whose last tokens are kept."""
     ranks: TorchRanks | None = None
-    """Where there are several: the first draws for all."""
+    """The ranks that share the Program, of which the first draws; None where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """How some of a step's sampled rows are drawn."""
+class ChunkDraws:
+    """How one chunk of a step's sampled rows is drawn."""
 
     chunk: slice
     wants: Wants
@@ -112,7 +86,7 @@ ValuesOf = Callable[[slice], dict[str, Tensor]]
 
 
 class TorchProgram:
-    """Implements `base.Runnable`."""
+    """A prepared Program. Implements `base.Runnable`."""
 
     def __init__(
         self,
@@ -125,26 +99,25 @@ class TorchProgram:
         self.kv_layouts = kv_layouts
         self._weights = weights
         self._runtime = runtime
-        self._body, self._head = _instructions(
+        self.instructions = Instructions.of(
             program, write_with_rope=runtime.attention.rope_write is not None
         )
-        self._norms_ahead = norms_ahead([instruction.op for instruction in self._body])
+        self._norms_ahead = norms_ahead([each.op for each in self.instructions.body])
         self._attention_arrays = runtime.attention.arrays_of(program)
         self._progress = 0
-        self._staging, self._late_staging = (
-            Staging(runtime.device, runtime.staging_bytes),
-            Staging(runtime.device),
-        )
+        self._staging = Staging(runtime.device, runtime.staging_bytes)
+        self._late_staging = Staging(runtime.device)
         self._last_tokens = torch.zeros(
             runtime.max_rows + 1, dtype=torch.int32, device=runtime.device
         )
-        """`[N + 1]`: what each permanent row has drawn last; the one behind is nobody's."""
+        """Last token that each permanent row has drawn, `[N + 1]`; the spare entry takes what
+        belongs to no row."""
         self._graphs: DecodeGraphs | None = None
         self._times: OpTimes | None = None
 
     @property
     def progress(self) -> int:
-        """Counts ops."""
+        """Number of ops that have run so far."""
         return self._progress
 
     @property
@@ -164,7 +137,9 @@ class TorchProgram:
         return self.launch(batch, kv).result()
 
     def launch(self, batch: StepBatch, kv: KvCache) -> PendingStep:
-        """On the CPU it has been computed when this returns."""
+        """Queues a step's kernels and returns what waits for them. On the CPU the step is computed
+        when this returns.
+        """
         assert isinstance(kv, TorchKvCache)
         self._set_threads()
         with out_of_memory_named():
@@ -183,8 +158,8 @@ class TorchProgram:
         return fetch.then(lambda: joined(batch, [finish() for finish in sampled]))
 
     def capture(self, kv: TorchKvCache, sizes: Sequence[int], width: int, record: Record) -> None:
-        """Decode steps of these sizes as graphs, from now on, over this KV cache and block tables
-        of at most `width` blocks.
+        """Captures decode steps of these sizes as graphs, over this KV cache and block tables of at
+        most `width` blocks; steps that fit replay them from then on.
         """
         graphs: dict[int, Graph] = {}
         with Bar("graphs", len(sizes)) as bar, torch.inference_mode():
@@ -196,15 +171,17 @@ class TorchProgram:
         self._graphs = DecodeGraphs(graphs, width)
 
     def _decode(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Tensor:
-        """The logits of all rows."""
+        """Computes the logits of all rows."""
         step = self._new_step(batch, kv, inputs)
-        self._execute(self._body, step)
+        self._execute(self.instructions.body, step)
         return self._through_head(step, step.inputs["sample_rows"])[
             self.program.outputs["logits"].name
         ]
 
     def _run(self, batch: StepBatch, kv: TorchKvCache, fetch: Fetch) -> Callable[[], StepOutput]:
-        """What makes the output of what `fetch` brings."""
+        """Queues one step and returns what makes its output, to be called once `fetch` has brought
+        it.
+        """
         chunks = [
             slice(start, min(start + HEAD_ROWS, len(batch.sample_rows)))
             for start in range(0, len(batch.sample_rows), HEAD_ROWS)
@@ -242,17 +219,17 @@ class TorchProgram:
         return lambda chunk: {self.program.outputs["logits"].name: logits[chunk]}
 
     def _computed(self, step: Step) -> ValuesOf:
-        self._execute(self._body, step)
+        self._execute(self.instructions.body, step)
         return lambda chunk: self._through_head(step, step.inputs["sample_rows"][chunk])
 
-    def _draws(self, batch: StepBatch, sampling: SamplingBatch, chunk: slice) -> Draws:
-        """As many top alternatives as the whole step wants: the chunks' are laid together."""
-        part, num_top = (
-            part_of(sampling, chunk),
-            wants_of(sampling, self.program.vocab_size).num_top,
-        )
+    def _draws(self, batch: StepBatch, sampling: SamplingBatch, chunk: slice) -> ChunkDraws:
+        """Returns how a chunk's rows are drawn. Every chunk asks for as many top alternatives as
+        the whole step wants, because the chunks' arrays are joined.
+        """
+        part = part_of(sampling, chunk)
+        num_top = wants_of(sampling, self.program.vocab_size).num_top
         wants = dataclasses.replace(wants_of(part, self.program.vocab_size), num_top=num_top)
-        return Draws(
+        return ChunkDraws(
             chunk,
             wants,
             draw_arrays(part, wants)
@@ -260,7 +237,9 @@ class TorchProgram:
         )
 
     def _take_last_tokens(self, inputs: dict[str, Tensor]) -> None:
-        """In place, where a graph reads them."""
+        """Replaces token ids that only the device knows, in place, because graphs read them
+        there.
+        """
         sources = inputs.get("last_sources")
         if sources is not None:
             token_ids = inputs["token_ids"][: len(sources)]
@@ -293,7 +272,9 @@ class TorchProgram:
         return step_arrays(batch, kv.num_blocks) | self._attention_arrays(batch, fixed=fixed)
 
     def _put(self, arrays: dict[str, NDArray], draws: dict[str, NDArray]) -> dict[str, Tensor]:
-        """In one copy, unless the draws' masks are too large for the buffer."""
+        """Copies arrays to the device: all at once, unless the masks of draws are too large for the
+        buffer.
+        """
         if self._staging.fits(arrays | draws):
             return self._staging.put(arrays | draws)
         return self._staging.put(arrays) | self._late_staging.put(draws)
@@ -301,7 +282,9 @@ class TorchProgram:
     def _outputs(
         self, chunks: list[slice], fetch: Fetch, values_of: ValuesOf
     ) -> Callable[[], StepOutput]:
-        """The Program's, of the sampled rows. `values_of` some of them."""
+        """Returns what makes the Program's outputs of the sampled rows, which `values_of` computes
+        chunk by chunk.
+        """
         found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
         outputs = self.program.outputs.items()
         arrays = {
@@ -311,9 +294,9 @@ class TorchProgram:
         return lambda: StepOutput(arrays={name: array.numpy() for name, array in arrays.items()})
 
     def _drawn_outputs(
-        self, draws: list[Draws], inputs: dict[str, Tensor], fetch: Fetch, values_of: ValuesOf
+        self, draws: list[ChunkDraws], inputs: dict[str, Tensor], fetch: Fetch, values_of: ValuesOf
     ) -> Callable[[], StepOutput]:
-        """Tokens of the sampled rows."""
+        """Returns what makes the drawn tokens of the sampled rows."""
         drawn: list[Drawn] = []
         for index, part in enumerate(draws):
             own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
@@ -329,7 +312,7 @@ class TorchProgram:
         )
 
     def _drawn(self, logits: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Drawn:
-        """Of several ranks the first one draws, and tells the others."""
+        """Draws tokens. With several ranks the first one draws and sends them to the others."""
         ranks, kernels = self._runtime.ranks, self._runtime.kernels
         if ranks is None:
             return draw(logits, inputs, wants, kernels)
@@ -340,7 +323,7 @@ class TorchProgram:
     def _through_head(self, step: Step, sample_rows: Tensor) -> dict[str, Tensor]:
         head = dataclasses.replace(step, inputs=step.inputs | {"sample_rows": sample_rows})
         head.values = dict(step.values)
-        self._execute(self._head, head)
+        self._execute(self.instructions.head, head)
         return head.values
 
     def _execute(self, instructions: list[Instruction], step: Step) -> None:
@@ -353,38 +336,9 @@ class TorchProgram:
             self._progress += 1
 
     def _set_threads(self) -> None:
-        """PyTorch's threads are the process's; another engine in it may have set them."""
+        """Sets the number of PyTorch's threads, which belongs to the process: another engine in it
+        may have changed it.
+        """
         wanted = 1 if self._runtime.batch_invariant else self._runtime.num_threads
         if wanted is not None and torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
-
-
-def _instructions(
-    program: Program, *, write_with_rope: bool
-) -> tuple[list[Instruction], list[Instruction]]:
-    """The body, and the head: what is made of gathered rows."""
-    sampled: set[Value] = set()
-    head: list[Op] = []
-    for op in program.ops:
-        if any(value.axis == "samples" for value in op.outputs) or any(
-            value in sampled for value in op.inputs
-        ):
-            head.append(op)
-            sampled.update(op.outputs)
-    in_head = set(map(id, head))
-    body = [op for op in program.ops if id(op) not in in_head]
-    kept = {value.name for op in head for value in op.inputs} | {
-        value.name for value in program.outputs.values()
-    }
-    if write_with_rope:
-        body = with_rope_writes(body, kept)
-    last = {value.name: at for at, op in enumerate(body) for value in op.inputs}
-    made = [
-        Instruction(
-            op,
-            FORMULAS[type(op)],
-            tuple({v.name for v in (*op.inputs, *op.outputs) if last.get(v.name, at) == at} - kept),
-        )
-        for at, op in enumerate(body)
-    ]
-    return made, [Instruction(op, FORMULAS[type(op)], ()) for op in head]

@@ -1,5 +1,5 @@
-"""What a device gives at most: bytes per second read, operations per second of products. Measured
-in some tenths of a second.
+"""Upper bounds of a device, measured in some tenths of a second: bytes read a second, and
+operations of products a second.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from octavo.backends.base import Ceilings
 
 SIDE = 2048
-"""Of the square matrices that are multiplied."""
+"""Rows and columns of the matrices that are multiplied."""
 ROUNDS = 3
 
 
 def measured_ceilings(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Reading an array of so many bytes; multiplying matrices of the dtype."""
+    """Measures reading an array of `num_bytes`, and multiplying matrices of a type."""
     array = torch.ones(max(1, num_bytes // 4), dtype=torch.float32, device=device)
     read_s = _least_s(array.sum, device)
     matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)

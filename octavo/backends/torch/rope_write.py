@@ -1,8 +1,8 @@
-"""Queries and keys rotated, keys and values written, as one op: what a choice of attention kernels
-may compute in one launch.
+"""Rotating queries and keys and writing keys and values as one op, which attention kernels may
+compute in one launch.
 
-Found among a prepared Program's ops by who makes and who reads a Value, like the fuse pass does;
-made only where the choice has such a kernel (`attention.AttentionKernels.rope_write`), so no other
+Found in a prepared Program by which op makes and which reads a Value, as the fuse pass does. Made
+only where the chosen kernels have such a launch (`AttentionKernels.rope_write`), so no other
 backend meets it.
 """
 
@@ -21,8 +21,8 @@ from octavo.program.program import Op, Value
 
 @dataclass(frozen=True, slots=True)
 class RopeWrite(Op):
-    """`Rope` of q (to `out`) and of k, both with these attributes, and `KvWrite` of the rotated k
-    and of v.
+    """The `Rope` of q (to `out`) and of k, both with these attributes, and the `KvWrite` of the
+    rotated k and of v.
     """
 
     q: Value
@@ -41,26 +41,28 @@ class RopeWrite(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeWriteCall:
-    """`q [T, H, Dk]`, `k [T, K, Dk]`, `v [T, K, Dv]` in one dtype, rows at any stride; `cos`, `sin
-    [T, rotary_dim / 2] fp32`.
-
-    `slots [T] int64`: where a row's k and v go, -1: nowhere.
-    """
+    """The arrays of a `RopeWrite`; q, k and v have one type, and rows at any stride."""
 
     op: RopeWrite
     q: Tensor
+    """`[T, H, Dk]`"""
     k: Tensor
+    """`[T, K, Dk]`"""
     v: Tensor
+    """`[T, K, Dv]`"""
     cos: Tensor
+    """`[T, rotary_dim / 2] fp32`"""
     sin: Tensor
+    """`[T, rotary_dim / 2] fp32`"""
     slots: Tensor
+    """Where each row's k and v go, `[T] int64`; -1: nowhere."""
     k_stored: KvTensor
     v_stored: KvTensor
 
 
 def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
-    """The ops with every rope, rope and write that can be one made one, where the write stood.
-    `kept`: Values read outside of them.
+    """Replaces each pair of ropes and a write that can be one `RopeWrite`, at the place of the
+    write. `kept` names Values that are read outside of `body`.
     """
     made = {value.name: at for at, op in enumerate(body) for value in op.outputs}
     read: dict[str, list[int]] = {}
@@ -96,25 +98,25 @@ def with_rope_writes(body: Sequence[Op], kept: Collection[str]) -> list[Op]:
             continue
         taken |= {q_at: None, k_at: None}
         taken[at] = RopeWrite(
-            q.x,
-            k.x,
-            op.v,
-            q.out,
-            op.group,
-            op.layer,
-            q.num_heads,
-            q.head_width,
-            q.rotary_dim,
-            q.rotary_start,
-            q.table,
-            q.style,
+            q=q.x,
+            k=k.x,
+            v=op.v,
+            out=q.out,
+            group=op.group,
+            layer=op.layer,
+            num_heads=q.num_heads,
+            head_width=q.head_width,
+            rotary_dim=q.rotary_dim,
+            rotary_start=q.rotary_start,
+            table=q.table,
+            style=q.style,
         )
     ordered = [taken.get(at, op) for at, op in enumerate(body)]
     return [op for op in ordered if op is not None]
 
 
 def _alike(op: Op, k: ops.Rope) -> bool:
-    """Another Rope that turns heads of the same width in the same way."""
+    """Returns whether an op is a Rope with the same head width and rotation as k's."""
     if not isinstance(op, ops.Rope):
         return False
     mine, its = ((r.head_width, r.rotary_dim, r.rotary_start, r.table, r.style) for r in (op, k))

@@ -1,9 +1,9 @@
-"""The ops that take each row by itself, in plain torch on any device; `ROW_FORMULAS` is the
+"""The ops that compute each row by itself, in plain torch on any device; `ROW_FORMULAS` is the
 dispatch table.
 
-Each takes the op and the step and returns what the op makes, in the order of its outputs. `ops.py`
-states the formulas. Values have the step's dtype; norms, activations and rotations are computed in
-fp32 and rounded once.
+A formula takes the op and the step, and returns what the op makes in the order of its outputs.
+`ops.py` states the formulas. Values have the step's dtype; norms, activations and rotations are
+computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def norm(op: ops.RmsNorm | ops.LayerNorm, step: Step) -> Made:
 
 
 def _normed(norm: NormOp, x: Value, step: Step) -> Tensor:
-    """Made already where what made `x` knew that a norm follows."""
+    """Returns a norm of `x`, which has been computed already where the op that made `x`
+    knew of it.
+    """
     found = step.normed.pop(x.name, None)
     return step.kernels.norm(step.get(x), _numbers(norm, step)) if found is None else found
 
@@ -53,7 +55,9 @@ def _numbers(norm: NormOp, step: Step) -> Norm:
 
 
 def _sum(a: Tensor, b: Tensor, out: Value, step: Step) -> Tensor:
-    """a + b, and in the same breath its norm where that is what the next op begins with."""
+    """Adds two Values, together with the norm of the sum where the next op begins with that
+    norm.
+    """
     norm = step.norms_ahead.get(out.name)
     if norm is None:
         return a + b
@@ -62,8 +66,8 @@ def _sum(a: Tensor, b: Tensor, out: Value, step: Step) -> Tensor:
 
 
 def norms_ahead(body: Sequence[Op]) -> dict[str, NormOp]:
-    """By Value: the norm of its whole rows that the very next op begins with, where the Value is a
-    sum.
+    """Finds sums whose norm over whole rows is the first thing that the very next op computes, by
+    the sum's name.
     """
     found: dict[str, NormOp] = {}
     for made, reader in pairwise(body):
@@ -147,8 +151,8 @@ def rope(op: ops.Rope, step: Step) -> Made:
 
 
 def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
-    """cos and sin `[T, 1, rotary_dim / 2] fp32`; angles in fp64, for a position of 100,000 leaves
-    fp32 two digits behind the point.
+    """Returns cos and sin, `[T, 1, rotary_dim / 2] fp32`. Angles are computed in fp64: at a
+    position of 100,000 fp32 has two digits left behind the point.
     """
     angles = step.inputs["positions"][0].double()[:, None, None] * step.weights.constant(table)
     return (torch.cos(angles) * table.mscale).float(), (torch.sin(angles) * table.mscale).float()

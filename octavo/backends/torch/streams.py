@@ -23,53 +23,54 @@ Work = Callable[[], object]
 
 class Streams(Protocol):
     def compute(self, work: Work) -> None:
-        """Behind all that computes."""
+        """Queues work behind all computing so far."""
         ...
 
     def side(self, work: Work) -> None:
-        """Behind all that was copied."""
+        """Queues work behind all copies so far."""
         ...
 
     def side_waits(self) -> None:
-        """What is copied from now on comes after all that computes until now."""
+        """Makes the copies queued from now on wait for all computing queued so far."""
         ...
 
     def compute_waits(self) -> None:
-        """What computes from now on comes after all that is copied until now."""
+        """Makes the computing queued from now on wait for all copies queued so far."""
         ...
 
     def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
-        """`[blocks, bytes] uint8` on the device, whose first use is on the side or where it
-        computes; lent until both have passed it.
+        """Lends `[blocks, bytes] uint8` on the device until both queues have passed their use of
+        it. `on_side` says which queue uses it first.
         """
         ...
 
     def pinned(self, num_blocks: int, num_bytes: int) -> Tensor:
-        """`[blocks, bytes] uint8` of the host's memory that the device reads and writes by
-        itself."""
+        """Returns `[blocks, bytes] uint8` of host memory that the device reads and writes by
+        itself.
+        """
         ...
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """Makes memory of the host such, for as long as it lives; where it cannot be, it is copied
-        through some that is.
+        """Pins host memory for its lifetime. Where the system refuses, blocks are copied through
+        pinned buffers instead.
         """
         ...
 
     def is_pinned(self, memory: Tensor) -> bool: ...
 
     def indices(self, block_ids: list[int]) -> Tensor:
-        """`[blocks] int64` on the device."""
+        """Returns block ids as `[blocks] int64` on the device."""
         ...
 
     def drain(self) -> float:
-        """Waits until all is copied; says for how many seconds it was copied since the last time, 0
-        where nobody has measured.
+        """Waits for all copies. Returns the seconds they took since the last call, or 0 where these
+        are not measured.
         """
         ...
 
 
 class SerialStreams:
-    """Everything at once."""
+    """Does all work at once, in the order of the calls."""
 
     def compute(self, work: Work) -> None:
         work()
@@ -78,10 +79,10 @@ class SerialStreams:
         work()
 
     def side_waits(self) -> None:
-        """It comes after."""
+        """Does nothing: work is done in order."""
 
     def compute_waits(self) -> None:
-        """It comes after."""
+        """Does nothing: work is done in order."""
 
     def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
         return torch.empty(num_blocks, num_bytes, dtype=torch.uint8)
@@ -90,7 +91,7 @@ class SerialStreams:
         return torch.empty(num_blocks, num_bytes, dtype=torch.uint8)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """All memory is the device's."""
+        """Does nothing: the CPU reads all memory."""
 
     def is_pinned(self, memory: Tensor) -> bool:
         return True
@@ -103,8 +104,8 @@ class SerialStreams:
 
 
 class CudaStreams:
-    """What computes is queued on the current stream. Events order the two; memory of either is not
-    given away before the other is done.
+    """Two CUDA streams: the current one computes, a second one copies. Events order them, and
+    memory that one uses is not reused before the other is done with it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,7 +144,9 @@ class CudaStreams:
         return torch.empty(num_blocks, num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """Until it goes: what lies at its addresses afterwards would pass for pinned."""
+        """Pins memory until it is freed; it must be unpinned then, or other memory at its address
+        would pass for pinned.
+        """
         if not memory.nbytes:
             return
         runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
@@ -172,7 +175,7 @@ class CudaStreams:
 
 
 def on_device(array: NDArray, device: torch.device) -> Tensor:
-    """Its copy, queued behind what computes there and not waited for."""
+    """Copies an array to the device, queued behind what computes there and not waited for."""
     if device.type != "cuda":
         return torch.from_numpy(array)
     return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

@@ -1,217 +1,38 @@
-"""Weights on a PyTorch device: packed as `quant.packed` has them, turned to floats where a product
-reads them.
+"""The weights of a prepared Program on a PyTorch device, and the products that read them.
 
-Knows the packed weight's arithmetic, in torch and bit for bit that of `PackedWeight.dequantize`;
-knows no op.
+Each weight is loaded once and kept as the ops that read it want it. Knows which ops have which
+weights, and nothing of how a packed weight's numbers are made (`device_weight.py`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.base import LoadWeight
-from octavo.backends.torch.fp8 import E4M3, is_scaled, scaled_product
+from octavo.backends.torch.device_weight import DeviceWeight, to_device
 from octavo.errors import WeightMismatch
+from octavo.program import ops
 from octavo.program.ops import Linear
-from octavo.program.program import Weight
-from octavo.quant.packed import Levels, NibbleOrder, PackedWeight
-
-BITS_OF: dict[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
-"""Types that NumPy has from ml_dtypes; their bytes are PyTorch's."""
-
-
-def to_device(array: NDArray, device: torch.device) -> Tensor:
-    """A copy of its own: arrays are views of mapped files."""
-    kind = BITS_OF.get(array.dtype.name)
-    if kind is None:
-        return torch.from_numpy(np.array(array, order="C")).to(device)
-    raw = np.array(array, order="C").view(np.uint8 if array.dtype.itemsize == 1 else np.uint16)
-    return torch.from_numpy(raw).view(kind).to(device)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceLevels:
-    """`quant.packed.Levels` on the device."""
-
-    values: Tensor
-    super_scale: Tensor | None
-
-    @staticmethod
-    def of(levels: Levels, device: torch.device) -> DeviceLevels:
-        supers = None if levels.super_scale is None else to_device(levels.super_scale, device)
-        return DeviceLevels(to_device(levels.values, device), supers)
-
-    def expand(self) -> Tensor:
-        """`[..., out, groups] fp32`."""
-        values = self.values.float()
-        if self.super_scale is None:
-            return values
-        return (
-            self.super_scale.float().repeat_interleave(
-                values.shape[-1] // self.super_scale.shape[-1], dim=-1
-            )
-            * values
-        )
-
-    def take(self, index: Tensor | int) -> DeviceLevels:
-        return DeviceLevels(
-            self.values[index], None if self.super_scale is None else self.super_scale[index]
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return self.values.nbytes + (0 if self.super_scale is None else self.super_scale.nbytes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceWeight:
-    """A weight `[..., out, in]` on the device. Plain floats have no scales; the rest is as in
-    `PackedWeight`.
-    """
-
-    codes: Tensor
-    width: int
-    bits: int
-    group: int = 0
-    scales: DeviceLevels | None = None
-    mins: DeviceLevels | None = None
-    zero_point: int = 0
-    nibbles: NibbleOrder = "pairs"
-    lookup: Tensor | None = None
-    inverse_permutation: Tensor | None = None
-    is_scaled: bool = False
-    """Products multiply with it as it is stored (`fp8.is_scaled`)."""
-
-    @staticmethod
-    def of(packed: PackedWeight, device: torch.device, dtype: torch.dtype) -> DeviceWeight:
-        """Plain floats in `dtype`, everything else as packed."""
-        codes = to_device(packed.codes, device)
-        width = packed.shape[-1]
-        if packed.is_float:
-            return DeviceWeight(codes.to(dtype), width, packed.bits)
-        permutation = packed.input_permutation
-        return DeviceWeight(
-            codes,
-            width,
-            packed.bits,
-            packed.group,
-            None if packed.scales is None else DeviceLevels.of(packed.scales, device),
-            None if packed.mins is None else DeviceLevels.of(packed.mins, device),
-            packed.zero_point,
-            packed.nibbles,
-            None if packed.lookup is None else to_device(packed.lookup, device),
-            None if permutation is None else to_device(np.argsort(permutation), device),
-            is_scaled(packed, device),
-        )
-
-    @staticmethod
-    def joined(parts: Sequence[DeviceWeight]) -> DeviceWeight:
-        """One below the other; only where `joins`."""
-        scales = [part.scales.values for part in parts if part.scales is not None]
-        codes = torch.cat([part._raw for part in parts]).view(parts[0].codes.dtype)
-        return replace(
-            parts[0], codes=codes, scales=DeviceLevels(torch.cat(scales), None) if scales else None
-        )
-
-    def joins(self, other: DeviceWeight) -> bool:
-        """Whether both can be one weight, and so one product."""
-        return (self.is_plain and other.is_plain) or (self.is_scaled and other.is_scaled)
-
-    @property
-    def is_plain(self) -> bool:
-        return self.scales is None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes + sum(
-            levels.num_bytes for levels in (self.scales, self.mins) if levels is not None
-        )
-
-    def take(self, index: Tensor | int) -> DeviceWeight:
-        """Parts of the first axis: rows of a table, experts."""
-        codes = self._raw[index].view(self.codes.dtype)
-        if self.scales is None:
-            return replace(self, codes=codes)
-        mins = None if self.mins is None else self.mins.take(index)
-        return replace(self, codes=codes, scales=self.scales.take(index), mins=mins)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x [T, in]` times the weight `[out, in]`, plus `bias [out]`: `[T, out]` in x's dtype."""
-        if not self.is_scaled:
-            return F.linear(x, self.floats(x.dtype), bias)
-        assert self.scales is not None
-        made = scaled_product(x, self.codes, self.scales.values)
-        return (made if bias is None else made + bias).to(x.dtype)
-
-    def floats(self, dtype: torch.dtype) -> Tensor:
-        """`[..., out, in]`; what is packed is computed in fp32, then rounded."""
-        if self.scales is None:
-            return self.codes.to(dtype)
-        values = self._values()
-        missing = -values.shape[-1] % self.group
-        if missing:
-            values = F.pad(values, (0, missing))
-        groups = values.view(*values.shape[:-1], -1, self.group)
-        groups.mul_(self.scales.expand()[..., None])
-        if self.mins is not None:
-            groups.add_(self.mins.expand()[..., None])
-        values = groups.flatten(-2)[..., : self.width]
-        if self.inverse_permutation is not None:
-            values = values[..., self.inverse_permutation]
-        return values.to(dtype)
-
-    @property
-    def _raw(self) -> Tensor:
-        """The codes; e4m3 ones, which not every PyTorch takes apart and joins, as bytes."""
-        return self.codes.view(torch.uint8) if self.codes.dtype == E4M3 else self.codes
-
-    def _values(self) -> Tensor:
-        """What the codes stand for before scales and mins: a tensor of its own, `[..., out, in]
-        fp32`.
-        """
-        codes = self._unpacked()
-        if self.lookup is not None:
-            return self.lookup[codes.long()]
-        values = codes.float()
-        return values.sub_(self.zero_point) if self.zero_point else values
-
-    def _unpacked(self) -> Tensor:
-        """One code an element."""
-        if self.bits != 4:
-            return self.codes
-        low, high = self.codes & 0x0F, self.codes >> 4
-        lead = self.codes.shape[:-1]
-        if self.nibbles == "pairs":
-            return torch.stack([low, high], dim=-1).reshape(*lead, self.width)
-        split = (*lead, self.width // self.group, 1, self.group // 2)
-        return torch.cat([low.reshape(split), high.reshape(split)], dim=-2).reshape(
-            *lead, self.width
-        )
+from octavo.program.program import Op, Program, Weight
+from octavo.quant.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """What one Linear multiplies its rows with: weights that join are one, so that it is one
-    product. `bias [sum of out]`.
-    """
+    """The weights of one Linear; those that can be joined are one, so that they are one product."""
 
     parts: tuple[DeviceWeight, ...]
     bias: Tensor | None
+    """Biases of all outputs, `[sum of out]`."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x [T, in]` to `[T, sum of out]`."""
+        """Multiplies `x [T, in]`: `[T, sum of out]`."""
         if len(self.parts) == 1:
             return self.parts[0].product(x, self.bias)
         made = torch.cat([part.product(x, None) for part in self.parts], dim=1)
@@ -219,17 +40,19 @@ class Product:
 
 
 class ProgramWeights:
-    """Loads each weight of a Program once, and keeps it as its readers want it: matrices as they
+    """The weights of a Program, each loaded once and kept as its readers want it: matrices as they
     are packed, vectors in fp32.
 
-    What ops read in a step is found by the identity of what the Program holds: hashing a weight's
-    name and sources takes longer than a small product. `shared`: weights that more than one op
-    reads; others are dropped where a merged product has a copy.
+    In a step weights are found by the identity of the Program's own objects: hashing a weight's
+    name and sources takes longer than a small product.
     """
 
     def __init__(
         self, load: LoadWeight, device: torch.device, dtype: torch.dtype, shared: Collection[Weight]
     ) -> None:
+        """`shared` are the weights that more than one op reads; others are dropped where a joined
+        product has a copy of them.
+        """
         self._load = load
         self._device = device
         self._dtype = dtype
@@ -243,7 +66,7 @@ class ProgramWeights:
         self._kept[id(weight)] = self._matrix(weight)
 
     def add_vector(self, weight: Weight) -> None:
-        """In fp32, whatever it is."""
+        """Adds a weight as a vector in fp32, however it is stored."""
         self._kept[id(weight)] = self._vector(weight)
 
     def add_product(self, linear: Linear) -> None:
@@ -259,7 +82,7 @@ class ProgramWeights:
         self._kept[id(linear)] = product
 
     def add_constant(self, owner: object, values: Sequence[float]) -> None:
-        """Numbers of an op, in fp64."""
+        """Adds numbers of an op, in fp64."""
         self._kept[id(owner)] = torch.tensor(values, dtype=torch.float64, device=self._device)
 
     def matrix(self, weight: Weight) -> DeviceWeight:
@@ -302,7 +125,7 @@ class ProgramWeights:
         return self._vectors[weight]
 
     def _bias(self, linear: Linear) -> Tensor:
-        """Zeros where a slice has none."""
+        """Returns the biases of all slices, zeros where a slice has none."""
         pairs = zip(linear.weights_, linear.biases, strict=True)
         parts = [
             torch.zeros(w.shape[0]) if b is None else torch.from_numpy(self._packed(b).dequantize())
@@ -315,3 +138,39 @@ class ProgramWeights:
         if packed.shape != weight.shape:
             raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {weight.shape}")
         return packed
+
+
+def load_weights(
+    program: Program, load: LoadWeight, device: torch.device, dtype: torch.dtype
+) -> ProgramWeights:
+    """Loads all weights of a Program; plain floats of products get the type `dtype`."""
+    reads = Counter(weight for op in program.ops for weight in op.weights)
+    shared = {weight for weight, count in reads.items() if count > 1}
+    weights = ProgramWeights(load, device, dtype, shared)
+    for op in program.ops:
+        _add_weights(op, weights)
+    return weights
+
+
+def _add_weights(op: Op, weights: ProgramWeights) -> None:
+    """Adds an op's weights: matrices as they are packed, everything else as vectors in fp32."""
+    matrices: tuple[Weight | None, ...] = ()
+    if isinstance(op, ops.Linear):
+        weights.add_product(op)
+        matrices = (*op.weights_, *op.biases)
+    elif isinstance(op, ops.Embedding):
+        matrices = (op.table,)
+        weights.add_matrix(op.table)
+    elif isinstance(op, ops.GroupedLinear):
+        matrices = (op.weight,)
+        weights.add_matrix(op.weight)
+    elif isinstance(op, ops.MlaAttention):
+        matrices = (op.kv_b,)
+        weights.add_matrix(op.kv_b)
+    elif isinstance(op, ops.Rope):
+        weights.add_constant(op.table, op.table.inv_freq)
+    elif isinstance(op, ops.Attention) and isinstance(op.bias, ops.AlibiBias):
+        weights.add_constant(op.bias, op.bias.slopes)
+    for weight in op.weights:
+        if weight not in matrices:
+            weights.add_vector(weight)

@@ -13,8 +13,8 @@ from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.reference.kv_cache import as_fp8
 from octavo.backends.torch import fp8
 from octavo.backends.torch.backend import TorchBackend
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
-from octavo.backends.torch.weights import DeviceWeight
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.errors import BackendUnavailable

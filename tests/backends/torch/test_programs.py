@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.reference.backend import ReferenceBackend
+from octavo.backends.torch.attention import choose
+from octavo.backends.torch.attention.sdpa import Sdpa
 from octavo.backends.torch.backend import TorchBackend
-from octavo.backends.torch.weights import DeviceWeight
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.errors import BackendUnavailable
@@ -189,6 +191,25 @@ def test_what_it_cannot_run_it_refuses_by_name(op, message):
     )
     with pytest.raises(BackendUnavailable, match=message):
         torch_backend().prepare(program, lambda weight: None)
+
+
+def test_nothing_is_loaded_of_a_program_that_is_refused(monkeypatch):
+    """A refused Program loads no weight, nor does one whose attention no chosen kernels compute."""
+    config = open_checkpoint(tiny_model("llama").path).config
+    program = build_programs(config)["decoder"]
+
+    def load(weight):
+        raise AssertionError(f"{weight.name} was loaded")
+
+    class Refusing(Sdpa):
+        def refusal(self, op, kv_dtype):
+            return f"no attention over {kv_dtype}"
+
+    monkeypatch.setitem(choose.MAKERS, "sdpa", lambda options, device: Refusing())
+    backend = torch_backend(dtype="float32", attention_backend="sdpa")
+    backend.check(program)
+    with pytest.raises(BackendUnavailable, match="no attention over"):
+        backend.prepare(program, load)
 
 
 def test_a_precision_of_the_cache_that_it_has_not():

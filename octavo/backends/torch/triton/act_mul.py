@@ -26,7 +26,7 @@ def carries(gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> bool:
 
 
 def act_mul(gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
-    """`gate`, `up [T, W]`."""
+    """Computes `[T, W]` from `gate` and `up`, `[T, W]` each."""
     num_rows, width = gate.shape
     out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if num_rows:
@@ -77,8 +77,8 @@ def _act_mul_kernel(
 
 @triton.jit
 def _activated(x, alpha, ACTIVATION: tl.constexpr):
-    """As `plain.ACTIVATIONS`; tanh(u) = 2 sigmoid(2 u) - 1, so gelu_tanh is x sigmoid(2 sqrt(2 /
-    pi) (x + 0.044715 x^3)).
+    """Computes `plain.ACTIVATIONS`. tanh(u) = 2 sigmoid(2 u) - 1, so gelu_tanh is x sigmoid(2
+    sqrt(2 / pi) (x + 0.044715 x^3)).
     """
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(alpha * x)

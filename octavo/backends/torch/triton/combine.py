@@ -23,7 +23,7 @@ def carries(x: Tensor, weights: Tensor) -> bool:
 
 
 def combine_rows(x: Tensor, weights: Tensor) -> Tensor:
-    """`x [T*k, W]`, `weights [T, k] fp32`."""
+    """Sums `x [T*k, W]` by `weights [T, k] fp32`: `[T, W]`."""
     num_rows, width = len(weights), x.shape[1]
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     if num_rows:

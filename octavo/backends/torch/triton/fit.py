@@ -20,16 +20,18 @@ import torch
 from octavo.errors import BackendUnavailable
 
 LEAST = 16
-"""Rows and columns that a product's tile has at least."""
+"""Least rows and columns of a product's tile."""
 
 WARPS_BYTES = 1 << 10
 
 LEAST_SHARED_BYTES = 99 << 10
-"""Of the GPUs of these years; where PyTorch does not say."""
+"""Shared memory of a program where PyTorch does not say: the least among current GPUs."""
 
 
 def shared_bytes(device: torch.device) -> int | None:
-    """That a program may have on a GPU; None elsewhere: the interpreter has any."""
+    """Returns the shared memory that a program may have on a GPU, in bytes; None elsewhere, because
+    the interpreter has no limit.
+    """
     if device.type != "cuda":
         return None
     found = getattr(
@@ -41,7 +43,9 @@ def shared_bytes(device: torch.device) -> int | None:
 
 
 def attention_bytes(m: int, n: int, widths: tuple[int, int], itemsize: int) -> int:
-    """`widths`: columns of a tile of keys, and of values."""
+    """Returns an upper bound on the shared memory of a tile, in bytes. `widths` are the columns of
+    a tile of keys and of a tile of values.
+    """
     return itemsize * ((m + n) * widths[0] + n * widths[1] + m * n) + WARPS_BYTES
 
 
@@ -53,8 +57,9 @@ def fitted(
     *,
     keep_rows: bool = False,
 ) -> dict[str, int]:
-    """The launch with BLOCK_N, then BLOCK_M halved until it fits, the larger one first;
-    `keep_rows`: BLOCK_N only. BackendUnavailable where the smallest is too large."""
+    """Halves BLOCK_N or BLOCK_M, the larger one first, until the launch fits; with `keep_rows` only
+    BLOCK_N. Raises BackendUnavailable where the smallest tile is too large.
+    """
     m, n = launch["BLOCK_M"], launch["BLOCK_N"]
     while (needed := attention_bytes(m, n, widths, itemsize)) > most_bytes:
         if n > LEAST and (n >= m or keep_rows):
@@ -75,7 +80,7 @@ def too_large(widths: tuple[int, int], needed: int, most_bytes: int) -> str:
 
 
 def refusal(widths: tuple[int, int], itemsize: int, most_bytes: int) -> str | None:
-    """Why no tile fits, in words; None where one does."""
+    """Says in words why no tile fits, or None where one does."""
     needed = attention_bytes(LEAST, LEAST, widths, itemsize)
     return too_large(widths, needed, most_bytes) if needed > most_bytes else None
 
@@ -83,8 +88,8 @@ def refusal(widths: tuple[int, int], itemsize: int, most_bytes: int) -> str | No
 def fitted_rows(
     launch: Mapping[str, int], widths: tuple[int, int], most_bytes: int
 ) -> dict[str, int]:
-    """The launch with so few rows that some keys fit beside them in any type: who shares what is
-    planned before it is known.
+    """Halves the rows of a launch until some keys fit beside them in any type: shared runs are
+    planned before the type of the call is known.
     """
     m = launch["BLOCK_M"]
     while m > LEAST and attention_bytes(m, LEAST, widths, torch.float32.itemsize) > most_bytes:

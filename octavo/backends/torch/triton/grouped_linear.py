@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.triton.matrix_tile import (
     FLOATS,
     MatrixBytes,
@@ -29,7 +30,6 @@ from octavo.backends.torch.triton.matrix_tile import (
 )
 from octavo.backends.torch.triton.numbers import rounded
 from octavo.backends.torch.triton.tuning import tuned
-from octavo.backends.torch.weights import DeviceWeight
 
 FEW_ROWS = 32
 """Mean number of rows of an expert up to which tiles have 16 rows; beyond they have 64."""

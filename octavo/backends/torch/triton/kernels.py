@@ -1,8 +1,7 @@
-"""Triton's kernels where they carry what is asked, plain torch everywhere else; the one place that
-says which.
+"""Triton's kernels where they carry a computation, plain torch everywhere else; the one place that
+decides which.
 
-Each kernel's file states its rule (`carries`); nothing is computed by a kernel that does not carry
-it.
+Each kernel's file states its rule (`carries`); a kernel computes nothing that it does not carry.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.plain import Cuts, Norm, PlainKernels
 from octavo.backends.torch.triton import (
     act_mul,
@@ -26,14 +26,16 @@ from octavo.backends.torch.triton import (
 from octavo.backends.torch.triton import norm as norms
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.grouped_linear import ExpertRows
-from octavo.backends.torch.weights import DeviceWeight, Product
+from octavo.backends.torch.weights import Product
 from octavo.program import ops
 
 
 class TritonKernels:
-    """Implements `kernels.Kernels`. With `fixed_tiles` a row's numbers are the same bits in any
-    company: tiles never depend on the number of rows, and what the kernels do not carry is computed
-    row by row."""
+    """Triton's kernels on one device. Implements `kernels.Kernels`.
+
+    With `fixed_tiles` a row's numbers have the same bits whatever rows stand beside it: tiles never
+    depend on the number of rows, and what the kernels do not carry is computed row by row.
+    """
 
     name = "triton"
 

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.backends.torch.device_weight import DeviceLevels, DeviceWeight
 from octavo.backends.torch.triton.numbers import INTERPRETED, rounded
-from octavo.backends.torch.weights import DeviceLevels, DeviceWeight
 
 CODE_BITS = (4, 5, 6, 8)
 CODES = (torch.uint8, torch.int8)

@@ -19,7 +19,7 @@ from octavo.backends.torch.plain import Norm
 from octavo.backends.torch.triton.numbers import rounded
 
 WIDEST = 32768
-"""Columns of a group that one program holds in its registers."""
+"""Most columns of a group, all of which one program holds in its registers."""
 
 
 def carries(x: Tensor, norm: Norm) -> bool:
@@ -27,7 +27,7 @@ def carries(x: Tensor, norm: Norm) -> bool:
 
 
 def norm_rows(x: Tensor, norm: Norm) -> Tensor:
-    """`x [T, groups * width]`, rows at any stride."""
+    """Norms `x [T, groups * width]`, rows at any stride."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, norm, None, out)
     return out

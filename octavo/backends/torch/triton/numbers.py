@@ -1,8 +1,8 @@
 """Roundings that kernels share, so that what they write is what the torch formulas write, bit for
 bit.
 
-Triton's interpreter cuts a float off where it becomes bf16, and multiplies bf16 tiles as the
-integers that they lie in memory as: hence `rounded`, and `dot_dtype`.
+Triton's interpreter truncates floats that become bf16, and multiplies bf16 tiles as the integers of
+their bytes. `rounded` and `dot_dtype` make up for that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 def dot_dtype(*operands: torch.dtype) -> tl.dtype:
-    """In which tiles of these dtypes are multiplied: one that holds the numbers of all; int8 codes
-    fit into any.
+    """Returns the type in which tiles of these dtypes are multiplied: one that holds the numbers of
+    all. int8 codes fit into any.
     """
     kinds = {kind for kind in operands if kind.is_floating_point}
     same = kinds.pop() if len(kinds) == 1 else torch.float32
@@ -28,14 +28,15 @@ def dot_dtype(*operands: torch.dtype) -> tl.dtype:
 
 
 def dot_precision(*operands: torch.dtype) -> str:
-    """Of a product in fp32: exact, but where it stands for mixed halves, each of which tf32
-    holds."""
+    """Returns `input_precision` of a product in fp32: exact, unless fp32 stands for mixed halves,
+    whose numbers tf32 holds.
+    """
     return "ieee" if torch.float32 in operands else "tf32"
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """fp32 to `dtype`, to the nearest, ties to even."""
+    """Rounds fp32 to `dtype`, to the nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -46,5 +47,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def nearest_integer(x):
-    """Ties to even, of |x| < 2^22: what is added leaves no bit behind the point."""
+    """Rounds to the nearest integer, ties to even, for |x| < 2^22: the number added leaves no bit
+    behind the point.
+    """
     return (x + 12582912.0) - 12582912.0

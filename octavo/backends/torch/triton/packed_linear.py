@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.triton.matrix_tile import (
     FLOATS,
     MatrixBytes,
@@ -32,7 +33,7 @@ from octavo.backends.torch.triton.matrix_tile import (
 )
 from octavo.backends.torch.triton.numbers import rounded
 from octavo.backends.torch.triton.tuning import tuned
-from octavo.backends.torch.weights import DeviceWeight, Product
+from octavo.backends.torch.weights import Product
 
 FEW_ROWS = 16
 MOST_ROWS = 64

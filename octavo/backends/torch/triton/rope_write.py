@@ -26,8 +26,8 @@ from octavo.backends.torch.triton.tuning import tuned
 
 @triton.jit
 def largest(x):
-    """The largest |x| of each row, and whether all of its numbers are finite: `tl.max` looks past a
-    NaN.
+    """Returns the largest |x| of each row, and whether all of its numbers are finite; `tl.max`
+    alone ignores a NaN.
     """
     size = tl.abs(x)
     return tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), tl.min(
@@ -37,7 +37,7 @@ def largest(x):
 
 @triton.jit
 def scale_of(top, finite):
-    """bf16 in fp32."""
+    """Returns the scale absmax / 127, rounded to bf16, in fp32; NaN where a row is not finite."""
     return rounded(
         tl.where(finite > 0, tl.div_rn(top, top * 0 + 127.0), float("nan")), tl.bfloat16
     ).to(tl.float32)
@@ -45,7 +45,9 @@ def scale_of(top, finite):
 
 @triton.jit
 def put(numbers, at, x, scale, inside):
-    """`x [ROWS, columns]` at addresses `at`: as they are, or with a `scale [ROWS]` as codes."""
+    """Stores `x [ROWS, columns]` at addresses `at`: as it is, or as int8 codes with a `scale
+    [ROWS]`.
+    """
     if scale is None:
         tl.store(numbers + at, rounded(x, numbers.dtype.element_ty), mask=inside)
     else:
@@ -85,8 +87,8 @@ def rope_write_kernel(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Pair i of a head is the columns START + i * STEP and APART behind it; `REST_TILE` columns (0:
-    none) hold those that turn not.
+    """Rotates and stores `ROWS` rows of one head. Pair i of a head is the column START + i * STEP
+    and the one APART behind it; `REST_TILE` columns (0: none) hold those that do not turn.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_query = tl.program_id(1) < HEADS
@@ -165,7 +167,7 @@ def rope_write_kernel(
 
 
 def rope_write(call: RopeWriteCall, device: str) -> Tensor:
-    """Writes, and gives the rotated queries `[T, H, Dk]`."""
+    """Writes keys and values, and returns the rotated queries `[T, H, Dk]`."""
     op, stored = call.op, call.k_stored
     out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     (num_rows, num_heads, k_width), (_, num_kv_heads, v_width) = call.q.shape, call.v.shape

@@ -1,10 +1,10 @@
 """How each Triton kernel is cut into tiles: read from `tuned.json`, which
-`benchmarks/tune_triton.py` writes; nothing is tuned at run time.
+`benchmarks/tune_triton.py` writes. Nothing is tuned at run time.
 
-A row of the table names a kernel, a device ("*": any), the shape it holds for, and what the launch
-is given. Of the rows that hold for a call the one that says most counts. The rows for any device
-are what this kind of kernel usually wants, not measurements; those of "interpreter" are large, for
-there each operation of a tile costs the same.
+A row of the table names a kernel, a device ("*": any), the shape it holds for, and the launch. Of
+the rows that hold for a call the most specific one counts. Rows for any device are what this kind
+of kernel usually wants, not measurements. Rows of "interpreter" are large, because there each
+operation of a tile costs the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Shape = Mapping[str, int | str]
 
 @dataclass(frozen=True, slots=True)
 class TunedLaunch:
-    """`shape`: what a call must have, e.g. {"width": 128, "kv": "bfloat16"}; `launch`: tile sizes,
-    `num_warps`, `num_stages`.
-    """
+    """A row of the table: how to launch a kernel for a shape on a device."""
 
     kernel: str
     device: str
     shape: Shape
+    """Properties that a call must have, such as {"width": 128, "kv": "bfloat16"}."""
     launch: Mapping[str, int]
+    """Tile sizes, `num_warps` and `num_stages`."""
 
     def holds(self, kernel: str, device: str, shape: Shape) -> bool:
         return (
@@ -41,21 +41,21 @@ class TunedLaunch:
 
     @property
     def weight(self) -> tuple[bool, int]:
-        """A row for the device itself says more than one for any, then the one that names more of
-        the shape.
+        """Sort key by which the more specific of two rows is larger: one for the device itself
+        before one for any, then the one that names more of the shape.
         """
         return self.device != ANY, len(self.shape)
 
 
 def tuned(kernel: str, device: str, **shape: int | str) -> dict[str, int]:
-    """What to launch the kernel with on a device (its name as `device.device_name` gives it) for
-    such a shape.
+    """Returns the launch of a kernel for a shape on a device, whose name is
+    `device.device_name`'s.
     """
     return dict(_best(kernel, device, tuple(sorted(shape.items()))).launch)
 
 
 def is_measured(kernel: str, device: str, **shape: int | str) -> bool:
-    """Whether what `tuned` gives was found on this device."""
+    """Returns whether the launch that `tuned` returns was measured on this device."""
     return _best(kernel, device, tuple(sorted(shape.items()))).device != ANY
 
 
@@ -79,8 +79,8 @@ def read(path: Path) -> tuple[TunedLaunch, ...]:
 
 
 def write(path: Path, rows: Iterable[TunedLaunch]) -> None:
-    """In order, a row a line; a row takes the place of an earlier one for the same kernel, device
-    and shape.
+    """Writes a table in order, a row a line. Of several rows for the same kernel, device and shape
+    the last one stays.
     """
     last = {(row.kernel, row.device, tuple(sorted(row.shape.items()))): row for row in rows}
     lines = (json.dumps(asdict(last[key])) for key in sorted(last, key=str))

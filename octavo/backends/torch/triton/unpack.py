@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.triton.matrix_tile import (
     FLOATS,
     MatrixBytes,
@@ -25,7 +26,6 @@ from octavo.backends.torch.triton.matrix_tile import (
 )
 from octavo.backends.torch.triton.numbers import rounded
 from octavo.backends.torch.triton.tuning import tuned
-from octavo.backends.torch.weights import DeviceWeight
 
 
 def carries(parts: Sequence[DeviceWeight], dtype: torch.dtype) -> bool:

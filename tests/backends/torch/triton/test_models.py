@@ -55,7 +55,7 @@ def test_families_in_chunks_beside_padding(family):
     ids = tokens(tiny, 75)
     runner = PagedRunner(tiny.path, backend(), padding=2)
     assert_close(runner.logits(ids, 37), PagedRunner(tiny.path).logits(ids))
-    kinds = [type(instruction.op) for instruction in runner.runnables["decoder"]._body]
+    kinds = [type(each.op) for each in runner.runnables["decoder"].instructions.body]
     assert (RopeWrite in kinds) == (family in FUSED)
 
 

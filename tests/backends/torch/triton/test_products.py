@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.plain import Norm, PlainKernels
 from octavo.backends.torch.triton import grouped_linear, packed_linear
 from octavo.backends.torch.triton.device import device_name, is_interpreted
 from octavo.backends.torch.triton.grouped_linear import ExpertRows
 from octavo.backends.torch.triton.kernels import TritonKernels
 from octavo.backends.torch.triton.packed_linear import ProductTiles
-from octavo.backends.torch.weights import DeviceWeight, Product
+from octavo.backends.torch.weights import Product
 from octavo.quant.packed import PackedWeight
 from tests.backends.torch.triton.device import DEVICE
 from tests.backends.torch.triton.packed_weights import kinds, uncarried

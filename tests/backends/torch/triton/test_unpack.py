@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.plain import PlainKernels
 from octavo.backends.torch.triton import unpack
 from octavo.backends.torch.triton.device import device_name, is_interpreted
 from octavo.backends.torch.triton.kernels import TritonKernels
-from octavo.backends.torch.weights import DeviceWeight, Product
+from octavo.backends.torch.weights import Product
 from octavo.quant.online import pack_fp8
 from octavo.quant.packed import PackedWeight
 from tests.backends.torch.triton.device import DEVICE

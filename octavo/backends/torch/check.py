@@ -1,0 +1,46 @@
+"""What the torch backend cannot run of a Program, refused by name before any weight is read."""
+
+from __future__ import annotations
+
+from octavo.backends.torch.instructions import FORMULAS
+from octavo.errors import BackendUnavailable
+from octavo.program import ops
+from octavo.program.program import Op, Program
+
+MASKS = ("causal", "window", "full")
+
+
+def check_program(program: Program, *, num_ranks: int, batch_invariant: bool) -> None:
+    """Raises BackendUnavailable, naming the op or the cache group that cannot be run."""
+    for op in program.ops:
+        if refused := _refusal(op, num_ranks) or _invariance_refusal(op, program, batch_invariant):
+            raise _refused(program, refused)
+    for group in program.groups:
+        if group.kind == "state":
+            raise _refused(program, f"cache groups of kind {group.kind}")
+
+
+def _refusal(op: Op, num_ranks: int) -> str | None:
+    if type(op) not in FORMULAS:
+        return f"the op {op.kind}"
+    if isinstance(op, ops.AllGather) and len(op.widths) != num_ranks:
+        return f"the op AllGather over {len(op.widths)} ranks on one of {num_ranks}"
+    if isinstance(op, ops.AllReduce) and num_ranks == 1:
+        return "the op AllReduce on one rank"
+    if isinstance(op, ops.Attention) and op.mask not in MASKS:
+        return f"attention with the mask {op.mask}"
+    return None
+
+
+def _invariance_refusal(op: Op, program: Program, batch_invariant: bool) -> str | None:
+    """Refuses attention to later tokens with batch_invariant, under which each row may be a step of
+    its own.
+    """
+    if not batch_invariant or not isinstance(op, ops.Attention) or op.mask != "full":
+        return None
+    written = {write.group for write in program.ops if isinstance(write, ops.KvWrite)}
+    return "attention to later tokens with batch_invariant" if op.group in written else None
+
+
+def _refused(program: Program, what: str) -> BackendUnavailable:
+    return BackendUnavailable(f"the torch backend cannot run {what} (in {program.name})")
