@@ -29,7 +29,7 @@ from typing import Any
 from compare import machine
 
 from octavo import LLM, SamplingParams
-from octavo.cli.load import Load, run_load
+from octavo.cli.load import LoadTest, run_load
 from octavo.cli.own_server import own_server
 from octavo.cli.percentiles import percentiles
 from octavo.cli.serve_figures import Outcome, first_token_s
@@ -68,7 +68,7 @@ class Rivals:
 
     def serve(self, work: Work) -> dict[str, Any]:
         before = processor_times()
-        _, outcomes, elapsed_s = run_load(Load(self.url, None, None, asks_of(work)))
+        _, outcomes, elapsed_s = run_load(LoadTest(self.url, None, None, requests_of(work)))
         spent = {
             name: seconds - before.get(name, 0.0) for name, seconds in processor_times().items()
         }
@@ -177,7 +177,7 @@ def generate(orders: Connection, options: dict[str, Any]) -> None:
 
 def run(llm: LLM, work: Work) -> float:
     params = SamplingParams(temperature=0, max_tokens=work.output, ignore_eos=True)
-    prompts = [{"prompt_token_ids": prompt_of(ask, 0)} for ask in asks_of(work)]
+    prompts = [{"prompt_token_ids": prompt_of(request, 0)} for request in requests_of(work)]
     began = time.perf_counter()
     done = llm.generate(prompts, params, use_tqdm=False)
     took = time.perf_counter() - began
@@ -185,7 +185,7 @@ def run(llm: LLM, work: Work) -> float:
     return took
 
 
-def asks_of(work: Work) -> list[Any]:
+def requests_of(work: Work) -> list[Any]:
     return synthetic(num_requests=work.requests, input_len=work.prompt, output_len=work.output)
 
 

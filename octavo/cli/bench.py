@@ -1,9 +1,8 @@
-"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids drawn
-after the start. `serve` and `startup` have files of their own.
+"""`octavo bench throughput|latency`: how fast a model generates here, on random token ids.
 
-Ends of sequence are ignored and the tokens counted, so that every run does the work that was asked
-for. Figures are this machine's, for these options; each round draws new prompts, so that nothing is
-found in the prefix cache. One short request before the first round warms up.
+Ends of sequence are ignored and the tokens counted, so that every run does exactly the given work.
+Each round draws new prompts, so that nothing is found in the prefix cache. One short request before
+the first round warms up. `serve` and `startup` have files of their own.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ Prompts = list[list[int]]
 
 
 def build_app() -> typer.Typer:
+    """Puts the subcommands of `octavo bench` together."""
     app = typer.Typer(
         cls=Group, help="Measure how fast a model generates here.", rich_markup_mode=None
     )
@@ -91,16 +91,16 @@ def throughput(
     json: Json = False,
     options: dict[str, Any],
 ) -> None:
-    """All requests at once."""
+    """Measure all requests at once."""
     work = Workload(
         "throughput",
-        num_prompts,
-        input_len,
-        output_len,
-        range_ratio,
-        rounds,
-        seed,
-        shared_prefix_len,
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        range_ratio=range_ratio,
+        rounds=rounds,
+        seed=seed,
+        shared_prefix_len=shared_prefix_len,
     )
     _bench(work, options, picture=picture if profile else None, json=json)
 
@@ -119,13 +119,23 @@ def latency(
     json: Json = False,
     options: dict[str, Any],
 ) -> None:
-    """One request after another."""
-    work = Workload("latency", num_prompts, input_len, output_len, range_ratio, rounds, seed)
+    """Measure one request after another."""
+    work = Workload(
+        "latency",
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        range_ratio=range_ratio,
+        rounds=rounds,
+        seed=seed,
+    )
     _bench(work, options, picture=picture if profile else None, json=json)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
+    """The work of a benchmark: its kind, "throughput" or "latency", and the sizes of its rounds."""
+
     bench: str
     num_prompts: int
     input_len: int
@@ -136,14 +146,14 @@ class Workload:
     shared_prefix_len: int = 0
 
     def draw_len(self, draw: random.Random, mean: int) -> int:
-        return draw.randint(
-            max(1, round(mean * (1 - self.range_ratio))), round(mean * (1 + self.range_ratio))
-        )
+        """Draws a length within `range_ratio` of the mean."""
+        low = max(1, round(mean * (1 - self.range_ratio)))
+        return draw.randint(low, round(mean * (1 + self.range_ratio)))
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Tokens per second over the whole round; moments in milliseconds, by percentile ("p50")."""
+    """The figures of one round; times named _ms are percentiles ("p50") in milliseconds."""
 
     elapsed_s: float
     num_steps: int
@@ -197,7 +207,7 @@ def _warm_up(llm: LLM, work: Workload, draw: random.Random) -> None:
 
 
 def _single_steps(work: Workload, options: dict[str, Any]) -> list[Round]:
-    """The same rounds by an engine that computes one decode step a call."""
+    """Runs the same rounds on an engine that computes one decode step a call."""
     from octavo.llm import LLM
 
     print("the same with one decode step a call", file=sys.stderr)
@@ -208,7 +218,7 @@ def _single_steps(work: Workload, options: dict[str, Any]) -> list[Round]:
 
 
 def _profile(llm: LLM, work: Workload, draw: random.Random) -> Profile:
-    """Of a round of its own: to look at the clock after each op costs time too."""
+    """Profiles a round of its own, since reading the clock after each op costs time too."""
     llm.start_profile()
     _round(llm, work, draw, work.rounds + 1)
     return llm.stop_profile()
@@ -250,7 +260,7 @@ def _prompt(draw: random.Random, llm: LLM, num_tokens: int) -> list[int]:
 def _run(
     llm: LLM, work: Workload, prompts: Prompts, output_lens: Sequence[int]
 ) -> list[RequestOutput]:
-    """The outputs, each of exactly so many tokens."""
+    """Returns the outputs; raises WorkerFailed if one has not exactly the given length."""
     from octavo.sampling_params import SamplingParams
 
     params = [
@@ -352,7 +362,7 @@ def _print(
 def _median(
     rounds: Sequence[dict[str, Any]], pick: Callable[[list[float]], float] = statistics.median
 ) -> dict[str, Any]:
-    """Field by field, also within the percentiles."""
+    """Returns the median of each field over the rounds, also of each percentile."""
     return {
         name: (
             _median([one[name] for one in rounds])

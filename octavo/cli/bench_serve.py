@@ -1,8 +1,7 @@
-"""`octavo bench serve`: how a server fares under traffic, over HTTP with streaming: a trace's
-requests, or synthetic ones.
+"""`octavo bench serve`: measures a server under traffic, over HTTP with streaming.
 
-Each request is sent at its moment, whatever became of the others. The server is one that runs
-already (--url), or one that is started for it.
+The requests are a trace's or synthetic ones; each is sent at its time, whatever became of the
+others. The server is one that runs already (--url), or one that is started for the benchmark.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,7 @@ from octavo.cli.model import fetched
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.cli.traffic import Ask
+    from octavo.cli.traffic import TrafficRequest
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 DEFAULT_NUM_REQUESTS = 100
@@ -99,42 +99,30 @@ def serve(
     json: Json = False,
     options: dict[str, Any],
 ) -> None:
-    """Requests over HTTP at their moments, answers as streams: latencies, throughput, prefix hits,
-    goodput.
+    """Measure a server: requests over HTTP at their times, answers as streams. Reports latencies,
+    throughput, prefix hits and goodput.
     """
-    from octavo.cli.load import Load, run_load
+    from octavo.cli.load import LoadTest, run_load
     from octavo.cli.own_server import own_server
-    from octavo.cli.serve_figures import figures, parse_goodput, table
-    from octavo.cli.traffic import at_rate, parse_scale, read_trace, shared_share, synthetic
+    from octavo.cli.serve_figures import figures, parse_goodput
 
-    _check(
-        trace,
-        scale=scale,
-        time_scale=time_scale,
-        request_rate=request_rate,
-        input_len=input_len,
-        output_len=output_len,
-    )
     if more_goodput and not goodput:
         raise ConfigError(
             f"got {more_goodput[0]!r}, which belongs to no option",
             hint=f"--model {more_goodput[0]}, or --goodput ttft:500",
         )
     limits = parse_goodput([*(goodput or ()), *(more_goodput or ())])
-    if trace is None:
-        sizes = {"input_len": input_len or DEFAULT_LEN, "output_len": output_len or DEFAULT_LEN}
-        asks = at_rate(
-            synthetic(num_requests=num_requests or DEFAULT_NUM_REQUESTS, **sizes),
-            request_rate or math.inf,
-            seed,
-        )
-    else:
-        asks = read_trace(trace, scale=parse_scale(scale), num_requests=num_requests)
-        asks = (
-            at_rate(asks, request_rate, seed)
-            if request_rate
-            else _stretched(asks, time_scale or 1.0)
-        )
+    traffic = TrafficOptions(
+        trace=trace,
+        scale=scale,
+        time_scale=time_scale,
+        num_requests=num_requests,
+        request_rate=request_rate,
+        input_len=input_len,
+        output_len=output_len,
+        seed=seed,
+    )
+    requests = traffic.requests()
     if url is not None and (given := [name for name in options if name != "model"]):
         raise ConfigError(
             f"{given[0]}: an option of the engine, which runs at --url already",
@@ -143,65 +131,101 @@ def serve(
     server = own_server(fetched(options)) if url is None else nullcontext(url)
     with server as address:
         key = (api_key or os.environ.get(KEY_VARIABLE)) if url else None
-        load = Load(
-            address, key, None if url is None else options.get("model"), asks, seed, max_concurrency
+        name = options.get("model") if url else None
+        model, outcomes, elapsed_s = run_load(
+            LoadTest(address, key, name, requests, seed, max_concurrency)
         )
-        model, outcomes, elapsed_s = run_load(load)
     found = figures(outcomes, elapsed_s, limits)
-    shared = shared_share(asks) if any(ask.block_ids for ask in asks) else None
+    _print(model, address, traffic, requests, found, json=json)
+    if not found["completed"]:
+        print("octavo: every request failed", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficOptions:
+    """The options that say which requests are sent, and when."""
+
+    trace: Path | None
+    scale: str
+    time_scale: float | None
+    num_requests: int | None
+    request_rate: float | None
+    input_len: int | None
+    output_len: int | None
+    seed: int
+
+    def requests(self) -> list[TrafficRequest]:
+        """Returns the requests; raises ConfigError for an option that is wrong."""
+        from octavo.cli.traffic import at_rate, parse_scale, read_trace, synthetic
+
+        self._check()
+        if self.trace is None:
+            requests = synthetic(
+                num_requests=self.num_requests or DEFAULT_NUM_REQUESTS,
+                input_len=self.input_len or DEFAULT_LEN,
+                output_len=self.output_len or DEFAULT_LEN,
+            )
+            return at_rate(requests, self.request_rate or math.inf, self.seed)
+        requests = read_trace(
+            self.trace, scale=parse_scale(self.scale), num_requests=self.num_requests
+        )
+        if self.request_rate:
+            return at_rate(requests, self.request_rate, self.seed)
+        factor = self.time_scale or 1.0
+        return [replace(request, at_s=request.at_s * factor) for request in requests]
+
+    def _check(self) -> None:
+        """Raises ConfigError for options that are out of range or at odds with each other."""
+        for name in ("request_rate", "time_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}: got {value:g}, allowed is a number above 0")
+        if self.request_rate is not None and self.time_scale is not None:
+            raise ConfigError(
+                "time_scale: allowed only without request_rate, which replaces the trace's times"
+            )
+        of_trace = {"scale": self.scale != "1", "time_scale": self.time_scale is not None}
+        if self.trace is None and (
+            given := [name for name, is_given in of_trace.items() if is_given]
+        ):
+            raise ConfigError(f"{given[0]}: allowed only with --trace")
+        if self.trace is not None and (self.input_len or self.output_len):
+            name = "input_len" if self.input_len else "output_len"
+            raise ConfigError(
+                f"{name}: allowed only without --trace, whose lengths it would replace"
+            )
+
+
+def _print(
+    model: str,
+    address: str,
+    traffic: TrafficOptions,
+    requests: Sequence[TrafficRequest],
+    found: dict[str, Any],
+    *,
+    json: bool,
+) -> None:
+    from octavo.cli.serve_figures import table
+    from octavo.cli.traffic import shared_share
+
+    has_blocks = any(request.block_ids for request in requests)
+    shared = shared_share(requests) if has_blocks else None
     if json:
         import json as json_format
 
         settings = {
             "model": model,
             "url": address,
-            "trace": None if trace is None else str(trace),
-            "scale": scale,
-            "seed": seed,
+            "trace": None if traffic.trace is None else str(traffic.trace),
+            "scale": traffic.scale,
+            "seed": traffic.seed,
+            "num_requests": len(requests),
+            "shared_share": shared,
         }
-        print(
-            json_format.dumps(
-                {**settings, "num_requests": len(asks), "shared_share": shared, **found}
-            )
-        )
-    else:
-        print(
-            f"{model} at {address}: {len(asks)} requests over {asks[-1].at_s:.1f} s"
-            + (f" of {trace}, scale {scale}" if trace else "")
-        )
-        print(table(found, shared))
-    if not found["completed"]:
-        print("octavo: every request failed", file=sys.stderr)
-        raise typer.Exit(1)
-
-
-def _stretched(asks: Sequence[Ask], factor: float) -> list[Ask]:
-    from dataclasses import replace
-
-    return [replace(ask, at_s=ask.at_s * factor) for ask in asks]
-
-
-def _check(
-    trace: Path | None,
-    *,
-    scale: str,
-    time_scale: float | None,
-    request_rate: float | None,
-    input_len: int | None,
-    output_len: int | None,
-) -> None:
-    """Options that are out of their range, or at odds with each other."""
-    for name, value in (("request_rate", request_rate), ("time_scale", time_scale)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}: got {value:g}, allowed is a number above 0")
-    if request_rate is not None and time_scale is not None:
-        raise ConfigError(
-            "time_scale: allowed only without request_rate, which replaces the trace's times"
-        )
-    if trace is None and (scale != "1" or time_scale is not None):
-        raise ConfigError(f"{'scale' if scale != '1' else 'time_scale'}: allowed only with --trace")
-    if trace is not None and (input_len or output_len):
-        raise ConfigError(
-            f"{'input_len' if input_len else 'output_len'}: allowed only without --trace, whose"
-            " lengths it would replace"
-        )
+        print(json_format.dumps({**settings, **found}))
+        return
+    of_trace = f" of {traffic.trace}, scale {traffic.scale}" if traffic.trace else ""
+    lasting = f"{len(requests)} requests over {requests[-1].at_s:.1f} s"
+    print(f"{model} at {address}: {lasting}{of_trace}")
+    print(table(found, shared))

@@ -1,5 +1,6 @@
-"""`octavo chat`: a conversation in the terminal. Ctrl-C stops an answer, /reset begins anew, /exit
-or Ctrl-D ends it.
+"""`octavo chat`: a conversation in the terminal.
+
+Ctrl-C stops an answer, /reset starts over, /exit or Ctrl-D ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.sampling_params import SamplingParams
 
-HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 @with_engine_flags(without=("seed",))
@@ -54,7 +55,7 @@ def chat(
 
 
 class Conversation:
-    """What was said so far, and the loop that goes on with it."""
+    """The messages so far, and the loop that adds to them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm = llm
@@ -63,6 +64,7 @@ class Conversation:
         self._messages = list(self._opening)
 
     def talk(self) -> None:
+        """Reads lines and answers them until the user ends the conversation."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives input() its history and editing
         prompt = "> " if sys.stdin.isatty() else ""
@@ -82,8 +84,9 @@ class Conversation:
                 self._answer(line)
 
     def _answer(self, question: str) -> None:
-        """A question that cannot be answered is taken back; an answer that was stopped stays as far
-        as it came.
+        """Answers a question and keeps both, an answer that was stopped as far as it came.
+
+        A question that cannot be answered is taken back.
         """
         from octavo.errors import ClientError
 
@@ -92,7 +95,7 @@ class Conversation:
             text = self._stream()
         except ClientError as error:
             self._messages.pop()
-            print(f"{error}\nhint: /reset begins anew", file=sys.stderr)
+            print(f"{error}\nhint: /reset starts over", file=sys.stderr)
         else:
             self._messages.append({"role": "assistant", "content": text})
 
@@ -114,7 +117,7 @@ class Conversation:
 
 @contextlib.contextmanager
 def _ctrl_c() -> Iterator[list[int]]:
-    """Collects Ctrl-C instead of raising: between two steps is the place to stop."""
+    """Collects Ctrl-C instead of raising, since an answer can only be stopped between two steps."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:

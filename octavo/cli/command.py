@@ -1,8 +1,8 @@
-"""The classes of Octavo's commands: Typer's, without a validator for each option that nobody gave.
+"""The classes of Octavo's commands: Typer's, with a validator only for options that need one.
 
-Typer has pydantic build one for every option of a command, which takes longer than to parse all of
-them (`run` has 60). Text and what was not given need none; for the rest it stays Typer's business.
-Knows the one attribute in which Typer keeps the validator.
+Typer has pydantic build a validator for every option of a command, which takes longer than parsing
+all of them (`run` has 60). Text, and an option that was not given, needs none; the rest stays
+Typer's business. Knows the one attribute in which Typer keeps the validator.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ TEXT = (str, str | None)
 
 
 class Command(TyperCommand):
+    """A command whose options are validated as needed."""
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _validated_as_needed(super().get_params(ctx))
 
 
 class Group(TyperGroup):
+    """A group of commands whose options are validated as needed."""
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _validated_as_needed(super().get_params(ctx))
 
@@ -32,7 +36,7 @@ def _validated_as_needed(parameters: list[Any]) -> list[Any]:
 
 
 class _AsNeeded:
-    """Stands in for Typer's `RuntimeParam`, which Typer makes once a value needs it."""
+    """A stand-in for Typer's `RuntimeParam`, which is built once a value needs it."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         if value is None or value == () or param.type_descriptor.annotation in TEXT:

@@ -1,5 +1,5 @@
-"""`octavo doctor`: what this machine has to compute with, and what is missing, each with the
-command that brings it.
+"""`octavo doctor`: reports what this machine can compute with and what is missing, each with the
+command that installs it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from octavo.errors import BackendUnavailable
 from octavo.version import __version__
 
 WIDTH = 12
-"""Of the names."""
+"""Columns of the names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`ok` is False where something is missing; `hint` says what to do where somebody may want
-    to."""
+    """One line of the report."""
 
     name: str
     text: str
     ok: bool = True
+    """Whether nothing is missing."""
     hint: str | None = None
+    """Advice on what to do about it."""
 
     def lines(self) -> Iterator[str]:
         yield f"{self.name:<{WIDTH}}{self.text}"
@@ -53,6 +54,7 @@ def doctor(
 
 
 def findings() -> Iterator[Finding]:
+    """Looks at everything, one finding after another."""
     from octavo.backends.devices import default_backend
 
     yield Finding(
@@ -90,7 +92,7 @@ def _native() -> Finding:
 
 
 def _torch() -> Iterator[Finding]:
-    """PyTorch, and with it Triton, the driver, the devices."""
+    """Looks for PyTorch and what belongs to it: Triton, FlashInfer, the driver, the devices."""
     from octavo.backends import devices
 
     try:

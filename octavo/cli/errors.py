@@ -19,7 +19,7 @@ from octavo.errors import ClientError, OctavoError, SetupError
 CALLERS_FAULT = 2
 ENGINES_FAULT = 1
 OUTPUT_CLOSED = 141
-"""Exit code after a write to a pipe that nobody reads, as shells have it: 128 + SIGPIPE."""
+"""Exit code after a write to a pipe without a reader, as shells have it: 128 + SIGPIPE."""
 
 
 def exit_code_of(command: Callable[[], None]) -> int:

@@ -1,6 +1,7 @@
-"""Flags made of config fields: a field's name with dashes is its flag, its text the help.
+"""Command-line flags made of config fields: a field's name with dashes is the flag, its text the
+help.
 
-A command decorated with `with_flags` gets those that were given, and no others, as a dict of
+A command decorated with `with_flags` gets the flags that were given, and no others, as a dict of
 checked values.
 """
 
@@ -27,22 +28,17 @@ def with_engine_flags(*, without: Iterable[str] = ()) -> Callable[[Command], Com
 
 
 def with_flags(parameter: str, specs: Mapping[str, OptionField]) -> Callable[[Command], Command]:
-    """`parameter` is the command's own one, which takes the dict."""
+    """Adds a flag for each of `specs`; `parameter` names the command's parameter for the dict."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def wrapped(**given: Any) -> None:
             options = {
-                name: value for name in specs if (value := given.pop(name)) not in (None, [])
+                name: convert(specs[name], value)
+                for name in specs
+                if (value := given.pop(name)) not in (None, [])
             }
-            command(
-                **given,
-                **{
-                    parameter: {
-                        name: convert(specs[name], value) for name, value in options.items()
-                    }
-                },
-            )
+            command(**given, **{parameter: options})
 
         own = inspect.signature(command).parameters
         hints = get_type_hints(command, include_extras=True)
@@ -54,15 +50,17 @@ def with_flags(parameter: str, specs: Mapping[str, OptionField]) -> Callable[[Co
         flags = [_parameter(name, spec) for name, spec in specs.items()]
         wrapped.__signature__ = inspect.Signature([*kept, *flags])  # type: ignore[attr-defined]
         wrapped.__annotations__ = {entry.name: entry.annotation for entry in [*kept, *flags]}
-        del wrapped.__wrapped__  # type: ignore[attr-defined]  # whoever inspects it is to see the flags
+        del wrapped.__wrapped__  # type: ignore[attr-defined]  # inspection must see the flags
         return wrapped
 
     return decorate
 
 
 def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
-    """Its value is text to the parser: the config reads it, so that a bad one gets the same message
-    from the shell as from Python.
+    """Returns an option's flag as Typer reads it from a signature.
+
+    The parser takes its value as text and the config reads it, so that a bad value gets the same
+    message from the shell as from Python.
     """
     flag, default = "--" + name.replace("_", "-"), spec.entry.default
     known = default not in (None, (), False) and str(default) not in spec.help

@@ -1,4 +1,4 @@
-"""How much of the KV memory that a benchmark reserved it used, out of the engine's own counters."""
+"""The share of the reserved KV memory that a benchmark used, from the engine's own counters."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """Means over steps. Whole contexts: what it would be if each request that runs had one range of
-    the longest context.
-    """
+    """KV memory in use, as means over steps."""
 
     layout: str
     used_bytes: float
     reserved_bytes: float
     whole_contexts_bytes: float
+    """Bytes that would be reserved if each running request had room for the longest context."""
     utilisation: float
+    """Share of the reserved bytes that is used."""
     utilisation_of_whole_contexts: float
 
     @staticmethod
     def between(layout: str, before: EngineStats, after: EngineStats) -> KvUse:
-        num_steps, kv = after.num_steps - before.num_steps, after.kv_sums - before.kv_sums
-        used, reserved, whole = (
-            kv.used / num_steps,
-            kv.reserved / num_steps,
-            kv.whole_contexts / num_steps,
+        num_steps = after.num_steps - before.num_steps
+        kv = after.kv_sums - before.kv_sums
+        return KvUse(
+            layout,
+            used_bytes=kv.used / num_steps,
+            reserved_bytes=kv.reserved / num_steps,
+            whole_contexts_bytes=kv.whole_contexts / num_steps,
+            utilisation=kv.utilisation,
+            utilisation_of_whole_contexts=kv.used / kv.whole_contexts,
         )
-        return KvUse(layout, used, reserved, whole, kv.utilisation, used / whole)
 
     def lines(self) -> Iterator[tuple[float, str]]:
-        """Each a share, and of what."""
+        """Yields shares, each with what it is a share of."""
         yield (
             self.utilisation,
             (

@@ -1,5 +1,7 @@
-"""Sends requests to a server, each at its moment, and waits for all answers. Decides neither what
-is asked nor what is made of it.
+"""Sends the requests of a benchmark to a server, each at its time, and waits for all answers.
+
+Decides neither which requests are sent (`traffic.py`) nor what is made of the answers
+(`serve_figures.py`).
 """
 
 from __future__ import annotations
@@ -17,84 +19,86 @@ import uvloop
 
 from octavo.cli.serve_figures import Outcome
 from octavo.cli.stream_client import StreamClient
-from octavo.cli.traffic import Ask, prompt_of
+from octavo.cli.traffic import TrafficRequest, prompt_of
 from octavo.errors import ConfigError, WorkerFailed
 from octavo.progress import Bar
 
-WARM_UP = Ask("warm-up", 0.0, 8, 2)
+WARM_UP = TrafficRequest("warm-up", 0.0, 8, 2)
+"""Request that is sent first and not counted."""
 MAX_OPEN_FILES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """`model` None: the first that the server has."""
+class LoadTest:
+    """A server, and the requests to send to it."""
 
     url: str
     api_key: str | None
     model: str | None
-    asks: Sequence[Ask]
+    """Name of the model; None for the first that the server has."""
+    requests: Sequence[TrafficRequest]
     seed: int = 0
     max_concurrency: int | None = None
+    """Upper bound on requests in progress; others are sent later than planned."""
 
 
-def run_load(load: Load) -> tuple[str, list[Outcome], float]:
-    """The model's name, an outcome for each request in their order, and seconds from the first one
-    sent to the last one answered.
+def run_load(test: LoadTest) -> tuple[str, list[Outcome], float]:
+    """Returns the model's name, the outcome of each request in order, and the elapsed time.
+
+    The time is in seconds, from the first request sent to the last one answered.
     """
     _allow_many_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(load))
+        return runner.run(_run(test))
 
 
-async def _run(load: Load) -> tuple[str, list[Outcome], float]:
-    client = StreamClient(load.url, load.api_key)
-    card = _card(await client.models(), load)
-    _check_fits(load.asks, card.get("max_model_len"))
+async def _run(test: LoadTest) -> tuple[str, list[Outcome], float]:
+    client = StreamClient(test.url, test.api_key)
+    card = _card(await client.models(), test)
+    _check_fits(test.requests, card.get("max_model_len"))
     model = str(card["id"])
     try:
-        await client.complete(_body(model, WARM_UP, load.seed))
+        await client.complete(_body(model, WARM_UP, test.seed))
     except WorkerFailed as error:
-        raise ConfigError(f"{load.url}: the first request fails: {error.message}") from error
-    with Bar("requests", len(load.asks)) as bar:
-        sender = Sender(client, model, load, bar)
-        outcomes = await asyncio.gather(*map(sender.send, load.asks))
+        raise ConfigError(f"{test.url}: the first request fails: {error.message}") from error
+    with Bar("requests", len(test.requests)) as bar:
+        sender = Sender(client, model, test, bar)
+        outcomes = await asyncio.gather(*map(sender.send, test.requests))
     return model, outcomes, time.perf_counter() - sender.began
 
 
 class Sender:
-    """Began when made."""
+    """Sends each request at its time, counted from the moment when this object was made."""
 
-    def __init__(self, client: StreamClient, model: str, load: Load, bar: Bar) -> None:
+    def __init__(self, client: StreamClient, model: str, test: LoadTest, bar: Bar) -> None:
         self.began = time.perf_counter()
         self._client = client
         self._model = model
-        self._seed = load.seed
-        self._places: AbstractAsyncContextManager[Any] = (
-            nullcontext()
-            if load.max_concurrency is None
-            else asyncio.Semaphore(load.max_concurrency)
-        )
+        self._seed = test.seed
+        self._places: AbstractAsyncContextManager[Any] = nullcontext()
+        if test.max_concurrency is not None:
+            self._places = asyncio.Semaphore(test.max_concurrency)
         self._bar = bar
 
-    async def send(self, ask: Ask) -> Outcome:
-        """At its moment, or when there is a place."""
-        await asyncio.sleep(self.began + ask.at_s - time.perf_counter())
+    async def send(self, request: TrafficRequest) -> Outcome:
+        """Sends a request at its time, or later if too many are in progress."""
+        await asyncio.sleep(self.began + request.at_s - time.perf_counter())
         async with self._places:
-            body = _body(self._model, ask, self._seed)
-            late_s = time.perf_counter() - self.began - ask.at_s
+            body = _body(self._model, request, self._seed)
+            late_s = time.perf_counter() - self.began - request.at_s
             try:
-                return Outcome(ask, late_s, await self._client.complete(body))
+                return Outcome(request, late_s, await self._client.complete(body))
             except WorkerFailed as error:
-                return Outcome(ask, late_s, error=error.message)
+                return Outcome(request, late_s, error=error.message)
             finally:
                 self._bar.advance()
 
 
-def _body(model: str, ask: Ask, seed: int) -> bytes:
+def _body(model: str, request: TrafficRequest, seed: int) -> bytes:
     body = {
         "model": model,
-        "prompt": prompt_of(ask, seed),
-        "max_tokens": ask.output_len,
+        "prompt": prompt_of(request, seed),
+        "max_tokens": request.output_len,
         "temperature": 0,
         "ignore_eos": True,
     }
@@ -103,30 +107,33 @@ def _body(model: str, ask: Ask, seed: int) -> bytes:
     )
 
 
-def _card(cards: Sequence[dict[str, Any]], load: Load) -> dict[str, Any]:
+def _card(cards: Sequence[dict[str, Any]], test: LoadTest) -> dict[str, Any]:
     names = [str(card["id"]) for card in cards]
-    if not names or (load.model is not None and load.model not in names):
+    if not names or (test.model is not None and test.model not in names):
         raise ConfigError(
-            f"model: got {load.model!r}, {load.url} serves {', '.join(names) or 'none'}"
+            f"model: got {test.model!r}, {test.url} serves {', '.join(names) or 'none'}"
         )
-    return cards[0 if load.model is None else names.index(load.model)]
+    return cards[0 if test.model is None else names.index(test.model)]
 
 
-def _check_fits(asks: Sequence[Ask], context: int | None) -> None:
-    """The first that does not fit, before anything is sent; a server that does not say its context
-    refuses it itself.
+def _check_fits(requests: Sequence[TrafficRequest], context: int | None) -> None:
+    """Raises ConfigError for the first request that does not fit, before any is sent.
+
+    A server that does not say its context (None) refuses the request itself.
     """
-    for ask in asks:
-        if context is not None and ask.input_len + ask.output_len > context:
-            wanted = f"{ask.input_len} + {ask.output_len} tokens"
+    for request in requests:
+        if context is not None and request.input_len + request.output_len > context:
+            wanted = f"{request.input_len} + {request.output_len} tokens"
             raise ConfigError(
-                f"{ask.name}: {wanted} exceed the server's context of {context}",
+                f"{request.name}: {wanted} exceed the server's context of {context}",
                 hint="give a smaller --scale, or shorter lengths",
             )
 
 
 def _allow_many_files() -> None:
-    """Every request under way has a connection, and the own server as many."""
+    """Raises the limit of open files: each request in progress has a connection, and a server that
+    this process starts inherits the limit and needs as many.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -20,6 +20,9 @@ def main() -> None:
         code = run_command(sys.argv[1:])
     except KeyboardInterrupt:
         code = INTERRUPTED
+    # A KeyboardInterrupt that has passed through exec() of a string, as in the making of a
+    # dataclass, leaves a mark by which `python -m` kills itself at its end; exec() clears it.
+    exec("")
     sys.exit(code)
 
 

@@ -9,7 +9,7 @@ from octavo.config.paths import public_name
 
 
 def fetched(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with `model` as a local path, served under the name that was given."""
+    """Returns the options with `model` as a local path, served under the name that was given."""
     from octavo.checkpoint.catalogue import resolve
 
     name = options.get("model", DEFAULT_MODEL)

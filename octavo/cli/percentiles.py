@@ -1,4 +1,4 @@
-"""Percentiles of measured seconds, as every benchmark here reports them."""
+"""Percentiles of measured times, as every benchmark here reports them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ PERCENTS = (50, 90, 99)
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float]:
-    """The smallest value that at least so many percent do not exceed, in milliseconds; {} where
-    there are none.
-    """
+    """Returns nearest-rank percentiles in milliseconds, by names such as "p50"; {} of no times."""
     ranked = sorted(seconds)
     if not ranked:
         return {}

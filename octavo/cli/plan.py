@@ -1,8 +1,8 @@
-"""`octavo plan MODEL`: what a model would take of a machine, how many requests then fit, and how
-fast it could be.
+"""`octavo plan MODEL`: the memory that a model needs, how many requests then fit, and how fast it
+could be.
 
-From config.json or a GGUF header alone: no weight is read. Speeds are rooflines, which nothing
-exceeds and real engines stay below.
+It reads config.json or a GGUF header and no weight. Speeds are rooflines: upper bounds that real
+engines stay below.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
 MEASURED_BYTES = 256 << 20
-"""Read to measure the bandwidth: more than any cache holds."""
+"""Bytes that are read to measure the bandwidth: more than any cache holds."""
 
 TYPICAL_CONTEXT = 2048
-"""Of requests, where the suggested number of them is counted."""
+"""Tokens of the requests by which the suggested --max-num-seqs is counted."""
 
 LEAST_CONTEXT = 64
-"""What is shorter is of no use to anybody."""
+"""Shortest context, in tokens, that is suggested."""
 
 SMALL_STEPS = (512, 128)
-"""Tokens of a step, where the default's activations are too large."""
+"""Tokens of a step that are suggested if the activations of the default are too large."""
 
 
 @with_engine_flags(without=("model", "served_model_name", "record"))
@@ -63,8 +63,8 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     options: dict[str, Any],
 ) -> None:
-    """Say what a model needs and whether it fits, before anything is loaded. Exit code 1 where it
-    does not.
+    """Say what a model needs and whether it fits, before anything is loaded. The exit code is 1 if
+    it does not.
     """
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring.plan import plan_model
@@ -72,7 +72,8 @@ def plan(
     config = EngineConfig.from_options(**options, model=model)
     memory_bytes = _memory(memory, config.backend.tensor_parallel_size)
     found = plan_model(config, memory_bytes=memory_bytes)
-    report = Report.of(found, _ceilings(found, bandwidth, flops), _suggestion(found, memory_bytes))
+    ceilings = _ceilings(found, bandwidth, flops)
+    report = PlanReport.of(found, ceilings, _suggestion(found, memory_bytes))
     if json:
         import json as json_format
 
@@ -88,22 +89,25 @@ def plan(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Requests of one context: how many fit at once, and tokens per second of one prompt, of one
-    request, of all that fit.
-    """
+class ContextEstimate:
+    """Upper bounds for requests of one context length."""
 
     context: int
     requests: int
+    """Number of requests that fit at once."""
     request_kv_bytes: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    """Rate of one request alone."""
     batch: int
+    """Number of requests that run at once."""
     batch_tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PlanReport:
+    """All that `octavo plan` prints."""
+
     model: str
     model_type: str
     num_parameters: int
@@ -121,16 +125,16 @@ class Report:
     shortfall_bytes: int
     bandwidth: float
     flops: float
-    rows: list[Row]
+    rows: list[ContextEstimate]
     flags: list[str]
-    """What to give to `octavo serve`; [] where nothing helps."""
+    """Flags for `octavo serve` with which the model fits; [] if none make it fit."""
 
     @staticmethod
-    def of(found: ModelPlan, ceilings: Ceilings, flags: list[str]) -> Report:
+    def of(found: ModelPlan, ceilings: Ceilings, flags: list[str]) -> PlanReport:
         from octavo.worker.capacity import PROCESS_BYTES
 
         capacity, config = found.capacity, found.config
-        return Report(
+        return PlanReport(
             model=config.model.model,
             model_type=found.info.model_type,
             num_parameters=found.num_parameters,
@@ -207,7 +211,7 @@ def _line(name: str, num_bytes: float, text: str) -> str:
 
 
 def _memory(text: str | None, num_ranks: int) -> int:
-    """What is free is shared out over the ranks."""
+    """Returns the memory of each rank: as given, or an equal share of what is free."""
     from octavo.worker.machine import Machine
 
     if text is not None:
@@ -222,7 +226,7 @@ def _memory(text: str | None, num_ranks: int) -> int:
 
 
 def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
-    """As given; what is not given is measured here."""
+    """Returns the machine's limits: as given, else measured."""
     from octavo.backends.base import Ceilings
     from octavo.wiring.model import build_backend
 
@@ -243,7 +247,7 @@ def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Cei
         backend.close()
 
 
-def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[Row]:
+def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[ContextEstimate]:
     from octavo.worker.speed import Roofline
 
     capacity = found.capacity
@@ -252,20 +256,21 @@ def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[Row]:
     for context in [*(each for each in CONTEXTS if each < longest), longest]:
         requests = capacity.max_requests(context)
         batch = min(requests, capacity.load.max_num_seqs)
-        yield Row(
-            context,
-            requests,
-            capacity.request_bytes(context),
-            roofline.prefill_tokens_per_s(context),
-            roofline.decode_tokens_per_s(1, context),
-            batch,
-            roofline.decode_tokens_per_s(batch, context) if batch else 0.0,
+        yield ContextEstimate(
+            context=context,
+            requests=requests,
+            request_kv_bytes=capacity.request_bytes(context),
+            prefill_tokens_per_s=roofline.prefill_tokens_per_s(context),
+            decode_tokens_per_s=roofline.decode_tokens_per_s(1, context),
+            batch=batch,
+            batch_tokens_per_s=roofline.decode_tokens_per_s(batch, context) if batch else 0.0,
         )
 
 
 def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
-    """The flags with which it fits, those first that cost least: a shorter context, smaller steps,
-    weights packed at load.
+    """Returns flags with which the model fits; [] if none make it fit.
+
+    Those that cost least come first: a shorter context, smaller steps, weights packed at load.
     """
     tries = list(_tries(found, memory_bytes))
     wanted = min(TYPICAL_CONTEXT, found.capacity.load.max_model_len)
@@ -284,7 +289,7 @@ def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
 
 
 def _context_of(capacity: Capacity) -> int:
-    """The longest that fits; 0 where the KV cache that was asked for does not."""
+    """Returns the longest context that fits; 0 if the given KV cache does not."""
     return (
         0
         if capacity.wanted_kv_bytes is not None and capacity.shortfall_bytes
@@ -293,8 +298,9 @@ def _context_of(capacity: Capacity) -> int:
 
 
 def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
-    """As it was asked for, with smaller steps, and so once more with packed weights, where these
-    are floats.
+    """Yields plans to choose from: as given, with smaller steps, and the same with packed weights.
+
+    Weights that are packed already are left as they are.
     """
     from octavo.errors import UnsupportedModel
     from octavo.wiring.plan import plan_model
@@ -316,11 +322,12 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
             )
             try:
                 yield plan_model(config, memory_bytes=memory_bytes)
-            except UnsupportedModel:  # what cannot be packed so is not suggested
+            except UnsupportedModel:  # this packing is not suggested
                 break
 
 
 def _flags(found: ModelPlan, context: int) -> list[str]:
+    """Returns the flags of a context, of the KV cache and of the number of requests."""
     capacity = found.capacity
     flags = (
         []

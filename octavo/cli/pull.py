@@ -1,4 +1,4 @@
-"""`octavo pull NAME`: fetches a model and prints where it is, last on stdout."""
+"""`octavo pull NAME`: fetches a model and prints its path as the last line on stdout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`octavo replay FILE`: makes the steps of a recording again, and says whether they are the same.
+"""`octavo replay FILE`: repeats the steps of a recording and reports whether they are the same.
 
-The scheduler is a new one; time and results are the recorded ones. With --execute the model
+The scheduler is a new one; times and results are the recorded ones. With --execute the model
 computes the plans too.
 """
 
@@ -31,8 +31,8 @@ def replay(
         typer.Option(help="With --execute: where the model is now, if not where it was."),
     ] = None,
 ) -> None:
-    """Repeat the exact step sequence of a recording (`--record FILE`). Exit code 1 where anything
-    differs.
+    """Repeat the exact step sequence of a recording (`--record FILE`). The exit code is 1 if
+    anything differs.
     """
     from octavo.engine.recording.recorder import read_log
     from octavo.engine.recording.replay import Replay

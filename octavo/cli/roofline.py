@@ -1,9 +1,8 @@
-"""What `octavo bench --profile` shows: a table of ops, and a picture of how far each is from its
-roofline.
+"""The output of `octavo bench --profile`: a table of ops, and a picture of their rooflines.
 
 Knows only the numbers of a Profile. The picture is an SVG: operations per second over operations
 per byte, both in powers of ten; a roof for the machine's bandwidth and one for each code of
-weights; a dot an op, as large as its share of the time.
+weights; a dot for each op, as large as its share of the time.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ COLOURS = ("#1f6feb", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#5
 
 
 def table(profile: Profile) -> str:
-    """Ops by time, each with what it reached of the machine's bandwidth and of its products' rate,
-    and of the larger bound; then all.
+    """Returns a line for each op, slowest first, and one for all together.
+
+    Each says what share it reached of the machine's bandwidth, of the rate of its products, and of
+    the larger bound.
     """
     total = sum(op.seconds for op in profile.ops)
     lines = [
@@ -58,19 +59,15 @@ def _line(profile: Profile, op: OpProfile, total: float) -> str:
 
 
 def _sum(profile: Profile, total: float) -> str:
-    """Of one stream's decode steps the last number is the share of the time that reading their
-    weights, K and V would take at least.
+    """Returns the line for all ops together.
+
+    Its last number is the share of the time that their bounds would take: for the decode steps of
+    one stream, that of reading their weights, K and V.
     """
-    num_bytes, operations = (
-        sum(op.num_bytes for op in profile.ops),
-        sum(op.operations for op in profile.ops),
-    )
-    reached = _reached(
-        profile,
-        OpProfile("all", "", 0, total, num_bytes, operations),
-        "",
-        sum(profile.bound_s(op) for op in profile.ops),
-    )
+    num_bytes = sum(op.num_bytes for op in profile.ops)
+    operations = sum(op.operations for op in profile.ops)
+    all_ops = OpProfile("all", "", 0, total, num_bytes, operations)
+    reached = _reached(profile, all_ops, "", sum(profile.bound_s(op) for op in profile.ops))
     return f"{'all':42}{1000 * total:10.2f}{1:7.1%}{reached}"
 
 
@@ -83,9 +80,7 @@ def _reached(profile: Profile, op: OpProfile, of_rate: str, bound_s: float) -> s
 
 
 class _Axes:
-    """Where a point lies in the picture: x in operations per byte, y in operations per second, both
-    by their logarithm.
-    """
+    """The picture's logarithmic axes: x is operations per byte, y operations per second."""
 
     def __init__(self, profile: Profile, ops: list[OpProfile]) -> None:
         intensities = [op.operations / op.num_bytes for op in ops]
@@ -112,7 +107,7 @@ def _decades(values: list[float]) -> tuple[int, int]:
 
 
 def picture(profile: Profile, title: str) -> str:
-    """The SVG's text. ValueError where no op counts bytes and operations."""
+    """Returns the SVG's text; raises ValueError if no op counts bytes and operations."""
     ops = [op for op in _by_time(profile) if op.num_bytes and op.operations]
     if not ops:
         raise ValueError("nothing ran that counts bytes and operations")
@@ -161,7 +156,7 @@ def _grid(axes: _Axes) -> Iterator[str]:
 
 
 def _roofs(axes: _Axes, profile: Profile) -> Iterator[str]:
-    """The slope of the bandwidth up to the highest rate, and a level line for each code."""
+    """Draws the slope of the bandwidth up to the highest rate, and a level line for each code."""
     peak = max(profile.rates.values(), default=10.0**axes.top)
     low = max(10.0**axes.left, 10.0**axes.bottom / profile.bandwidth)
     ends = [(low, low * profile.bandwidth), (peak / profile.bandwidth, peak)]

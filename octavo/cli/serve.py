@@ -37,6 +37,6 @@ def serve(
 
 
 def _settings(given: dict[str, Any]) -> ServerSettings:
-    """Keys come from the environment too, where other users of the machine do not see them."""
+    """Returns the settings; keys also come from the environment, which other users cannot see."""
     keys = (*given.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
     return ServerSettings(**{**given, "api_key": keys})

@@ -1,5 +1,6 @@
-"""What a benchmark of a server found: latencies, throughput, prefix hits, goodput, and how it is
-printed.
+"""The figures of a server's benchmark, as a dict and as a table.
+
+They are latencies, throughput, prefix hits and goodput.
 """
 
 from __future__ import annotations
@@ -11,52 +12,51 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.cli.percentiles import percentiles
-from octavo.cli.stream_client import Streamed
-from octavo.cli.traffic import Ask
+from octavo.cli.stream_client import StreamedAnswer
+from octavo.cli.traffic import TrafficRequest
 from octavo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one request: what came, or why nothing did. `late_s`: how much later than planned it was
-    sent.
-    """
+    """The outcome of one request: an answer or an error."""
 
-    ask: Ask
+    request: TrafficRequest
     late_s: float
-    streamed: Streamed | None = None
+    """Seconds by which it was sent later than planned."""
+    streamed: StreamedAnswer | None = None
     error: str | None = None
 
 
-def first_token_s(streamed: Streamed) -> float:
+def first_token_s(streamed: StreamedAnswer) -> float:
     return streamed.token_times[0] - streamed.sent
 
 
-def per_token_s(streamed: Streamed) -> float | None:
-    """Mean of the tokens after the first; None where there are none."""
+def per_token_s(streamed: StreamedAnswer) -> float | None:
+    """Returns the mean time of the tokens after the first; None if there are none."""
     later = num_tokens(streamed) - 1
     return (streamed.token_times[-1] - streamed.token_times[0]) / later if later > 0 else None
 
 
-def whole_s(streamed: Streamed) -> float:
+def whole_s(streamed: StreamedAnswer) -> float:
     return streamed.ended - streamed.sent
 
 
-def num_tokens(streamed: Streamed) -> int:
-    """As the server counts them, where it says so."""
+def num_tokens(streamed: StreamedAnswer) -> int:
+    """Returns the number of tokens that the server counted; if it does not say, that received."""
     return streamed.num_tokens if streamed.usage is None else streamed.usage.completion_tokens
 
 
-LIMITS: dict[str, Callable[[Streamed], float | None]] = {
+LIMITS: dict[str, Callable[[StreamedAnswer], float | None]] = {
     "ttft": first_token_s,
     "tpot": per_token_s,
     "e2el": whole_s,
 }
-"""What a goodput limit may bound, by vLLM's names."""
+"""Times that a goodput limit can bound, by the names that vLLM gives them."""
 
 
 def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
-    """Milliseconds by name, of "ttft:500"; several may stand in one text."""
+    """Reads limits in milliseconds, such as "ttft:500 tpot:50"; returns them by name."""
     limits = {}
     for text in itertools.chain.from_iterable(text.split() for text in texts):
         name, _, value = text.partition(":")
@@ -75,9 +75,7 @@ def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
 def figures(
     outcomes: Sequence[Outcome], elapsed_s: float, goodput: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Times in milliseconds; those of requests that failed are left out, and the failed are counted
-    by what was said.
-    """
+    """Returns all figures; times named _ms are in milliseconds and leave failed requests out."""
     done = [outcome.streamed for outcome in outcomes if outcome.streamed is not None]
     per_token = [seconds for streamed in done if (seconds := per_token_s(streamed)) is not None]
     num_prompt = sum(_num_prompt(outcome) for outcome in outcomes if outcome.streamed is not None)
@@ -116,9 +114,7 @@ def figures(
 
 
 def table(found: Mapping[str, Any], shared: float | None) -> str:
-    """For people. `shared`: of the prompts' tokens, those that an earlier prompt begins with, where
-    that is known.
-    """
+    """Returns the figures as lines to read; `shared` is the result of `shared_share` if known."""
     lines = [
         f"{'completed':26}{found['completed']} in {found['elapsed_s']:.1f} s, failed"
         f" {found['failed']}"
@@ -162,10 +158,10 @@ def table(found: Mapping[str, Any], shared: float | None) -> str:
 
 def _num_prompt(outcome: Outcome) -> int:
     usage = outcome.streamed.usage if outcome.streamed is not None else None
-    return outcome.ask.input_len if usage is None else usage.prompt_tokens
+    return outcome.request.input_len if usage is None else usage.prompt_tokens
 
 
-def _hit_rate(done: Sequence[Streamed], num_prompt: int) -> float | None:
+def _hit_rate(done: Sequence[StreamedAnswer], num_prompt: int) -> float | None:
     details = [
         streamed.usage.prompt_tokens_details for streamed in done if streamed.usage is not None
     ]
@@ -175,15 +171,15 @@ def _hit_rate(done: Sequence[Streamed], num_prompt: int) -> float | None:
     return sum(counts) / num_prompt if counts and num_prompt else None
 
 
-def _is_good(streamed: Streamed, limits: Mapping[str, float]) -> bool:
+def _is_good(streamed: StreamedAnswer, limits: Mapping[str, float]) -> bool:
     measured = [(LIMITS[name](streamed), limit) for name, limit in limits.items()]
     return all(seconds is None or 1000 * seconds <= limit for seconds, limit in measured)
 
 
 def _errors(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Each message once, the most frequent first, with the first request that met it."""
+    """Returns each message once, most frequent first, with the first request that met it."""
     failed = [outcome for outcome in outcomes if outcome.error is not None]
-    first = {outcome.error: outcome.ask.name for outcome in reversed(failed)}
+    first = {outcome.error: outcome.request.name for outcome in reversed(failed)}
     counts = Counter(outcome.error for outcome in failed)
     return [
         {"message": message, "count": count, "first": first[message]}

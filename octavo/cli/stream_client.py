@@ -1,9 +1,8 @@
-"""A client of the completions API that looks at the clock: a connection for each request, answers
-read as they come.
+"""A client of the completions API that notes when each token arrives; one connection per request.
 
-A protocol on the transport, HTTP parsed by httptools as in the server: little is taken from the
-cores which client and server share (about 20 microseconds a token, with uvloop). Knows nothing of
-what is asked.
+It is an asyncio protocol with HTTP parsed by httptools, as in the server, so that it takes little
+from the cores that it shares with a local server: about 20 microseconds a token with uvloop. Knows
+nothing of the prompts.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from octavo.errors import ConfigError, WorkerFailed
 
 
 class Choice(msgspec.Struct):
+    """The part of an event that belongs to one answer."""
+
     text: str = ""
     token_ids: list[int] | None = None
     finish_reason: str | None = None
@@ -32,7 +33,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class StreamUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
@@ -40,33 +41,34 @@ class Usage(msgspec.Struct):
 
 class Event(msgspec.Struct):
     choices: list[Choice] = []
-    usage: Usage | None = None
+    usage: StreamUsage | None = None
     error: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
-class Streamed:
-    """What came of one request; moments on the clock of `time.perf_counter`."""
+class StreamedAnswer:
+    """An answer and its times, on the clock of `time.perf_counter`."""
 
     sent: float
     token_times: list[float] = field(default_factory=list)
-    """One for each event that brought tokens."""
+    """Arrival of each event with tokens."""
     num_tokens: int = 0
     ended: float = 0.0
-    usage: Usage | None = None
+    usage: StreamUsage | None = None
     finished: bool = False
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its answer while it comes; httptools calls `on_body` and
-    `on_message_complete`.
+    """One request and its answer.
+
+    asyncio calls the methods of its protocol, httptools `on_body` and `on_message_complete`.
     """
 
     def __init__(self, request: bytes, on_bytes: Callable[[bytes], Any]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what broke the exchange off."""
+        """Result of the exchange: None, or the error that broke it off."""
         self.body = bytearray()
-        """Of an answer that is not 200; the others go to `on_bytes`."""
+        """Body of an answer whose status is not 200; any other goes to `on_bytes`."""
         self._request = request
         self._on_bytes = on_bytes
         self._parser = httptools.HttpResponseParser(self)
@@ -113,7 +115,7 @@ class Exchange(asyncio.Protocol):
 
 
 class StreamClient:
-    """Of one server."""
+    """A client of one server."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -135,7 +137,7 @@ class StreamClient:
         )
 
     async def models(self) -> list[dict[str, Any]]:
-        """The cards of what is served. ConfigError where nobody answers."""
+        """Returns the cards of the served models; raises ConfigError if no server answers."""
         body = bytearray()
         try:
             await self._exchange("GET", "/v1/models", b"", body.extend)
@@ -151,9 +153,11 @@ class StreamClient:
             raise ConfigError(f"url: {self.url}/v1/models answers {error.message}") from error
         return cards
 
-    async def complete(self, body: bytes) -> Streamed:
-        """Streams one completion to its end; WorkerFailed says what the server answered instead."""
-        streamed = Streamed(time.perf_counter())
+    async def complete(self, body: bytes) -> StreamedAnswer:
+        """Streams one completion to its end; raises WorkerFailed with what the server answered
+        instead.
+        """
+        streamed = StreamedAnswer(time.perf_counter())
         reader = EventReader(streamed)
         try:
             await self._exchange("POST", "/v1/completions", body, reader.feed)
@@ -188,9 +192,9 @@ class StreamClient:
 
 
 class EventReader:
-    """Takes server-sent events apart and notes when tokens came."""
+    """Parses server-sent events and notes when tokens arrived."""
 
-    def __init__(self, streamed: Streamed) -> None:
+    def __init__(self, streamed: StreamedAnswer) -> None:
         self.error: str | None = None
         self._streamed = streamed
         self._rest = b""
@@ -221,7 +225,7 @@ class EventReader:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says, in OpenAI's form or any other."""
+    """Returns the message of an error's body, in OpenAI's form or any other."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -1,9 +1,8 @@
-"""What a benchmark of a server asks for, and when: the requests of a trace, scaled, or synthetic
-ones.
+"""The requests of a server's benchmark and their times, from a scaled trace or synthetic.
 
-A trace is JSON lines: timestamp (ms), input_length, output_length, and optionally hash_ids, names
-of its prompt's blocks of 512 tokens: prompts that begin with the same names begin with the same
-tokens. Source of the form: Mooncake's published traces. Knows no server.
+A trace is JSON lines: timestamp (ms), input_length, output_length, and optionally hash_ids, which
+name the prompt's blocks of 512 tokens: prompts that begin with the same names begin with the same
+tokens. The format is that of Mooncake's published traces. Knows no server.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import array
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -22,28 +21,29 @@ import msgspec
 from octavo.errors import ConfigError
 
 TRACE_BLOCK = 512
+"""Tokens of a named block of a trace."""
 KV_BLOCK = 16
-"""Tokens that a prefix cache shares at least."""
-NUM_IDS = 256
-"""Prompts are of ids below it: every vocabulary has so many."""
+"""Tokens of a KV block, the least that a prefix cache shares."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request. `name` says where it stands, for messages; `block_ids` name `block_tokens`
-    tokens each, from the beginning on.
-    """
+class TrafficRequest:
+    """One request of a benchmark."""
 
     name: str
+    """Origin, such as the line of a trace, for messages."""
     at_s: float
+    """Time at which it is sent, in seconds after the first one."""
     input_len: int
     output_len: int
     block_ids: tuple[int, ...] = ()
+    """Names of the prompt's blocks, from its beginning on; () if it shares none."""
     block_tokens: int = TRACE_BLOCK
+    """Tokens of each block, after scaling."""
 
 
 def parse_scale(text: str) -> Fraction:
-    """ "1/32" or "0.5"."""
+    """Reads a positive fraction such as "1/32" or "0.5"."""
     try:
         scale = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -55,78 +55,85 @@ def parse_scale(text: str) -> Fraction:
 
 def read_trace(
     path: Path, *, scale: Fraction = Fraction(1), num_requests: int | None = None
-) -> list[Ask]:
-    """The first requests in the order of their times, which begin at 0. ConfigError names the line
-    that is wrong.
+) -> list[TrafficRequest]:
+    """Returns a trace's first requests in the order of their times, which begin at 0.
+
+    Raises ConfigError, which names the line, if one is wrong.
     """
-    asks: list[Ask] = []
+    requests: list[TrafficRequest] = []
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if len(asks) == num_requests:
+                if len(requests) == num_requests:
                     break
                 if line.strip():
-                    asks.append(_ask(f"{path}, line {number}", line, scale))
+                    requests.append(_request_of(f"{path}, line {number}", line, scale))
     except OSError as error:
         raise ConfigError(f"trace: cannot read {path}: {error.strerror}") from error
-    if not asks:
+    if not requests:
         raise ConfigError(f"trace: {path} holds no requests")
-    first_s = min(ask.at_s for ask in asks)
-    return sorted((replace(ask, at_s=ask.at_s - first_s) for ask in asks), key=lambda ask: ask.at_s)
+    first_s = min(request.at_s for request in requests)
+    timed = [replace(request, at_s=request.at_s - first_s) for request in requests]
+    return sorted(timed, key=lambda request: request.at_s)
 
 
-def synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[Ask]:
-    """All at once, with nothing in common."""
+def synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[TrafficRequest]:
+    """Returns requests that are sent at once and have no tokens in common."""
     return [
-        Ask(f"request {number}", 0.0, input_len, output_len)
+        TrafficRequest(f"request {number}", 0.0, input_len, output_len)
         for number in range(1, num_requests + 1)
     ]
 
 
-def at_rate(asks: Sequence[Ask], rate: float, seed: int) -> list[Ask]:
-    """In their order, at the moments of a Poisson process of so many requests per second; math.inf:
-    all at once.
+def at_rate(requests: Sequence[TrafficRequest], rate: float, seed: int) -> list[TrafficRequest]:
+    """Returns the requests in their order, at the times of a Poisson process of `rate` per second.
+
+    With a rate of math.inf all are sent at once.
     """
     draw, now, timed = random.Random(seed), 0.0, []
-    for ask in asks:
-        timed.append(replace(ask, at_s=now))
+    for request in requests:
+        timed.append(replace(request, at_s=now))
         now += 0.0 if math.isinf(rate) else draw.expovariate(rate)
     return timed
 
 
-def prompt_of(ask: Ask, seed: int) -> list[int]:
-    """Its token ids: of a named block always the same, of an unnamed prompt its own."""
-    if not ask.block_ids:
-        return _draw(f"{seed}/{ask.name}", ask.input_len)
+def prompt_of(request: TrafficRequest, seed: int) -> list[int]:
+    """Returns token ids below 256, which every vocabulary has.
+
+    Blocks of one name have the same ids; a prompt without names has ids of its own.
+    """
+    if not request.block_ids:
+        return _draw(f"{seed}/{request.name}", request.input_len)
     tokens = [
         token
-        for block_id in ask.block_ids
-        for token in _draw(f"{seed}/block {block_id}", ask.block_tokens)
+        for block_id in request.block_ids
+        for token in _draw(f"{seed}/block {block_id}", request.block_tokens)
     ]
-    return tokens[: ask.input_len]
+    return tokens[: request.input_len]
 
 
-def shared_share(asks: Sequence[Ask]) -> float:
-    """Of all prompts' tokens, those that an earlier prompt begins with: what a prefix cache without
-    limits would find.
+def shared_share(requests: Sequence[TrafficRequest]) -> float:
+    """Returns the share of the prompt tokens that an unlimited prefix cache would find.
+
+    These are the tokens at a prompt's beginning with which an earlier prompt begins too.
     """
     seen: set[int] = set()
     shared = 0
-    for ask in asks:
+    for request in requests:
         leading = next(
-            (index for index, block_id in enumerate(ask.block_ids) if block_id not in seen),
-            len(ask.block_ids),
+            (index for index, block_id in enumerate(request.block_ids) if block_id not in seen),
+            len(request.block_ids),
         )
-        shared += min(ask.input_len, leading * ask.block_tokens)
-        seen.update(ask.block_ids)
-    return shared / sum(ask.input_len for ask in asks)
+        shared += min(request.input_len, leading * request.block_tokens)
+        seen.update(request.block_ids)
+    return shared / sum(request.input_len for request in requests)
 
 
 def _draw(name: str, count: int) -> list[int]:
     return list(array.array("B", random.Random(name).randbytes(count)))
 
 
-def _ask(name: str, line: bytes, scale: Fraction) -> Ask:
+def _request_of(name: str, line: bytes, scale: Fraction) -> TrafficRequest:
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -138,20 +145,16 @@ def _ask(name: str, line: bytes, scale: Fraction) -> Ask:
         )
     input_length = _number(name, row, "input_length", 1, whole=True)
     output_length = _number(name, row, "output_length", 1, whole=True)
-    ask = Ask(
+    request = TrafficRequest(
         name,
         _number(name, row, "timestamp", 0) / 1000,
         math.ceil(input_length * scale),
         math.ceil(output_length * scale),
     )
-    ids = row.get("hash_ids")
-    return (
-        ask
-        if ids is None
-        else replace(
-            ask, block_ids=_block_ids(name, ids, input_length), block_tokens=_block_tokens(scale)
-        )
-    )
+    if (ids := row.get("hash_ids")) is None:
+        return request
+    block_ids = _block_ids(name, ids, input_length)
+    return replace(request, block_ids=block_ids, block_tokens=_block_tokens(scale))
 
 
 def _number(name: str, row: dict[str, Any], field: str, low: int, *, whole: bool = False) -> Any:
@@ -183,18 +186,13 @@ def _block_ids(name: str, ids: Any, input_length: int) -> tuple[int, ...]:
 def _block_tokens(scale: Fraction) -> int:
     tokens = TRACE_BLOCK * scale
     if tokens % KV_BLOCK:
-        near = next(_multiples(tokens))
+        nearest = Fraction(max(1, round(tokens / KV_BLOCK)) * KV_BLOCK, TRACE_BLOCK)
         raise ConfigError(
             f"scale: got {scale}, which makes blocks of {TRACE_BLOCK} tokens {float(tokens):g},"
             f" allowed are multiples of {KV_BLOCK}",
-            hint=f"{near} would do",
+            hint=f"{nearest} would do",
         )
     return int(tokens)
-
-
-def _multiples(tokens: Fraction) -> Iterator[Fraction]:
-    """Scales whose blocks are right, the nearest first."""
-    yield Fraction(max(1, round(tokens / KV_BLOCK)) * KV_BLOCK, TRACE_BLOCK)
 
 
 def _short(value: Any) -> str:

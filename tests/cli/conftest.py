@@ -1,4 +1,4 @@
-"""The command in this process, and in one of its own."""
+"""The `octavo` command run in this process, and in one of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = ("--threads=1", "--kv-cache-memory-bytes=64MiB", "--max-model-len=256", 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The end of a command: its exit code and what it printed."""
 
     code: int
     out: str
@@ -26,7 +26,7 @@ class Ended:
 
     @property
     def message(self) -> list[str]:
-        """What it said on stderr that is no report of loading."""
+        """Lines on stderr that are no report of loading."""
         assert "Traceback" not in self.err, self.err
         return [
             line for line in self.err.splitlines() if not line.startswith(("loading ", "KV cache "))
@@ -35,7 +35,7 @@ class Ended:
 
 @pytest.fixture
 def octavo(monkeypatch, capsys) -> Callable[..., Ended]:
-    """`octavo("run", "hello")`, in this process."""
+    """Runs a command in this process, as in `octavo("run", "hello")`."""
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["octavo", *map(str, arguments)])
@@ -49,12 +49,12 @@ def octavo(monkeypatch, capsys) -> Callable[..., Ended]:
 
 @pytest.fixture
 def tiny() -> list[str]:
-    """The options of a small engine over a model that writes nonsense."""
+    """Options of a small engine over a random model, which writes nonsense."""
     return [f"--model={tiny_model_with_text()}", *SMALL]
 
 
 def process(*arguments: str, **options) -> subprocess.Popen[str]:
-    """The command in a process of its own, with pipes."""
+    """Starts the command in a process of its own, with pipes."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-m", "octavo.cli.main", *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""What a person gets wrong: one clear message, exit code 2, no traceback."""
+"""A user's mistake gets one clear message, exit code 2 and no traceback."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from tests.support.tiny_tokenizer import tiny_model_with_text
 
 @pytest.fixture
 def model_copy(tmp_path):
-    """The tiny model, to be spoiled."""
+    """A copy of the tiny model, which a test may damage."""
     return shutil.copytree(tiny_model_with_text(), tmp_path / "model")
 
 
@@ -97,7 +97,7 @@ def test_bad_arguments(octavo, arguments, message):
 
 
 def refusal(octavo, *arguments) -> str:
-    """The message of a command that must fail as the caller's fault."""
+    """Returns the message of a command that must fail as the caller's fault."""
     ended = octavo(*arguments)
     assert (ended.code, ended.out) == (2, "")
     assert ended.message[0].startswith("octavo: ")

@@ -1,4 +1,4 @@
-"""octavo bench: the work asked for is the work done, and the figures add up."""
+"""`octavo bench` does exactly the given work, and its figures add up."""
 
 import json
 
@@ -38,8 +38,8 @@ def test_counts_and_rates(octavo, tiny, kind):
 
 @pytest.mark.parametrize("layout", ["paged", "virtual"])
 def test_kv_utilisation(octavo, tiny, layout):
-    """One request of 20 + 12 tokens: 31 computed ones in 2 blocks at the end; in a context of 256
-    for each of what runs.
+    """One request of 20 + 12 tokens has 31 computed tokens in 2 blocks at its end; whole contexts
+    would have room for 256.
     """
     sizes = ("--num-prompts=2", "--input-len=20", "--output-len=12", "--no-enable-prefix-caching")
     kv = json.loads(
@@ -56,7 +56,7 @@ def test_kv_utilisation(octavo, tiny, layout):
 
 
 def test_what_the_textbook_compares(octavo, tiny):
-    """Each by its one option (docs/concepts/textbook.md); steps depend on nothing but the seed."""
+    """Each scheme of docs/concepts/textbook.md is one option; steps depend only on the seed."""
 
     def steps(*options: str) -> int:
         sizes = (

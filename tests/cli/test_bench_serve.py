@@ -1,4 +1,4 @@
-"""octavo bench serve: over HTTP against a live server, and against one that misbehaves."""
+"""`octavo bench serve` over HTTP, against a live server and against one that misbehaves."""
 
 import json
 import socket
@@ -10,8 +10,8 @@ import pytest
 
 from octavo.cli import load, own_server
 from octavo.cli.serve_figures import Outcome, figures, parse_goodput
-from octavo.cli.stream_client import Streamed, Usage
-from octavo.cli.traffic import Ask
+from octavo.cli.stream_client import StreamedAnswer, StreamUsage
+from octavo.cli.traffic import TrafficRequest
 from octavo.errors import ConfigError
 from tests.support.live_server import LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -178,8 +178,8 @@ STREAMS = {
 }
 
 
-def test_an_own_server_that_ends(octavo, tiny, monkeypatch):
-    """Its figures would mean nothing."""
+def test_an_own_server_that_ends_fails_the_benchmark(octavo, tiny, monkeypatch):
+    """The benchmark fails, since its figures would mean nothing."""
     started = []
 
     class Noted(subprocess.Popen):
@@ -203,8 +203,8 @@ def test_an_own_server_that_ends(octavo, tiny, monkeypatch):
 
 
 class Misbehaving(BaseHTTPRequestHandler):
-    """Answers the first request well, then in turns: 429, an error within the stream, an end
-    without one.
+    """A server that answers the first request well, then in turns with 429, with an error within
+    the stream, and with an end of the stream before the answer's.
     """
 
     protocol_version = "HTTP/1.1"
@@ -233,7 +233,7 @@ class Misbehaving(BaseHTTPRequestHandler):
 
 
 def test_failures_are_counted_and_named(octavo):
-    """A server of another make: no context, no usage, no token ids, other line ends."""
+    """The server is of another make: no context, no usage, no token ids, other line ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     where = f"--url=http://127.0.0.1:{server.server_port}"
@@ -268,15 +268,15 @@ def test_failures_are_counted_and_named(octavo):
 
 
 def streamed(times, usage=None):
-    return Streamed(0.0, list(times), len(times), times[-1], usage, finished=True)
+    return StreamedAnswer(0.0, list(times), len(times), times[-1], usage, finished=True)
 
 
 def test_figures_add_up():
-    asks = [Ask(f"request {i}", 0.0, 10, 3) for i in range(3)]
+    requests = [TrafficRequest(f"request {i}", 0.0, 10, 3) for i in range(3)]
     outcomes = [
-        Outcome(asks[0], 0.001, streamed([0.1, 0.2, 0.3], Usage(10, 3))),
-        Outcome(asks[1], 0.002, streamed([0.6], Usage(10, 1))),
-        Outcome(asks[2], 0.003, error="no"),
+        Outcome(requests[0], 0.001, streamed([0.1, 0.2, 0.3], StreamUsage(10, 3))),
+        Outcome(requests[1], 0.002, streamed([0.6], StreamUsage(10, 1))),
+        Outcome(requests[2], 0.003, error="no"),
     ]
     found = figures(outcomes, 2.0, parse_goodput(["ttft:500 tpot:100.1", "e2el:1000"]))
     assert (

@@ -1,4 +1,4 @@
-"""octavo bench startup: processes of their own, their time to the first token and their memory."""
+"""`octavo bench startup` measures processes of their own: time to the first token, and memory."""
 
 import json
 import subprocess

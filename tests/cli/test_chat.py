@@ -1,4 +1,4 @@
-"""octavo chat, driven through its standard input."""
+"""`octavo chat`, driven through its standard input."""
 
 import io
 import signal
@@ -13,7 +13,7 @@ from tests.support.tiny_tokenizer import tiny_model_with_text
 
 @pytest.fixture
 def talk(octavo, tiny, monkeypatch):
-    """Lines in, (stdout, messages) out."""
+    """Talks in the given lines; returns the lines of stdout, and the messages on stderr."""
 
     def run(*lines: str, **options: str):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -52,7 +52,7 @@ def test_the_history_goes_along_until_reset(talk):
 def test_an_unknown_command_is_named(talk):
     out, messages = talk("/rest")
     assert out == []
-    assert "no such command: /rest (/reset begins anew" in messages[1]
+    assert "no such command: /rest (/reset starts over" in messages[1]
 
 
 def test_a_question_that_does_not_fit_is_taken_back(talk):
@@ -60,7 +60,7 @@ def test_a_question_that_does_not_fit_is_taken_back(talk):
     out, messages = talk("x" * 300, "one")
     assert out == answer.splitlines()
     assert any("maximum context length is 256" in line for line in messages)
-    assert "hint: /reset begins anew" in messages
+    assert "hint: /reset starts over" in messages
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation():

@@ -1,4 +1,4 @@
-"""What `octavo doctor` says: of this machine, of one without PyTorch, of one with a GPU."""
+"""`octavo doctor` reports on this machine, on one without PyTorch, and on one with a GPU."""
 
 import importlib
 import json

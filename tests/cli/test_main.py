@@ -1,4 +1,4 @@
-"""The command itself: help, version, flags made of config fields, lean imports, exit codes."""
+"""The `octavo` command: help, version, flags made of config fields, lean imports, exit codes."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def test_imports_are_lean(modules, absent):
     assert not absent & set(loaded)
 
 
-def test_what_has_no_known_kind_keeps_its_traceback():
+def test_a_bug_keeps_its_traceback():
     def bug():
         raise RuntimeError("a bug")
 
@@ -81,7 +81,7 @@ def test_what_has_no_known_kind_keeps_its_traceback():
         exit_code_of(bug)
 
 
-def test_the_engines_fault_is_1(capsys):
+def test_the_exit_code_of_an_engines_fault_is_1(capsys):
     def dies():
         raise EngineDead("the engine process has ended")
 
@@ -89,7 +89,7 @@ def test_the_engines_fault_is_1(capsys):
     assert capsys.readouterr().err == "octavo: the engine process has ended\n"
 
 
-def test_ctrl_c_is_130(tiny):
+def test_the_exit_code_after_ctrl_c_is_130(tiny):
     running = process("run", "hello", *tiny, "--max-tokens=200", stdin=None)
     assert running.stdout.read(1)
     running.send_signal(signal.SIGINT)
@@ -99,7 +99,7 @@ def test_ctrl_c_is_130(tiny):
 
 
 @pytest.mark.parametrize("module", ["typer", "octavo.config.sizes", "numpy", "octavo.engine.core"])
-def test_ctrl_c_while_it_imports_is_130(tiny, module):
+def test_ctrl_c_during_imports_ends_quietly_with_130(tiny, module):
     """The signal comes as soon as a module has been imported, long before there is an engine."""
     command = [sys.executable, "-X", "importtime", "-m", "octavo.cli.main", "run", "hello", *tiny]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -109,6 +109,18 @@ def test_ctrl_c_while_it_imports_is_130(tiny, module):
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=20)
     assert running.returncode == INTERRUPTED and "Traceback" not in err, err
+
+
+def test_ctrl_c_within_the_making_of_a_class_is_130(tmp_path):
+    """Python -m would kill itself after a KeyboardInterrupt that has passed through exec()."""
+    (tmp_path / "interrupted.py").write_text(
+        "from octavo.cli import app, main\n"
+        "app.run_command = lambda arguments: exec('raise KeyboardInterrupt')\n"
+        "main.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(tmp_path)])}
+    command = [sys.executable, "-m", "interrupted"]
+    assert subprocess.run(command, env=environment, check=False).returncode == INTERRUPTED
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "hello", "--max-tokens=200"]], ids=str)
@@ -122,7 +134,7 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(tiny, arguments):
     assert running.wait(20) == OUTPUT_CLOSED == 141
 
 
-def test_no_memory_is_one_message(capsys):
+def test_a_lack_of_memory_is_one_message(capsys):
     def command() -> None:
         raise MemoryError
 
@@ -148,7 +160,7 @@ def test_what_a_terminal_cannot_show_is_replaced(tiny):
 
 
 def test_bytes_that_are_no_text_are_refused(tiny):
-    """That holds for standard input and for arguments."""
+    """Both standard input and arguments are checked."""
     running = process(
         "run",
         "-",

@@ -1,4 +1,4 @@
-"""`octavo plan MODEL`."""
+"""`octavo plan MODEL` predicts the memory of a model, and suggests flags that make it fit."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ GIVEN = ("--bandwidth=1G", "--flops=1T")
 
 @pytest.fixture
 def config(tmp_path):
-    """Nothing but a config.json: a large model of which no weight is here."""
+    """A folder with only the config.json of a large model."""
     values = {
         "model_type": "llama",
         "dtype": "bfloat16",
@@ -44,8 +44,8 @@ def planned(octavo, *arguments):
 
 
 def test_a_config_alone(octavo, config):
-    """8.03 billion parameters in bf16; K and V of 8 heads of 128 numbers, 32 layers: 128 KiB a
-    token.
+    """The model has 8.03 billion parameters in bf16, and K and V of 8 heads of 128 numbers in 32
+    layers: 128 KiB a token.
     """
     ended, found = planned(octavo, config, "--memory=80GiB")
     assert ended.code == 0 and ended.err == ""
@@ -67,7 +67,7 @@ def test_a_config_alone(octavo, config):
 
 
 def test_a_rank_of_two(octavo, config):
-    """Half of every matrix, norms whole, half of the KV heads."""
+    """One of two ranks holds half of every matrix and of the KV heads, and whole norms."""
     ranks = ("--backend=torch", "--device=cpu", "--tensor-parallel-size=2")
     ended, found = planned(octavo, config, "--memory=40GiB", *ranks)
     _, whole = planned(octavo, config, "--memory=80GiB", *ranks[:2])
@@ -110,7 +110,7 @@ def test_the_shortfall(octavo, config):
 
 
 def test_smaller_steps_where_the_weights_just_fit(octavo, config):
-    """Nothing is said not to fit that some flags would make fit; those that are printed do."""
+    """A model that some flags make fit is never called too large, and the printed flags suffice."""
     least = planned(
         octavo,
         config,
@@ -167,8 +167,8 @@ def test_what_is_not_served_is_not_planned(octavo, tmp_path, values, message):
 
 
 def test_int4_of_a_config_alone(octavo, config):
-    """Of 7 matrices a layer v keeps 8 bits, and down does in the first and last 4 and in 8 of the
-    24 between; the untied head has 4.
+    """The matrix v keeps 8 bits in every layer, down in the first and last 4 and in 8 of the 24
+    between; the untied head has 4.
     """
     found = planned(octavo, config, "--memory=80GiB", "--quantization=int4")[1]
     layer = {
@@ -202,7 +202,7 @@ def test_int4_that_cannot_be_is_refused_and_not_suggested(octavo, config):
 
 
 def test_what_is_planned_is_what_is_loaded(octavo, monkeypatch):
-    """Bytes of weights: of the plan, of the check before loading, and as packed."""
+    """Plan, check before loading and packed weights agree on the bytes of the weights."""
     path = tiny_model("llama", **WIDTHS_OF_32["llama"], num_hidden_layers=9).path
     sizes, prepared, prepare = [], [], NativeBackend.prepare
 
@@ -258,8 +258,8 @@ def test_bad_numbers(octavo, config, flags, message):
     assert ended.code == 2 and message in ended.err
 
 
-def test_serve_says_it_before_it_loads(octavo, tmp_path, monkeypatch):
-    """No weight is read: the file holds a header and nothing sound besides."""
+def test_serve_refuses_what_does_not_fit_before_it_loads(octavo, tmp_path, monkeypatch):
+    """The refusal reads no weight: the file holds a header and nothing sound after it."""
     shutil.copytree(tiny_model("llama").path, tmp_path / "model")
     monkeypatch.setattr(Machine, "available_bytes", lambda self: 100 << 20)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""`octavo replay FILE`, in a process of its own as in the one that recorded."""
+"""`octavo replay FILE` repeats a recording, also in another process than the one that recorded."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_another_plan(octavo, log):
 
 
 def test_what_follows_another_plan_is_not_looked_at(octavo, log):
-    """The recorded request is gone, so its results fit no plan."""
+    """Without the recorded request its results fit no plan."""
     lines = log.read_text().splitlines()
     log.write_text("\n".join(line for line in lines if json.loads(line)["type"] != "Added") + "\n")
     ended = octavo("replay", log)
@@ -62,7 +62,7 @@ def test_lines_that_do_not_belong_together(octavo, log, order, message):
 
 
 def test_a_plan_without_its_result_is_taken_for_one_that_was_in_flight(octavo, log):
-    """So the next one is planned ahead of it, which this recording's was not."""
+    """The next plan is then made ahead of its result, unlike the recorded one, so they differ."""
     lines = log.read_text().splitlines()
     log.write_text("\n".join(lines[index] for index in (0, 1, 2, 4, 5)) + "\n")
     ended = octavo("replay", log)

@@ -1,4 +1,4 @@
-"""octavo bench --profile: the table and the picture of made-up and of real profiles."""
+"""The table and the picture of `octavo bench --profile`, of made-up and of real profiles."""
 
 import json
 from dataclasses import replace

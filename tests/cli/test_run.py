@@ -1,4 +1,4 @@
-"""octavo run: one answer on stdout, statistics on stderr."""
+"""`octavo run` prints one answer on stdout and statistics on stderr."""
 
 import io
 import json
@@ -58,7 +58,7 @@ NOT_NEEDED = {
 }
 
 
-def test_what_it_does_not_need_it_does_not_import(tiny):
+def test_it_imports_nothing_that_it_does_not_need(tiny):
     command = [sys.executable, "-X", "importtime", "-m", "octavo.cli.main", "run", "hello", *tiny]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {
@@ -155,8 +155,9 @@ def test_the_temperature_is_what_is_given_else_what_the_makers_say_else_0(
 @pytest.mark.alone
 @pytest.mark.model
 def test_the_default_model_knows_paris_and_begins_in_time():
-    """From process start to the first byte, with the model in the cache; the best of three, for the
-    machine may be busy.
+    """The time runs from the process' start to its first byte, with the model in the cache.
+
+    The best of three counts, since the machine may be busy.
     """
 
     def ask() -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""octavo serve: what it says when it starts. What it serves is tests/server's."""
+"""`octavo serve`'s messages at its start; the routes are tested in tests/server."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from tests.support.tiny_tokenizer import tiny_model_with_text
 MODEL = str(tiny_model_with_text())
 
 
-def test_open_to_all_without_a_key_is_warned_of():
+def test_a_server_open_to_all_without_a_key_warns():
     server = LiveServer(MODEL, "--host=0.0.0.0")
     assert server.stop() == 0
     assert server.lines[0].startswith(
@@ -19,7 +19,7 @@ def test_open_to_all_without_a_key_is_warned_of():
     assert server.url.startswith("http://127.0.0.1:")
 
 
-def test_open_to_all_with_a_key_is_not():
+def test_a_server_open_to_all_with_a_key_does_not_warn():
     server = LiveServer(MODEL, "--host=0.0.0.0", key="secret")
     assert server.stop() == 0
     assert server.lines[0].startswith("loading ")
@@ -27,7 +27,7 @@ def test_open_to_all_with_a_key_is_not():
 
 
 def test_a_folder_called_octavo_beside_is_not_mistaken_for_the_package(tmp_path):
-    """Neither by the server nor by the engine's own process."""
+    """Both the server and the engine's own process import the right package."""
     (tmp_path / "octavo").mkdir()
     (tmp_path / "octavo" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     command = [

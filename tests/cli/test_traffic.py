@@ -1,5 +1,5 @@
-"""Traces and synthetic traffic: lengths and blocks scale alike, equal names are equal tokens, a
-wrong line is named.
+"""Traces and synthetic traffic: lengths and blocks scale alike, equal names mean equal tokens, and
+a wrong line is named.
 """
 
 import itertools
@@ -33,30 +33,32 @@ def trace(tmp_path):
 
 
 def test_lengths_and_blocks_scale_alike(trace):
-    asks = read_trace(trace(*ROWS), scale=Fraction(1, 32))
-    assert [(ask.at_s, ask.input_len, ask.output_len) for ask in asks] == [
+    requests = read_trace(trace(*ROWS), scale=Fraction(1, 32))
+    assert [(request.at_s, request.input_len, request.output_len) for request in requests] == [
         (0, 35, 2),
         (0.5, 10, 1),
         (1, 29, 1),
         (1.5, 22, 2),
     ]
-    assert [ask.block_tokens for ask in asks if ask.block_ids] == [16] * 3
-    first, second, other = (prompt_of(ask, 0) for ask in asks if ask.block_ids)
+    assert [request.block_tokens for request in requests if request.block_ids] == [16] * 3
+    first, second, other = (prompt_of(request, 0) for request in requests if request.block_ids)
     assert [len(first), len(second), len(other)] == [35, 29, 22]
     assert first[:29] == second, "equal names are equal tokens, of a block that is cut off too"
     assert other[:16] != first[:16] and other[16:] == first[16:22]
-    assert prompt_of(asks[0], 0) == first and prompt_of(asks[0], 1) != first
+    assert prompt_of(requests[0], 0) == first and prompt_of(requests[0], 1) != first
     whole = read_trace(trace(*ROWS))[0]
     assert (whole.input_len, whole.block_tokens, len(prompt_of(whole, 0))) == (1100, 512, 1100)
 
 
-def test_what_could_be_found_again(trace):
-    asks = read_trace(trace(*ROWS))
-    assert shared_share(asks) == 900 / 3000, "a block counts only where all before it were there"
+def test_the_share_that_a_prefix_cache_could_find(trace):
+    requests = read_trace(trace(*ROWS))
+    assert shared_share(requests) == 900 / 3000, (
+        "a block counts only where all before it were there"
+    )
 
 
-def test_the_first_so_many(trace):
-    assert len(read_trace(trace(*ROWS, "not looked at"), num_requests=4)) == 4
+def test_only_the_first_requests_are_read(trace):
+    assert len(read_trace(trace(*ROWS, "not read"), num_requests=4)) == 4
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_a_wrong_line_is_named(trace, line, message):
     assert message in error.value.message and "trace.jsonl" in error.value.message
 
 
-def test_no_trace(trace, tmp_path):
+def test_a_trace_without_requests_is_refused(trace, tmp_path):
     with pytest.raises(ConfigError, match="holds no requests"):
         read_trace(trace("", ""))
     with pytest.raises(ConfigError, match="No such file"):
@@ -137,14 +139,14 @@ def test_scales(text):
 
 
 def test_poisson():
-    asks = synthetic(num_requests=4000, input_len=7, output_len=3)
-    timed = at_rate(asks, 20.0, seed=1)
+    requests = synthetic(num_requests=4000, input_len=7, output_len=3)
+    timed = at_rate(requests, 20.0, seed=1)
     assert timed[-1].at_s == pytest.approx(200, rel=0.1) and timed == at_rate(
-        asks, 20.0, seed=1
-    ) != at_rate(asks, 20.0, seed=2)
+        requests, 20.0, seed=1
+    ) != at_rate(requests, 20.0, seed=2)
     gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(timed)]
     assert sum(gap > 0.05 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03), (
         "exponential"
     )
-    assert {ask.at_s for ask in at_rate(asks, math.inf, seed=1)} == {0}
+    assert {request.at_s for request in at_rate(requests, math.inf, seed=1)} == {0}
     assert prompt_of(timed[0], 0) != prompt_of(timed[1], 0) and len(prompt_of(timed[0], 0)) == 7

@@ -1,7 +1,7 @@
-"""Two ranks (gloo on this CPU) give the tokens of one: whatever the scheduler does, wherever the
-reference's best two lie 1e-3 apart.
+"""Two ranks (gloo on this CPU) give the tokens of one, whatever the scheduler does.
 
-The reference in float64 says what comes next and how clearly; the ranks compute in fp32.
+Within tolerance: tokens are compared with the float64 reference up to the first place at which its
+best two logits lie less than 1e-3 apart; the ranks compute in fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 GAP = 1e-3
 BOUND = 1e-3
-"""Of logprobs, in fp32 against float64."""
+"""Bound on the error of logprobs, in fp32 against float64."""
 
 LENGTHS = (5, 40, 33, 16, 90)
 
@@ -47,7 +47,7 @@ every_family = pytest.mark.parametrize(
 
 
 UNTIED = {"gemma3_text": {"tie_word_embeddings": False}}
-"""Tied, the tiny one says its last token again and again, however its samples are drawn."""
+"""Options of families whose tiny model repeats one token forever if its embeddings are tied."""
 
 
 def path_of(family: str) -> Path:
@@ -71,13 +71,13 @@ def wanted(
 
 
 def block_bytes(family: str) -> int:
-    """On the first rank, in fp32, a block in every group."""
+    """Returns the bytes on the first rank, in fp32, of one block in every group."""
     program = build_programs(open_checkpoint(path_of(family)).config)["decoder"]
     return sum(layout_of(group, torch.float32).block_bytes for group in shard(program, 0, 2).groups)
 
 
 def assert_same_tokens(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    """Up to the first place where the reference itself hardly knows."""
+    """Compares tokens and logprobs up to the first place where the reference is not clear."""
     for output, reference in zip(found, expected, strict=True):
         assert output.finished and output.error is None, output.error
         ours, theirs = output.outputs[0], reference.outputs[0]
@@ -118,8 +118,8 @@ def test_tokens_prefix_hits_and_forks(family: str) -> None:
 @every_family
 @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_chunks_and_preemption(family: str, mode: str) -> None:
-    """Room for two of four requests as they grow, 13 tokens a step: blocks are swapped on both
-    ranks.
+    """There is room for two of four requests as they grow, at 13 tokens a step, so blocks are
+    swapped on both ranks.
     """
     options = {"max_model_len": 80, "preemption_mode": mode, "max_num_batched_tokens": 13}
     with ranked(family, kv_cache_memory_bytes=8 * block_bytes(family), **options) as llm:
@@ -144,7 +144,7 @@ def test_with_batch_invariant_company_changes_no_bit(llama: LLM) -> None:
 
 
 def test_the_first_rank_draws_for_all(llama: LLM) -> None:
-    """Penalties, bans, logprobs of the prompt and beams: whatever is drawn with."""
+    """Penalties, biases and logprobs of the prompt are applied by the first rank alone."""
     prompt = prompts_of(20)[0]
     params = SamplingParams(
         temperature=0.8,
@@ -172,8 +172,10 @@ def test_the_first_rank_draws_for_all(llama: LLM) -> None:
     ids=str,
 )
 def test_precisions(options: dict[str, str]) -> None:
-    """As one rank in the same precision, where that one is clear; bf16 rounds each rank's sum, so
-    its tokens may part at a wider gap.
+    """Two ranks agree with one rank in the same precision where that one is clear.
+
+    bf16 rounds each rank's sum, and an int8 cache each rank's keys, so only first tokens are
+    compared there.
     """
     prompts = prompts_of(*LENGTHS)
     with make_llm("llama", backend="torch", device="cpu", batch_invariant=False, **options) as llm:
@@ -192,7 +194,7 @@ def test_precisions(options: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_more_ranks_than_kv_heads() -> None:
-    """Four: each of llama's two KV heads is on two of them."""
+    """With four ranks each of llama's two KV heads is on two of them."""
     with ranked("llama", tensor_parallel_size=4) as llm:
         assert_same_tokens(llm.generate(prompts_of(*LENGTHS), GREEDY), wanted("llama"))
 
@@ -219,14 +221,14 @@ def test_more_ranks_than_kv_heads() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_options_that_do_not_fit_together_are_refused_before_anything_starts(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ranked("llama", **options)
 
 
-def test_what_keeps_a_rank_from_loading_is_said() -> None:
-    """Too little memory for one request, on every rank."""
+def test_an_error_that_keeps_a_rank_from_loading_is_raised() -> None:
+    """There is too little memory for one request, on every rank."""
     with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes: got 1\.0 KiB, needed are"):
         ranked("llama", kv_cache_memory_bytes=1024)

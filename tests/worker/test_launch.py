@@ -1,5 +1,5 @@
-"""Steps that are launched before the one before has come back: last tokens that only the device
-knows, and steps that fail on the way.
+"""Steps that are launched before the previous one has returned: last tokens that only the device
+knows, and steps that fail after their launch.
 """
 
 import numpy as np
@@ -13,15 +13,16 @@ UNKNOWN = -5
 
 
 class LaunchingRunnable(FakeRunnable):
-    """Computes at once and tells later, as a device does; keeps each row's last token, and lets
-    nobody else know it.
+    """A runnable that computes at once and returns results later, as a device does.
+
+    Each row's last token stays in it, where no other part can read it.
     """
 
     def __init__(self, **fields):
         super().__init__(**fields)
         self.last = np.full(64, UNKNOWN, np.int32)
         self.fail_next = 0
-        """Results that raise; what they drew is lost."""
+        """Number of next results that raise, so that the tokens they drew are lost."""
 
     def launch(self, batch, kv):
         sources = batch.last_tokens.sources
@@ -30,12 +31,14 @@ class LaunchingRunnable(FakeRunnable):
         targets = batch.last_tokens.targets
         if self.fail_next:
             self.fail_next -= 1
-            return Told(RuntimeError("the device is ill"))
+            return LaunchedResult(RuntimeError("the device is ill"))
         self.last[targets[targets >= 0]] = output.samples.token_ids[targets >= 0]
-        return Told(output)
+        return LaunchedResult(output)
 
 
-class Told:
+class LaunchedResult:
+    """A step's result, or the error that its `result` raises."""
+
     def __init__(self, what):
         self.what = what
 
@@ -60,7 +63,7 @@ def add(core, name, prompt, **fields):
     return expected_tokens(prompt, 8)
 
 
-def test_last_tokens_are_the_devices(core, runnable):
+def test_last_tokens_stay_on_the_device(core, runnable):
     wanted = {
         "a": add(core, "a", [1, 2, 3]),
         "b": add(core, "b", list(range(40)), logprobs=2, prompt_logprobs=1),
@@ -70,7 +73,7 @@ def test_last_tokens_are_the_devices(core, runnable):
     sources = [batch.last_tokens.sources.tolist() for batch in runnable.batches]
     assert sources == [[-1] * 43, *[[0, 1]] * 7]
     assert runnable.batches[0].last_tokens.targets.tolist() == [0, 1] + [-1] * 39, (
-        "the prompt's own tokens are nobody's last"
+        "a prompt's own tokens are not last tokens"
     )
     assert len(outputs["b"][0].prompt_logprobs) == 39
 
@@ -91,7 +94,7 @@ def test_a_step_that_fails_after_its_launch_is_computed_again_with_what_was_laun
 
 
 def test_steps_in_flight_are_taken_in_before_rows_are_run_one_by_one(core, runnable):
-    """One that fails on the way, and on it one that cannot be launched."""
+    """A step fails after its launch, and the one that builds on it cannot be launched."""
     wanted = {"a": add(core, "a", [1, 2, 3]), "b": add(core, "b", [4, 5])}
     found = {"a": [], "b": []}
     for step in range(3):
@@ -105,7 +108,7 @@ def test_steps_in_flight_are_taken_in_before_rows_are_run_one_by_one(core, runna
     assert found == wanted | {"bad": []}
 
 
-def test_one_of_a_step_that_cannot_be_launched_fails_alone(core, runnable, caplog):
+def test_a_row_that_keeps_a_step_from_being_launched_fails_alone(core, runnable, caplog):
     wanted = add(core, "a", [1, 2, 3])
     found = [token for _ in range(3) for token in tokens_of(core.step().outputs)]
     runnable.raise_on = 77
@@ -116,7 +119,7 @@ def test_one_of_a_step_that_cannot_be_launched_fails_alone(core, runnable, caplo
     assert "could not be launched" in caplog.text
 
 
-def test_a_row_whose_logits_are_no_numbers_ends_and_its_next_step_is_nobodys(core, runnable):
+def test_a_row_with_nan_logits_ends_and_its_next_step_is_discarded(core, runnable):
     wanted = add(core, "a", [1, 2, 3])
     runnable.nan_on = add(core, "b", [4, 5])[3]
     outputs = run_all(core)
@@ -124,9 +127,9 @@ def test_a_row_whose_logits_are_no_numbers_ends_and_its_next_step_is_nobodys(cor
     assert outputs["b"][-1].finish_reason == "error" and len(tokens_of(outputs["b"])) == 4
 
 
-def test_as_many_as_may_run_end_while_as_many_start():
-    """Who has ended keeps its row until the step in flight is back; the worker has rows for all of
-    them.
+def test_all_running_requests_may_end_while_as_many_start():
+    """A request that has ended keeps its row until the step in flight has returned, so the worker
+    has rows for twice as many.
     """
     core = make_core(
         executor=make_worker(LaunchingRunnable(), max_rows=8), runs_ahead=True, max_num_seqs=4
