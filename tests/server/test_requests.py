@@ -55,7 +55,7 @@ def test_head_of_what_has_no_get_is_refused(http):
 @pytest.mark.parametrize("value", TOO_LARGE, ids=str)
 @pytest.mark.parametrize(
     "field",
-    ["max_tokens", "seed", "n", "min_tokens", "priority", "logprobs", "best_of"],
+    ["max_tokens", "top_k", "seed", "n", "min_tokens", "priority", "logprobs", "best_of"],
 )
 def test_whole_numbers_that_fit_no_type_are_the_senders_fault(server, http, field, value):
     """The request is refused by the field's name, or served where the number makes sense."""
