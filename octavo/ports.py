@@ -22,24 +22,24 @@ from octavo.step import (
 )
 
 Between = Callable[[Sequence[RowResult]], bool]
-"""Told what a decode step yielded after which its plan has another; False: it is not to be
-computed. Never raises.
+"""Called between two decode steps of a plan with the results of the first; False ends the plan
+there. It never raises.
 """
 
 
 class Executor(Protocol):
-    """Runs steps. `engine/core.py` knows only this; `worker/worker.py` is one."""
+    """Runs steps. The core knows only this; `worker/worker.py` implements it."""
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
-        """Never raises for the fault of a single row: that row's result carries `failure`. The
-        result holds all steps' tokens.
+        """Carries out a plan; the result holds all steps' tokens. The fault of a single row does
+        not raise: that row's result carries `failure`.
         """
         ...
 
     @property
     def progress(self) -> int:
-        """Changes as a step gets ahead; read by another thread while it is computed. One that
-        stands still for long hangs.
+        """A number that changes as a step advances, read by another thread while it is computed. A
+        step whose number stands still for long hangs.
         """
         ...
 
@@ -50,19 +50,19 @@ class Launched(Protocol):
     """A step that is being computed."""
 
     def result(self) -> StepResult:
-        """Waits for it. Raises what computing it raised."""
+        """Waits for the step and returns its result; raises what computing it raised."""
         ...
 
 
 @runtime_checkable
 class AsyncExecutor(Executor, Protocol):
-    """One that takes the next step before the one before has come back. They are computed in the
-    order of their launches.
+    """An executor that takes the next step before the one before has come back. Steps are computed
+    in the order of their launches.
     """
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Returns as soon as it can; the rows that are `from_device` take what the step before
-        draws.
+        """Starts a step and returns as soon as it can; rows that are `from_device` take what the
+        step before draws.
         """
         ...
 
@@ -70,37 +70,38 @@ class AsyncExecutor(Executor, Protocol):
 @runtime_checkable
 class Losable(Protocol):
     """An executor that may become useless by itself, at any time. `worker/ranks/ranked_worker.py`
-    is one.
+    implements it.
     """
 
     def when_lost(self, tell: Callable[[OctavoError], None]) -> None:
-        """`tell` is called once, from another thread, when that is so; at once where it has
-        been."""
+        """Calls `tell` once, from another thread, when the executor is lost; at once where it is
+        lost already.
+        """
         ...
 
 
 class Profiler(Protocol):
-    """Times the ops of steps. `worker/worker.py` is one."""
+    """Times the ops of steps. `worker/worker.py` implements it."""
 
     def start_profile(self) -> None:
-        """BackendUnavailable where the backend cannot."""
+        """Begins to time ops; raises BackendUnavailable where the backend cannot."""
         ...
 
     def stop_profile(self) -> Profile: ...
 
 
 class Connector(Protocol):
-    """The scheduler half of a place outside the device where KV blocks live: host memory, disk,
+    """The scheduler half of a store outside the device where KV blocks live: host memory, disk,
     another worker. Knows names, no byte.
 
     Every block passes through a slot of host memory. What the connector decides leaves as moves and
-    as a ConnectorPlan; what became of it comes back in a ConnectorReport. `engine/connector.py` is
-    one.
+    as a ConnectorPlan; the outcome comes back in a ConnectorReport. `engine/kv/tier_connector.py`
+    implements it.
     """
 
     @property
     def reaches(self) -> bool:
-        """Whether there is anything to be asked at all."""
+        """Whether the store can hold anything at all."""
         ...
 
     @property
@@ -109,15 +110,17 @@ class Connector(Protocol):
         ...
 
     def has(self, group: int, key: BlockKey) -> bool:
-        """Whether the next step can load the block."""
+        """Returns whether the next step can load the block."""
         ...
 
     def can_fetch(self, group: int, key: BlockKey) -> bool:
-        """Whether it can be there after some steps, or is there. It may fail then."""
+        """Returns whether the block is near or can be brought near in some steps, which may
+        fail.
+        """
         ...
 
     def fetch(self, request_id: str, wanted: Iterable[tuple[int, BlockKey]]) -> bool:
-        """Brings blocks near, in this order, and keeps them for the request; False where nothing
+        """Prefetches blocks in this order and holds them for the request; returns False where none
         has to be waited for.
         """
         ...
@@ -127,26 +130,29 @@ class Connector(Protocol):
     def is_waiting(self, request_id: str) -> bool: ...
 
     def release(self, request_id: str) -> None:
-        """The request has started or ended; one that never fetched is left alone."""
+        """Lets go of the blocks held for a request, which has started or ended; one that never
+        fetched is left alone.
+        """
         ...
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
-        """Whether this step may still load blocks at these places, (group, index), without keeping
-        others waiting.
+        """Returns whether this step may still load blocks at these places, (group, index), without
+        keeping others waiting.
         """
         ...
 
     def load(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
-        """Of a block that is there."""
+        """Returns the move that loads a block which is near."""
         ...
 
     def touch(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """They were found and used."""
+        """Notes that blocks were found and used."""
         ...
 
     def offer(self, group: int, key: BlockKey) -> None:
-        """The device has a full block of that name; whether it is saved is the connector's
-        choice."""
+        """Notes that the device has a full block of that name; the connector chooses whether to
+        save it.
+        """
         ...
 
     def forget(self, group: int, keys: Iterable[BlockKey]) -> None: ...
@@ -156,17 +162,19 @@ class Connector(Protocol):
         ...
 
     def knows(self, name: BlockName) -> bool:
-        """Whether it is kept beyond the engine's life, or will be."""
+        """Returns whether the block is kept beyond the engine's life, or will be."""
         ...
 
     def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
-        """Keeps them until then, in seconds since 1970, or no longer; InvalidRequest where they are
-        too many.
+        """Keeps blocks stored until a time, in seconds since 1970, which replaces an earlier one;
+        raises InvalidRequest where they are too many.
         """
         ...
 
     def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
-        """Moves that come before all others; `find` says which block of the device has a name."""
+        """Returns the moves that come before all others of the step; `find` returns the device's
+        block of a name.
+        """
         ...
 
     def end_step(self) -> ConnectorPlan | None: ...
@@ -174,40 +182,42 @@ class Connector(Protocol):
     def step_done(self, report: ConnectorReport | None) -> None: ...
 
     def step_failed(self) -> None:
-        """Nobody knows how far its moves were made."""
+        """Forgets what the oldest step was to do: its moves may have been made or not."""
         ...
 
     def snapshot(self) -> ConnectorStats: ...
 
 
 class ConnectorWorker(Protocol):
-    """The worker half: the bytes in the slots, and what goes on behind them while steps compute.
-    `worker/connectors/tiers.py` is one.
+    """The worker half of a connector: the bytes in the slots, and the work behind them while steps
+    compute. `worker/connectors/tiers.py` implements it.
     """
 
     def slot(self, group: int, slot: int) -> Any:
-        """The bytes of one slot, `[KvLayout.block_bytes] uint8`, to be read or written."""
+        """Returns the bytes of one slot, `[KvLayout.block_bytes] uint8`, to be read or written."""
         ...
 
     def begin(self, plan: ConnectorPlan) -> None:
-        """Once the moves of the step are made. Returns at once."""
+        """Begins the work of a plan once the moves of its step are made; returns at once."""
         ...
 
     def report(self, *, wait_s: float) -> ConnectorReport | None:
-        """What became of it since the last report; waits so long for the first thing to tell."""
+        """Returns the outcome since the last report; waits at most `wait_s` seconds for the first
+        thing to tell.
+        """
         ...
 
     def close(self) -> None:
-        """Ends what goes on behind the slots, given a little time."""
+        """Ends the work behind the slots, within a little time."""
         ...
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `text/tokenizer.py` is one."""
+    """Turns text to ids and back. `text/tokenizer.py` implements it."""
 
     eos_token_ids: tuple[int, ...]
     special_token_ids: frozenset[int]
-    """What `skip_special_tokens` leaves out of texts."""
+    """Ids that `skip_special_tokens` leaves out of texts."""
     vocab_size: int
 
     def encode(
@@ -228,11 +238,13 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_text(self, token_id: int) -> str:
-        """One token for a person to read (logprobs)."""
+        """Returns one token for a person to read, as in logprobs."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A text is its tokens' bytes end to end, in UTF-8. Empty for ids without a token."""
+        """Returns the bytes of a token, empty for ids without one. A text is the bytes of its
+        tokens end to end, in UTF-8.
+        """
         ...
 
     def apply_chat_template(
@@ -243,18 +255,19 @@ class Tokenizer(Protocol):
         variables: Mapping[str, Any] | None = None,
         check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """Returns the ids of a conversation; special-token text inside a message stays text.
-        `check` is called with the rendered text before it is tokenized, to refuse it.
+        """Returns the ids of a conversation; text in a message that spells a special token stays
+        text. `check` is called with the rendered text before it is tokenized, to refuse it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A vocabulary as GGUF headers hold it; index = token id, texts in UTF-8 as the file has them.
+    """A vocabulary as GGUF headers hold it: the index is the token id, texts are in UTF-8 as in the
+    file.
 
-    `model`: "gpt2" (byte-level BPE with `merges`, texts cut first as `pre` names) or "llama"
-    (SentencePiece's BPE by `scores`). `types`: 1 normal, 2 unknown, 3 control, 4 user-defined, 5
+    `model` is "gpt2" (byte-level BPE with `merges`, texts cut first as `pre` names) or "llama"
+    (SentencePiece's BPE by `scores`). `types` are 1 normal, 2 unknown, 3 control, 4 user-defined, 5
     unused, 6 byte.
     """
 
@@ -269,61 +282,63 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """What a checkpoint says of its tokenizer, as plain data: the path of a tokenizer.json, or a
+    """The tokenizer of a checkpoint as plain data: the path of a tokenizer.json, or a
     vocabulary.
     """
 
     origin: Path
-    """The file it stands in, for messages."""
+    """File that the data come from, for messages."""
     json: Path | None = None
     vocabulary: Vocabulary | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
-    """What chat templates know by name: bos_token, eos_token, ..."""
+    """Special tokens that chat templates know by name: bos_token, eos_token, ..."""
     eos_token_ids: tuple[int, ...] = ()
     add_bos_token: bool | None = None
-    """None: as tokenizer.json's own post-processor has it."""
+    """Whether a text begins with bos_token; None leaves it to tokenizer.json's own
+    post-processor.
+    """
     chat_template: str | None = None
 
 
 class ModelHeader(Protocol):
-    """What a model on disk says of itself before any weight is read."""
+    """The description of a model on disk, known before any weight is read."""
 
     path: Path
 
     config: dict[str, Any]
-    """config.json, or what a GGUF header says in the same words."""
+    """Contents of config.json, or of a GGUF header in the same words."""
     generation_config: dict[str, Any]
 
     def format_of(self, name: str) -> str:
-        """How a tensor is stored, by GGUF's names: F32, BF16, Q4_K ..."""
+        """Returns how a tensor is stored, by GGUF's names: F32, BF16, Q4_K ..."""
         ...
 
 
 class Checkpoint(ModelHeader, Protocol):
-    """A model on disk, read lazily. Tensors go by the family's safetensors names and row orders,
-    whatever the file is.
+    """A model on disk, read lazily. Tensors have the family's safetensors names and row orders in
+    every file format.
     """
 
     output_major: bool
-    """Every matrix is `[out, in]`, those too that the family's safetensors keep as `[in, out]`
-    (Weight.transposed).
+    """Whether every matrix is `[out, in]`, those too that the family's safetensors keep as `[in,
+    out]` (Weight.transposed).
     """
 
     weight_files: Sequence[Path]
-    """Which together hold every tensor."""
+    """Files that together hold every tensor."""
 
     def names(self) -> Collection[str]: ...
 
     def tokenizer_source(self) -> TokenizerSource | None:
-        """None where the checkpoint holds no tokenizer."""
+        """Returns the tokenizer as plain data; None where the checkpoint holds none."""
         ...
 
     def tensor(self, name: str) -> Any:
-        """A `quant.blocks.StoredWeight`, mapped from the file where its layout allows."""
+        """Returns a `quant.blocks.StoredWeight`, mapped from the file where its layout allows."""
         ...
 
     def release(self) -> None:
-        """Memory that shows the files' bytes is given back until they are read again: it would
-        count as this process's.
+        """Gives back memory that shows the files' bytes until they are read again; it would count
+        as this process's.
         """
         ...

@@ -1,8 +1,8 @@
-"""What crosses between the control plane and the execution plane: a StepPlan goes down, a
-StepResult comes back.
+"""Messages between the control plane and the execution plane: a StepPlan goes down, a StepResult
+comes back.
 
-Plain ids and numbers only: no tensor, no request object, no text. Both are msgpack-friendly
-(msgspec structs of builtins).
+Owns their data classes, plain ids and numbers only: no tensor, no request object, no text. All are
+msgpack-friendly (msgspec structs of builtins).
 """
 
 from __future__ import annotations
@@ -15,62 +15,64 @@ from octavo.sampling_params import SamplingParams
 
 
 class NewRow(msgspec.Struct):
-    """A request the worker does not know (new, or returning after a preemption, swapped or not): it
-    gets a permanent row.
+    """A row that the worker does not have: of a new request, or of one that returns after a
+    preemption. It gets a permanent place.
     """
 
     request_id: str
     token_ids: list[int]
-    """All tokens known so far (prompt, and what was generated before a preemption)."""
+    """All tokens known so far: the prompt, and those generated before a preemption."""
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    """64-bit seed, always set: an unseeded request gets one at admission."""
+    """Seed of the draws, 64 bits; an unseeded request gets one at admission."""
     sample_index: int = 0
-    """Which of the n samples this row is; part of the Philox counter."""
+    """Index of the row among the n samples of its prompt; part of the Philox counter."""
     end_token_ids: list[int] = []
-    """Ids that end the request (end of sequence unless ignored, stop_token_ids): banned until
+    """Ids that end the request (end of sequence unless ignored, stop_token_ids); banned until
     `params.min_tokens` are generated.
     """
 
 
 class ScheduledRow(msgspec.Struct):
-    """One request's share of a step: `num_tokens` tokens from position `start` on are computed."""
+    """The share of one row in a step: `num_tokens` tokens from position `start` on are computed."""
 
     request_id: str
     start: int
     num_tokens: int
     new_block_ids: list[list[int]]
-    """Per cache group: block ids appended to the row's table since the last step; [] where no group
-    gained any.
+    """Block ids appended to the row's table since the last step, one list for each cache group; []
+    where no group gained any.
     """
     replaced_blocks: list[tuple[int, int, int]] = []
-    """(group, index in the table, new block id): entries changed by copy-on-write."""
+    """Entries of the table changed by copy-on-write: (group, index in the table, new block id)."""
     samples: bool = False
-    """The last of the tokens yields logits from which one token is drawn."""
+    """Whether a token is drawn from the logits of the last of its tokens."""
     num_prompt_logprobs: int | None = None
-    """Set while a prompt's own logprobs are wanted: how many top alternatives per position."""
+    """Number of top alternatives wanted for each of the prompt's positions; None where the prompt's
+    logprobs are not wanted.
+    """
     search_of: str = ""
-    """The request whose beam search looks at the row's logprobs; "" for a row that is a request
+    """Request whose beam search chooses by the row's logprobs; "" for a row that is a request
     itself.
     """
     from_device: bool = False
-    """Its one token is what the row draws in the step before, which has not come back: the device
-    knows it, and nobody else yet.
+    """Whether its one token is still unknown here: it is drawn in the step before, and the device
+    has it.
     """
 
     @property
     def owner(self) -> str:
-        """The request that it is computed for."""
+        """The request that the row is computed for."""
         return self.search_of or self.request_id
 
 
 class BlockMove(msgspec.Struct):
-    """A whole block of one group, in every layer, copied before the step computes; a plan's moves
-    are made in their order.
+    """A copy of a whole block of one group, in every layer, before the step computes. The moves of
+    a plan are made in their order.
 
-    "copy": on the device. "swap_out": `target` is a host block. "swap_in": `source` is one. "save"
-    and "load" likewise, between the device and a connector's slot.
+    "copy" stays on the device. With "swap_out" `target` is a host block, with "swap_in" `source` is
+    one; "save" and "load" likewise go between the device and a connector's slot.
     """
 
     group: int
@@ -80,7 +82,7 @@ class BlockMove(msgspec.Struct):
 
 
 class BlockKey(NamedTuple):
-    """The name of a full block, and what it is checked against."""
+    """The name of a full block, and the tokens that it is checked against."""
 
     digest: bytes
     parent: bytes
@@ -88,14 +90,14 @@ class BlockKey(NamedTuple):
 
 
 class BlockName(NamedTuple):
-    """One cache group's block of that digest, wherever it lies."""
+    """The name of one block of one cache group, wherever it is stored."""
 
     group: int
     digest: bytes
 
 
 class BlockPin(NamedTuple):
-    """Not to go before then, in seconds since 1970."""
+    """A block that stays stored until a time, in seconds since 1970."""
 
     name: BlockName
     until: float
@@ -114,71 +116,75 @@ class SlotBlock(msgspec.Struct):
 
 
 class ConnectorPlan(msgspec.Struct):
-    """What a connector's worker half begins once the step's moves are made, and goes on with while
-    steps compute.
+    """Work that a connector's worker half begins once the step's moves are made, and goes on with
+    while steps compute.
 
-    What goes behind the slots is done in the order of the fields, and of the plans.
+    What is done behind the slots is done in the order of the fields, and of the plans.
     """
 
     forget_all: bool = False
-    """All that was kept before this plan is to go."""
+    """Whether everything kept before this plan is removed."""
     fetch: list[SlotBlock] = []
-    """To be brought into their slots."""
+    """Blocks to be read into their slots."""
     keep: list[SlotBlock] = []
-    """To be written behind their slots, which stay as they are until the report says so."""
+    """Blocks to be written behind their slots; a slot stays as it is until the report names its
+    block.
+    """
     touch: list[BlockName] = []
-    """Found and used, wherever that was: among the last to go."""
+    """Blocks found and used, wherever they were; they are evicted last."""
     pin: list[BlockPin] = []
-    """Those that are not there yet: once they are. One that is past ends an earlier one."""
+    """Pins to be set; one for a block that is not stored yet holds from then on. A time that is
+    past ends an earlier pin.
+    """
     forget: list[BlockName] = []
-    """To go now."""
+    """Blocks to be removed now."""
 
 
 class ConnectorReport(msgspec.Struct):
-    """What became of it since the last report."""
+    """Outcome of a connector's work since the last report."""
 
     fetched: list[BlockName] = []
     not_fetched: list[BlockName] = []
-    """Gone or damaged: they are computed instead."""
+    """Blocks that were gone or damaged; their tokens are computed instead."""
     late: list[BlockName] = []
-    """Not to be waited for; they come all the same."""
+    """Blocks not to be waited for; they still come later."""
     kept: list[BlockName] = []
     not_kept: list[BlockName] = []
     found: list[BlockName] = []
-    """That lie behind the slots, unknown until now."""
+    """Blocks stored behind the slots that were unknown until now."""
     gone: list[BlockName] = []
-    """That no longer do."""
+    """Blocks that are stored there no longer."""
     pinned: list[BlockPin] = []
-    """By other engines, or before this one."""
+    """Pins set by other engines, or before this one started."""
     stored: StoredBytes | None = None
-    """None: as before."""
+    """Sums of what is stored; None where they have not changed."""
 
 
 class StoredBytes(msgspec.Struct, frozen=True):
-    """What lies behind a connector's slots, of this model and others, and what has ever gone wrong
-    there.
+    """Sums of what is stored behind a connector's slots, by this model and others, and of all
+    faults met there.
     """
 
     num_bytes: int = 0
     pinned_bytes: int = 0
     foreign_pinned_bytes: int = 0
-    """Of these, other models'."""
+    """Pinned bytes of other models."""
     num_damaged: int = 0
-    """Damaged files met, and removed."""
+    """Number of damaged files met, and removed."""
     num_write_errors: int = 0
 
 
 class ConnectorStats(msgspec.Struct):
-    """Of a connector's scheduler half: gauges of this moment, then counts of blocks since the
-    start.
+    """Counters of a connector's scheduler half: gauges of this moment, then numbers of blocks since
+    the start.
     """
 
     num_slots: int = 0
-    """For each cache group."""
+    """Slots of each cache group."""
     num_used_slots: int = 0
-    """Of all groups."""
+    """Slots in use, of all groups."""
     num_stored_blocks: int = 0
-    """Behind the slots, of this model."""
+    """Blocks of this model stored behind the slots."""
     stored: StoredBytes = StoredBytes()
     num_saved: int = 0
     num_loaded: int = 0
@@ -189,8 +195,8 @@ class ConnectorStats(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """All of one step. The worker moves blocks out, frees rows, adds rows, moves blocks in (from
-    the first "swap_in" on), computes.
+    """The whole of one step. The worker moves blocks out, frees rows, adds rows, moves blocks in
+    (from the first "swap_in" on), then computes.
     """
 
     step: int
@@ -200,10 +206,10 @@ class StepPlan(msgspec.Struct):
     rows: list[ScheduledRow]
     connector: ConnectorPlan | None = None
     num_steps: int = 1
-    """Decode steps, each row's drawn token being its next one. More than 1 only where every row
-    computes one token and draws one.
+    """Decode steps that the plan holds, each row's drawn token being its next one. More than 1 only
+    where every row computes one token and draws one.
 
-    They end early where a request ends or fails, and where whoever listens says so.
+    They end early where a request ends or fails, and where the executor's caller says so.
     """
 
     @property
@@ -212,8 +218,8 @@ class StepPlan(msgspec.Struct):
 
 
 class TokenLogprobs(msgspec.Struct):
-    """Logprobs of one position: the token's own first, then the best `k`, each with its rank (1 =
-    most likely).
+    """Logprobs of one position: the token's own first, then the best `k`, each with its rank (1 is
+    the most likely).
     """
 
     token_ids: list[int]
@@ -222,16 +228,19 @@ class TokenLogprobs(msgspec.Struct):
 
 
 class RowResult(msgspec.Struct):
-    """What one row of the plan yielded: a token for each decode step; none where it did not
-    sample."""
+    """The result of one row of the plan: a token for each decode step, none where it drew none."""
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of this chunk: the entry i belongs to the prompt token at `start + 1 + i`."""
+    """Logprobs of prompt tokens in this chunk; entry i belongs to the prompt token at `start + 1 +
+    i`.
+    """
     failure: str | None = None
-    """Set where this row alone failed (NaN logits ...): the scheduler ends the request with it."""
+    """Reason why this row alone failed (NaN logits, for example), with which the scheduler ends its
+    request; None where it did not.
+    """
     num_kept: int = 0
     """Number of the row's computed tokens whose K and V hold, counted from `start`; the request's
     computed count advances by it. 0 where the row failed.
@@ -239,15 +248,20 @@ class RowResult(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct):
-    """The rows in the plan's order, and how long the device was busy, moves included."""
+    """The results of a plan's rows, in its order, and the seconds that the device was busy."""
 
     step: int
     rows: list[RowResult]
     busy_s: float = 0.0
+    """Seconds that the device was busy, moves included."""
     moved_s: float = 0.0
-    """Of it, time spent moving blocks to the host and back."""
+    """Seconds of `busy_s` spent moving blocks to the host and back."""
     connector: ConnectorReport | None = None
     kv_bytes: int | None = None
-    """Memory that the requests' KV has on the device, where it is given on demand."""
+    """Bytes that the requests' K and V take on the device, where memory is given on demand; None
+    elsewhere.
+    """
     num_steps: int = 1
-    """Decode steps computed, of those that the plan allows."""
+    """Decode steps computed, at most as many as the plan holds; each row has a token from every
+    one.
+    """

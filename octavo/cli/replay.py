@@ -42,14 +42,14 @@ def replay(
         raise ConfigError(
             f"model: got {model!r}, allowed only with --execute: the plans alone need none"
         )
-    began, events = read_log(file)
+    header, events = read_log(file)
     executor = (
-        build_executor(began, model=model, report=lambda text: print(text, file=sys.stderr))
+        build_executor(header, model=model, report=lambda text: print(text, file=sys.stderr))
         if execute
         else None
     )
     try:
-        found = Replay(began, executor, stop_texts_of(began, model=model)).run(
+        found = Replay(header, executor, stop_texts_of(header, model=model)).run(
             events, max_differences=MAX_DIFFERENCES
         )
     finally:

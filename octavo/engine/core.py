@@ -1,8 +1,8 @@
 """The engine's heart: plan a step, execute it, take in what it yielded.
 
-Owns the scheduler, the executor and the measured rates, and nothing else: who calls `step`, and
-whether across a process boundary, is the client's business. Where the executor can, it computes a
-step while the next one is planned.
+Owns the scheduler, the executor and the measured costs of steps: the one place of the control plane
+that has a clock. The caller of `step`, in this process or across a boundary, is the client's
+business. An executor that can computes a step while the next one is planned.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from octavo.engine.early_outputs import EarlyOutputs
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.recording.recorder import (
-    Aborted,
-    Added,
-    CacheReset,
-    Computed,
-    GivenUp,
     Log,
     NoLog,
-    Pinned,
-    Planned,
+    PrefixCacheReset,
+    PrefixPinned,
+    RequestAborted,
+    RequestAdded,
+    RequestFailed,
+    StepComputed,
+    StepPlanned,
 )
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.scheduler import Scheduler
@@ -40,20 +40,20 @@ CLOSE_S = 2.0
 
 
 class CoreOutputs(msgspec.Struct):
-    """What one step gave, or what of it came before its end."""
+    """The outputs of one step, or of one of its decode steps."""
 
     outputs: list[EngineOutput]
     stats: EngineStats
 
 
 TakeEarly = Callable[[CoreOutputs], bool]
-"""Is given what comes before a step's end. False: it has not taken it; the step is to end, and what
-it gave comes then.
+"""Takes what a plan's decode step yields before its last one; False leaves the outputs to the end
+of the step, which then ends.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedStep:
     """A step that was computed at once, or could not be. Implements `ports.Launched`."""
 
     made: StepResult | Exception
@@ -75,8 +75,8 @@ class StepInFlight:
 
 
 class EngineCore:
-    """Requests in, steps, outputs out. Every request added ends in exactly one output with a
-    finish_reason.
+    """One engine: requests in, outputs out, step by step. Every request added ends in exactly one
+    output with a finish_reason.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class EngineCore:
         runs_ahead: bool = False,
         costs: StepCosts = UNMEASURED,
     ) -> None:
-        """`stall_timeout_s`: for how long steps may compute nothing though requests wait, before
-        the first of these fails; 0: for ever.
+        """Takes `stall_timeout_s`, the seconds that steps may compute nothing though requests wait
+        before the first of these fails; 0 waits for ever.
 
         With `runs_ahead` the executor, an AsyncExecutor, is given the next step while it computes
-        one. `costs`: what is known of steps before the first one is measured.
+        one. `costs` is what is known of steps before the first one is measured.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -109,15 +109,17 @@ class EngineCore:
         self._kv_meter = kv_meter or KvMeter()
         self._stall_timeout_s = stall_timeout_s
         self._holds_memory = False
-        """That is given on demand: the step after the last request's takes it back."""
+        """Whether memory that is given on demand is held; the step after the last request's gives
+        it back.
+        """
         self._moved: float | None = None
-        """When a step last computed anything, or nobody waited for one; None before the first step
-        of those that are here.
+        """When a step last computed anything, or no request waited; None before the first step of
+        the present requests.
         """
         self._steps_ahead = 1 if runs_ahead else 0
         self._in_flight: deque[StepInFlight] = deque()
         self._early: list[EngineOutput] = []
-        """Of steps that were taken in between two calls of `step`."""
+        """Outputs of steps that were taken in between two calls of `step`."""
 
     @property
     def has_work(self) -> bool:
@@ -129,37 +131,44 @@ class EngineCore:
         )
 
     @property
+    def plans_in_flight(self) -> list[StepPlan]:
+        """Plans whose results have not been taken in, the oldest first."""
+        return [step.plan for step in self._in_flight]
+
+    @property
     def costs(self) -> StepCosts:
-        """What steps have been measured to cost."""
+        """Costs of steps as measured so far."""
         return self._meter.costs
 
     def add(self, request: EngineRequest) -> None:
-        self._log.write(Added(request))
+        self._log.write(RequestAdded(request))
         if not self.has_work:
             self._moved = None
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        self._log.write(Aborted(request_id))
+        self._log.write(RequestAborted(request_id))
         self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         self._settle()
-        self._log.write(CacheReset(reset_connector))
+        self._log.write(PrefixCacheReset(reset_connector))
         return self.scheduler.blocks.reset_prefix_cache(reset_connector=reset_connector)
 
     def pin_prefix(self, pin: Pin) -> int:
-        """How many tokens of the prompt are kept; InvalidRequest where that cannot be."""
-        self._log.write(Pinned(pin))
+        """Keeps a prompt in the prefix cache for a time; returns how many of its tokens, or raises
+        InvalidRequest.
+        """
+        self._log.write(PrefixPinned(pin))
         return self.scheduler.blocks.pin_prefix(pin)
 
     def pause_s(self) -> float:
-        """For how long a step would do nothing, unless a request comes or goes."""
+        """Returns the seconds for which steps do nothing unless a request comes or goes."""
         return 0.0 if self._in_flight or self._early else self.scheduler.pause_s(self._clock())
 
     def step(self, take_early: TakeEarly | None = None) -> CoreOutputs:
         """Plans a step and takes one in: the same, or, where the executor runs ahead, the one
-        before. Either may have to wait a call.
+        before. Either may be left to the next call.
 
         Where a plan holds several decode steps, `take_early` is given what each of them yields;
         without it all comes at the end.
@@ -178,21 +187,25 @@ class EngineCore:
 
     @property
     def _may_plan(self) -> bool:
-        """Not on top of a step that could not be launched, nor of one whose results the plan
-        needs."""
+        """Whether a plan can be made now: not after a step that could not be launched, nor without
+        results that it needs.
+        """
         return not self._in_flight or not (
-            isinstance(self._in_flight[-1].launched, Done) or self.scheduler.waits_for_results
+            isinstance(self._in_flight[-1].launched, CompletedStep)
+            or self.scheduler.waits_for_results
         )
 
     def _plan(self) -> tuple[float, StepPlan]:
         now, costs = self._clock(), self._meter.costs
         plan = self.scheduler.schedule(now, costs)
-        self._log.write(Planned(now, costs, plan, self.scheduler.waits_for))
+        self._log.write(StepPlanned(now, costs, plan, self.scheduler.waits_for))
         self._end_starvation(plan, now)
         return now, plan
 
     def _early_outputs(self, plan: StepPlan, take: TakeEarly | None) -> EarlyOutputs | None:
-        """Where there is somebody to take what comes between a plan's steps."""
+        """Returns what hands on a plan's early outputs; None where it has one decode step, or no
+        one takes them.
+        """
         if take is None or plan.num_steps == 1:
             return None
         stats = self._stats()
@@ -205,9 +218,9 @@ class EngineCore:
             if self._steps_ahead and isinstance(self.executor, AsyncExecutor):
                 assert plan.num_steps == 1, "the next plan counts on one token of each row"
                 return self.executor.launch(plan)
-            return Done(self.executor.execute(plan, between))
+            return CompletedStep(self.executor.execute(plan, between))
         except Exception as error:
-            return Done(error)
+            return CompletedStep(error)
 
     def _take_in(self, step: StepInFlight) -> list[EngineOutput]:
         plan = step.plan
@@ -221,7 +234,7 @@ class EngineCore:
         return outputs
 
     def _settle(self) -> None:
-        """Nothing is in flight any more; what it gave comes with the next step."""
+        """Takes in all steps in flight; their outputs come with the next step."""
         while self._in_flight:
             self._early += self._take_in(self._in_flight.popleft())
 
@@ -231,8 +244,8 @@ class EngineCore:
         return stats
 
     def _result(self, plan: StepPlan, launched: Launched) -> StepResult:
-        """An exception fails the step's requests and no other: their blocks and rows are freed, and
-        the engine goes on. EngineDead ends it.
+        """Waits for a step's result. An exception fails the step's requests and no other: their
+        blocks and rows are freed, and the engine goes on. EngineDead ends it.
         """
         try:
             result = launched.result()
@@ -244,14 +257,14 @@ class EngineCore:
             result = StepResult(
                 plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows]
             )
-            self._log.write(Computed(result, failed=True))
+            self._log.write(StepComputed(result, failed=True))
         else:
-            self._log.write(Computed(result))
+            self._log.write(StepComputed(result))
         return result
 
     def _end_starvation(self, plan: StepPlan, now: float) -> None:
-        """Steps go on, but nobody is computed: whoever keeps the others waiting fails, so that they
-        come to their turn.
+        """Fails the request that keeps the others waiting, where steps go on but compute none for
+        `stall_timeout_s`.
         """
         is_busy = plan.rows or self._in_flight or self.scheduler.pause_s(now)
         first = None if is_busy else self.scheduler.next_to_run
@@ -262,12 +275,12 @@ class EngineCore:
             error = (
                 f"no step could start it for {self._stall_timeout_s:g} s (stall_timeout): {reason}"
             )
-            self._log.write(GivenUp(first, error))
+            self._log.write(RequestFailed(first, error))
             self.scheduler.fail(first, error)
             self._moved = now
 
     def close(self) -> None:
-        """What the connector has still to save is saved, given a little time."""
+        """Closes the executor; the connector gets a little time to save what it still has to."""
         self._settle()
         end = time.monotonic() + CLOSE_S
         while self.scheduler.blocks.connector.has_work and time.monotonic() < end:

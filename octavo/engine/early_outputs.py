@@ -1,8 +1,8 @@
-"""Hands on what each decode step of a plan yields when it has, so that no token waits for the
+"""Hands on what each decode step of a plan yields as soon as it has, so that no token waits for the
 plan's last one.
 
 Stands between the steps of an executor (`ports.Between`), where it also sees that they do not last
-too long. What it has handed on is taken out of what the scheduler says of the whole plan.
+too long. What it has handed on is taken out of the scheduler's outputs of the whole plan.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.step import RowResult
 
 Send = Callable[[list[EngineOutput]], bool]
-"""False: they are not taken, and no further step is to be computed."""
+"""Takes outputs; False leaves them untaken, and no further decode step is computed."""
 
 
 class EarlyOutputs:
-    """Of one plan, made just before its first step begins."""
+    """The early outputs of one plan, made just before its first step begins."""
 
     def __init__(self, scheduler: Scheduler, send: Send, *, clock: Callable[[], float]) -> None:
         self._scheduler = scheduler
@@ -27,12 +27,12 @@ class EarlyOutputs:
         self._clock = clock
         self._began = clock()
         self._num_sent = 0
-        """Steps."""
+        """Decode steps whose outputs were sent."""
         self._error: Exception | None = None
 
     def __call__(self, rows: Sequence[RowResult]) -> bool:
-        """Whether there is to be another step; what `rows` hold has been sent then, and comes with
-        the plan's outputs otherwise.
+        """Sends what `rows` hold and returns True where another step follows; False ends the plan,
+        and they come with its outputs.
         """
         num_steps, elapsed_s = self._num_sent + 1, self._clock() - self._began
         if elapsed_s * (num_steps + 1) > multi_step.MAX_CALL_S * num_steps:
@@ -46,7 +46,9 @@ class EarlyOutputs:
         return goes_on
 
     def rest(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """What is still to be sent. Raises what the sending of others has raised."""
+        """Returns the part of `outputs` that is still to be sent; raises what sending the others
+        raised.
+        """
         if self._error is not None:
             raise self._error
         if self._num_sent:

@@ -2,8 +2,8 @@
 (PagedAttention, Kwon et al. 2023).
 
 Looks on from the core, step by step. Reserved are the blocks that requests hold, or what the worker
-says where it gives memory on demand; used, what tokens fill of them (shared blocks counted once).
-Beside it, what one range of the longest context for each request would take.
+reports where it gives memory on demand; used is what tokens fill of them, shared blocks counted
+once. Beside it stands what one range of the longest context for each request would take.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from octavo.step import StepPlan, StepResult
 
 
 class KvMeter:
-    """`block_bytes` by cache group; none: nothing is known of bytes."""
+    """The meter of one engine. `block_bytes` holds the bytes of a block for each cache group;
+    without them nothing is measured.
+    """
 
     def __init__(self, block_bytes: Sequence[int] = (), *, max_model_len: int = 0) -> None:
         self.now = KvBytes()
         self.sums = KvBytes()
-        """Over all steps that computed something."""
+        """Sums over all steps that computed something."""
         self._block_bytes = block_bytes
         self._max_model_len = max_model_len
 
     def observe(self, plan: StepPlan, result: StepResult, scheduler: Scheduler) -> None:
-        """Between a step and its update: its tokens are computed, and no block is free yet."""
+        """Measures a step between its end and its update: its tokens are computed, and no block is
+        free yet.
+        """
         if not plan.rows or not self._block_bytes:
             return
         blocks, running = (

@@ -1,5 +1,6 @@
-"""Counters of the core, as a snapshot that returns with each step. Owns no history and no clock:
-rates are the reader's business.
+"""Counters of the core, as a snapshot that returns with each step.
+
+Owns no history and no clock: rates are the reader's business.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from octavo.step import ConnectorStats
 
 
 class KvBytes(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of K and V on the device, of the requests that run."""
+    """Bytes of K and V on the device, of the running requests."""
 
     used: float = 0.0
-    """By computed tokens."""
+    """Bytes filled by computed tokens."""
     reserved: float = 0.0
     whole_contexts: float = 0.0
-    """What reserving the longest context for each of them would take."""
+    """Bytes that reserving the longest context for each request would take."""
 
     def __add__(self, other: KvBytes) -> KvBytes:
         return KvBytes(
@@ -37,24 +38,24 @@ class KvBytes(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def utilisation(self) -> float:
-        """Used of reserved, 0 to 1."""
+        """Share of the reserved bytes that are used, 0 to 1."""
         return self.used / self.reserved if self.reserved else 0.0
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """One cache group's blocks on the device."""
+    """The blocks of one cache group on the device."""
 
     window: int | None
-    """In tokens; None: all before a token."""
+    """Window in tokens; None where every token sees all before it."""
     num_blocks: int
     num_held: int
-    """By requests."""
+    """Blocks held by requests."""
     num_shared: int
-    """Of these, by more than one."""
+    """Blocks held by more than one request."""
     num_references: int
-    """Of requests to blocks: what they would hold if nothing were shared."""
+    """References of requests to blocks: what they would hold if none were shared."""
     num_named: int
-    """Held or not, those that can be found again."""
+    """Blocks that can be found again by name, held or not."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -72,34 +73,34 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Prompt tokens of requests that began to generate, cached ones included."""
     generation_tokens: int = 0
     busy_s: float = 0.0
-    """Time the device spent computing."""
+    """Seconds that the device spent computing."""
     num_swapped: int = 0
     """Requests whose blocks are in host memory now."""
     num_swaps: int = 0
-    """Of the preemptions, those to host memory."""
+    """Preemptions to host memory."""
     num_host_blocks: int = 0
-    """Of all groups, in use now."""
+    """Blocks of host memory in use, of all groups."""
     num_waiting_tokens: int = 0
     num_added: int = 0
-    """Requests that ever came, and their tokens: what a front has sent beyond these is still on its
-    way.
+    """Requests that ever came, and their tokens below; what a front has sent beyond these is still
+    on its way.
     """
     num_added_tokens: int = 0
     num_restarts: int = 0
     """Cores that were replaced because they hung or died."""
 
     kv: KvBytes = KvBytes()
-    """In the last step that computed something."""
+    """Bytes in the last step that computed something."""
     kv_sums: KvBytes = KvBytes()
-    """Of all such steps: their means, once divided by each other."""
+    """Sums over all such steps; their quotients are the means."""
     groups: list[GroupBlocks] = []
     external_query_tokens: int = 0
-    """Of the tokens looked up in the prefix cache, those not found on the device; and of these,
-    those found off it.
+    """Tokens looked up in the prefix cache and not found on the device; below, those of them found
+    off it.
     """
     external_hit_tokens: int = 0
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
-    """The prefix cache off the device."""
+    """Counters of the prefix cache off the device."""
 
     @property
     def kv_usage(self) -> float:
@@ -107,7 +108,9 @@ class EngineStats(msgspec.Struct, array_like=True):
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """With what a core had counted that this one has replaced."""
+        """Returns these stats with the counts of an earlier core added, which this one has
+        replaced.
+        """
         return msgspec.structs.replace(
             self, **{name: getattr(self, name) + getattr(earlier, name) for name in COUNTS}
         )
@@ -133,4 +136,4 @@ COUNTS = (
         "external_hit_tokens",
     ),
 )
-"""What grows from the start on; all else is of the moment."""
+"""Names of the fields that grow from the start on; all others are gauges."""

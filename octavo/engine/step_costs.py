@@ -16,7 +16,7 @@ import msgspec
 from octavo.step import StepPlan, StepResult
 
 MAX_SINGLE_TOKENS = 16
-"""Up to this many tokens each count has a point of its own; beyond, one serves up to the next power
+"""Highest number of tokens with a point of its own; beyond, one point serves up to the next power
 of two.
 """
 
@@ -35,7 +35,9 @@ class CostPoint(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: float
     num_keys: float
     seconds: float
-    """Wall clock of one step with Python's share, keys included and swapped blocks left out."""
+    """Wall clock of one step, in seconds; Python's share and keys are included, swapped blocks are
+    not.
+    """
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -94,7 +96,7 @@ UNMEASURED = StepCosts()
 
 
 class StepCostMeter:
-    """Running means over the steps seen. `known` are costs measured before."""
+    """Measures what steps cost, as running means. `known` are costs measured before."""
 
     def __init__(self, known: StepCosts = UNMEASURED) -> None:
         self.costs = known

@@ -25,7 +25,14 @@ from octavo.engine.front.stop_texts import LazyStopTexts, MakeStopTexts
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import Tiers
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.recording.recorder import FORMAT, Began, Log, NoLog, Recorder, check_writable
+from octavo.engine.recording.recorder import (
+    FORMAT,
+    Log,
+    NoLog,
+    Recorder,
+    RecordingHeader,
+    check_writable,
+)
 from octavo.engine.scheduling.build import build_scheduler, prompt_limits
 from octavo.errors import ConfigError
 from octavo.ports import Executor, Profiler, Tokenizer
@@ -238,7 +245,7 @@ def _open_log(
         return NoLog()
     log = Recorder(Path(config.observe.record))
     log.write(
-        Began(
+        RecordingHeader(
             FORMAT,
             __version__,
             config.to_options(),
@@ -254,27 +261,27 @@ def _open_log(
     return log
 
 
-def build_executor(began: Began, *, model: str | None, report: Report) -> Executor:
+def build_executor(header: RecordingHeader, *, model: str | None, report: Report) -> Executor:
     """Builds what carries out the plans of a recording: the recorded model, or the copy of it that
     `model` names, with the recorded KV blocks.
     """
-    if began.tiers is not None:
+    if header.tiers is not None:
         raise ConfigError(
             "the recording is of an engine with a prefix cache off the device, whose blocks are not"
             " in it: its plans cannot be carried out",
             hint="replay it without --execute",
         )
-    config = _recorded_config(began, model, kv_cache_memory_bytes=began.kv_bytes)
-    return build_core(open_model(config), report, stop_texts_of(began, model=model)).worker
+    config = _recorded_config(header, model, kv_cache_memory_bytes=header.kv_bytes)
+    return build_core(open_model(config), report, stop_texts_of(header, model=model)).worker
 
 
-def stop_texts_of(began: Began, *, model: str | None) -> MakeStopTexts:
+def stop_texts_of(header: RecordingHeader, *, model: str | None) -> MakeStopTexts:
     """Makes what finds stop strings as the recorded engine did; the model is opened only when a
     beam search has any.
     """
-    return LazyStopTexts(lambda: build_tokenizer(open_model(_recorded_config(began, model))))
+    return LazyStopTexts(lambda: build_tokenizer(open_model(_recorded_config(header, model))))
 
 
-def _recorded_config(began: Began, model: str | None, **more: Any) -> EngineConfig:
-    options = began.options | {"record": None} | more
+def _recorded_config(header: RecordingHeader, model: str | None, **more: Any) -> EngineConfig:
+    options = header.options | {"record": None} | more
     return EngineConfig.from_options(**options | ({"model": model} if model else {}))

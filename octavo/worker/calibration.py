@@ -1,5 +1,5 @@
-"""How strongly each input of a Program's matrices is used, which is what packing to 4 bits weighs
-its errors by.
+"""How strongly each input of a Program's matrices is used, by which packing to 4 bits weighs its
+errors.
 
 A few channels of the residual stream are hundreds of times as strong as the rest, and no weight
 alone tells which. So the Program runs once before it is packed, over tokens drawn at random, with
@@ -28,7 +28,9 @@ from octavo.program.program import Op, Program
 from octavo.quant.blocks import StoredWeight
 
 NUM_TOKENS = 64
-"""SmolLM2's rise in perplexity is the same with 32 and with 256 (4.1% to 4.4%, all of Opticks)."""
+"""Tokens of the run; SmolLM2's rise in perplexity is the same with 32 and with 256 (4.1% to 4.4%,
+all of Opticks).
+"""
 
 SEED = 0
 FLOOR = 1e-3
@@ -40,15 +42,17 @@ SMALL_PRODUCT = 1 << 18
 """Multiplications of a product that OpenBLAS computes with one thread."""
 
 CHUNK_VALUES = 1 << 17
-"""Values of a matrix turned into float64 at a time, so that they stay in the second-level cache
-while all rows meet them.
+"""Values of a matrix turned into float64 at a time; they stay in the second-level cache while all
+rows meet them.
 """
 
 
 def input_powers(
     program: Program, load: LoadWeight, *, context_tokens: int
 ) -> dict[str, NDArray[np.float32]]:
-    """Mean square of each input of every matrix, `[in]` by the weight's name, as powers of two."""
+    """Returns the mean square of each input of every matrix, `[in]` by the weight's name, as powers
+    of two.
+    """
     num_tokens = min(NUM_TOKENS, context_tokens)
     token_ids = np.array(
         [int(uniform(SEED, at, 0) * program.vocab_size) for at in range(num_tokens)], np.int32
@@ -61,8 +65,8 @@ def input_powers(
 def mean_squares(
     program: Program, load: LoadWeight, token_ids: NDArray[np.int32]
 ) -> dict[str, Floats]:
-    """Of each input over one text, by the reference's formulas but for products of many rows at
-    once.
+    """Returns the mean square of each input over one text, by the reference's formulas but for
+    products of many rows at once.
     """
     groups = program.groups
     batch = _whole_text(token_ids, len(groups))
@@ -78,7 +82,7 @@ def mean_squares(
                 power = np.square(step.get(op.x)).mean(axis=0)
                 powers |= {weight.name: power for weight in op.weights if len(weight.shape) > 1}
             if op is last:
-                break  # what it would make, nobody reads
+                break  # its outputs are not needed
             _compute(op, step, load)
             _forget(op, step, unread)
     return powers
@@ -97,13 +101,13 @@ def _compute(op: Op, step: ReferenceStep, load: LoadWeight) -> None:
 
 
 def _floats(packed: StoredWeight) -> NDArray:
-    """Vectors in float64; matrices in fp32, to be widened as they are used."""
+    """Returns vectors in float64, and matrices in fp32, to be widened as they are used."""
     array = packed.dequantize()
     return array.astype(np.float64) if array.ndim == 1 else array
 
 
 def _forget(op: Op, step: ReferenceStep, unread: Counter[str]) -> None:
-    """Values that no later op reads."""
+    """Drops values that no later op reads."""
     unread.subtract(value.name for value in op.inputs)
     for value in op.inputs:
         if not unread[value.name]:
@@ -111,7 +115,7 @@ def _forget(op: Op, step: ReferenceStep, unread: Counter[str]) -> None:
 
 
 def _whole_text(token_ids: NDArray[np.int32], num_groups: int) -> StepBatch:
-    """One request's whole prompt as one step, every row sampled."""
+    """Returns one request's whole prompt as one step, every row sampled."""
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     rows = np.arange(num_tokens, dtype=np.int32)
@@ -128,7 +132,7 @@ def _whole_text(token_ids: NDArray[np.int32], num_groups: int) -> StepBatch:
 
 
 def _multiply(matrix: NDArray, x: Floats) -> Floats:
-    """`matrix [out, in]` times the rows of `x [T, in]`: `[T, out]`."""
+    """Multiplies `matrix [out, in]` by the rows of `x [T, in]`; returns `[T, out]`."""
     num_outputs = max(8, CHUNK_VALUES // matrix.shape[1] // 8 * 8)
     parts = [
         _small_products(matrix[start : start + num_outputs], x)
@@ -138,9 +142,10 @@ def _multiply(matrix: NDArray, x: Floats) -> Floats:
 
 
 def _small_products(matrix: NDArray, x: Floats) -> Floats:
-    """In pieces of 8 outputs by so few rows that BLAS starts no threads for one. Its threads spin
-    while they wait: beside busy neighbours whole products took ten times as long (two cores); alone
-    they are a third faster."""
+    """Multiplies in pieces of 8 outputs by few enough rows that BLAS starts no threads for one. Its
+    threads spin while they wait: beside busy neighbours whole products took ten times as long (two
+    cores); alone they are a third faster.
+    """
     num_outputs, num_inputs = matrix.shape
     wide = np.zeros((-(-num_outputs // 8) * 8, num_inputs))
     wide[:num_outputs] = matrix
@@ -154,8 +159,8 @@ def _small_products(matrix: NDArray, x: Floats) -> Floats:
 
 
 def _power_of_two(power: Floats) -> NDArray[np.float32]:
-    """Against the mean, and at least `FLOOR` of it; ones where nothing comes in, or nothing that is
-    a number.
+    """Returns powers of two against the mean, at least `FLOOR` of it; ones where nothing comes in,
+    or values that are not numbers.
     """
     mean = power.mean()
     if not np.isfinite(mean) or mean == 0:

@@ -22,7 +22,9 @@ class Roofline:
     ceilings: Ceilings
 
     def prefill_tokens_per_s(self, num_tokens: int) -> float:
-        """Of one prompt alone, in the chunks that the engine makes."""
+        """Returns the tokens per second of one prompt alone, in the chunks that the engine
+        makes.
+        """
         chunk = self.capacity.load.max_step_tokens
         seconds = 0.0
         for first in range(0, num_tokens, chunk):
@@ -38,7 +40,9 @@ class Roofline:
         return num_tokens / seconds
 
     def decode_tokens_per_s(self, num_requests: int, context: int) -> float:
-        """Of so many requests together, each with so many tokens before the new one."""
+        """Returns the tokens per second of `num_requests` that decode together, each with `context`
+        tokens before the new one.
+        """
         products = (
             self.work.per_token + self.work.per_sample + self.work.pairs(context, context + 1)
         )
@@ -51,7 +55,9 @@ class Roofline:
         return max(2 * products / self.ceilings.operations, num_bytes / self.ceilings.bandwidth)
 
     def _weights_read(self, num_tokens: int) -> float:
-        """Of experts, those that some token is sent to, if each is as likely."""
+        """Returns the bytes of weights read for `num_tokens` tokens; of experts those that some
+        token is routed to, if each is as likely.
+        """
         sizes = self.footprint.weight_bytes
         dense = sum(sizes[weight] for weight in self.work.read_by_all)
         return dense + sum(

@@ -162,7 +162,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         """
         prompt, max_tokens, fields = self.given[request_id]
         scheduler, width = self.core.scheduler, fields["beam_width"]
-        limits = scheduler._admission.limits_of(scheduler.blocks.capacity_of(width))
+        limits = scheduler.admission.limits_of(scheduler.blocks.capacity_of(width))
         if limits.judge(len(prompt), width).verdict is Verdict.NEVER:
             return None
         room = limits.max_num_tokens(len(prompt), width) - len(prompt)
@@ -306,13 +306,13 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         queues = [scheduler.waiting, scheduler.running, scheduler.swapped]
         found = [request.request_id for queue in queues for request in queue]
-        assert sorted(found) == sorted(scheduler._requests)
+        assert sorted(found) == sorted(scheduler.queues.by_id)
         assert (
-            scheduler._num_seqs
+            scheduler.queues.num_running_seqs
             == sum(request.num_seqs for request in scheduler.running)
             <= MAX_NUM_SEQS
         )
-        holders = [*scheduler.running, *scheduler._leaving]
+        holders = [*scheduler.running, *scheduler.leaving]
         assert set(scheduler.blocks.tables) == {
             row.request_id for request in holders for row in request.rows
         }
@@ -321,17 +321,17 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def only_steps_in_flight_run_ahead(self):
         scheduler = self.core.scheduler
         assert (
-            len(self.core._in_flight)
-            == len(scheduler._in_flight._steps)
+            len(self.core.plans_in_flight)
+            == len(scheduler.in_flight)
             == len(scheduler.blocks.connector._sent)
             <= 1
         )
-        assert all(map(scheduler._in_flight.computes, scheduler._leaving))
-        for request in scheduler._requests.values():
+        assert all(map(scheduler.in_flight.computes, scheduler.leaving))
+        for request in scheduler.queues.by_id.values():
             for row in request.rows:
                 in_flight = [
                     share
-                    for plan, _ in self.core._in_flight
+                    for plan in self.core.plans_in_flight
                     for share in plan.rows
                     if share.request_id == row.request_id
                 ]
@@ -348,16 +348,16 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         rows = {
             row.request_id: row
-            for request in (*scheduler.running, *scheduler._leaving)
+            for request in (*scheduler.running, *scheduler.leaving)
             for row in request.rows
         }
         known = set(self.executor.rows)
-        for plan, _ in self.core._in_flight:
+        for plan in self.core.plans_in_flight:
             known = known - set(plan.freed_rows) | {new.request_id for new in plan.new_rows}
-        known -= set(scheduler._placement._freed_rows)
+        known -= set(scheduler.placement.freed_rows)
         assert known == {name for name, row in rows.items() if row.is_on_worker}
         for name in known & set(self.executor.rows) - {
-            new.request_id for plan, _ in self.core._in_flight for new in plan.new_rows
+            new.request_id for plan in self.core.plans_in_flight for new in plan.new_rows
         }:
             assert self.executor.rows[name].tokens[: rows[name].num_tokens] == rows[name].token_ids
 
@@ -372,7 +372,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         ):
             held.update(under_way.values())
         for request_id, entries in connector._held.items():
-            assert request_id in self.core.scheduler._requests
+            assert request_id in self.core.scheduler.queues.by_id
             held.update(slot for _, slot in entries)
         for slots in connector._slots:
             named = set(slots._slots.values())
@@ -414,7 +414,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             if reason == "length":
                 assert len(tokens) == min(
                     max_tokens,
-                    self.core.scheduler._admission.limits.max_num_tokens(len(prompt)) - len(prompt),
+                    self.core.scheduler.admission.limits.max_num_tokens(len(prompt)) - len(prompt),
                 )
         blocks = self.core.scheduler.blocks
         assert not blocks.tables and blocks.host.num_used_blocks == 0

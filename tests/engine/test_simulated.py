@@ -71,7 +71,7 @@ def test_a_hundred_thousand_requests_in_a_minute(policy, count):
     began = time.thread_time()
     sim.run(requests)
     elapsed = time.thread_time() - began
-    assert [sim.met[str(i)].num_tokens for i in range(count)] == [output for _, output in sizes]
+    assert [sim.records[str(i)].num_tokens for i in range(count)] == [output for _, output in sizes]
     assert elapsed < 60 * count / 100_000 + 1
 
 
@@ -130,10 +130,12 @@ def test_lower_priorities_go_first_and_the_others_end_too():
         requests
     )
     last = {
-        p: max(sim.met[str(i)].first_token_time for i in range(90) if i % 3 == p) for p in range(3)
+        p: max(sim.records[str(i)].first_token_time for i in range(90) if i % 3 == p)
+        for p in range(3)
     }
     first = {
-        p: min(sim.met[str(i)].first_token_time for i in range(90) if i % 3 == p) for p in range(3)
+        p: min(sim.records[str(i)].first_token_time for i in range(90) if i % 3 == p)
+        for p in range(3)
     }
     assert last[0] < last[1] < last[2] and last[0] <= first[2]
 
@@ -146,7 +148,7 @@ def test_decoding_goes_on_beside_long_prompts():
     whole = simulation(**ROOMY, budget=2048, enable_chunked_prefill=False).run(requests)
     chunked = simulation(**ROOMY, budget=128).run(requests)
     assert chunked.longest_step_s < 0.15 < 0.9 < whole.longest_step_s
-    assert chunked.met["chat"].end_time < whole.met["chat"].end_time
+    assert chunked.records["chat"].end_time < whole.records["chat"].end_time
 
 
 def test_the_delay_keeps_whole_prompts_from_starving_those_that_decode():
@@ -158,7 +160,7 @@ def test_the_delay_keeps_whole_prompts_from_starving_those_that_decode():
             **ROOMY, budget=1024, enable_chunked_prefill=False, scheduler_delay_factor=factor
         )
         .run(requests)
-        .met["chat"]
+        .records["chat"]
         .end_time
         for factor in (0.0, 0.5, 2.0)
     ]
@@ -182,12 +184,12 @@ def test_dynamic_batching_waits_for_its_window_and_no_longer():
         request_of("c", 1.2, 20, 4),
     ]
     sim = simulation(**ROOMY, budget=512, batching="dynamic", batch_window_ms=50).run(requests)
-    scheduled = {name: met.first_token_time for name, met in sim.met.items()}
+    scheduled = {name: record.first_token_time for name, record in sim.records.items()}
     assert 1.05 < scheduled["a"] == scheduled["b"] < 1.1 < 1.25 < scheduled["c"]
     full = simulation(
         **ROOMY | {"max_num_seqs": 2}, budget=512, batching="dynamic", batch_window_ms=10_000
     ).run(requests[:2])
-    assert full.met["a"].first_token_time < 1.1, "a full batch does not wait"
+    assert full.records["a"].first_token_time < 1.1, "a full batch does not wait"
 
 
 def test_swapping_is_chosen_where_copies_are_cheap_and_recomputing_where_they_are_dear():

@@ -12,7 +12,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.engine.core import CoreOutputs
-from octavo.engine.recording.recorder import Computed, Planned, read_log
+from octavo.engine.recording.recorder import StepComputed, StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduling import multi_step
 from tests.support.llm_tools import fingerprint, make_llm, prompts_of
@@ -226,11 +226,11 @@ def test_steps_of_a_recording_are_made_again(tmp_path):
         "llama", 8, record=str(path), kv_cache_memory_bytes="192KiB", max_model_len=128
     ) as llm:
         Traffic(llm, requests_of(draw, 12), draw, aborts=True).run()
-    began, events = read_log(path)
+    header, events = read_log(path)
     events = list(events)
-    assert max(event.result.num_steps for event in events if isinstance(event, Computed)) == 8
-    assert max(event.plan.num_steps for event in events if isinstance(event, Planned)) == 8
-    executor = build_executor(began, model=None, report=lambda text: None)
-    found = Replay(began, executor).run(events)
+    assert max(event.result.num_steps for event in events if isinstance(event, StepComputed)) == 8
+    assert max(event.plan.num_steps for event in events if isinstance(event, StepPlanned)) == 8
+    executor = build_executor(header, model=None, report=lambda text: None)
+    found = Replay(header, executor).run(events)
     executor.close()
     assert found.differences == [] and found.num_requests >= 12

@@ -220,6 +220,6 @@ def test_beams_that_could_share_nothing_are_refused(setup: Setup, way: str) -> N
         return
     with (
         setup.llm(**WAYS[way].options) as llm,
-        pytest.raises(InvalidRequest, match="beams share KV blocks, and here nobody does"),
+        pytest.raises(InvalidRequest, match="beams share KV blocks, and this engine shares none"),
     ):
         llm.generate(PROMPTS[1], BEAMS[1])

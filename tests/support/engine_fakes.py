@@ -96,6 +96,10 @@ class FakeExecutor:
             self._move(move)
         if bad := self.raise_on & {row.request_id for row in plan.rows}:
             raise RuntimeError(f"no luck with {sorted(bad)}")
+        # A step that fails as a whole fails before its connector plan is begun.
+        for row in plan.rows:
+            if row.start + row.num_tokens > len(self.rows[row.request_id].tokens):
+                raise RuntimeError(f"the last token of {row.request_id} was never drawn")
         self.tiers.begin(plan.connector)
         steps = [[self._run(row) for row in plan.rows]]
         while (

@@ -17,8 +17,8 @@ from tests.support.engine_fakes import make_core
 
 
 @dataclass(slots=True)
-class Met:
-    """What a request met."""
+class RequestRecord:
+    """What one request met in the simulation; times in simulated seconds."""
 
     tenant: str
     arrival_time: float
@@ -38,7 +38,7 @@ class Simulation:
     core: EngineCore
     clock: SimulatedClock
     window_s: float = 10.0
-    met: dict[str, Met] = field(default_factory=dict)
+    records: dict[str, RequestRecord] = field(default_factory=dict)
     tokens: dict[int, Counter[str]] = field(default_factory=dict)
     """By window and tenant: prompt tokens with the first token, then each new one."""
     longest_step_s: float = 0.0
@@ -63,7 +63,7 @@ class Simulation:
         return self
 
     def add(self, request: EngineRequest) -> None:
-        self.met[request.request_id] = Met(request.tenant, request.arrival_time)
+        self.records[request.request_id] = RequestRecord(request.tenant, request.arrival_time)
         self.core.add(request)
 
     def step(self, prompts: dict[str, int]) -> None:
@@ -73,18 +73,18 @@ class Simulation:
         self.longest_step_s = max(self.longest_step_s, now - began)
         counts = self.tokens.setdefault(int(now // self.window_s), Counter())
         for output in outputs:
-            met = self.met[output.request_id]
-            if met.num_tokens == 0:
-                met.first_token_time = now
-                counts[met.tenant] += prompts[output.request_id]
-            met.num_tokens += len(output.token_ids)
-            counts[met.tenant] += len(output.token_ids)
+            record = self.records[output.request_id]
+            if record.num_tokens == 0:
+                record.first_token_time = now
+                counts[record.tenant] += prompts[output.request_id]
+            record.num_tokens += len(output.token_ids)
+            counts[record.tenant] += len(output.token_ids)
             if output.finish_reason is not None:
                 assert output.error is None, output.error
-                met.end_time = now
+                record.end_time = now
 
-    def of(self, tenant: str) -> list[Met]:
-        return [met for met in self.met.values() if met.tenant == tenant]
+    def of(self, tenant: str) -> list[RequestRecord]:
+        return [record for record in self.records.values() if record.tenant == tenant]
 
 
 def simulation(*, costs: SimulatedCosts | None = None, **options) -> Simulation:

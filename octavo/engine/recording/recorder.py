@@ -1,9 +1,8 @@
-"""The log of an engine: every request with its seed, every plan and every result, so that the same
-steps can be made again.
+"""The recording of an engine: every request with its seed, every plan and every result, so that the
+same steps can be made again.
 
-One JSON object a line, written before the step it plans is computed, so that the log of an engine
-that died ends with the plan it died of. Decides nothing; what is done with a log is `replay.py`'s
-business.
+One JSON object a line, written before the step that it plans is computed: the recording of an
+engine that died ends with the plan it died of. Decides nothing; `replay.py` makes the steps again.
 """
 
 from __future__ import annotations
@@ -25,13 +24,15 @@ from octavo.errors import ConfigError
 from octavo.step import RowResult, StepPlan, StepResult, TokenLogprobs
 
 FORMAT = 2
+"""Version of the recording's lines; another one is refused."""
 
 NO_LOGPROBS = TokenLogprobs([], [], [])
+"""Entry that stands for prompt logprobs, of which only the number is recorded."""
 
 logger = logging.getLogger(__name__)
 
 
-class Began(msgspec.Struct, tag=True):
+class RecordingHeader(msgspec.Struct, tag=True):
     """The first line: what the scheduler was made of, and all options by their flat names."""
 
     format: int
@@ -43,54 +44,73 @@ class Began(msgspec.Struct, tag=True):
     block_size: int
     max_model_len: int
     kv_bytes: int
-    """Of all groups' blocks: who asks for so many gets these groups."""
+    """Bytes of all groups' blocks; an engine with as many gets these groups."""
     tiers: Tiers | None = None
 
 
-class Added(msgspec.Struct, tag=True):
+class RequestAdded(msgspec.Struct, tag=True):
+    """A request that came."""
+
     request: EngineRequest
 
 
-class Aborted(msgspec.Struct, tag=True):
+class RequestAborted(msgspec.Struct, tag=True):
+    """A request that its caller ended."""
+
     request_id: str
 
 
-class GivenUp(msgspec.Struct, tag=True):
-    """A request that no step has started."""
+class RequestFailed(msgspec.Struct, tag=True):
+    """A request that was ended because no step could start it."""
 
     request_id: str
     error: str
 
 
-class CacheReset(msgspec.Struct, tag=True):
+class PrefixCacheReset(msgspec.Struct, tag=True):
+    """A reset of the prefix cache."""
+
     reset_connector: bool = False
 
 
-class Pinned(msgspec.Struct, tag=True):
-    """Or not, if it was refused."""
+class PrefixPinned(msgspec.Struct, tag=True):
+    """A request to pin a prefix, which may have been refused."""
 
     pin: Pin
 
 
-class Planned(msgspec.Struct, tag=True):
+class StepPlanned(msgspec.Struct, tag=True):
+    """A plan, with the arguments it was made of."""
+
     now: float
     costs: StepCosts
     plan: StepPlan
     waits_for: str
-    """What keeps the first of the waiting from starting; "" where nobody waits."""
+    """Reason why the first waiting request does not start; "" where none waits."""
 
 
-class Computed(msgspec.Struct, tag=True):
+class StepComputed(msgspec.Struct, tag=True):
+    """The result of the oldest plan without one."""
+
     result: StepResult
     failed: bool = False
-    """As a whole: nobody knows how far the plan was carried out."""
+    """Whether the step failed as a whole, carried out no one knows how far."""
 
 
-Event = Began | Added | Aborted | GivenUp | CacheReset | Pinned | Planned | Computed
+Event = (
+    RecordingHeader
+    | RequestAdded
+    | RequestAborted
+    | RequestFailed
+    | PrefixCacheReset
+    | PrefixPinned
+    | StepPlanned
+    | StepComputed
+)
 
 
 class Log(Protocol):
-    """Is told of everything that decides what an engine does."""
+    """Takes in everything that decides what an engine does."""
 
     def write(self, event: Event) -> None: ...
 
@@ -99,34 +119,34 @@ class Log(Protocol):
 
 class NoLog:
     def write(self, event: Event) -> None:
-        """Nobody asked for it."""
+        """Drops the event."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class Recorder:
-    """A Log in a file, which is made anew."""
+    """A Log in a file, which is overwritten."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._encoder = msgspec.json.Encoder()
         self._plans: dict[int, StepPlan] = {}
-        """Those that have no result yet, by their step."""
+        """Plans without a result, by their step."""
         try:
             self._file = path.open("wb")
         except OSError as error:
             raise ConfigError(f"record: cannot write {path}: {error.strerror}") from error
 
     def write(self, event: Event) -> None:
-        """Where the disk is full the log ends, and the engine goes on."""
+        """Writes one event. Where the disk is full the recording ends, and the engine goes on."""
         if self._file.closed:
             return
-        if isinstance(event, Planned):
+        if isinstance(event, StepPlanned):
             self._plans[event.plan.step] = event.plan
-        elif isinstance(event, Computed):
+        elif isinstance(event, StepComputed):
             plan = self._plans.pop(event.result.step)
-            event = Computed(
+            event = StepComputed(
                 msgspec.structs.replace(event.result, rows=lean_rows(plan, event.result.rows)),
                 event.failed,
             )
@@ -145,7 +165,7 @@ class Recorder:
 
 
 def check_writable(path: Path) -> None:
-    """ConfigError where a Recorder could not be made; what lies there stays as it is."""
+    """Raises ConfigError where a Recorder could not be made; a file that exists is not changed."""
     try:
         path.open("ab").close()
     except OSError as error:
@@ -153,8 +173,8 @@ def check_writable(path: Path) -> None:
 
 
 def lean_rows(plan: StepPlan, rows: Sequence[RowResult]) -> list[RowResult]:
-    """What the scheduler looks at: tokens, failures, how many prompt logprobs came, and the
-    logprobs that a beam search chooses by.
+    """Returns the parts of results that the scheduler looks at: tokens, failures, how many prompt
+    logprobs came, and the logprobs that a beam search chooses by.
     """
     return [
         _lean_row(row, searched=bool(scheduled.search_of))
@@ -175,9 +195,9 @@ def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
     )
 
 
-def read_log(path: Path) -> tuple[Began, Iterator[Event]]:
-    """What it begins with, and all that follows; ConfigError where the file is no log. A last line
-    that was cut off is left out.
+def read_log(path: Path) -> tuple[RecordingHeader, Iterator[Event]]:
+    """Returns the header and the events that follow; ConfigError where the file is no recording. A
+    last line that was cut off is left out.
     """
     try:
         lines = path.open("rb")
@@ -186,15 +206,15 @@ def read_log(path: Path) -> tuple[Began, Iterator[Event]]:
     decoder = msgspec.json.Decoder(Event)
     first = lines.readline()
     try:
-        began = decoder.decode(first)
+        header = decoder.decode(first)
     except msgspec.MsgspecError:
-        began = None
-    if not isinstance(began, Began) or began.format != FORMAT:
+        header = None
+    if not isinstance(header, RecordingHeader) or header.format != FORMAT:
         raise ConfigError(
             f"{path}: no recording, or one of another version",
             hint="`octavo serve --record FILE` makes one",
         )
-    return began, _rest(path, lines, decoder)
+    return header, _rest(path, lines, decoder)
 
 
 def _rest(path: Path, lines: Any, decoder: msgspec.json.Decoder[Event]) -> Iterator[Event]:

@@ -1,9 +1,9 @@
-"""Makes the steps of a recording again: the same calls to a new Scheduler, and whether it decides
-the same.
+"""Makes the steps of a recording again: the same calls to a new Scheduler, and a comparison of what
+it decides.
 
-Time, costs and results come from the recording, so the plans are those of then whatever computes
-them now. With an executor the plans are carried out too, and what they yield is compared. Knows no
-file and no model.
+Time, costs and results come from the recording, so the plans are the recorded ones whatever
+computes them now. With an executor the plans are carried out too, and what they yield is compared.
+Knows no file and no model.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import msgspec
 
 from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.recording.recorder import (
-    Aborted,
-    Added,
-    Began,
-    CacheReset,
-    Computed,
     Event,
-    GivenUp,
-    Pinned,
-    Planned,
+    PrefixCacheReset,
+    PrefixPinned,
+    RecordingHeader,
+    RequestAborted,
+    RequestAdded,
+    RequestFailed,
+    StepComputed,
+    StepPlanned,
     lean_rows,
 )
 from octavo.engine.scheduling.build import build_scheduler
@@ -36,42 +36,42 @@ from octavo.ports import Between, Executor
 from octavo.step import RowResult, StepPlan, StepResult
 
 MAX_STEPS_AHEAD = 1
-"""In flight when a plan is made, at most."""
+"""Most steps in flight when a plan is made."""
 
 
 @dataclass(slots=True)
 class Replayed:
-    """Of a recording, as far as it was made again."""
+    """Counts and differences that a replay has found so far."""
 
     num_requests: int = 0
     num_steps: int = 0
     num_tokens: int = 0
     unfinished_step: int | None = None
-    """The step of which the recording has no result: the engine ended in it."""
+    """Step without a result in the recording: the engine ended in it."""
     differences: list[str] = field(default_factory=list)
 
 
 class Replay:
-    """`executor`: what carries out the plans, if anything is to. `stop_texts`: as the recorded
-    engine had them.
+    """Takes an `executor` to carry out the plans, if they are to be, and `stop_texts` as the
+    recorded engine had them.
     """
 
     def __init__(
         self,
-        began: Began,
+        header: RecordingHeader,
         executor: Executor | None = None,
         stop_texts: MakeStopTexts | None = None,
     ) -> None:
         self.found = Replayed()
-        self._scheduler = scheduler_of(began, stop_texts)
+        self._scheduler = scheduler_of(header, stop_texts)
         self._executor = executor
-        self._in_flight: deque[Planned] = deque()
-        """Whose results have not come, as in the engine that was recorded."""
+        self._in_flight: deque[StepPlanned] = deque()
+        """Recorded plans whose results have not come yet."""
         self._other_plan = False
 
     def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
-        """Ends early where it found so many differences, and at the first plan that is another one:
-        all that follows would be.
+        """Makes the steps again. It ends early at `max_differences`, and at the first plan that
+        differs: all that follows would too.
         """
         for event in events:
             self._take(event)
@@ -83,26 +83,26 @@ class Replay:
         return self.found
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Added):
+        if isinstance(event, RequestAdded):
             self.found.num_requests += 1
             self._scheduler.add(event.request)
-        elif isinstance(event, Aborted):
+        elif isinstance(event, RequestAborted):
             self._scheduler.abort(event.request_id)
-        elif isinstance(event, GivenUp):
+        elif isinstance(event, RequestFailed):
             self._scheduler.fail(event.request_id, event.error)
-        elif isinstance(event, CacheReset):
+        elif isinstance(event, PrefixCacheReset):
             self._scheduler.blocks.reset_prefix_cache(reset_connector=event.reset_connector)
-        elif isinstance(event, Pinned):
+        elif isinstance(event, PrefixPinned):
             with suppress(InvalidRequest):
                 self._scheduler.blocks.pin_prefix(event.pin)
-        elif isinstance(event, Planned):
+        elif isinstance(event, StepPlanned):
             self._schedule(event)
-        elif isinstance(event, Computed):
+        elif isinstance(event, StepComputed):
             self._update(event)
         else:
             raise _damaged("it begins a second time")
 
-    def _schedule(self, then: Planned) -> None:
+    def _schedule(self, then: StepPlanned) -> None:
         if len(self._in_flight) > MAX_STEPS_AHEAD:
             raise _damaged(f"step {self._in_flight[0].plan.step} has no result, but others follow")
         plan = self._scheduler.schedule(then.now, then.costs)
@@ -112,11 +112,11 @@ class Replay:
             self.found.differences.append(_difference(then.plan, plan))
 
     def _execute(self, plan: StepPlan, num_steps: int) -> StepResult | str | None:
-        """What the executor yields, if there is one, in no more decode steps than there were then;
-        or how it failed.
+        """Returns what the executor yields, in no more decode steps than were recorded, or how it
+        failed; None without an executor.
 
-        In the order of the plans, whether the engine ran ahead or not: what a row takes from the
-        device was drawn by the step before.
+        Plans are executed in their order, whether the engine ran ahead or not: what a row takes
+        from the device was drawn by the step before.
         """
         if self._executor is None:
             return None
@@ -125,7 +125,7 @@ class Replay:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def _update(self, then: Computed) -> None:
+    def _update(self, then: StepComputed) -> None:
         if not self._in_flight:
             raise _damaged(f"step {then.result.step} has a result and no plan")
         plan = self._in_flight.popleft().plan
@@ -150,21 +150,21 @@ class Replay:
                 )
 
 
-def scheduler_of(began: Began, stop_texts: MakeStopTexts | None = None) -> Scheduler:
-    """As it was when the recording began."""
+def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = None) -> Scheduler:
+    """Returns a scheduler like the recorded engine's, with no request yet."""
     return build_scheduler(
-        began.scheduler,
-        began.cache,
-        began.groups,
-        block_size=began.block_size,
-        max_model_len=began.max_model_len,
-        tiers=began.tiers,
+        header.scheduler,
+        header.cache,
+        header.groups,
+        block_size=header.block_size,
+        max_model_len=header.max_model_len,
+        tiers=header.tiers,
         stop_texts=stop_texts,
     )
 
 
 def _until(num_steps: int) -> Between:
-    """Ends after so many."""
+    """Returns a callback that ends a plan after `num_steps` decode steps."""
     count = itertools.count(1)
     return lambda rows: next(count) < num_steps
 
@@ -178,7 +178,7 @@ def _difference(then: StepPlan, now: StepPlan) -> str:
 
 
 def _fields(then: msgspec.Struct, now: msgspec.Struct) -> str:
-    """Those that are not what they were."""
+    """Returns the fields that differ, with both values."""
     pairs = [(name, getattr(then, name), getattr(now, name)) for name in then.__struct_fields__]
     return "; ".join(
         f"{name} was {_short(old)}, now it is {_short(new)}"

@@ -2,9 +2,10 @@
 cannot be beaten.
 
 Owns the beams of one request, what they have yielded, and the finished sequences. Sees logprobs as
-numbers, and neither blocks nor arrays: who forks what is an answer (`Child`). Scores, order and end
-are those of Hugging Face transformers' `generate(num_beams=...)`, so that its results are met; the
-length penalty is of Wu et al. 2016 in its simplest form, the length to a power.
+numbers, and neither blocks nor arrays: which beam branches off which is an answer (`Branch`).
+Scores, order and end are those of Hugging Face transformers' `generate(num_beams=...)`, so that its
+results are met; the length penalty is that of Wu et al. 2016 in its simplest form, the length to a
+power.
 """
 
 from __future__ import annotations
@@ -15,37 +16,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import msgspec
-
+from octavo.engine.requests.result_consumer import BeamOutput, Branch, RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
-from octavo.outputs import FinishReason
 from octavo.sampling_params import SamplingParams
 from octavo.step import RowResult, TokenLogprobs
 
 
-class BeamOutput(msgspec.Struct, omit_defaults=True):
-    """A finished sequence, without the prompt."""
-
-    token_ids: list[int]
-    cumulative_logprob: float
-    score: float
-    """The cumulative logprob over the length to the power of the length penalty."""
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] = []
-    """One for each token, where they are wanted."""
-
-
 class StopTexts(Protocol):
-    """Finds stop strings in token ids. `engine/stop_texts.py` is one."""
+    """Finds stop strings in token ids. `engine/front/stop_texts.py` implements it."""
 
     def ended_by(self, token_ids: Sequence[int], token_id: int) -> str | None:
-        """The stop string that `token_id` completes after `token_ids`."""
+        """Returns the stop string that `token_id` completes after `token_ids`; None where it
+        completes none.
+        """
         ...
 
 
 class Beam(TokenRow):
-    """A sequence that is not finished."""
+    """A live sequence of the search."""
 
     __slots__ = ("cumulative_logprob", "logprobs")
 
@@ -62,38 +50,31 @@ class Beam(TokenRow):
         self.logprobs = logprobs
 
 
-class Child(NamedTuple):
-    """A beam, and whose blocks it goes on with: its own, where the ids are the same."""
-
-    beam: Beam
-    parent_id: str
-
-
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A row and one more token."""
+    """A row continued by one more token."""
 
     row: TokenRow
     token_id: int
     cumulative_logprob: float
     place: int
-    """Of the token in what the row has yielded."""
+    """Index of the token among the alternatives that the row has yielded."""
 
 
 class Width(NamedTuple):
-    """`beams` go on; so many continuations are looked at, that as many remain when some have
-    ended."""
+    """How many `beams` go on, and how many continuations are looked at so that as many remain when
+    some have ended.
+    """
 
     beams: int
     num_candidates: int
 
 
 class BeamSearch:
-    """`rows` are always those of the request: the beams, or while there are none the request
-    itself, its trunk.
+    """The search of one request, and the consumer of its rows.
 
-    A search that has lost its blocks is folded: its trunk, what all beams begin with, is computed
-    first, and they branch off again.
+    A search that has lost its blocks is folded: its trunk, the tokens that all beams begin with, is
+    computed first, and they branch off it again.
     """
 
     def __init__(
@@ -124,11 +105,25 @@ class BeamSearch:
         self._found: list[BeamOutput] = []
         self._num_names = 0
         self.row_params = self._row_params()
-        """How the worker computes each row: what it draws does not matter, the best logprobs do."""
+        """Parameters of each row on the worker: its best logprobs matter, the drawn token does
+        not.
+        """
+
+    reads_logprobs = True
+    needs_last_token = "a beam search: which beams go on is decided by what they yield"
 
     @property
-    def width(self) -> int:
+    def num_seqs(self) -> int:
+        """Most beams that are live at once."""
         return self._width.beams
+
+    def rows(self, request: TokenRow) -> Sequence[TokenRow]:
+        """Returns the live beams; the request itself, their trunk, while there are none."""
+        return self.beams or (request,)
+
+    def num_plain_draws(self, num_tokens: int) -> int:
+        """Returns 1: each step decides which beams go on."""
+        return 1
 
     def _row_params(self) -> SamplingParams:
         num_banned = len(self._end_token_ids) if self._params.min_tokens else 0
@@ -139,15 +134,23 @@ class BeamSearch:
 
     # -- a step of the search ----------------------------------------------------------------------
 
-    def take(self, rows: Sequence[TokenRow], row: TokenRow, result: RowResult) -> bool:
-        """What one of the rows yielded; says whether all have by now, so that it is time to
-        advance.
+    def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress | None:
+        """Takes in what one row yielded. Once all have, the next beams branch off, or the search
+        ends with all that it has found.
         """
+        rows = self.rows(request)
         self._yields[row.request_id] = result
-        return len(self._yields) == len(rows)
+        if len(self._yields) < len(rows):
+            return None
+        progress = RequestProgress(len(rows), replaced_rows=rows, branches=self._advance(rows))
+        if self.is_done:
+            progress.is_first = True
+            progress.finish = self._finish()
+            progress.beams = self._best() or None
+        return progress
 
-    def advance(self, rows: Sequence[TokenRow]) -> list[Child]:
-        """The beams of the next step. None are left where the search is done."""
+    def _advance(self, rows: Sequence[TokenRow]) -> list[Branch]:
+        """Returns the beams of the next step, none where the search is done."""
         yields, self._yields = self._yields, {}
         if self._folded:
             return self._unfold(rows[0])
@@ -156,24 +159,26 @@ class BeamSearch:
         finished: list[BeamOutput] = []
         for place, best in enumerate(self._candidates(rows, yields)):
             end = self._end_of(best, num_output_tokens)
-            if end is None and len(running) < self.width:
+            if end is None and len(running) < self.num_seqs:
                 running.append(best)
-            elif end is not None and place < self.width:
+            elif end is not None and place < self.num_seqs:
                 finished.append(self._output(best, end, yields))
-        self._found = sorted(self._found + finished, key=lambda output: -output.score)[: self.width]
+        self._found = sorted(self._found + finished, key=lambda output: -output.score)[
+            : self.num_seqs
+        ]
         self.is_done = not running or self._is_settled(
             running[0].cumulative_logprob, num_output_tokens
         )
         children = [] if self.is_done else self._children(running, yields)
-        self.beams = [child.beam for child in children]
-        return children
+        self.beams = [beam for beam, _ in children]
+        return [Branch(beam, parent_id) for beam, parent_id in children]
 
-    def best(self) -> list[BeamOutput]:
-        """As many as are wanted, the best first."""
+    def _best(self) -> list[BeamOutput]:
+        """Returns as many finished sequences as are wanted, the best first."""
         return self._found[: self._params.n]
 
-    def finish(self) -> Finish:
-        """How it has ended."""
+    def _finish(self) -> Finish:
+        """Returns how the search has ended."""
         if not self._found:
             return Finish("error", error="the beam search found no token that could follow")
         return Finish(self._found[0].finish_reason)
@@ -181,7 +186,7 @@ class BeamSearch:
     def _candidates(
         self, rows: Sequence[TokenRow], yields: dict[str, RowResult]
     ) -> list[Continuation]:
-        """The best continuations of all rows together, in order."""
+        """Returns the best continuations of all rows together, the best first."""
         num_output_tokens = rows[0].num_tokens - self._num_prompt_tokens
         banned = self._end_token_ids if num_output_tokens < self._params.min_tokens else frozenset()
         every = [
@@ -206,11 +211,11 @@ class BeamSearch:
         return Finish("length") if num_output_tokens >= self._max_output_tokens else None
 
     def _is_settled(self, best_running: float, num_output_tokens: int) -> bool:
-        """Whether no live beam is expected to beat the worst of the finished ones."""
-        if len(self._found) < self.width:
+        """Returns whether no live beam is expected to beat the worst of the finished ones."""
+        if len(self._found) < self.num_seqs:
             return False
         early, penalty = self._params.early_stopping, self._params.length_penalty
-        if early is True or self.width == 1:
+        if early is True or self.num_seqs == 1:
             return True
         length = self._max_output_tokens if early == "never" and penalty > 0 else num_output_tokens
         return best_running / math.pow(length, penalty) <= self._found[-1].score
@@ -237,9 +242,9 @@ class BeamSearch:
 
     def _children(
         self, running: Sequence[Continuation], yields: dict[str, RowResult]
-    ) -> list[Child]:
-        """The first child of a beam goes on in its place, and in its row on the worker where that
-        drew the same token.
+    ) -> list[tuple[Beam, str]]:
+        """Makes the next beams, each with the id of its parent. The first child of a beam takes its
+        place, and its row on the worker where that drew the same token.
         """
         heirs: set[str] = set()
         children = []
@@ -259,16 +264,16 @@ class BeamSearch:
             beam.is_on_worker = (
                 inherits and row.is_on_worker and yields[parent_id].token_ids == [best.token_id]
             )
-            children.append(Child(beam, parent_id))
+            children.append((beam, parent_id))
         return children
 
     def _new_name(self) -> str:
         self._num_names += 1
         return f"{self._request_id}/{self._num_names}"
 
-    def fold(self, trunk: list[int]) -> list[int]:
-        """Nothing is computed any more: the tokens to begin with. `trunk` are those of a search
-        that has no beams.
+    def start_over(self, trunk: list[int]) -> list[int]:
+        """Folds the beams into what they have in common, which is returned and computed first;
+        `trunk` where there are no beams.
         """
         self._yields.clear()
         if not self.beams:
@@ -284,11 +289,11 @@ class BeamSearch:
         )
         return first[:length]
 
-    def _unfold(self, trunk: TokenRow) -> list[Child]:
+    def _unfold(self, trunk: TokenRow) -> list[Branch]:
         self.beams, self._folded = self._folded, []
         for beam in self.beams:
             beam.num_computed_tokens, beam.is_on_worker = trunk.num_tokens, False
-        return [Child(beam, trunk.request_id) for beam in self.beams]
+        return [Branch(beam, trunk.request_id) for beam in self.beams]
 
 
 def _cumulative(row: TokenRow) -> float:
@@ -296,7 +301,7 @@ def _cumulative(row: TokenRow) -> float:
 
 
 def _entry(result: RowResult) -> TokenLogprobs:
-    """The drawn token first, then the best of all."""
+    """Returns the row's logprobs: the drawn token first, then the best of all."""
     assert result.logprobs is not None
     return result.logprobs[0]
 
@@ -307,8 +312,8 @@ def _alternatives(result: RowResult) -> list[tuple[int, float]]:
 
 
 def _chosen(result: RowResult, place: int, num_logprobs: int) -> TokenLogprobs:
-    """As if the token at `place` among the best had been drawn, with as many of the best as the
-    user wants.
+    """Returns logprobs as if the token at `place` among the best had been drawn, with as many of
+    the best as the user wants.
     """
     entry, wanted = (
         _entry(result),

@@ -1,5 +1,5 @@
-"""A request as the core knows it: what came in (EngineRequest), its state (Request), and what goes
-out (EngineOutput).
+"""A request as the core knows it: as it comes in (EngineRequest), while it runs (Request), and what
+goes out (EngineOutput).
 
 One sample each: the front makes n of them where a user asks for n. Knows no text, no block and no
 array.
@@ -13,7 +13,9 @@ from enum import Enum
 
 import msgspec
 
-from octavo.engine.requests.beam_search import BeamOutput, BeamSearch, StopTexts
+from octavo.engine.requests.beam_search import BeamSearch, StopTexts
+from octavo.engine.requests.plain_generation import EndRules, PlainGeneration
+from octavo.engine.requests.result_consumer import BeamOutput, ResultConsumer
 from octavo.engine.requests.timings import Stopwatch
 from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.outputs import FinishReason, Timings
@@ -22,62 +24,62 @@ from octavo.step import TokenLogprobs
 
 
 class EngineRequest(msgspec.Struct):
-    """What the front hands to the core, validated; crosses process boundaries."""
+    """A validated request, as the front hands it to the core; crosses process boundaries."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """64 bits, always set."""
+    """Seed of its draws, 64 bits, always set."""
     eos_token_ids: list[int] = []
-    """Empty where they are to be ignored."""
+    """End-of-sequence ids; empty where the request ignores them."""
     sample_index: int = 0
     fork_of: str | None = None
-    """The request that computes the same prompt, whose blocks this one is to share once they hold
-    it.
+    """Request that computes the same prompt, and shares its blocks with this one once they hold it;
+    None for the first sample.
     """
     cache_salt: str = ""
-    """Prefix hits happen among equal salts only."""
+    """Salt of the names of its blocks; prefix hits happen among equal salts only."""
     priority: int = 0
-    """Lower goes first, where the policy looks at it."""
+    """Priority under the policy of that name; lower values go first."""
     tenant: str = ""
-    """Among whom a fair policy shares."""
+    """Name of the tenant, among which a fair policy shares."""
     arrival_time: float = 0.0
-    """On the monotonic clock of the machine."""
+    """Time of arrival, in seconds on the monotonic clock of the machine."""
     output_token_ids: list[int] = []
-    """What an earlier core has sampled for it already."""
+    """Tokens that an earlier core has already sampled for it."""
     resumed: bool = False
-    """An earlier core knew it."""
+    """Whether an earlier core knew the request."""
     one_token: bool = False
-    """It ends as if aborted once it has yielded one more token, where that is not its end anyway.
-    """
+    """Whether it ends as aborted once it has one more token, unless that one is its end anyway."""
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
-    """What one step gave one request. The last one of a request, and only that, has a
+    """New tokens or the end of one request after a step. Only the last output of a request has a
     finish_reason.
     """
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    """One for each of `token_ids`."""
+    """Logprobs, one entry for each of `token_ids`; None where they are not wanted."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt tokens from the second on, all at once with the first token."""
+    """Logprobs of the prompt tokens from the second on, all at once with the first token."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token, where one of `stop_token_ids` ended the request."""
+    """Stop token that ended the request, where one of `stop_token_ids` did."""
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
-    """Of the preemptions, those to host memory."""
+    """Preemptions that moved its blocks to host memory."""
     scheduled_ts: float | None = None
     beams: list[BeamOutput] | None = None
-    """What a beam search has found, all at once with the finish_reason; it yields no tokens before.
-    """
+    """Sequences found by a beam search, all with the finish_reason; it yields no tokens before."""
     timings: Timings | None = None
-    """With the finish_reason, and wherever the front may end the request because of a text."""
+    """Seconds by what they went to; set with the finish_reason, and wherever the front may end the
+    request by a stop string.
+    """
 
 
 class RequestStatus(Enum):
@@ -88,19 +90,20 @@ class RequestStatus(Enum):
 
 
 class Request(TokenRow):
-    """Tokens, counts and state of one request; the scheduler is its only writer.
+    """The tokens, counts and state of one request, which the scheduler alone changes.
 
     `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each one that was
-    sampled. `max_num_tokens` is the most it may ever hold, by max_tokens, the context and the KV
-    cache. One with a `search` computes its prompt itself and then, in a row for each, the beams; it
-    is preempted, returns and ends with all of them.
+    sampled. `max_num_tokens` is the most that it may ever hold, by max_tokens, the context and the
+    KV cache. Its `consumer` takes what its rows yield; a beam search computes the prompt in the
+    request's own row and then a row for each beam. A request is preempted, returns and ends with
+    all of its rows.
     """
 
     __slots__ = (
+        "consumer",
         "end_token_ids",
         "fork_of",
         "max_num_tokens",
-        "min_num_tokens",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -108,17 +111,15 @@ class Request(TokenRow):
         "params",
         "prompt_logprobs",
         "scheduled_ts",
-        "search",
         "source",
         "status",
-        "waits_for_tokens",
         "watch",
     )
 
     def __init__(
         self, source: EngineRequest, *, max_num_tokens: int, stop_texts: StopTexts | None = None
     ) -> None:
-        """`stop_texts`: of a beam search with stop strings."""
+        """Takes `stop_texts` for a beam search with stop strings."""
         super().__init__(source.request_id, [*source.prompt_token_ids, *source.output_token_ids])
         params = source.params
         self.source = source
@@ -127,7 +128,6 @@ class Request(TokenRow):
         self.max_num_tokens = max_num_tokens
         if params.max_tokens is not None:
             self.max_num_tokens = min(max_num_tokens, self.num_prompt_tokens + params.max_tokens)
-        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.end_token_ids = frozenset(source.eos_token_ids) | frozenset(
             params.stop_token_ids or ()
         )
@@ -139,11 +139,12 @@ class Request(TokenRow):
         self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.waits_for_tokens = needs_last_token(params)
-        """Why none of its steps is planned before the one before is back; "" where they are."""
-        self.search: BeamSearch | None = None
+        self.consumer = self._make_consumer(stop_texts)
+
+    def _make_consumer(self, stop_texts: StopTexts | None) -> ResultConsumer:
+        source, params = self.source, self.params
         if params.beam_width is not None:
-            self.search = BeamSearch(
+            return BeamSearch(
                 self.request_id,
                 params,
                 eos_token_ids=source.eos_token_ids,
@@ -151,89 +152,73 @@ class Request(TokenRow):
                 max_num_tokens=self.max_num_tokens,
                 stop_texts=stop_texts,
             )
+        rules = EndRules(
+            frozenset(source.eos_token_ids),
+            self.end_token_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            min_num_tokens=self.num_prompt_tokens + params.min_tokens,
+            max_num_tokens=self.max_num_tokens,
+            one_token=source.one_token,
+        )
+        return PlainGeneration(params, rules)
 
     @property
     def rows(self) -> Sequence[TokenRow]:
-        """What is computed of it."""
-        return self.search.beams if self.search is not None and self.search.beams else (self,)
+        """The rows that are computed of the request."""
+        return self.consumer.rows(self)
 
     @property
     def num_seqs(self) -> int:
-        """Rows that it may come to have."""
-        return 1 if self.search is None else self.search.width
+        """Most rows that the request may come to have."""
+        return self.consumer.num_seqs
 
     @property
-    def row_params(self) -> SamplingParams:
-        """How its rows are drawn."""
-        return self.params if self.search is None else self.search.row_params
+    def num_plain_draws(self) -> int:
+        """Number of tokens that it may draw before the scheduler has something to decide."""
+        return self.consumer.num_plain_draws(self.num_tokens)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def may_go_on(self) -> bool:
-        """Whatever its next token is: only a stop token can end it with that one."""
-        return len(self.token_ids) + 1 < self.max_num_tokens and not self.source.one_token
+    def may_run_ahead(self) -> bool:
+        """Whether the token after the one that is being drawn can be planned before that one is
+        known: its length does not end it first, and its draw does not depend on the token.
+        """
+        ends = len(self.token_ids) + 1 >= self.max_num_tokens or self.source.one_token
+        return not ends and not self.consumer.needs_last_token
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Some of them are still to come."""
+        """Whether logprobs of the prompt's tokens are still to be computed."""
         num_wanted = self.num_prompt_tokens - self.params.first_prompt_logprob
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < num_wanted
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many tokens may be found computed: a prompt logprob needs the activations of the
-        token before.
+        """Number of tokens that may be found in the prefix cache: a prompt logprob needs the
+        activations of the token before.
         """
         return (
             self.params.first_prompt_logprob - 1 if self.wants_prompt_logprobs else self.num_tokens
         )
 
     def take_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
-        """Those of the prompt's tokens from `position` on, of which some may not be wanted."""
+        """Takes in logprobs of the prompt's tokens from `position` on; drops those before the first
+        one that is wanted.
+        """
         self.prompt_logprobs += logprobs[max(0, self.params.first_prompt_logprob - position) :]
 
-    @property
-    def num_plain_draws(self) -> int:
-        """Tokens that it may draw one after another before the scheduler or the worker has
-        something to do for it.
-
-        Its length ends it no earlier, and it is told no earlier that it may end (min_tokens).
-        """
-        if self.search is not None or self.source.one_token or self.params.bad_words_token_ids:
-            return 1
-        num_banned = self.min_num_tokens - self.num_tokens
-        num_left = self.max_num_tokens - self.num_tokens
-        return min(num_left, num_banned) if num_banned > 0 else num_left
-
-    def extend(self, token_ids: Sequence[int]) -> Finish | None:
-        """Sampled tokens, as far as one of them ends the request."""
-        for token_id in token_ids:
-            finish = self._append(token_id)
-            if finish is not None:
-                return finish
-        return None
-
-    def _append(self, token_id: int) -> Finish | None:
-        """One more sampled token; says whether the request ends with it."""
-        self.token_ids.append(token_id)
-        if token_id in self.end_token_ids and len(self.token_ids) >= self.min_num_tokens:
-            return Finish("stop", None if token_id in self.source.eos_token_ids else token_id)
-        if len(self.token_ids) >= self.max_num_tokens:
-            return Finish("length")
-        return Finish("abort") if self.source.one_token else None
-
     def describe_start(self, output: EngineOutput) -> None:
-        """What is said once, with its first tokens."""
+        """Adds to an output what is said once, with the first tokens."""
         output.num_cached_tokens = self.num_cached_tokens
         output.scheduled_ts = self.scheduled_ts
         if self.params.prompt_logprobs is not None:
             output.prompt_logprobs = self.prompt_logprobs
 
     def final_output(self, finish: Finish, so_far: Timings) -> EngineOutput:
-        """`so_far`: where its time went."""
+        """Returns the last output, without tokens; `so_far` is where the time went."""
         return EngineOutput(
             self.request_id,
             finish_reason=finish.reason,
@@ -245,7 +230,7 @@ class Request(TokenRow):
         )
 
     def timings(self, so_far: Timings) -> Timings:
-        """With its own counts."""
+        """Returns `so_far` with the request's own counts."""
         return replace(
             so_far,
             cached_tokens=self.num_cached_tokens,
@@ -254,28 +239,14 @@ class Request(TokenRow):
         )
 
     def swap_out(self) -> None:
-        """Off the device, with all that is computed."""
+        """Notes that the request left the device with all that is computed."""
         self.status = RequestStatus.SWAPPED
         self.num_swaps += 1
 
     def start_over(self) -> None:
-        """Back to waiting, with nothing computed."""
+        """Returns the request to waiting, with nothing computed."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
-        if self.search is not None:
-            self.token_ids = self.search.fold(self.token_ids)
+        self.token_ids = self.consumer.start_over(self.token_ids)
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
-
-
-def needs_last_token(params: SamplingParams) -> str:
-    """Why a request's next token cannot be drawn by who does not know its last one; "" where its
-    number is enough.
-    """
-    if params.beam_width is not None:
-        return "a beam search: which beams go on is decided by what they yield"
-    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-        return "a penalty: it counts the tokens"
-    if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
-        return "bad_words: what is banned depends on the tokens before"
-    return ""

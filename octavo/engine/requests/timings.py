@@ -2,9 +2,9 @@
 that it ran in.
 
 The scheduler tells what happens. Decides nothing and reads no clock: a step's end is its beginning
-and the seconds that the executor was busy. No work is done for each request in each step: those
-that wait share one total of seconds for each reason, those that run one count of steps, and a
-request remembers how these stood when it began to wait or to run.
+plus the seconds that the executor was busy. No work is done for each request in each step: waiting
+requests share one total of seconds for each reason, running ones one count of steps, and a request
+remembers how these stood when it began to wait or to run.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import NamedTuple
 from octavo.outputs import Timings
 
 STEP_RUNNING = "a step was running"
-"""What a request waits for that comes between two plans; then, and where the engine was idle:"""
+"""Reason of a request that arrives while a step is computed."""
 ON_ITS_WAY = "on its way to the engine"
 ENGINE_REPLACED = "the engine was replaced"
-"""All that came before this one, of a request that another core knew."""
+"""Reason of a request that an earlier core knew, for all of its time before this core."""
 
 BEFORE_PLANS = (STEP_RUNNING, ON_ITS_WAY, ENGINE_REPLACED)
 
 
-class Stretch(NamedTuple):
-    """Steps in which a request ran, without being preempted."""
+class RunningSpan(NamedTuple):
+    """The steps of a request between its start or return and its preemption or end."""
 
     num_steps: int
     num_rows: int
-    """Of all requests, in these steps together."""
+    """Rows of all requests in these steps together."""
     largest: int
-    """Most rows of one of them."""
+    """Most rows of any of these steps."""
 
 
 class Stopwatch:
-    """What is known of one request so far; moments and seconds on the scheduler's clock."""
+    """One request's times so far, in seconds and moments on the scheduler's clock."""
 
     __slots__ = (
         "arrival",
@@ -44,8 +44,8 @@ class Stopwatch:
         "preempted_s",
         "resumed",
         "since",
+        "spans",
         "started",
-        "stretches",
         "waits",
     )
 
@@ -53,49 +53,53 @@ class Stopwatch:
         self.arrival = arrival
         self.resumed = resumed
         self.waits: dict[str, float] = {}
-        """By reason; before it starts, what the totals have to be lowered by."""
+        """Seconds by reason; until it starts, what is to be taken from the totals of all
+        requests.
+        """
         self.started: float | None = None
         self.first_token: float | None = None
         self.since: tuple[int, int] | None = None
-        """While it runs: steps, and their rows, before."""
-        self.stretches: list[Stretch] = []
+        """Steps, and rows in them, before it began to run; None while it does not."""
+        self.spans: list[RunningSpan] = []
         self.paused: float | None = None
-        """When it was preempted, until it runs again."""
+        """When it was preempted; None while it runs."""
         self.preempted_s = 0.0
 
 
 class Timekeeper:
-    """All requests' stopwatches, told by the scheduler."""
+    """The stopwatches of all requests, told by the scheduler what happens."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._end = 0.0
         self._begun: deque[tuple[float, int]] = deque()
-        """Of the plans in flight: when they were made, and their rows."""
+        """When each plan in flight was made, and its rows."""
         self._computed_until = 0.0
-        """By the last step that came back; the device goes on from there where the next one was
+        """End of the last step that came back; the device goes on from there where the next one was
         planned before.
         """
         self.waits_for = ""
-        """What keeps requests from starting, by the last plan; "" where nobody waits."""
+        """Reason why requests did not start in the last plan; "" where none waits."""
         self._waited: dict[str, float] = {}
-        """Seconds by what everyone waited for."""
+        """Seconds that any request waited, by reason."""
         self._arrived: list[Stopwatch] = []
         self._num_steps = 0
         self._num_rows = 0
-        """Planned; and of these, computed:"""
+        """Steps planned, and their rows."""
         self._num_steps_done = 0
         self._num_rows_done = 0
+        """Steps computed, and their rows."""
         self._num_ahead = 0
         """Decode steps of the plan in flight that are computed and counted."""
         self._peaks: list[tuple[int, int]] = []
-        """(step, rows), falling: from any step on, the largest batch is that of the first entry not
-        before it.
+        """Steps and their rows, as (step, rows) with falling rows: from any step on, the largest
+        batch is that of the first entry not before it.
         """
 
     # -- steps -------------------------------------------------------------------------------------
 
     def begin_step(self, now: float) -> None:
+        """Notes that a step is planned: requests have waited until now for what they waited for."""
         if self.waits_for:
             self._waited[self.waits_for] = self._waited.get(self.waits_for, 0.0) + now - self._now
         for watch in self._arrived:
@@ -106,6 +110,7 @@ class Timekeeper:
         self._now = self._end = now
 
     def planned(self, num_rows: int, waits_for: str) -> None:
+        """Notes a plan of `num_rows` rows, and what keeps requests from starting from now on."""
         self.waits_for = waits_for
         self._begun.append((self._now, num_rows))
         if num_rows == 0:
@@ -117,14 +122,16 @@ class Timekeeper:
         self._num_rows += num_rows
 
     def went_on(self, busy_s: float) -> None:
-        """A decode step of the only plan in flight is computed, which goes on with another."""
+        """Notes that a decode step of the only plan in flight is computed, and another one
+        follows.
+        """
         begun, num_rows = self._begun[0]
         self._end = max(begun, self._computed_until) + busy_s
         self._num_ahead += 1
         self._count(num_rows, num_planned=1, num_done=1)
 
     def computed(self, busy_s: float, num_steps: int = 1) -> None:
-        """The oldest plan in flight, with so many decode steps."""
+        """Notes that the oldest plan in flight is computed, in `num_steps` decode steps."""
         begun, num_rows = self._begun.popleft()
         self._end = self._computed_until = max(begun, self._computed_until) + busy_s
         if num_rows:
@@ -133,7 +140,7 @@ class Timekeeper:
         self._num_ahead = 0
 
     def _count(self, num_rows: int, *, num_planned: int, num_done: int) -> None:
-        """Steps of so many rows."""
+        """Counts planned and computed steps of `num_rows` rows."""
         self._num_steps += num_planned
         self._num_rows += num_planned * num_rows
         self._num_steps_done += num_done
@@ -142,10 +149,11 @@ class Timekeeper:
     # -- requests ----------------------------------------------------------------------------------
 
     def arrived(self, watch: Stopwatch) -> None:
+        """Notes a new request, which the next plan considers first."""
         self._arrived.append(watch)
 
     def runs(self, watch: Stopwatch) -> None:
-        """For the first time, or again."""
+        """Notes that a request runs, for the first time or again."""
         watch.since = (self._num_steps, self._num_rows)
         if watch.paused is not None:
             watch.preempted_s += self._now - watch.paused
@@ -155,25 +163,24 @@ class Timekeeper:
             watch.started = self._now
 
     def preempted(self, watch: Stopwatch) -> None:
+        """Notes that a running request lost its blocks."""
         watch.paused = self._now
-        watch.stretches.append(self._stretch(watch))
+        watch.spans.append(self._running_span(watch))
         watch.since = None
 
     def yielded(self, watch: Stopwatch) -> None:
-        """Its first token."""
+        """Notes a request's first token."""
         watch.first_token = self._end
 
     def so_far(self, watch: Stopwatch) -> Timings:
-        """As if it ended with the last step, wherever it stands; the counts that the request itself
-        has are left at 0.
+        """Returns the times of a request as if it ended with the last step; the counts that the
+        request itself has are left at 0.
         """
         end = max(self._end, watch.arrival, watch.started or 0.0)
         started = end if watch.started is None else watch.started
         first_token = end if watch.first_token is None else watch.first_token
-        stretches = (
-            watch.stretches if watch.since is None else [*watch.stretches, self._stretch(watch)]
-        )
-        num_steps = sum(stretch.num_steps for stretch in stretches)
+        spans = watch.spans if watch.since is None else [*watch.spans, self._running_span(watch)]
+        num_steps = sum(span.num_steps for span in spans)
         return Timings(
             queued_s=max(0.0, started - watch.arrival),
             prefill_s=first_token - started,
@@ -181,22 +188,20 @@ class Timekeeper:
             preempted_s=watch.preempted_s
             + (0.0 if watch.paused is None else max(0.0, end - watch.paused)),
             num_steps=num_steps,
-            mean_batch_size=sum(stretch.num_rows for stretch in stretches) / num_steps
-            if num_steps
-            else 0.0,
-            max_batch_size=max((stretch.largest for stretch in stretches), default=0),
+            mean_batch_size=sum(span.num_rows for span in spans) / num_steps if num_steps else 0.0,
+            max_batch_size=max((span.largest for span in spans), default=0),
             waits=self._waits(watch) if watch.started is None else watch.waits,
         )
 
     def _before_plans(self, watch: Stopwatch, now: float) -> dict[str, float]:
-        """What it waited for until now, when a plan considers it first."""
+        """Returns what a request waited for until the first plan that considers it."""
         if watch.resumed:
             return {ENGINE_REPLACED: max(0.0, now - watch.arrival)}
         running_s = max(0.0, min(self._end, now) - watch.arrival)
         return {STEP_RUNNING: running_s, ON_ITS_WAY: max(0.0, now - watch.arrival - running_s)}
 
     def _waits(self, watch: Stopwatch) -> dict[str, float]:
-        """Until now, of one that has not started."""
+        """Returns the seconds by reason of a request that has not started."""
         if watch in self._arrived:
             return {}
         found = {
@@ -205,13 +210,13 @@ class Timekeeper:
         found |= {reason: watch.waits[reason] for reason in BEFORE_PLANS if reason in watch.waits}
         return {reason: seconds for reason, seconds in found.items() if seconds > 0}
 
-    def _stretch(self, watch: Stopwatch) -> Stretch:
-        """Of one that runs, up to the last step computed."""
+    def _running_span(self, watch: Stopwatch) -> RunningSpan:
+        """Returns the span of a running request up to the last step computed."""
         assert watch.since is not None
         first_step, rows_before = watch.since
         if self._num_steps_done <= first_step:
-            return Stretch(0, 0, 0)
+            return RunningSpan(0, 0, 0)
         largest = self._peaks[bisect_left(self._peaks, (first_step, 0))][1]
-        return Stretch(
+        return RunningSpan(
             self._num_steps_done - first_step, self._num_rows_done - rows_before, largest
         )

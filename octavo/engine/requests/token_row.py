@@ -1,8 +1,8 @@
-"""Tokens, and how many of them have their KV: what one row of the worker computes. A request is
-one; a beam search has one for each beam.
+"""Tokens, and how many of them have their KV: the state of one row of the worker. A request is a
+row; a beam search has one for each beam.
 
 Knows neither what the tokens are for nor which blocks hold them; the BlockManager and the worker
-know it by its `request_id`.
+know a row by its `request_id`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from octavo.outputs import FinishReason
 
 
 class Finish(NamedTuple):
+    """How a request or a beam ends."""
+
     reason: FinishReason
     stop_reason: int | str | None = None
-    """The stop token or, of a beam, the stop string."""
+    """The stop token or, for a beam, the stop string."""
     error: str | None = None
 
 
 class TokenRow:
-    """`num_computed_tokens` catches up with `num_tokens`; it counts what has come back,
-    `num_planned_tokens` what is in flight too.
+    """A sequence of tokens that is computed step by step.
+
+    `num_computed_tokens` catches up with `num_tokens`. It counts tokens whose result has come back,
+    `num_planned_tokens` those in flight too.
     """
 
     __slots__ = (
@@ -37,17 +41,18 @@ class TokenRow:
         self.token_ids = token_ids
         self.num_computed_tokens = num_computed_tokens
         self.num_tokens_in_flight = 0
-        """Of plans whose results have not been taken in."""
+        """Tokens in plans whose results have not been taken in."""
         self.is_on_worker = False
-        """The worker has a row with these tokens; otherwise it gets one with the next step that
-        computes some.
+        """Whether the worker has a row with these tokens; if not, it gets one with the next step
+        that computes some.
         """
 
     @property
     def num_tokens(self) -> int:
-        """Those that are known."""
+        """Number of known tokens."""
         return len(self.token_ids)
 
     @property
     def num_planned_tokens(self) -> int:
+        """Number of tokens that are computed once all steps in flight are back."""
         return self.num_computed_tokens + self.num_tokens_in_flight

@@ -1,7 +1,7 @@
-"""A Scheduler and its collaborators, out of the options: what an engine, a simulation and a replay
-have in common.
+"""Builds a Scheduler and its collaborators from the options, for an engine, a simulation and a
+replay alike.
 
-Knows no model: its cache groups and its context are arguments.
+Knows no model: cache groups and the length of the context are arguments.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import TierConnector, Tiers
 from octavo.engine.scheduling.admission import Admission, PromptLimits
 from octavo.engine.scheduling.batching import build_batching
-from octavo.engine.scheduling.multi_step import DecodeSteps
+from octavo.engine.scheduling.multi_step import MultiStepPolicy
 from octavo.engine.scheduling.placement import Placement, Preemption
 from octavo.engine.scheduling.policy import Fair, FirstComeFirstServed, Policy, Priority
-from octavo.engine.scheduling.scheduler import Scheduler, StepLimits
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.step_planner import StepLimits
 
 
 def build_scheduler(
@@ -33,7 +34,9 @@ def build_scheduler(
     tiers: Tiers | None = None,
     stop_texts: MakeStopTexts | None = None,
 ) -> Scheduler:
-    """`stop_texts`: for beam searches with stop strings, which the front alone cannot end."""
+    """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
+    which the front alone cannot end.
+    """
     blocks = BlockManager(
         groups,
         block_size=block_size,
@@ -57,9 +60,7 @@ def build_scheduler(
         limits=StepLimits(
             options.max_num_batched_tokens,
             options.max_num_seqs,
-            max_chunk=(options.long_prefill_token_threshold or options.max_num_batched_tokens)
-            if options.enable_chunked_prefill
-            else None,
+            max_chunk=_max_chunk(options),
             keeps_kv=cache.kv_cache,
         ),
         admission=admission,
@@ -71,9 +72,15 @@ def build_scheduler(
             delay_factor=options.scheduler_delay_factor,
         ),
         placement=Placement(blocks, admission, Preemption(blocks, options.preemption_mode)),
-        decode_steps=DecodeSteps(blocks, options.num_scheduler_steps or 1),
+        multi_step_policy=MultiStepPolicy(blocks, options.num_scheduler_steps or 1),
         stop_texts=stop_texts,
     )
+
+
+def _max_chunk(options: SchedulerOptions) -> int | None:
+    if not options.enable_chunked_prefill:
+        return None
+    return options.long_prefill_token_threshold or options.max_num_batched_tokens
 
 
 def prompt_limits(
@@ -96,7 +103,7 @@ def prompt_limits(
 
 
 def shares_blocks(cache: CacheOptions) -> bool:
-    """Whether requests may hold the same block."""
+    """Returns whether requests may hold the same block."""
     return cache.kv_cache and cache.kv_layout == "paged"
 
 

@@ -2,7 +2,7 @@
 nothing to decide between them.
 
 Python's share of a step is paid once for all of them. Returns a number, and gives the plan's rows
-the blocks that it takes; reads no clock. Source: multi-step scheduling (vLLM 0.6, 2024).
+the blocks that these steps take; reads no clock. Source: multi-step scheduling (vLLM 0.6, 2024).
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.scheduling.step_builder import StepBuilder
 
 MAX_CALL_S = 0.1
-"""Of the steps together (decision 0019): so long may whoever comes meanwhile have to wait for a
-place, were nobody to look between them.
+"""Upper bound on one multi-step call, in seconds (decision 0019); an arrival could wait this long
+if nothing polled between steps.
 """
 
 
-class DecodeSteps:
+class MultiStepPolicy:
+    """Decides how many decode steps a plan holds, `max_num_steps` at most."""
+
     def __init__(self, blocks: BlockManager, max_num_steps: int) -> None:
         self._blocks = blocks
         self._max_num_steps = max_num_steps
 
     def num_steps(self, builder: StepBuilder, *, num_running: int) -> int:
-        """Of a draft that is complete, while nobody waits. Its rows have blocks for the tokens of
-        so many steps then.
+        """Returns the decode steps of a step that is composed, while no request waits, and grants
+        its rows the blocks for the tokens of all of them.
         """
         num_steps = self._allowed(builder, num_running)
         while num_steps > 1 and not self._reserve(builder, num_steps):
@@ -31,8 +33,8 @@ class DecodeSteps:
         return max(1, num_steps)
 
     def _allowed(self, builder: StepBuilder, num_running: int) -> int:
-        """Without looking at blocks: all decode, none ends or draws in another way before the last
-        step, no block moves.
+        """Returns the number without a look at blocks: all running requests decode, no block
+        moves, and before the last step none ends or draws in another way.
         """
         if (
             self._max_num_steps == 1
@@ -52,7 +54,7 @@ class DecodeSteps:
         return min(most, *(request.num_plain_draws for request, _ in builder.owners))
 
     def _reserve(self, builder: StepBuilder, num_steps: int) -> bool:
-        """Blocks for all rows' tokens, or for none."""
+        """Grants blocks for all rows' tokens, or for none; returns which."""
         grants = self._blocks.reserve(
             {row.request_id: row.start + num_steps for row in builder.rows}
         )

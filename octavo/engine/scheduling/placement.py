@@ -1,8 +1,8 @@
-"""How a request comes onto the device and off it: blocks for its rows (found, shared, taken,
+"""How a request comes onto the device and off it: KV blocks for its rows (found, shared, taken,
 swapped in), and the worker's rows freed.
 
-All rows of a request come and go together. Decides nothing about whose turn it is; it says whether
-there is room, and what is waited for where there is none.
+All rows of a request come and go together. Decides nothing about whose turn it is; says whether
+there is room, and what the request waits for where there is none.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from octavo.engine.kv.block_manager import HERE, BlockManager, Nearer, SwappedRow
-from octavo.engine.requests.beam_search import Child
+from octavo.engine.kv.block_manager import BlockManager, Nearer, SwappedRow
 from octavo.engine.requests.request import Request, RequestStatus
+from octavo.engine.requests.result_consumer import Branch
 from octavo.engine.requests.token_row import TokenRow
-from octavo.engine.scheduling.admission import NO_BLOCKS, NO_PROMPT, OK, READING, Admission, Answer
+from octavo.engine.scheduling.admission import (
+    NO_BLOCKS,
+    NO_PROMPT,
+    OK,
+    READING,
+    Admission,
+    AdmissionDecision,
+)
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.step import BlockMove
 
@@ -22,15 +29,17 @@ Mode = Literal["auto", "swap", "recompute"]
 
 
 class Preemption:
-    """`auto` swaps while a cost is unknown: the first swap measures it."""
+    """Chooses how a request gives up its blocks. `auto` swaps while a cost is unknown: the first
+    swap measures it.
+    """
 
     def __init__(self, blocks: BlockManager, mode: Mode) -> None:
         self._blocks = blocks
         self._mode = mode
 
     def swap_out(self, request: Request, builder: StepBuilder) -> list[BlockMove] | None:
-        """All blocks of the request's computed tokens, moved to the host; None, and nothing done,
-        where it is to be computed again.
+        """Returns the moves that bring all blocks of the request to the host; None, with nothing
+        done, where it is to be computed again.
         """
         computed = {row.request_id: row.num_computed_tokens for row in request.rows}
         num_tokens = sum(computed.values())
@@ -55,24 +64,25 @@ class Preemption:
 
 
 class Placement:
-    """`num_running` is always the number of running rows, beside which some blocks are to stay
-    free.
+    """Gives requests their blocks and takes them back. `num_running` is in every method the number
+    of running rows, beside which some blocks stay free.
     """
 
     def __init__(self, blocks: BlockManager, admission: Admission, preemption: Preemption) -> None:
         self._blocks = blocks
         self._admission = admission
         self._preemption = preemption
-        self._freed_rows: list[str] = []
+        self.freed_rows: list[str] = []
+        """Rows that the worker frees with the next plan."""
 
     def take_freed_rows(self) -> list[str]:
-        """Those that the worker is to be told of with the next plan."""
-        freed, self._freed_rows = self._freed_rows, []
+        """Removes and returns the rows that the worker frees with the next plan."""
+        freed, self.freed_rows = self.freed_rows, []
         return freed
 
     def free_again(self, freed_rows: Sequence[str]) -> None:
-        """Nobody knows whether they were: twice does no harm."""
-        self._freed_rows += freed_rows
+        """Frees rows of a failed plan once more; freeing a row twice does no harm."""
+        self.freed_rows += freed_rows
 
     # -- a request starts --------------------------------------------------------------------------
 
@@ -84,37 +94,37 @@ class Placement:
         *,
         room: int,
         num_running: int,
-    ) -> Answer:
-        """By itself, or sharing the blocks of `parent`, the sample whose prompt it has. `room`:
-        rows that may be added.
+    ) -> AdmissionDecision:
+        """Gives a waiting request its blocks where it may start: its own, or those of `parent`, the
+        sample that computes the same prompt. `room` is the number of rows that may be added.
         """
-        parent = parent if parent is not None and self._is_shareable(request, parent) else None
+        if parent is not None and not self._is_shareable(request, parent):
+            parent = None
         if parent is not None and not _has_prompt(parent):
             return NO_PROMPT
-        nearer = (
-            HERE
-            if parent is not None
-            else self.read_ahead(request, num_running, at_once=not num_running)
-        )
-        builder.moves += nearer.moves
-        if nearer.is_waiting:
-            return READING
-        answer = self._admission.may_start(
+        if parent is None:
+            nearer = self.read_ahead(request, num_running, at_once=not num_running)
+            builder.moves += nearer.moves
+            if nearer.is_waiting:
+                return READING
+        decision = self._admission.may_start(
             request.num_tokens, budget=builder.budget, room=room, num_seqs=request.num_seqs
         )
-        if answer is not OK:
-            return answer
-        moves = (
-            self._take_blocks(request, builder, num_running)
-            if parent is None
-            else self._fork(request, parent)
-        )
+        if decision is not OK:
+            return decision
+        if parent is None:
+            moves = self._take_blocks(request, builder, num_running)
+        else:
+            moves = self._fork(request, parent)
         if moves is None:
             return NO_BLOCKS
         builder.moves += moves
         return OK
 
     def read_ahead(self, request: Request, num_running: int, *, at_once: bool) -> Nearer:
+        """Begins to bring a waiting request's prefix near from off the device; with `at_once` the
+        request does not wait for what takes further steps.
+        """
         return self._blocks.read_ahead(
             request.request_id,
             request.token_ids,
@@ -125,8 +135,8 @@ class Placement:
         )
 
     def _is_shareable(self, request: Request, parent: Request) -> bool:
-        """Not where the parent has lost what is to be shared, and computes it again, or has let go
-        of it.
+        """Returns whether the parent has the prompt's blocks, or computes them for the first time;
+        it may have been preempted, or have let go of those outside a window.
         """
         if not self._blocks.shares_blocks or (
             parent.status is RequestStatus.WAITING and parent.num_preemptions
@@ -139,6 +149,9 @@ class Placement:
     def _take_blocks(
         self, request: Request, builder: StepBuilder, num_running: int
     ) -> list[BlockMove] | None:
+        """Takes blocks for all of the request's tokens, found in the prefix cache or new; returns
+        None, with nothing done, where there are too few.
+        """
         start = self._blocks.start(
             request.request_id,
             request.token_ids,
@@ -155,16 +168,16 @@ class Placement:
         return start.moves
 
     def _branches_reserve(self, request: Request) -> int:
-        """Blocks to stay free where the request is the trunk of beams: each will write one of its
-        own, one of them the last.
+        """Returns the blocks to stay free for the rows that will branch off: each writes a block of
+        its own, one of them the request's last.
         """
-        if request.search is None:
+        if request.num_seqs == 1:
             return 0
         return request.num_seqs - (request.num_tokens % self._blocks.block_size != 0)
 
     def _fork(self, request: Request, parent: Request) -> list[BlockMove] | None:
-        """Shares the parent's prompt, of which the last token is computed again: its logits are
-        wanted, and its block copied.
+        """Shares the parent's prompt, and returns the moves that copy its last block: the last
+        token is computed again for its logits. None where no block is free for the copy.
         """
         num_computed = request.num_prompt_tokens - 1
         self._blocks.fork(parent.request_id, request.request_id, num_computed)
@@ -177,43 +190,47 @@ class Placement:
 
     # -- its rows branch off each other ------------------------------------------------------------
 
-    def branch(self, rows: Sequence[TokenRow], children: Sequence[Child]) -> None:
-        """`children` take the place of `rows`: they share what their parents have computed. Rows
-        without a child are gone.
+    def branch(self, rows: Sequence[TokenRow], branches: Sequence[Branch]) -> None:
+        """Puts `branches` in the place of `rows`: they share what their parents have computed, and
+        rows that do not continue are freed.
         """
-        for beam, parent_id in children:
-            if beam.request_id != parent_id:
-                self._blocks.fork(parent_id, beam.request_id, beam.num_computed_tokens)
-        kept = {beam.request_id: beam.is_on_worker for beam, _ in children}
+        for row, parent_id in branches:
+            if row.request_id != parent_id:
+                self._blocks.fork(parent_id, row.request_id, row.num_computed_tokens)
+        kept = {row.request_id: row.is_on_worker for row, _ in branches}
         for row in rows:
             row.is_on_worker = False
             if row.request_id not in kept:
                 self._blocks.free(row.request_id)
             if not kept.get(row.request_id, False):
-                self._freed_rows.append(row.request_id)
+                self.freed_rows.append(row.request_id)
 
     # -- a request leaves, for good or for a while -------------------------------------------------
 
     def forget(self, request: Request) -> None:
-        """What was computed of it is not found again."""
+        """Keeps what was computed of a request from being found again in the prefix cache."""
         for row in request.rows:
             self._blocks.forget(row.request_id)
 
     def free(self, request: Request) -> None:
-        """All that it holds."""
+        """Frees all blocks and rows that a request holds."""
         for row in request.rows:
             self._blocks.free(row.request_id)
         self._leave_worker(request)
 
     def swap_out(self, request: Request, builder: StepBuilder) -> list[BlockMove] | None:
-        """None, and nothing done, where it is to be computed again."""
+        """Returns the moves that bring a request to the host; None, with nothing done, where it is
+        to be computed again.
+        """
         moves = self._preemption.swap_out(request, builder)
         if moves is not None:
             self._leave_worker(request)
         return moves
 
     def swap_in(self, request: Request, builder: StepBuilder, *, num_running: int) -> bool:
-        """Whether there was room for all of its rows."""
+        """Brings a request back from the host; returns False, with nothing done, where there is no
+        room for all of its rows.
+        """
         moves = self._blocks.swap_in(
             [
                 SwappedRow(row.request_id, row.num_computed_tokens, row.num_tokens)
@@ -228,11 +245,11 @@ class Placement:
     def _leave_worker(self, request: Request) -> None:
         for row in request.rows:
             row.is_on_worker = False
-            self._freed_rows.append(row.request_id)
+            self.freed_rows.append(row.request_id)
 
 
 def _has_prompt(parent: Request) -> bool:
-    """On the device, but for its last token. One that is swapped out is waited for."""
+    """Returns whether a parent has its prompt on the device, but for the last token."""
     return (
         parent.status is RequestStatus.RUNNING
         and parent.num_computed_tokens >= parent.num_prompt_tokens - 1

@@ -1,9 +1,9 @@
-"""Who goes first, and who gives way: the order of the waiting, as an object of its own so that
-others can be written beside it.
+"""Who goes first, and who gives way: the order of the waiting requests, as an object of its own so
+that others can be written beside it.
 
-Owns the waiting requests, in lanes: one for all (fcfs), one a priority, one a tenant (fair).
-Decides over requests only; knows neither blocks nor time. Source of the fair policy: virtual token
-counters (Sheng et al. 2024, Fairness in Serving Large Language Models).
+Owns the waiting requests, in one queue for all (fcfs), one for each priority, or one for each
+tenant (fair). Decides over requests only; knows neither blocks nor time. Source of the fair policy:
+virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language Models).
 """
 
 from __future__ import annotations
@@ -18,127 +18,125 @@ from octavo.engine.requests.request import Request
 KeyT = TypeVar("KeyT")
 
 KEPT_IDLE_TENANTS = 500
-"""Whose counters are remembered while they ask for nothing: any text in a request's `user` field is
-a tenant.
+"""Idle tenants whose counters are remembered. There must be a bound, since any text in a request's
+`user` field is a tenant.
 """
 
 
 class Policy(Protocol):
-    """Told of everything that happens to a request; asked for an order."""
+    """Is told of everything that happens to a request, and asked for an order."""
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Returns how many requests wait."""
         ...
 
     def join(self, request: Request, *, first: bool = False) -> None:
-        """A request waits; with `first` before its equals (it was preempted)."""
+        """Adds a waiting request, with `first` before its equals, as one that was preempted."""
         ...
 
     def leave(self, request: Request) -> None:
-        """It waits no more."""
+        """Removes a request that waits no more."""
         ...
 
     def order(self) -> Iterator[Request]:
-        """The waiting, those to start first in front; read only as far as requests can start,
-        `started` told in between.
+        """Yields the waiting requests in the order in which they start. It is read only as far as
+        requests can start, and `started` is called in between.
         """
         ...
 
     def oldest(self) -> Request | None:
-        """Who has waited longest, whoever starts first."""
+        """Returns the request that arrived first, whichever starts first."""
         ...
 
     def started(self, request: Request) -> None:
-        """A waiting request runs; one that was swapped out has never stopped."""
+        """Notes that a waiting request runs. A request that was swapped out has never stopped."""
         ...
 
     def stopped(self, request: Request) -> None:
-        """It runs no more: ended, or to be computed again."""
+        """Notes that a request runs no more: it has ended, or is computed again later."""
         ...
 
     def took(self, request: Request, num_tokens: int) -> None:
-        """It was given so many new tokens."""
+        """Notes that a request was given `num_tokens` new tokens."""
         ...
 
     def max_chunk(self, num_tokens: int) -> int:
-        """How many tokens of one prompt a step computes, `num_tokens` at most."""
+        """Returns how many tokens of one prompt a step computes, `num_tokens` at most."""
         ...
 
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
-        """The running, in the order in which they share a step's tokens."""
+        """Returns the running requests in the order in which they share a step's tokens."""
         ...
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """Which of the running loses its blocks."""
+        """Returns the running request that loses its blocks."""
         ...
 
 
-class Lanes(Generic[KeyT]):
-    """Waiting requests by a key, each lane in its own order. Iterate over copies: lanes come and
-    go.
-    """
+class WaitingQueues(Generic[KeyT]):
+    """Waiting requests in one queue for each key. Iterate over copies: empty queues are removed."""
 
     def __init__(self) -> None:
-        self.lanes: dict[KeyT, OrderedDict[str, Request]] = {}
+        self.by_key: dict[KeyT, OrderedDict[str, Request]] = {}
         self.num_requests = 0
 
     def add(self, key: KeyT, request: Request, *, first: bool) -> None:
-        lane = self.lanes.setdefault(key, OrderedDict())
-        lane[request.request_id] = request
+        queue = self.by_key.setdefault(key, OrderedDict())
+        queue[request.request_id] = request
         self.num_requests += 1
         if first:
-            lane.move_to_end(request.request_id, last=False)
+            queue.move_to_end(request.request_id, last=False)
 
     def remove(self, key: KeyT, request: Request) -> None:
-        lane = self.lanes[key]
-        del lane[request.request_id]
+        queue = self.by_key[key]
+        del queue[request.request_id]
         self.num_requests -= 1
-        if not lane:
-            del self.lanes[key]
+        if not queue:
+            del self.by_key[key]
 
     def oldest(self) -> Request | None:
-        heads = (next(iter(lane.values())) for lane in self.lanes.values())
+        heads = (next(iter(queue.values())) for queue in self.by_key.values())
         return min(heads, key=lambda request: request.source.arrival_time, default=None)
 
 
-class Unshared:
-    """What policies have in common that keep no account of who got what."""
+class NoAccounting:
+    """The part of a policy that keeps no account of what each request was given."""
 
     def started(self, request: Request) -> None:
-        """No account is kept."""
+        """Does nothing."""
 
     def stopped(self, request: Request) -> None:
-        """No account is kept."""
+        """Does nothing."""
 
     def took(self, request: Request, num_tokens: int) -> None:
-        """No account is kept."""
+        """Does nothing."""
 
     def max_chunk(self, num_tokens: int) -> int:
         return num_tokens
 
 
-class FirstComeFirstServed(Unshared):
-    """Waiting requests in their order (a preempted one stands in front); the youngest of the
-    running gives way.
+class FirstComeFirstServed(NoAccounting):
+    """Requests start in the order of their arrival, a preempted one first; the running one that
+    started last gives way.
     """
 
     def __init__(self) -> None:
-        self._lanes: Lanes[None] = Lanes()
+        self._waiting: WaitingQueues[None] = WaitingQueues()
 
     def __len__(self) -> int:
-        return self._lanes.num_requests
+        return self._waiting.num_requests
 
     def join(self, request: Request, *, first: bool = False) -> None:
-        self._lanes.add(None, request, first=first)
+        self._waiting.add(None, request, first=first)
 
     def leave(self, request: Request) -> None:
-        self._lanes.remove(None, request)
+        self._waiting.remove(None, request)
 
     def order(self) -> Iterator[Request]:
-        return iter(self._lanes.lanes.get(None, OrderedDict()).values())
+        return iter(self._waiting.by_key.get(None, OrderedDict()).values())
 
     def oldest(self) -> Request | None:
-        return self._lanes.oldest()
+        return self._waiting.oldest()
 
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
         return running
@@ -147,27 +145,29 @@ class FirstComeFirstServed(Unshared):
         return running[-1]
 
 
-class Priority(Unshared):
-    """Lower values first, arrival breaks ties; the youngest of the highest value gives way."""
+class Priority(NoAccounting):
+    """Requests of the lowest value start first, and of these the first to arrive; the last to
+    start of the highest value gives way.
+    """
 
     def __init__(self) -> None:
-        self._lanes: Lanes[int] = Lanes()
+        self._waiting: WaitingQueues[int] = WaitingQueues()
 
     def __len__(self) -> int:
-        return self._lanes.num_requests
+        return self._waiting.num_requests
 
     def join(self, request: Request, *, first: bool = False) -> None:
-        self._lanes.add(request.source.priority, request, first=first)
+        self._waiting.add(request.source.priority, request, first=first)
 
     def leave(self, request: Request) -> None:
-        self._lanes.remove(request.source.priority, request)
+        self._waiting.remove(request.source.priority, request)
 
     def order(self) -> Iterator[Request]:
-        for priority in sorted(self._lanes.lanes):
-            yield from self._lanes.lanes[priority].values()
+        for priority in sorted(self._waiting.by_key):
+            yield from self._waiting.by_key[priority].values()
 
     def oldest(self) -> Request | None:
-        return self._lanes.oldest()
+        return self._waiting.oldest()
 
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:
         return sorted(running, key=lambda request: request.source.priority)
@@ -178,12 +178,11 @@ class Priority(Unshared):
 
 @dataclass(slots=True)
 class Tenant:
-    """`counter`: tokens served over the tenant's weight, never behind those who were busy while it
-    was not.
-    """
+    """A tenant's account with a fair policy."""
 
     weight: float
     counter: float
+    """Tokens served over the weight; raised on return from idleness to where busy tenants stand."""
     num_waiting: int = 0
     num_running: int = 0
 
@@ -193,27 +192,27 @@ class Tenant:
 
 
 class Fair:
-    """The tenant that was served least, for its weight, goes first; the youngest request of the one
-    served most gives way.
+    """The tenant that was served least for its weight goes first; the last request to start of the
+    one served most gives way.
 
-    A prompt is charged when it starts, each new token when it is made; a tenant that returns from
+    A prompt is charged when it starts, each new token when it is made. A tenant that returns from
     idleness takes up the counter of those that are served now, so that idle time is not saved up.
     At most `max_running` requests of a tenant run.
     """
 
     def __init__(self, *, weights: Mapping[str, float], max_running: int | None) -> None:
-        self._lanes: Lanes[str] = Lanes()
+        self._waiting: WaitingQueues[str] = WaitingQueues()
         self._tenants: dict[str, Tenant] = {}
         self._weights = weights
         self._max_running = max_running
         self._served_now = 0.0
-        """The counter of the tenant that started last: where those who join take up."""
+        """Counter of the tenant that started last, which a tenant that joins takes up."""
         self._num_present = 0
-        """Tenants of whom a request waits or runs."""
+        """Number of tenants that have a request."""
         self._sweep_at = 2 * KEPT_IDLE_TENANTS
 
     def __len__(self) -> int:
-        return self._lanes.num_requests
+        return self._waiting.num_requests
 
     def join(self, request: Request, *, first: bool = False) -> None:
         tenant = self._tenant(request.source.tenant)
@@ -221,26 +220,26 @@ class Fair:
             tenant.counter = max(tenant.counter, self._served_now)
             self._num_present += 1
         tenant.num_waiting += 1
-        self._lanes.add(request.source.tenant, request, first=first)
+        self._waiting.add(request.source.tenant, request, first=first)
 
     def leave(self, request: Request) -> None:
         tenant = self._tenants[request.source.tenant]
         tenant.num_waiting -= 1
         self._num_present -= tenant.is_idle
-        self._lanes.remove(request.source.tenant, request)
+        self._waiting.remove(request.source.tenant, request)
 
     def order(self) -> Iterator[Request]:
-        lanes = {name: iter(lane.values()) for name, lane in self._lanes.lanes.items()}
-        while open_names := [name for name in lanes if self._may_run(self._tenants[name])]:
+        queues = {name: iter(queue.values()) for name, queue in self._waiting.by_key.items()}
+        while open_names := [name for name in queues if self._may_run(self._tenants[name])]:
             name = min(open_names, key=lambda name: self._tenants[name].counter)
-            request = next(lanes[name], None)
+            request = next(queues[name], None)
             if request is None:
-                del lanes[name]
+                del queues[name]
             else:
                 yield request
 
     def oldest(self) -> Request | None:
-        return self._lanes.oldest()
+        return self._waiting.oldest()
 
     def started(self, request: Request) -> None:
         tenant = self._tenants[request.source.tenant]
@@ -259,8 +258,8 @@ class Fair:
         tenant.counter += num_tokens / tenant.weight
 
     def max_chunk(self, num_tokens: int) -> int:
-        """Half of a step while another tenant waits or runs, so that the other's prompt starts
-        beside it.
+        """Returns half of a step while another tenant has a request, so that its prompt can start
+        beside this one.
         """
         return num_tokens if self._num_present < 2 else -(-num_tokens // 2)
 
@@ -284,8 +283,8 @@ class Fair:
         return tenant
 
     def _sweep(self) -> None:
-        """Forgets idle tenants, those served least first; who comes back after that starts as a new
-        one does.
+        """Forgets idle tenants, those served least first; one that comes back then starts like a
+        new one.
         """
         if len(self._tenants) < self._sweep_at:
             return

@@ -1,4 +1,4 @@
-"""A step being composed: what is left of its token budget, and what is to become the StepPlan.
+"""A step being composed: what is left of its token budget, and the parts of its StepPlan.
 
 Knows requests as far as a row of the plan needs them; decides nothing.
 """
@@ -16,39 +16,44 @@ from octavo.step import BlockMove, NewRow, ScheduledRow
 
 @dataclass(slots=True)
 class StepBuilder:
+    """The parts of one StepPlan, gathered request by request."""
+
     now: float
     costs: StepCosts
     budget: int
-    """Tokens that may still be added."""
+    """Number of tokens that may still be added."""
     max_chunk: int
-    """Most tokens of one request."""
+    """Most tokens of one row."""
     rows: list[ScheduledRow] = field(default_factory=list)
     owners: list[tuple[Request, TokenRow]] = field(default_factory=list)
-    """Of each of the rows."""
+    """Request and row of each of `rows`."""
     new_rows: list[NewRow] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
     swapped_out: list[Request] = field(default_factory=list)
     preempted: bool = False
+    """Whether a request was preempted for this step."""
     waits_for: str = ""
-    """What keeps requests from starting in this step."""
+    """Reason why the first waiting request does not start in this step."""
     has_prompt: bool = False
+    """Whether the step computes a prompt's tokens."""
     runs_ahead: bool = False
-    """A step is in flight, whose tokens nobody knows yet: they are planned with all the same, and
-    nobody is preempted.
+    """Whether a step is in flight. The tokens that it draws are planned with before they are known,
+    and no request is preempted.
     """
     is_short: bool = False
-    """Somebody found no block, and would have had to preempt."""
+    """Whether a row found no block, and another request would have to be preempted."""
 
     def end_of(self, request: Request, row: TokenRow, start: int) -> int:
-        """Up to which token the budget takes it from `start` on. Whoever may go on once a step in
-        flight is back is one further.
+        """Returns one past the last token that the step computes of a row from `start` on: all
+        known tokens, and one more where a step in flight draws the next.
         """
         num_tokens = len(row.token_ids)
-        if self.runs_ahead and start == num_tokens and request.may_go_on:
+        if self.runs_ahead and start == num_tokens and request.may_run_ahead:
             num_tokens += 1
         return min(num_tokens, start + min(self.budget, self.max_chunk))
 
     def add_row(self, request: Request, row: TokenRow, start: int, end: int, grant: Grant) -> None:
+        """Adds the tokens from `start` up to `end` of a row, with the blocks granted for them."""
         row.num_tokens_in_flight += end - start
         self.budget -= end - start
         self.has_prompt = self.has_prompt or start < request.num_prompt_tokens
@@ -59,40 +64,42 @@ class StepBuilder:
             and request.params.first_prompt_logprob <= end <= num_known
         )
         num_prompt_logprobs = request.params.prompt_logprobs if scores_prompt else None
-        search_of = "" if request.search is None else request.request_id
+        search_of = request.request_id if request.consumer.reads_logprobs else ""
         self.owners.append((request, row))
         self.rows.append(
             ScheduledRow(
                 row.request_id,
                 start,
-                end - start,
-                grant.new_block_ids,
-                grant.replaced,
-                end >= num_known,
-                num_prompt_logprobs,
-                search_of,
-                start == num_known,
+                num_tokens=end - start,
+                new_block_ids=grant.new_block_ids,
+                replaced_blocks=grant.replaced,
+                samples=end >= num_known,
+                num_prompt_logprobs=num_prompt_logprobs,
+                search_of=search_of,
+                from_device=start == num_known,
             )
         )
 
     def add_new_row(self, request: Request, row: TokenRow) -> None:
-        """Before its share of the step, which brings all of its blocks."""
+        """Adds a row that the worker does not know; `add_row` then brings all of its blocks."""
         source = request.source
         row.is_on_worker = True
         self.new_rows.append(
             NewRow(
                 row.request_id,
-                list(row.token_ids),
-                request.num_prompt_tokens,
-                request.row_params,
-                source.seed,
-                source.sample_index,
-                sorted(request.end_token_ids),
+                token_ids=list(row.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                params=request.consumer.row_params,
+                seed=source.seed,
+                sample_index=source.sample_index,
+                end_token_ids=sorted(request.end_token_ids),
             )
         )
 
     def drop_rows(self, request: Request) -> None:
-        """Of a request that is preempted after it got its share, or some of it."""
+        """Takes a preempted request's rows out of the step, and gives their tokens back to the
+        budget.
+        """
         for index in range(len(self.rows) - 1, -1, -1):
             if self.owners[index][0] is request:
                 self.budget += self.rows[index].num_tokens

@@ -1,9 +1,9 @@
-"""The steps that are planned and not taken in, and whether one more may be planned before they are:
-the one place that decides it.
+"""The steps that are planned and not taken in, and whether one more may be planned before they
+are: the one place that decides it.
 
-A plan that is made ahead counts on what the steps before it will yield: how many tokens each row
-has then, whatever they are. The device fills in the tokens. What depends on a token itself, or on
-who ends with it, waits for the results.
+A plan that is made ahead counts on how many tokens each row will have after the steps before it,
+whatever these tokens are; the device fills them in. A row whose draw depends on the last token
+itself sits out until that has come back, and holds up no other row.
 """
 
 from __future__ import annotations
@@ -17,28 +17,35 @@ from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.step_builder import StepBuilder
 
 SWAPPING = "blocks are on their way to the host"
-"""If that step fails, whoever they belong to starts over."""
-SHORT = "somebody is to be preempted, whose blocks a step in flight writes"
-ALL_MAY_END = "nobody has anything to compute until a step in flight is back"
+"""Reason to wait after a swap: if that step fails, the swapped requests start over."""
+SHORT = "a request is to be preempted whose blocks a step in flight writes"
+"""Reason to wait where a row found no block: preempting is left until nothing is in flight."""
+ALL_MAY_END = "no request has a token to compute until a step in flight is back"
+"""Reason to wait where each running request may end with the token that is being drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
+    """The part of a plan that is remembered until its result comes."""
+
     owners: list[tuple[Request, TokenRow]]
-    """Of each of its rows."""
+    """Request and row of each row of the plan."""
     new_rows: list[str]
     swapped_out: list[Request]
     is_short: bool
 
 
 class StepsInFlight:
-    """In the order of their plans, which is that of their results."""
+    """Planned steps in their order, which is that of their results."""
 
     def __init__(self) -> None:
         self._steps: deque[PlannedStep] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def add(self, builder: StepBuilder) -> None:
         self._steps.append(
@@ -52,33 +59,37 @@ class StepsInFlight:
 
     @property
     def oldest(self) -> PlannedStep:
+        """The step whose results come next."""
         return self._steps[0]
 
     def take(self) -> PlannedStep:
-        """The oldest, whose results are here."""
+        """Removes and returns the oldest step, whose results have come."""
         return self._steps.popleft()
 
     def computes(self, request: Request) -> bool:
-        """Whether one of them writes to its blocks and reads its row."""
+        """Returns whether a step in flight writes to the request's blocks and reads its row."""
         return any(owner is request for step in self._steps for owner, _ in step.owners)
 
     def not_given_away(self, freed_rows: Sequence[str]) -> list[str]:
-        """Of those that the oldest frees: a later one may have made a row of the same name."""
+        """Returns those of the rows freed by the oldest step that no later step has made again."""
         again = {name for step in list(self._steps)[1:] for name in step.new_rows}
         return [name for name in freed_rows if name not in again]
 
     def reason_to_wait(self, running: Sequence[Request]) -> str:
-        """Why the next plan needs results that are not here; "" where it does not."""
+        """Returns why the next plan needs results that have not come; "" where some request can go
+        on without them.
+        """
         last = self._steps[-1]
         if last.swapped_out or last.is_short:
             return SWAPPING if last.swapped_out else SHORT
-        anybody_goes_on = False
+        reason = ALL_MAY_END
         for request in running:
-            if request.waits_for_tokens:
-                return request.waits_for_tokens
-            anybody_goes_on = (
-                anybody_goes_on
-                or request.may_go_on
-                or request.num_planned_tokens < request.num_tokens
-            )
-        return "" if anybody_goes_on else ALL_MAY_END
+            if request.may_run_ahead or _has_tokens_to_plan(request):
+                return ""
+            reason = request.consumer.needs_last_token or reason
+        return reason
+
+
+def _has_tokens_to_plan(request: Request) -> bool:
+    """Returns whether tokens are known that no step computes yet."""
+    return any(row.num_planned_tokens < row.num_tokens for row in request.rows)

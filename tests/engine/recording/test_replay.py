@@ -11,11 +11,11 @@ from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.recording.recorder import (
     FORMAT,
-    Began,
-    Computed,
-    GivenUp,
-    Planned,
     Recorder,
+    RecordingHeader,
+    RequestFailed,
+    StepComputed,
+    StepPlanned,
     read_log,
 )
 from octavo.engine.recording.replay import Replay
@@ -43,7 +43,9 @@ def recorded_core(path, executor, clock, *, tiers=None, runs_ahead=False, **opti
         CacheOptions(),
     )
     log = Recorder(path)
-    log.write(Began(FORMAT, __version__, {}, scheduler, cache, GROUPS, BLOCK, 256, 0, tiers))
+    log.write(
+        RecordingHeader(FORMAT, __version__, {}, scheduler, cache, GROUPS, BLOCK, 256, 0, tiers)
+    )
     made = build_scheduler(
         scheduler, cache, GROUPS, block_size=BLOCK, max_model_len=256, tiers=tiers
     )
@@ -97,15 +99,15 @@ def test_every_plan_is_made_again(tmp_path, policy, seed, runs_ahead):
     assert stats.num_preemptions >= stats.num_swaps > 0 and stats.prefix_hit_tokens > 0, (
         "the traffic does all that can happen"
     )
-    began, events = read_log(path)
+    header, events = read_log(path)
     events = list(events)
-    found = Replay(began).run(events)
+    found = Replay(header).run(events)
     assert found.differences == [] and found.num_steps == stats.num_steps == len(executor.plans)
-    assert [event.plan for event in events if isinstance(event, Planned)] == executor.plans
+    assert [event.plan for event in events if isinstance(event, StepPlanned)] == executor.plans
     assert any(row.from_device for plan in executor.plans for row in plan.rows) == runs_ahead
     again = FakeExecutor(windows=[None, 40])
     again.raise_on, again.fail_on = {"7"}, {"9": "bad luck"}
-    assert Replay(began, again).run(events).differences == []
+    assert Replay(header, again).run(events).differences == []
     assert again.plans == executor.plans
 
 
@@ -117,8 +119,8 @@ def test_blocks_that_left_the_device_are_in_the_plans_too(tmp_path):
             tmp_path / name, executor, MovingClock(), tiers=tiers_of(2, executor.tiers, 20)
         )
         traffic(core, 3)
-        began, events = read_log(tmp_path / name)
-        assert Replay(began).run(events).differences == []
+        header, events = read_log(tmp_path / name)
+        assert Replay(header).run(events).differences == []
     stats = core.scheduler.stats().connector
     assert stats.num_fetched > 0 and stats.num_kept > 0
 
@@ -128,13 +130,13 @@ def test_who_was_given_up_is_recorded(tmp_path):
     for name in "abcdefg":
         core.add(make_request(name, [1] * 30))
     core.step()
-    core._log.write(GivenUp("g", "nobody starts it"))
+    core._log.write(RequestFailed("g", "nobody starts it"))
     core.scheduler.fail("g", "nobody starts it")
     while core.has_work:
         core.step()
     core.close()
-    began, events = read_log(tmp_path / "log")
-    found = Replay(began).run(events)
+    header, events = read_log(tmp_path / "log")
+    found = Replay(header).run(events)
     assert found.differences == [] and (found.num_requests, found.num_tokens) == (7, 6 * 8)
 
 
@@ -142,36 +144,36 @@ def test_measured_times_are_recorded(tmp_path):
     """With `auto`, costs decide between swap and recomputation."""
     clock = SimulatedClock()
     traffic(recorded_core(tmp_path / "log", SimulatedExecutor(clock), clock), 5)
-    began, events = read_log(tmp_path / "log")
+    header, events = read_log(tmp_path / "log")
     events = list(events)
-    plans = [event for event in events if isinstance(event, Planned)]
+    plans = [event for event in events if isinstance(event, StepPlanned)]
     assert plans[-1].costs.swap_blocks_per_s and plans[-1].now > 1
     clock = SimulatedClock()
-    assert Replay(began, SimulatedExecutor(clock)).run(events).differences == []
+    assert Replay(header, SimulatedExecutor(clock)).run(events).differences == []
 
 
 def test_differences_are_named(tmp_path):
     clock = SimulatedClock()
     traffic(recorded_core(tmp_path / "log", SimulatedExecutor(clock), clock), 5, num_requests=5)
-    began, events = read_log(tmp_path / "log")
+    header, events = read_log(tmp_path / "log")
     events = list(events)
     index = next(
         i
         for i, event in enumerate(events)
-        if isinstance(event, Planned) and len(event.plan.rows) > 1
+        if isinstance(event, StepPlanned) and len(event.plan.rows) > 1
     )
     step = events[index].plan.step
     events[index].plan.rows.reverse()
-    (text,) = Replay(began).run(events).differences
+    (text,) = Replay(header).run(events).differences
     assert text.startswith(f"step {step}: rows was [ScheduledRow(") and ", now it is [" in text
     events[index].plan.rows.reverse()
     result = next(
         event.result
         for event in events[index:]
-        if isinstance(event, Computed) and event.result.rows[0].token_ids
+        if isinstance(event, StepComputed) and event.result.rows[0].token_ids
     )
     result.rows[0].token_ids = [8]
-    (text,) = Replay(began, SimulatedExecutor(SimulatedClock())).run(events).differences
+    (text,) = Replay(header, SimulatedExecutor(SimulatedClock())).run(events).differences
     assert f"step {result.step}, request " in text and text.endswith(
         "token_ids was [8], now it is [7]"
     )
@@ -183,8 +185,8 @@ def test_a_log_of_an_engine_that_died(tmp_path):
     traffic(recorded_core(tmp_path / "log", SimulatedExecutor(clock), clock), 5, num_requests=3)
     lines = (tmp_path / "log").read_bytes().splitlines(keepends=True)
     (tmp_path / "log").write_bytes(b"".join(lines[:-1]) + lines[-1][:20])
-    began, events = read_log(tmp_path / "log")
-    found = Replay(began).run(events)
+    header, events = read_log(tmp_path / "log")
+    found = Replay(header).run(events)
     assert found.differences == [] and found.unfinished_step == found.num_steps
     (tmp_path / "log").write_bytes(b"".join(lines[:2]) + b"{broken}\n" + lines[3])
     _, events = read_log(tmp_path / "log")
@@ -192,7 +194,7 @@ def test_a_log_of_an_engine_that_died(tmp_path):
         list(events)
 
 
-@pytest.mark.parametrize("text", ["", "hello\n", '{"type": "CacheReset"}\n'])
+@pytest.mark.parametrize("text", ["", "hello\n", '{"type": "PrefixCacheReset"}\n'])
 def test_no_log(tmp_path, text):
     (tmp_path / "log").write_text(text)
     with pytest.raises(ConfigError, match="no recording"):
@@ -231,9 +233,9 @@ def test_a_real_model(tmp_path, backend):
         )
         llm.generate(prompts_of(40, 50, 41, 30), params, use_tqdm=False)
         assert llm.get_metrics().num_preemptions > 0
-    began, events = read_log(path)
-    executor = build_executor(began, model=None, report=lambda text: None)
-    found = Replay(began, executor).run(events)
+    header, events = read_log(path)
+    executor = build_executor(header, model=None, report=lambda text: None)
+    found = Replay(header, executor).run(events)
     executor.close()
     assert found.differences == [] and found.num_requests == 8 and found.num_tokens == 8 * 30
     assert json.loads(path.read_text().splitlines()[1])["request"]["seed"] != 0

@@ -72,7 +72,7 @@ def test_searches_that_crowd_each_other_out(mode, windows, num_blocks, caching, 
     outputs = run_all(core)
     for name, (prompt, width) in CROWD.items():
         assert tokens_of(outputs[f"plain {name}"]) == expected_tokens(prompt, 60)
-        longest = core.scheduler._admission.limits_of(
+        longest = core.scheduler.admission.limits_of(
             core.scheduler.blocks.capacity_of(width)
         ).max_num_tokens(len(prompt), width)
         max_tokens = min(60, longest - len(prompt))
@@ -115,7 +115,7 @@ def test_a_beam_that_fails_fails_its_search_and_no_other():
     ]
     assert outputs["b"][0].beams == alone(prompt_of(20), 3)
     assert not core.scheduler.blocks.tables and not executor.rows.keys() - set(
-        core.scheduler._placement._freed_rows
+        core.scheduler.placement.freed_rows
     )
 
 
@@ -188,13 +188,13 @@ def test_places_are_kept_for_all_beams():
             {"kv_layout": "virtual"},
             2,
             5,
-            "beam_width: got 2, but beams share KV blocks, and here nobody does",
+            "beam_width: got 2, but beams share KV blocks, and this engine shares none",
         ),
         (
             {"kv_cache": False},
             2,
             5,
-            "beam_width: got 2, but beams share KV blocks, and here nobody does",
+            "beam_width: got 2, but beams share KV blocks, and this engine shares none",
         ),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_search_alone_always_finds_its_blocks(length, num_blocks):
             ignore_eos=True,
         )
     )
-    core.scheduler._requests["a"].search._end_token_ids = frozenset()
+    core.scheduler.queues.by_id["a"].consumer._end_token_ids = frozenset()
     (output,) = run_all(core)["a"]
     shared = length // 16
     longest = (shared + (num_blocks - shared) // 3) * 16 - length

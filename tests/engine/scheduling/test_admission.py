@@ -150,7 +150,7 @@ def test_fair_forgets_tenants_that_are_gone():
         if index % 7 == 0:
             run_all(core)
     run_all(core)
-    assert len(core.scheduler._policy._tenants) <= 1000
+    assert len(core.scheduler.queues.waiting._tenants) <= 1000
 
 
 def test_static_batches_end_before_the_next_begins():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from octavo.engine.clients.supervised import Unfinished
+from octavo.engine.clients.ledger import UnfinishedRequest
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.requests.request import EngineRequest
 from octavo.engine.step_costs import CostPoint, StepCosts
@@ -229,9 +229,9 @@ def test_a_failure_within_a_call_is_that_requests():
 
 def test_one_on_trial_ends_with_its_token():
     core, executor = stepping_core()
-    request = Unfinished(
+    request = UnfinishedRequest(
         EngineRequest("a", PROMPT, SamplingParams(max_tokens=9), seed=1), [4, 5]
-    ).again(one_token=True)
+    ).resumed(one_token=True)
     core.add(request)
     (output,) = run_all(core)["a"]
     assert (

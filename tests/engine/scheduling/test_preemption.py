@@ -99,7 +99,7 @@ def test_a_fork_of_a_swapped_request_waits_for_it():
     met, tokens = False, {}
     while core.has_work:
         states = {
-            request.request_id: request.status for request in core.scheduler._requests.values()
+            request.request_id: request.status for request in core.scheduler.queues.by_id.values()
         }
         if states.get("p") is RequestStatus.SWAPPED and states.get("p#1") is RequestStatus.WAITING:
             met = True

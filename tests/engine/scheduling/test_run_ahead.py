@@ -152,17 +152,58 @@ def test_what_needs_a_requests_last_token_waits_for_it(fields, reason):
     core = make_core(runs_ahead=True)
     core.add(make_request("a", [1, 2, 3] * 30, max_tokens=6, **fields))
     core.step()
+    assert core.scheduler.waits_for_results == "", "the prompt's second chunk is known"
+    core.step()
     assert core.scheduler.waits_for_results == reason
     run_all(core)
     assert (from_device(core) > 0) == (reason == "")
 
 
-def test_one_that_waits_for_its_tokens_makes_the_others_wait():
+@pytest.mark.parametrize(
+    "fields", [{"presence_penalty": 1.0}, {"beam_width": 2, "n": 2}], ids=["penalty", "beams"]
+)
+def test_a_row_that_waits_for_its_token_holds_up_no_other(fields):
+    """The others run ahead in every step; the row takes part in every second one."""
     core = make_core(runs_ahead=True)
     core.add(make_request("a", [1, 2, 3], max_tokens=40))
-    core.add(make_request("b", [4, 5], max_tokens=5, presence_penalty=1.0))
+    core.add(make_request("b", [4, 5], max_tokens=9, **fields))
     outputs = run_all(core)
-    assert tokens_of(outputs["a"]) == expected_tokens([1, 2, 3], 40) and from_device(core) == 39 - 5
+    assert tokens_of(outputs["a"]) == expected_tokens([1, 2, 3], 40)
+    assert outputs["b"][-1].finish_reason == "length"
+    plans = [plan for plan in core.executor.plans if plan.rows]
+    assert len(plans) == 40, "each step computes a token of a"
+    rows_of_a = [row for plan in plans for row in plan.rows if row.request_id == "a"]
+    assert [row.from_device for row in rows_of_a] == [False] + [True] * 39
+    with_b = [i for i, plan in enumerate(plans) if any(row.owner == "b" for row in plan.rows)]
+    assert with_b == list(range(0, 18, 2))
+    assert not any(row.from_device for plan in plans for row in plan.rows if row.owner == "b")
+
+
+def test_a_row_that_waits_gets_the_tokens_of_one_step_after_the_other():
+    """Penalties, bad words and beams beside plain requests, in a cache too small for them all."""
+    kinds = [
+        {},
+        {"frequency_penalty": 0.5},
+        {"beam_width": 3, "n": 3},
+        {"bad_words_token_ids": [[4, 5]]},
+    ]
+    found = []
+    for runs_ahead in (False, True):
+        core = make_core(runs_ahead=runs_ahead, num_blocks=12, num_host_blocks=6, budget=40)
+        for index in range(12):
+            prompt = [index] * (5 + 3 * index)
+            core.add(make_request(str(index), prompt, max_tokens=40 + index, **kinds[index % 4]))
+        outputs = run_all(core)
+        found.append(
+            {
+                name: (tokens_of(steps), steps[-1].beams, steps[-1].finish_reason)
+                for name, steps in outputs.items()
+            }
+        )
+        assert core.scheduler.stats().num_preemptions > 0
+        assert (from_device(core) > 0) == runs_ahead
+        assert core.scheduler.stats().num_used_blocks == 0
+    assert found[0] == found[1]
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight():
@@ -173,10 +214,10 @@ def test_nobody_is_preempted_while_a_step_is_in_flight():
         core.add(make_request(name, prompt, max_tokens=30))
     reasons, outputs = set(), {}
     while core.has_work:
-        if core._in_flight:
+        if core.plans_in_flight:
             reasons.add(core.scheduler.waits_for_results)
         preemptions = core.scheduler.stats().num_preemptions
-        was_in_flight = bool(core._in_flight)
+        was_in_flight = bool(core.plans_in_flight)
         for output in core.step().outputs:
             outputs.setdefault(output.request_id, []).append(output)
         assert core.scheduler.stats().num_preemptions == preemptions or not was_in_flight
@@ -227,7 +268,7 @@ def test_the_cache_is_reset_once_nothing_is_in_flight():
     core.add(make_request("a", prompt, max_tokens=30, eos=(expected_tokens(prompt, 2)[1],)))
     while not any(output.finish_reason for output in core.step().outputs):
         pass
-    assert core._in_flight and core.reset_prefix_cache() and not core._in_flight
+    assert core.plans_in_flight and core.reset_prefix_cache() and not core.plans_in_flight
     core.add(make_request("b", prompt))
     assert tokens_of(core.step().outputs) == [] and not core.reset_prefix_cache(), "b runs"
     assert tokens_of(run_all(core)["b"]) == expected_tokens(prompt, 8), (

@@ -148,7 +148,7 @@ def test_a_block_that_was_forgotten_while_it_is_kept_is_kept_anew():
     prompt = list(range(40))
     for _ in range(2):
         core.add(make_request("a", prompt))
-        while core.scheduler._requests:
+        while core.scheduler.queues.by_id:
             core.step()
         core.step()
         assert core.reset_prefix_cache(reset_connector=True)

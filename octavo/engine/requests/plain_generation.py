@@ -1,0 +1,98 @@
+"""A request that generates one sequence: each drawn token is handed out, until one ends it.
+
+Implements `ResultConsumer`. Owns the rules of the end that token ids alone decide (end of sequence,
+stop tokens, length); stop strings are the front's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.engine.requests.result_consumer import RequestProgress
+from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.sampling_params import SamplingParams
+from octavo.step import RowResult
+
+
+@dataclass(frozen=True, slots=True)
+class EndRules:
+    """When a token ends a request. Numbers of tokens include the prompt."""
+
+    eos_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]
+    """End of sequence and stop tokens together."""
+    num_prompt_tokens: int
+    min_num_tokens: int
+    """Tokens before which none of `end_token_ids` ends it."""
+    max_num_tokens: int
+    one_token: bool = False
+    """Whether it ends as aborted once it has one more token."""
+
+    def end_of(self, token_ids: Sequence[int]) -> Finish | None:
+        """Returns how a request of these tokens ends with the last of them; None where it goes
+        on.
+        """
+        last = token_ids[-1]
+        if last in self.end_token_ids and len(token_ids) >= self.min_num_tokens:
+            return Finish("stop", None if last in self.eos_token_ids else last)
+        if len(token_ids) >= self.max_num_tokens:
+            return Finish("length")
+        return Finish("abort") if self.one_token else None
+
+
+class PlainGeneration:
+    """The consumer of one sampled sequence. It holds no tokens: they are the row's."""
+
+    reads_logprobs = False
+    num_seqs = 1
+
+    def __init__(self, params: SamplingParams, rules: EndRules) -> None:
+        self.row_params = params
+        self.needs_last_token = _needs_last_token(params)
+        self._rules = rules
+        self._watched = rules.one_token or bool(params.bad_words_token_ids)
+        """Whether something has to be done for each of its tokens."""
+
+    def rows(self, request: TokenRow) -> Sequence[TokenRow]:
+        return (request,)
+
+    def num_plain_draws(self, num_tokens: int) -> int:
+        """Returns the tokens up to its length, or up to where the worker must be told that end
+        tokens are no longer banned (min_tokens).
+        """
+        if self._watched:
+            return 1
+        num_banned = self._rules.min_num_tokens - num_tokens
+        num_left = self._rules.max_num_tokens - num_tokens
+        return min(num_left, num_banned) if num_banned > 0 else num_left
+
+    def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress:
+        """Adds the drawn tokens to the row, up to the one that ends the request."""
+        known, drawn = row.token_ids, result.token_ids
+        num_before = len(known)
+        finish = None
+        for token_id in drawn:
+            known.append(token_id)
+            finish = self._rules.end_of(known)
+            if finish is not None:
+                break
+        num_taken = len(known) - num_before
+        return RequestProgress(
+            num_taken,
+            drawn[:num_taken],
+            result.logprobs and result.logprobs[:num_taken],
+            is_first=num_before == self._rules.num_prompt_tokens,
+            finish=finish,
+        )
+
+    def start_over(self, token_ids: list[int]) -> list[int]:
+        return token_ids
+
+
+def _needs_last_token(params: SamplingParams) -> str:
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        return "a penalty: it counts the tokens"
+    if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
+        return "bad_words: what is banned depends on the tokens before"
+    return ""

@@ -1,0 +1,109 @@
+"""The protocol behind which a plain request and a beam search take what their rows yield.
+
+The scheduler gives each row's result to the request's consumer and carries out what comes of it: it
+counts tokens, branches rows, ends the request. A consumer owns the rules by which tokens end a
+request; it knows neither blocks nor steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.outputs import FinishReason
+from octavo.sampling_params import SamplingParams
+from octavo.step import RowResult, TokenLogprobs
+
+
+class BeamOutput(msgspec.Struct, omit_defaults=True):
+    """A finished sequence of a beam search, without the prompt."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    """Cumulative logprob over the length to the power of the length penalty."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = []
+    """One entry for each token where logprobs are wanted, else empty."""
+
+
+class Branch(NamedTuple):
+    """A row that continues another one's tokens, and shares its blocks where it is not that row."""
+
+    row: TokenRow
+    parent_id: str
+
+
+@dataclass(slots=True)
+class RequestProgress:
+    """New tokens, branches or the end of a request, once all of its rows have yielded."""
+
+    num_tokens: int
+    """Number of new tokens, as the counters and a fair policy count them."""
+    token_ids: list[int] = field(default_factory=list)
+    """New tokens to hand out."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry for each of `token_ids` where logprobs are wanted."""
+    is_first: bool = False
+    """Whether the request hands out something for the first time."""
+    replaced_rows: Sequence[TokenRow] = ()
+    """The request's rows where others branch off them and take their place; empty where they
+    stay.
+    """
+    branches: Sequence[Branch] = ()
+    """The rows that take their place."""
+    finish: Finish | None = None
+    """How the request ends; None where it goes on."""
+    beams: list[BeamOutput] | None = None
+    """Sequences that a beam search has found, with its end."""
+
+
+class ResultConsumer(Protocol):
+    """Takes the results of one request's rows. `PlainGeneration` and `BeamSearch` are two."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Most rows that the request may come to have."""
+        ...
+
+    @property
+    def row_params(self) -> SamplingParams:
+        """How the worker draws each row."""
+        ...
+
+    @property
+    def reads_logprobs(self) -> bool:
+        """Whether the rows' logprobs decide what is computed next; a recording then holds them."""
+        ...
+
+    @property
+    def needs_last_token(self) -> str:
+        """Reason why a row's next token cannot be drawn before its last one is known here; "" where
+        the number of its tokens is enough.
+        """
+        ...
+
+    def rows(self, request: TokenRow) -> Sequence[TokenRow]:
+        """Returns what is computed of the request: its one row, or the rows that branched off."""
+        ...
+
+    def num_plain_draws(self, num_tokens: int) -> int:
+        """Returns how many tokens a row of `num_tokens` may draw one after another before the
+        scheduler or the worker has something to do for it.
+        """
+        ...
+
+    def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress | None:
+        """Takes in what one row of the request drew; returns None until all rows have yielded."""
+        ...
+
+    def start_over(self, token_ids: list[int]) -> list[int]:
+        """Prepares for a request that has lost its blocks; returns the tokens to compute first,
+        where `token_ids` are the request's own.
+        """
+        ...

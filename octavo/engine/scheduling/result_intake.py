@@ -1,0 +1,159 @@
+"""Takes in what a step yielded: counts advance, full blocks get their names, requests end.
+
+What a token means to a request is its `ResultConsumer`'s business; this carries out what the
+consumer says and frees what an ended request held. Knows nothing of how steps are planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.requests.request import EngineOutput, Request, RequestStatus
+from octavo.engine.requests.result_consumer import RequestProgress
+from octavo.engine.requests.timings import Timekeeper
+from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.engine.scheduling.placement import Placement
+from octavo.engine.scheduling.request_queues import RequestQueues
+from octavo.engine.scheduling.steps_in_flight import StepsInFlight
+from octavo.engine.stats import EngineStats
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+
+
+@dataclass(slots=True)
+class ResultIntake:
+    """Turns the results of one engine's steps into outputs."""
+
+    queues: RequestQueues
+    blocks: BlockManager
+    placement: Placement
+    in_flight: StepsInFlight
+    times: Timekeeper
+    stats: EngineStats
+    keeps_kv: bool
+    leaving: list[Request] = field(default_factory=list)
+    """Finished requests whose last step is still in flight; freed when it has come back."""
+
+    def preview(self, rows: Sequence[RowResult], busy_s: float) -> list[EngineOutput]:
+        """Returns what `update` will say of the next decode step of the plan in flight, which ends
+        no request and is not its last.
+        """
+        self.times.went_on(busy_s)
+        owners = self.in_flight.oldest.owners
+        return [
+            self._output(request, row.token_ids, row.logprobs)
+            for (request, _), row in zip(owners, rows, strict=True)
+        ]
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+        """Advances the requests of the oldest plan in flight; returns what each of them got."""
+        owners = self.in_flight.take().owners
+        self.times.computed(result.busy_s, result.num_steps)
+        self.stats.num_steps += result.num_steps - 1
+        self.stats.busy_s += result.busy_s
+        self.blocks.connector.step_done(result.connector)
+        outputs = []
+        for (request, row), scheduled, row_result in zip(
+            owners, plan.rows, result.rows, strict=True
+        ):
+            # Another of its rows may have failed, or an earlier step ended it.
+            if request.status is RequestStatus.FINISHED:
+                continue
+            output = self._take(request, row, scheduled, row_result)
+            if output is not None:
+                outputs.append(output)
+        if any(output.finish_reason is not None for output in outputs):
+            self.queues.drop_finished()
+        self._free_leaving()
+        return outputs
+
+    def _take(
+        self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult
+    ) -> EngineOutput | None:
+        """Takes in one row's result; returns None where its request has nothing to hand out."""
+        if result.failure is not None:
+            return self.finish(request, Finish("error", error=result.failure))
+        if result.prompt_logprobs:
+            request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
+        progress = request.consumer.take(request, row, result) if scheduled.samples else None
+        self._advance_row(request, row, scheduled, result)
+        return None if progress is None else self._advance(request, progress)
+
+    def _advance_row(
+        self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult
+    ) -> None:
+        """Counts a row's computed tokens and names the blocks that they fill."""
+        row.num_computed_tokens = min(scheduled.start + result.num_kept, row.num_tokens)
+        row.num_tokens_in_flight -= scheduled.num_tokens
+        if self.keeps_kv:
+            self.blocks.record(
+                row.request_id,
+                row.token_ids,
+                row.num_computed_tokens,
+                salt=request.source.cache_salt,
+            )
+        elif scheduled.samples:
+            row.num_computed_tokens = 0
+
+    def _advance(self, request: Request, progress: RequestProgress) -> EngineOutput | None:
+        """Carries out what came of the results of all of a request's rows; returns None where there
+        is nothing to hand out yet.
+        """
+        if request.watch.first_token is None:
+            self.times.yielded(request.watch)
+            if not request.source.output_token_ids:
+                self.stats.prompt_tokens += request.num_prompt_tokens
+        self.stats.generation_tokens += progress.num_tokens
+        self.queues.waiting.took(request, progress.num_tokens)
+        if progress.replaced_rows:
+            self.placement.branch(progress.replaced_rows, progress.branches)
+        if progress.finish is not None:
+            output = self.finish(request, progress.finish)
+            output.token_ids = progress.token_ids
+            output.logprobs = progress.logprobs
+            output.beams = progress.beams
+        elif progress.token_ids:
+            output = self._output(request, progress.token_ids, progress.logprobs)
+        else:
+            return None
+        if progress.is_first:
+            request.describe_start(output)
+        return output
+
+    def _output(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> EngineOutput:
+        """Returns new tokens of a request that goes on, as far as this plane knows: the front may
+        end it by a stop string, and then needs its timings.
+        """
+        timings = None
+        if request.params.stop_strings:
+            timings = request.timings(self.times.so_far(request.watch))
+        return EngineOutput(request.request_id, token_ids, logprobs, timings=timings)
+
+    # -- requests end ------------------------------------------------------------------------------
+
+    def finish(self, request: Request, finish: Finish) -> EngineOutput:
+        """Ends a request, frees all that it holds and returns its final output."""
+        self.queues.end(request)
+        if finish.reason == "error":
+            self.placement.forget(request)
+        # A step in flight still writes to its blocks and reads its row.
+        if self.in_flight.computes(request):
+            self.leaving.append(request)
+        else:
+            self.placement.free(request)
+        return self.final_output(request, finish)
+
+    def final_output(self, request: Request, finish: Finish) -> EngineOutput:
+        return request.final_output(finish, self.times.so_far(request.watch))
+
+    def _free_leaving(self) -> None:
+        still_computed = []
+        for request in self.leaving:
+            if self.in_flight.computes(request):
+                still_computed.append(request)
+            else:
+                self.placement.free(request)
+        self.leaving = still_computed
