@@ -49,7 +49,7 @@ class Numbers:
     count: int = 1
 
     def view(self, blocks: Bytes) -> NDArray:
-        """Returns the numbers `[..., blocks, count]`; six-bit ones as the bytes that hold them all."""
+        """Returns the numbers `[..., blocks, count]`; six-bit ones as the bytes that hold them."""
         part = blocks[..., self.start : self.start + self.count * NUMBER_BYTES[self.kind]]
         return part if self.kind in SIX_BITS else part.view(self.kind)
 
@@ -167,7 +167,7 @@ class BlockWeight:
         )
 
     def _codes(self) -> Bytes:
-        """Returns the codes `[..., out, in]`; 4-bit ones `[..., out, in / 2]` in halves of groups."""
+        """Returns the codes `[..., out, in]`, or `[..., out, in / 2]` in halves of groups."""
         lead, half, planes = self.blocks.shape[:-2], self.group // 2, self.layout.planes
         if len(planes) == 1 and (
             planes[0].bits == 8 or planes[0] == Plane(planes[0].start, 4, half)

@@ -33,7 +33,7 @@ class BlockType:
         return math.prod(shape) // self.block_size * self.block_bytes
 
     def tensor(self, raw: Bytes, shape: tuple[int, ...]) -> StoredWeight:
-        """Returns the tensor in `raw [num_bytes(shape)]`, a view; `shape[-1]` fills whole blocks."""
+        """Returns a view of `raw [num_bytes(shape)]`; `shape[-1]` fills whole blocks."""
         if self.dtype is not None:
             return PackedWeight.plain(raw.view(self.dtype).reshape(shape))
         assert self.layout is not None

@@ -130,7 +130,7 @@ class PackedWeight:
         return sum(array.nbytes for array in arrays)
 
     def unpacked_codes(self) -> NDArray:
-        """Returns the codes `[..., out, in]`, one an element (uint8 or int8; floats as they are)."""
+        """Returns codes `[..., out, in]`, one an element (uint8 or int8; floats as they are)."""
         if self.bits != 4:
             return self.codes
         low, high = self.codes & 0x0F, self.codes >> 4

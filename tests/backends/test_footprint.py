@@ -1,4 +1,4 @@
-"""What a backend says it will take, of the headers alone, is what it takes."""
+"""A backend takes the memory that it predicts from the headers alone."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_native(family, dtype, quantization):
 @pytest.mark.parametrize("num_layers", [1, 9])
 @pytest.mark.parametrize("family", NATIVE)
 def test_native_int4(family, num_layers):
-    """Some of the matrices keep 8 bits: which, depends on the layer."""
+    """The prediction holds where some matrices keep 8 bits, which depends on the layer."""
     layers = {"n_layer": num_layers} if family == "gpt2" else {"num_hidden_layers": num_layers}
     if family == "gemma3_text":
         layers["layer_types"] = (["sliding_attention", "full_attention"] * num_layers)[:num_layers]

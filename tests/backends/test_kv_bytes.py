@@ -1,5 +1,5 @@
-"""Whole KV blocks as bytes: what is read from one block and written to another is the same block,
-in every layer and group.
+"""Whole KV blocks as bytes: a block that is read and written elsewhere is the same block, in every
+layer and group.
 """
 
 from mmap import PAGESIZE
@@ -26,9 +26,8 @@ KINDS = {"reference": ReferenceBackend, "native": NativeBackend, "torch": TorchB
 
 
 ON_DEMAND = ("reference-bf16", "reference-int8", "reference-fp8", "native-bf16", "native-int8")
-"""Those that give memory on demand; torch refuses what wants it by name
-(`tests/equivalence/test_virtual_kv.py`).
-"""
+"""Backends that give memory on demand; torch refuses it by name
+(`tests/equivalence/test_virtual_kv.py`)."""
 
 
 def backend_of(name):
@@ -67,7 +66,7 @@ def test_native_refuses_a_block_that_is_not_there():
 
 
 LARGE = CacheGroup("full", "full", 2, 2, 64, 64)
-"""A block of one head and layer is a page, in bf16."""
+"""A group whose block of one head and layer is a page, in bf16."""
 
 
 @pytest.fixture(params=ON_DEMAND)

@@ -39,7 +39,9 @@ def test_a_program_keeps_its_layout_when_another_is_prepared(kind):
 
 @BACKENDS
 def test_a_program_runs_the_same_beside_one_of_another_precision(kind):
-    """Its cache is allocated only once the other is prepared."""
+    """A Program gives the same logits where its cache is allocated only once another one is
+    prepared.
+    """
     program, batch = attention_program(None), batch_of([(0, 37), (0, 1), (0, 20)])
     backend = backend_of(kind)
     runnable = backend.prepare(program, load)

@@ -48,7 +48,7 @@ def load(weight):
 
 
 def attention_program(window, **attributes):
-    """Rows that are told apart by their tokens and by what they attend to."""
+    """Builds a Program whose rows are told apart by their tokens and by what they attend to."""
     group = CacheGroup("kv", "window" if window else "full", 1, 2, HEAD_WIDTH, HEAD_WIDTH, window)
     b = Builder("test", (group,), VOCABULARY)
     x = b.embedding(b.token_ids(), "table", VOCABULARY, 32)
@@ -61,7 +61,7 @@ def attention_program(window, **attributes):
 
 
 def positions_program():
-    """A rotated row and a learned position, without attention."""
+    """Builds a Program of a rotated row and a learned position, without attention."""
     b = Builder("test", (CacheGroup("kv", "full", 1, 1, 2, 2),), VOCABULARY)
     ids = b.token_ids()
     x = b.embedding(ids, "table", VOCABULARY, 32)
@@ -70,7 +70,9 @@ def positions_program():
 
 
 def batch_of(spans):
-    """The rows first .. end - 1 of each request, whose blocks are its own; one row of padding."""
+    """Makes a step of the rows first .. end - 1 of each request, whose blocks are its own, and one
+    row of padding.
+    """
     at = [np.arange(first, end) for first, end in spans]
     blocks = np.arange(9, dtype=np.int32).reshape(1, 3, 3)
     slots = [blocks[0, r, part // 16] * 16 + part % 16 for r, part in enumerate(at)]
@@ -88,7 +90,7 @@ def batch_of(spans):
 
 
 def steps():
-    """Whole prompts, then one decode step of each request."""
+    """Yields whole prompts, then one decode step of each request."""
     yield batch_of([(0, length) for length in LENGTHS])
     yield batch_of([(length, length + 1) for length in LENGTHS])
 
@@ -101,7 +103,7 @@ def logits(name, program, change=lambda batch: batch):
 
 
 def shifted_positions(batch):
-    """Positions as a second axis of an image might leave them: far on, and not one by one."""
+    """Moves the positions far on and apart, as an axis of an image may have them."""
     return replace(batch, positions=(batch.places[None] * 3 + 11).astype(np.int32))
 
 

@@ -1,8 +1,8 @@
-"""Requests that begin with the same blocks: read together they get what they get one by one, bit
-for bit, and that is right.
+"""Requests that begin with the same blocks get the same bits read together as one by one, and these
+are right.
 
-Ragged groups of sharers, those that share more among themselves, windows, several heads a kv head,
-chunks, every type of cache, any number of threads.
+Covers ragged groups of sharers, those that share more among themselves, windows, several heads for
+each kv head, chunks, every type of cache, any number of threads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from tests.backends.native.test_attention import TOLERANCE, Run, Shape, Span
 
 CONTEXTS = (600, 530, 830, 257, 520, 860, 300, 40, 513)
 LEADERS = {1: (0, 512), 2: (0, 512), 3: (0, 256), 5: (2, 768), 8: (7, 0), 4: (6, 256)}
-"""Of a request: which one it begins like, and for how many tokens. 2 and 5 have more in common than
-with 0; 4 and 6 are another group.
-"""
+"""Request that each request begins like, and the number of tokens. 2 and 5 have more in common than
+with 0; 4 and 6 are another group."""
 
 SHAPES = {
     "three a head": Shape(9, 3, 64, 64, contexts=CONTEXTS),
@@ -34,11 +33,11 @@ SHAPES = {
     "sinks and caps": Shape(6, 2, 32, 32, sinks=True, softcap=5.0, contexts=CONTEXTS),
 }
 NUM_ROWS = (1, 1, 2, 1, 5, 1, 3, 1, 1)
-"""That each request computes in the last step."""
+"""Number of rows that each request computes in the last step."""
 
 
 class SharedRun(Run):
-    """Requests that begin alike have the same tokens and the same blocks."""
+    """A run in which requests that begin alike have the same tokens and the same blocks."""
 
     def __init__(self, shape: Shape, backend: Any) -> None:
         super().__init__(shape, backend, seed=1, num_blocks=300)
@@ -55,8 +54,8 @@ class SharedRun(Run):
         return batch
 
     def last_rows(self, order: list[int]) -> list[np.ndarray]:
-        """Of each request in the order given, all in one step; what comes before is written first,
-        through rows that nobody looks at.
+        """Computes the last rows of each request in the order given, all in one step; their keys
+        are written first, through rows whose results are dropped.
         """
         starts = [n - rows for n, rows in zip(self.shape.contexts, NUM_ROWS, strict=True)]
         for r, start in enumerate(starts):
@@ -80,7 +79,7 @@ CASES = [
     *(("three a head", kv, threads) for kv in ("fp32", "int8") for threads in (1, 2)),
     ("three a head", "bf16", 12),
 ]
-"""Twelve threads share single splits."""
+"""Cases; twelve threads share single splits."""
 
 
 @pytest.mark.parametrize(("name", "kv", "threads"), CASES)
@@ -104,8 +103,8 @@ def test_it_is_right(level, name):
 
 
 def test_shared_blocks_are_read_once(level):
-    """What the profile counts: five requests of one row, three query heads a kv head, are one
-    piece's fifteen lanes.
+    """The profile counts shared blocks once: five requests of one row, three query heads for each
+    kv head, are one piece's fifteen lanes.
     """
     shape = Shape(9, 3, 64, 64, contexts=(600,) * 5)
     read = {}

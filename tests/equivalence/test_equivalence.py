@@ -1,7 +1,7 @@
-"""However a request is scheduled and wherever its KV lies, its tokens and logprobs are bitwise
-those of the request alone.
+"""A request's tokens and logprobs are bitwise those of the request alone, however it is scheduled
+and wherever its KV lies.
 
-One table of ways, each with the evidence that things went that way; other files take each of them
+One table of ways, each with the evidence that things went that way; other files take each way
 apart. Through LLM, on tiny models (windows among them) on every backend, and on the real SmolLM2.
 """
 
@@ -30,8 +30,9 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
 
     def llm(self, *, num_blocks: int | None = None, **options: Any) -> LLM:
-        """`num_blocks`: in every group, since no window bounds it where so many requests may
-        run."""
+        """Builds an LLM with `num_blocks` blocks in every group, for no window bounds it where many
+        requests may run.
+        """
         if num_blocks is not None:
             with self.llm(kv_cache_memory_bytes=1 << 26, max_num_seqs=4096) as llm:
                 block_bytes = (1 << 26) // (llm.info.kv_capacity_tokens // 16)
@@ -45,7 +46,7 @@ class Setup:
         )
 
     def refuses(self, **options: Any) -> bool:
-        """Whether these are not for the backend; that it says so is seen here."""
+        """Tells whether the backend refuses these options, and checks that it says so."""
         if self.backend != "torch" or options.get("kv_layout") != "virtual":
             return False
         with pytest.raises(ConfigError, match="kv_layout: virtual is not for the backend torch"):
@@ -80,18 +81,19 @@ BEAMS = [
     given if index in (0, 3) else SamplingParams(n=2, beam_width=3, max_tokens=24, logprobs=1)
     for index, given in enumerate(PARAMS)
 ]
-"""Three searches beside two samples."""
+"""Parameters of three searches beside two samples."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """`evidence`: what the engine's counters say at the end, if things went this way."""
+    """A way that requests may take."""
 
     options: dict[str, Any]
     evidence: Callable[[EngineStats], bool] = lambda stats: True
+    """Tells from the engine's counters at the end whether things went this way."""
     num_rounds: int = 1
     num_engines: int = 1
-    """One after another, each with the files of the one before."""
+    """Number of engines, one after the other, each with the files of the one before."""
 
 
 FEW = {"num_blocks": 16, "enable_prefix_caching": False}
@@ -143,7 +145,7 @@ def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain(setup: Setup) -> list[Any]:
-    """Each sample by itself, nothing found or shared."""
+    """Runs each sample by itself, with nothing found or shared."""
     with setup.llm(max_num_seqs=1, enable_prefix_caching=False) as llm:
         return answers(llm)
 
@@ -168,7 +170,9 @@ def test_is_plain(setup: Setup, plain: list[Any], way: str, tmp_path: Path) -> N
 def test_forked_is_plain(
     setup: Setup, plain: list[Any], layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two samples beside the first share its blocks, where blocks can be shared."""
+    """Forked samples equal plain ones; the two beside the first share its blocks, where blocks can
+    be shared.
+    """
     forks: list[str] = []
     fork = BlockManager.fork
     monkeypatch.setattr(BlockManager, "fork", lambda *given: (forks.append(given[2]), fork(*given)))
@@ -181,7 +185,7 @@ def test_forked_is_plain(
 
 @pytest.fixture(scope="module")
 def plain_beams(setup: Setup) -> list[Any]:
-    """Each search by itself: its beams are what runs at once."""
+    """Runs each search by itself: its beams are all that runs at once."""
     with setup.llm(max_num_seqs=3, enable_prefix_caching=False) as llm:
         return [
             fingerprint(llm.generate(prompt, params)[0])
@@ -198,8 +202,8 @@ SHARING = [
 
 @pytest.mark.parametrize("way", [way for way in SHARING if way != "no batches"])
 def test_beams_are_plain(setup: Setup, plain_beams: list[Any], way: str, tmp_path: Path) -> None:
-    """Where requests may share blocks, and three sequences run at once; elsewhere beams are refused
-    by name.
+    """Beams equal those of a search alone where requests may share blocks and three sequences run
+    at once; elsewhere they are refused by name.
     """
     given = WAYS[way]
     options = {**given.options, "max_num_seqs": max(3, given.options.get("max_num_seqs", 8))}

@@ -1,6 +1,8 @@
-"""Every family's Program on the backends that run them all, against transformers in float64, which
-casts nothing to float32 here (`tiny_models.double_precision`). Tolerance 1e-9 of the largest logit
-on the reference, 3e-5 on torch in fp32."""
+"""Every family's Programs, on the backends that run them all, give transformers' logits.
+
+The oracle computes in float64 throughout (`tiny_models.double_precision`). Tolerance 1e-9 of the
+largest logit on the reference, 3e-5 on torch in fp32.
+"""
 
 from functools import cache
 
@@ -133,7 +135,7 @@ CASES = {
 
 @cache
 def oracle(case):
-    """The model, token ids, and transformers' logits of them."""
+    """Returns the model, token ids, and transformers' logits for them."""
     family, overrides = CASES[case]
     tiny = tiny_model(family, **overrides)
     ids = np.random.default_rng(1).integers(0, tiny.config["vocab_size"], 270)

@@ -1,4 +1,4 @@
-"""config.json in old and new spelling, and what is refused by name."""
+"""A config.json reads alike in old and new spelling, and what no op can honour is refused by name."""
 
 import pytest
 
@@ -18,7 +18,7 @@ YARN = {
 
 
 def old_spelling(config):
-    """The same model as transformers 4 wrote it."""
+    """Rewrites a config as transformers 4 wrote it."""
     old = {
         name: value
         for name, value in config.items()
@@ -222,7 +222,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_damaged_value_does_worse_than_being_refused(family):
-    """Nor does it build Programs without end."""
+    """A damaged value is refused or harmless: it raises nothing else and builds no endless Program."""
     config = tiny_model("llama" if family == "mistral" else family).config | {"model_type": family}
     for key in [
         *config,

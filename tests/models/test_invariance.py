@@ -34,7 +34,7 @@ def runner_of(family, backend, **options):
 
 
 def lengths(backend):
-    """torch computes row by row."""
+    """Returns the lengths of a test, short ones on torch, which computes row by row here."""
     return LENGTH if backend == "reference" else 120
 
 
@@ -54,7 +54,9 @@ def test_chunked_is_whole(family, chunk, backend):
 @BACKENDS
 @pytest.mark.parametrize("family", DECODERS)
 def test_batched_is_alone(family, backend):
-    """Three requests, in steps that mix a chunk of one with single tokens of others."""
+    """Three requests in steps that mix a chunk of one with single tokens of others get the logits
+    they get alone.
+    """
     runner = runner_of(family, backend, seed=9, padding=2)
     last = lengths(backend)
     prompts = [tokens(family, last), tokens(family, 40, seed=5), tokens(family, 41, seed=6)]
@@ -99,8 +101,8 @@ def test_a_prefix_computed_by_another_request_is_as_good_as_ones_own():
     ("kv_cache_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.3), ("int8", 0.3)]
 )
 def test_kv_is_read_as_stored(kv_cache_dtype, tolerance):
-    """Rounded in prefill too, so chunks still equal the whole; the tolerance is of the logits (std
-    1.2) against float64 K and V.
+    """K and V are rounded in prefill too, so chunks still equal the whole. The tolerance is of the
+    logits (std 1.2) against float64 K and V.
     """
     path, ids = tiny_model("llama").path, tokens("llama")
     backend = ReferenceBackend(BackendOptions(kv_cache_dtype=kv_cache_dtype))

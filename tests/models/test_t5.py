@@ -38,7 +38,7 @@ def oracle(model, encoder_ids=ENCODER_IDS, decoder_ids=DECODER_IDS):
 
 
 def start(runner, encoder_ids=ENCODER_IDS, decoder_ids=DECODER_IDS):
-    """A request whose encoder half has run."""
+    """Returns a request whose encoder half has run."""
     request = runner.add(decoder_ids, context=max(len(encoder_ids), len(decoder_ids)))
     runner.step(
         [(Request(encoder_ids, request.blocks, request.written), 0, len(encoder_ids))],
@@ -155,7 +155,9 @@ def test_requests_of_different_lengths_in_one_batch_are_bitwise_alone():
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (20, 50), (64, 200)])
 def test_buckets_are_those_of_transformers_in_float32(bidirectional, num_buckets, max_distance):
-    """In the precision T5 was trained in: the logarithm's rounding moves no bucket's edge."""
+    """Buckets are those of transformers in float32, T5's precision: the logarithm's rounding moves
+    no bucket's edge.
+    """
     from transformers.models.t5.modeling_t5 import T5Attention
 
     distance = np.arange(-2000, 2000)

@@ -1,9 +1,9 @@
-"""Checkpoints whose sizes nobody would choose: heads wider or narrower than their share, odd
-vocabularies, outputs of their own or tied, biases everywhere, in each precision that files have.
+"""Checkpoints of unusual sizes: heads wider or narrower than their share, odd vocabularies, outputs
+of their own or tied, biases everywhere, in each precision that files have.
 
-Logits against transformers in float64: of files in fp32 within 1e-9 of the largest on the reference
-and 3e-5 on torch; of files in bf16 and fp16, on torch, whose Values are rounded, within 6% and 1%
-in the mean. Greedy tokens on torch are transformers' own.
+Logits are compared with transformers in float64: for files in fp32 within 1e-9 of the largest on
+the reference and 3e-5 on torch; for files in bf16 and fp16, on torch, whose Values are rounded,
+within 6% and 1% in the mean. Greedy tokens on torch are transformers' own.
 """
 
 from functools import cache
@@ -171,7 +171,7 @@ T5 = {
 
 @cache
 def oracle(case):
-    """The model, token ids and transformers' logits of them."""
+    """Returns the model, token ids and transformers' logits for them."""
     family, overrides = CASES[case]
     tiny = tiny_model(family, **overrides)
     ids = np.random.default_rng(2).integers(3, tiny.config["vocab_size"], NUM_TOKENS)
@@ -191,7 +191,9 @@ def test_logits_equal_transformers(case, backend):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("case", CASES)
 def test_files_in_half_precision(case, dtype, tmp_path):
-    """Weights are those of the file; what is compared is the rounding of Values."""
+    """Files in half precision differ from the oracle by the rounding of Values alone; the weights
+    are the file's.
+    """
     tiny, ids, _ = oracle(case)
     half = type(tiny.model).from_pretrained(
         tiny.path, dtype=getattr(torch, dtype), attn_implementation="eager"

@@ -1,5 +1,5 @@
-"""The gather pass: the same logits (reference backend, 1e-9), and behind the last attention no
-product of rows that nobody samples.
+"""The gather pass: logits stay the same (reference backend, 1e-9), and behind the last attention
+only sampled rows go through products.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ def test_whatever_may_move_computes_the_same(made):
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("prepare", [lambda program: program, fuse], ids=["as written", "fused"])
 def test_families(family, prepare):
-    """No product of all rows stands behind the last attention, but for a mixture's experts."""
+    """No product behind the last attention takes all rows, but for a mixture's experts."""
     program = prepare(decoder_of(family))
     early = gather_early(program)
     assert Counter(op.kind for op in early.ops if op.kind != "GatherRows") == Counter(
@@ -53,7 +53,9 @@ def test_families(family, prepare):
 
 
 def test_a_llama_gathers_two_values():
-    """What the attention made, and the rows that its projection is added to."""
+    """A llama gathers two Values: the attention's result, and the rows that its projection is added
+    to.
+    """
     program = fuse(decoder_of("llama"))
     layers = tiny_model("llama").config["num_hidden_layers"]
     early = gather_early(program)

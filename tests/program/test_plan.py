@@ -1,4 +1,4 @@
-"""The plan pass: no memory has two owners at a time, on random Programs; and buffers are reused."""
+"""The plan pass: on random Programs no memory has two owners at a time, and buffers are reused."""
 
 from itertools import combinations
 
@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 
 def lifetimes(program, stages):
-    """Of each Value that has memory: the op that makes it, its first and last stage."""
+    """Returns for each Value with memory its op, and its first and last stage."""
     found = {}
     for at, op in enumerate(program.ops):
         for value in op.outputs:
@@ -36,13 +36,13 @@ def lifetimes(program, stages):
 
 
 def share_memory(a, b):
-    """A row of one place has a float in common with the same row of the other."""
+    """Tells whether a row of one place has a float in common with the same row of the other."""
     return a.axis == b.axis and a.offset < b.offset + b.width and b.offset < a.offset + a.width
 
 
 def takes_over(op, value, program):
-    """The op writes its out exactly where it reads `value`, element by element, and nobody reads
-    that later.
+    """Tells whether the op writes its out exactly where it reads `value`, element by element, and
+    no later op reads that.
     """
     elementwise = (isinstance(op, IN_PLACE) and op.x == value) or (
         isinstance(op, Linear) and op.residual == value and op.x != value
@@ -65,7 +65,7 @@ def check(program):
             continue
         assert places[a.name] == places[b.name], f"{a.name} and {b.name} lie across each other"
         owner = a
-        while owner != b:  # every owner between them took the place over from the one before
+        while owner != b:  # each owner between them took the place over from the last one
             owner = next_owner(owner, program, places)
             assert owner is not None, f"{b.name} overwrites {a.name}, which is still read"
 

@@ -1,5 +1,5 @@
-"""The shard pass: ranks in threads together compute what the whole Program computes (reference
-backend, 1e-9), each a part of it.
+"""The shard pass: ranks, in threads, compute together what the whole Program computes (reference
+backend, 1e-9), each its part.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def in_threads(num_ranks: int, run: Callable[[int, ReferenceBackend], NDArray]) -> list[NDArray]:
-    """What `run(rank, its backend)` gives on each rank."""
+    """Returns what `run(rank, its backend)` gives on each rank."""
     ranks = RanksInThreads(num_ranks)
     found: dict[int, NDArray] = {}
     errors: list[BaseException] = []
@@ -112,7 +112,7 @@ def test_ranks_together_are_the_whole(case, num_ranks):
 
 
 def test_an_encoder_and_its_decoder():
-    """T5: heads of every kind of attention, and of the table of its biases."""
+    """T5 is split by the heads of every kind of attention, and so is the table of its biases."""
     path = tiny_model("t5").path
     whole = t5_logits(PagedRunner(path))
     found = in_threads(
@@ -136,14 +136,15 @@ GROUPS_FOR_TWO: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "deepseek_v3": {"v_head_dim": 32, "moe_intermediate_size": 64},
 }
-"""Heads of a rank are whole groups; the experts of qwen2_moe stay one group of 32."""
+"""Overrides of the widths for two ranks: a rank's heads are whole groups, and qwen2_moe's experts
+stay one group of 32."""
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
 def test_what_is_packed_at_load_is_the_same_bits_in_parts(family, quantization):
-    """Scales of one output are made of all its inputs, those of the other ranks too; groups of 32
-    are cut between groups.
+    """A part that is packed at load has the bits of the whole weight packed, though scales are made
+    of all inputs, those of the other ranks too.
     """
     tiny = tiny_model(family, **WIDTHS_OF_32[family] | GROUPS_FOR_TWO[family])
     program = build_programs(tiny.config)["decoder"]
@@ -166,8 +167,8 @@ def test_what_is_packed_at_load_is_the_same_bits_in_parts(family, quantization):
 
 
 def test_what_two_ranks_of_a_llama_are():
-    """A sum behind the embedding and each of a layer's two halves, the logits gathered; every part
-    is a half, but for the norms.
+    """A rank of a llama has half of every part but the norms; sums follow the embedding and each
+    half of a layer, and the logits are gathered.
     """
     config = open_checkpoint(tiny_model("llama").path).config
     whole = build_programs(config)["decoder"]
@@ -205,8 +206,8 @@ def test_a_tied_table_is_cut_once():
 
 
 def test_biases_of_sums_are_added_once():
-    """gpt_oss: q, k, v, the router, gate and up on both ranks; o's and the experts' down on the
-    first alone.
+    """Biases of sums are added on the first rank alone: o's and the experts' down in gpt_oss; those
+    of q, k, v, the router, gate and up are on both.
     """
     whole = build_programs(open_checkpoint(tiny_model("gpt_oss").path).config)["decoder"]
     first, second = (shard(whole, rank, 2) for rank in range(2))

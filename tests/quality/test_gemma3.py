@@ -16,7 +16,7 @@ PROMPTS = ["The capital of France is", "Water boils at", "Once upon a time, in a
 
 @pytest.fixture(scope="module")
 def oracle() -> torch.nn.Module:
-    """transformers' Gemma 3 with the GGUF's weights, dequantised, in fp32."""
+    """Loads transformers' Gemma 3 with the GGUF's weights, dequantised, in fp32."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     checkpoint = open_checkpoint(resolve("gemma3-270m"))
@@ -37,8 +37,8 @@ def logprobs_of(oracle: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
 
 
 def test_greedy_tokens_equal_transformers(oracle: torch.nn.Module) -> None:
-    """48 tokens in fp32, each the best of transformers' logits after those before it; and the text
-    makes sense.
+    """Each of 48 greedy tokens in fp32 is the best of transformers' logits after those before it,
+    and the text makes sense.
     """
     with LLM(
         "gemma3-270m",
@@ -60,8 +60,8 @@ def test_greedy_tokens_equal_transformers(oracle: torch.nn.Module) -> None:
 
 
 def test_packed_logprobs_stay_close_beyond_the_window(oracle: torch.nn.Module) -> None:
-    """Of a text longer than the windowed layers' 512 tokens: logprobs as packed beside
-    transformers' in fp32.
+    """Logprobs as packed stay beside transformers' in fp32 on a text longer than the windowed
+    layers' 512 tokens.
     """
     with LLM(
         "gemma3-270m", max_model_len=1024, kv_cache_memory_bytes="256MiB", report=lambda text: None

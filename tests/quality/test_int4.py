@@ -1,6 +1,6 @@
-"""int4 made at load, of weights that no grid of 32 neighbours fits already.
+"""Quality of int4 made at load, from weights that no grid of 32 neighbours fits already.
 
-SmolLM2's file is Q4_1, whose grid packing at load finds again, so its channels are put in another
+SmolLM2's file is Q4_1, whose grid packing at load finds again. So its channels are put in another
 order first, which changes nothing of what the model computes: the hidden ones everywhere, those
 inside each MLP, and those of each value head.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default model in fp32, its channels in another order."""
+    """Returns the default model in fp32, its channels in another order."""
     checkpoint = open_checkpoint(resolve("smollm2"))
     config, rng = checkpoint.config, np.random.default_rng(0)
     num_heads, num_kv_heads, head_dim = (
@@ -87,11 +87,13 @@ def test_int4_of_three_windows(shuffled: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "bound_percent"), [("int4", 5.0), ("int8", 1.0)])
 def test_of_the_whole_text(shuffled: Path, quantization: str, bound_percent: float) -> None:
-    """A percent within what docs/concepts/numbers.md promises of int4."""
+    """The rise of perplexity over the whole text is what docs/concepts/numbers.md promises of int4,
+    within a percent.
+    """
     assert rise_when_shuffled(shuffled, None, quantization=quantization) <= bound_percent
 
 
 @pytest.mark.slow
 def test_gemma3() -> None:
-    """From another grid, that of Q4_K and Q6_K, against the same file dequantised."""
+    """Gemma 3, from the other grid of Q4_K and Q6_K, stays close to the same file dequantised."""
     assert rise(resolve("gemma3-270m"), 6, reference="float32", quantization="int4") <= 5.0

@@ -29,7 +29,7 @@ PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):\n"
 
 @pytest.fixture(scope="module")
 def oracle() -> torch.nn.Module:
-    """transformers' Llama with the GGUF's weights, dequantised, in fp32."""
+    """Loads transformers' Llama with the GGUF's weights, dequantised, in fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(resolve("smollm2"))
@@ -61,8 +61,8 @@ def oracle() -> torch.nn.Module:
 
 
 def test_greedy_tokens_equal_transformers(oracle: torch.nn.Module) -> None:
-    """48 tokens of each prompt, fp32 on both sides: each is the best of transformers' logits after
-    those before it.
+    """Each of 48 greedy tokens of each prompt, fp32 on both sides, is the best of transformers'
+    logits after those before it.
     """
     with LLM("smollm2", dtype="float32", max_model_len=256, report=lambda text: None) as llm:
         outputs = llm.generate(
@@ -99,8 +99,8 @@ CASES = [
 
 @pytest.mark.parametrize(("options", "bound_percent"), CASES)
 def test_perplexity_of_two_windows(options: dict[str, str], bound_percent: float) -> None:
-    """The quick form of the one below: of two windows the bound is widened by a half percent, for
-    they are a small sample.
+    """The perplexity of two windows is within its bound, widened by half a percent, for they are a
+    small sample of the text.
     """
     found = perplexity_script().measure(2, model="smollm2", **options)
     slack = 0.0 if options.get("dtype") == "float32" else 0.5
@@ -145,7 +145,7 @@ _RUNNABLES: dict[str, tuple] = {}
 
 
 def _logits(ids: np.ndarray, dtype: str) -> np.ndarray:
-    """[T, V] of one window, straight from the backend."""
+    """Computes the logits `[T, V]` of one window, straight from the backend."""
     if dtype not in _RUNNABLES:
         checkpoint = open_checkpoint(resolve("smollm2"))
         program = build_programs(checkpoint.config)["decoder"]

@@ -1,4 +1,4 @@
-"""Every GGUF block type against gguf-py's own dequantisation, bitwise."""
+"""Every GGUF block type is dequantised bitwise as gguf-py does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUANTISED = [number for number, kind in BLOCK_TYPES.items() if kind.dtype is Non
 
 
 def random_blocks(number: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random bytes whose fp16 fields are finite (their top exponent bit is cleared)."""
+    """Draws random bytes whose fp16 fields are finite (their top exponent bit is cleared)."""
     kind = BLOCK_TYPES[number]
     raw = (
         np.random.default_rng(seed)

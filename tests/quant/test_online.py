@@ -63,7 +63,7 @@ def test_fp8_has_one_scale_an_output_and_keeps_zeros_and_what_is_damaged() -> No
 
 
 def test_fp8_of_an_fp8_grid_is_exact() -> None:
-    """What a checkpoint with a scale an output holds is made again."""
+    """Packing dequantised fp8 codes with a scale for each output gives the same codes and scales."""
     packed = pack_fp8(normal(6, 64))
     np.testing.assert_array_equal(
         pack_fp8(packed.dequantize()).codes.view(np.uint8), packed.codes.view(np.uint8)
@@ -84,9 +84,7 @@ def test_int4_keeps_constant_groups() -> None:
 
 
 def test_int4_of_a_q4_1_grid_is_nearly_exact() -> None:
-    """What Q4_1 made is made again: nothing is lost by packing a dequantised file. Tolerance: fp16
-    rounding of the scale.
-    """
+    """Packing a dequantised Q4_1 weight loses nothing but the fp16 rounding of the scale."""
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 16, (8, 96), dtype=np.uint8)
     codes[:, ::32], codes[:, 1::32] = 0, 15
@@ -100,7 +98,7 @@ def test_int4_of_a_q4_1_grid_is_nearly_exact() -> None:
 
 
 def test_int4_errs_where_inputs_are_weak() -> None:
-    """Of importance only shares within a group count."""
+    """Scaling the importance of a whole group changes nothing: only shares within a group count."""
     weight, importance = (
         normal(200, 128),
         np.exp2(np.random.default_rng(3).integers(-8, 3, 128)).astype(np.float32),
@@ -117,7 +115,7 @@ def test_int4_errs_where_inputs_are_weak() -> None:
 
 
 def test_int4_with_one_input_that_matters() -> None:
-    """The rest of its group, a million times weaker, is still packed in sensible steps."""
+    """Inputs a million times weaker than one in their group are still packed in sensible steps."""
     weight, importance = normal(50, 32), np.full(32, 1e-6, np.float32)
     importance[5] = 1
     packed = pack_int4(weight, importance).dequantize()
@@ -130,9 +128,11 @@ def test_int4_with_one_input_that_matters() -> None:
 @settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 2**32), st.floats(1e-6, 1e3))
 def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> None:
-    """Against codes from min and max alone, per group, but for what rounding scale and min to fp16
-    costs: thousandths of the error, or where they are subnormal half a step of 2^-24 for each of 15
-    codes and for the min."""
+    """The error is never larger than that of codes from a group's min and max alone.
+
+    The tolerance is what rounding scale and min to fp16 costs: thousandths of the error, or where
+    they are subnormal half a step of 2^-24 for each of 15 codes and for the min.
+    """
     weight = (np.random.default_rng(seed).standard_t(3, (4, 32)) * spread).astype(np.float32)
     low, high = weight.min(1, keepdims=True), weight.max(1, keepdims=True)
     scale = ((high - low) / 15).astype(np.float16).astype(np.float32)
@@ -148,8 +148,8 @@ def test_int4_is_never_worse_than_the_plain_grid(seed: int, spread: float) -> No
 
 @pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
 def test_damaged_weights_stay_damaged(damage: float) -> None:
-    """They fail the requests that meet them; as zeros nobody would notice. The groups and rows
-    beside them are not touched.
+    """Damaged weights become NaN, which fails the requests that meet them, instead of zeros that go
+    unseen; the groups and rows beside them are not touched.
     """
     weight = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     sound4, sound8 = pack_int4(weight).dequantize(), pack_int8(weight).dequantize()
@@ -164,7 +164,7 @@ def test_damaged_weights_stay_damaged(damage: float) -> None:
 
 
 def test_rows_of_a_quantised_vector() -> None:
-    """A file may hold a bias so; its rows lie in groups, and are kept as floats."""
+    """A bias may be quantised in a file: its rows lie in groups, and are kept as floats."""
     packed = pack_int4(normal(64))
     order = np.arange(64)[::-1]
     np.testing.assert_array_equal(packed.rows(order).dequantize(), packed.dequantize()[order])

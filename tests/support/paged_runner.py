@@ -1,5 +1,6 @@
-"""Runs Programs over paged KV in shuffled blocks: whole, in chunks, or many requests at once. For
-equivalence tests of any backend.
+"""Runs Programs over paged KV in shuffled blocks: whole, in chunks, or many requests at once.
+
+Serves the equivalence tests of any backend.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from octavo.worker.loaded_model import common_layouts
 
 @dataclass
 class Request:
-    """Tokens, and how many of the KV entries of each group are written."""
+    """A request's tokens, and how many of the KV entries of each group are written."""
 
     token_ids: Sequence[int]
     blocks: NDArray[np.int32]
-    """[G, B]"""
+    """Block ids by group, `[G, B]`."""
     written: dict[str, int] = field(default_factory=dict)
 
 
 def backend_named(name: str, **options: Any) -> Backend:
-    """One of those that run every family."""
+    """Returns one of the backends that run every family."""
     options = BackendOptions(num_threads=1, **options)
     return ReferenceBackend(options) if name == "reference" else TorchBackend(options)
 
@@ -56,8 +57,10 @@ class PagedRunner:
         padding: int = 0,
         rewrite: Callable[[Program], Program] = lambda program: program,
     ) -> None:
-        """`load` gives weights in another precision than the file's. `padding`: so many rows with
-        slot -1 are put behind every step's. `rewrite`: a pass over each Program.
+        """Prepares the model's Programs.
+
+        `load` gives weights in another precision than the file's; `padding` rows with slot -1 are
+        put behind every step's; `rewrite` is a pass over each Program.
         """
         checkpoint = open_checkpoint(path)
         self.backend = backend or ReferenceBackend()
@@ -76,7 +79,9 @@ class PagedRunner:
         self._padding = padding
 
     def add(self, token_ids: Sequence[int], context: int | None = None) -> Request:
-        """Blocks for `context` tokens (default: as many as it has) in every group."""
+        """Makes a request with blocks for `context` tokens (default: as many as it has) in every
+        group.
+        """
         count = -(-(context or len(token_ids)) // BLOCK_SIZE)
         blocks = np.array([[free.pop() for _ in range(count)] for free in self._free], np.int32)
         return Request(token_ids, blocks)
@@ -88,8 +93,8 @@ class PagedRunner:
         *,
         sample: bool = True,
     ) -> dict[str, NDArray[Any]]:
-        """Computes tokens start .. stop - 1 of each request; every row's outputs, in order (of no
-        row without `sample`).
+        """Computes tokens start .. stop - 1 of each request and returns every row's outputs, in
+        order (of no row without `sample`).
         """
         spans = list(spans)
         batch = self._batch(spans, self.programs[program])
@@ -98,7 +103,7 @@ class PagedRunner:
         return self.runnables[program].run(batch, self.kv).arrays
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> NDArray[Any]:
-        """[T, V] of one request alone, `chunk` tokens a step."""
+        """Returns the logits `[T, V]` of one request alone, `chunk` tokens a step."""
         request = self.add(token_ids)
         size = chunk or len(token_ids)
         spans = [

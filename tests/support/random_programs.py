@@ -1,5 +1,5 @@
-"""Random small Programs of row ops, products, gathered rows: what passes and executors must treat
-right whatever a family writes.
+"""Random small Programs of row ops, products and gathered rows, which passes and executors must
+treat right whatever a family writes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 
 WIDTHS = (4, 8, 20)
 NUM_ROWS = 70
-"""Rows of each table: more than a chunk of sampled rows (64)."""
+"""Number of rows of each table: more than a chunk of sampled rows (64)."""
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "sigmoid", "tanh")
 
 
 @dataclass
 class RandomProgram:
-    """The Program, and its weights by name (embeddings too, whose last row is NaN)."""
+    """A Program and its weights by name (embeddings too, whose last row is NaN)."""
 
     program: Program
     weights: dict[str, NDArray[np.float32]]
@@ -30,7 +30,7 @@ class RandomProgram:
 
 @dataclass
 class _Growing:
-    """Values of one axis so far, and the ops that made them."""
+    """The Values of one axis so far, and the ops that made them."""
 
     draw: st.DrawFn
     values: list[Value] = field(default_factory=list)
@@ -42,7 +42,7 @@ class _Growing:
         return Value(f"v{made}", like.axis, like.width if width is None else width)
 
     def weight(self, *shape: int) -> Weight:
-        """Small enough that chains of products stay near one."""
+        """Draws a weight that is small enough for chains of products to stay near one."""
         name = f"w{len(self.weights)}"
         scale = 1.0 if len(shape) == 1 else 1 / shape[-1] ** 0.5
         self.weights[name] = (
@@ -55,7 +55,7 @@ class _Growing:
         self.values += op.outputs
 
     def pick(self, *, like: Value | None = None) -> Value:
-        """Recent ones more often, as real Programs read them."""
+        """Picks a Value, recent ones more often, as real Programs read them."""
         fitting = [
             v for v in self.values if like is None or (v.width, v.axis) == (like.width, like.axis)
         ]
@@ -106,8 +106,9 @@ def _linear(g: _Growing, x: Value) -> None:
 
 
 def _mlp(g: _Growing, x: Value) -> None:
-    """A norm, two products of it, their gate, a product back, a sum: what the fuse pass looks
-    for."""
+    """Adds a norm, two products of it, their gate, a product back and a sum: what the fuse pass
+    looks for.
+    """
     normed, inner = g.fresh(x), g.draw(st.sampled_from(WIDTHS))
     g.add(ops.RmsNorm(x, normed, g.weight(x.width), 1e-5))
     halves = []
@@ -122,7 +123,7 @@ def _mlp(g: _Growing, x: Value) -> None:
 
 
 def _skip(g: _Growing, x: Value) -> None:
-    """A product of rows and the sum with these very rows."""
+    """Adds a product of rows and the sum with these very rows."""
     made = g.fresh(x)
     g.add(ops.Linear(x, (made,), (g.weight(x.width, x.width),)))
     g.add(ops.Add(made, x, g.fresh(x)))
@@ -133,7 +134,9 @@ STEPS = (_row_op, _row_op, _linear, _mlp, _skip)
 
 @st.composite
 def random_programs(draw: st.DrawFn) -> RandomProgram:
-    """Rows of tokens, then of samples; sometimes tokens go on after rows of them were gathered."""
+    """Draws a Program of rows of tokens, then of samples; sometimes tokens go on after rows of them
+    were gathered.
+    """
     g = _Growing(draw)
     ids = Value("ids", "tokens", 1, "int")
     for width in WIDTHS:

@@ -88,7 +88,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_heads": 4,
     },
 }
-"""Widths that are no multiple of 32 on purpose."""
+"""Sizes of each family's tiny model; widths are no multiples of 32 on purpose."""
 
 DETAILS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
@@ -178,14 +178,14 @@ WIDTHS_OF_32: dict[str, dict[str, Any]] = {
         "v_head_dim": 24,
     },
 }
-"""Overrides: what int4 packs has rows of a multiple of 32."""
+"""Overrides with which everything that int4 packs has rows of a multiple of 32."""
 
 FAMILIES = tuple(SHAPES)
 
 
 class TinyModel(NamedTuple):
-    """`config` as config.json has it, the directory with it and model.safetensors, and the model in
-    float32, eval mode.
+    """A tiny model: its config.json, the directory with it and model.safetensors, and the torch
+    model in float32, eval mode.
     """
 
     config: dict[str, Any]
@@ -194,7 +194,7 @@ class TinyModel(NamedTuple):
 
 
 def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> TinyModel:
-    """A seeded model of the family; `overrides` are fields of its transformers config."""
+    """Returns a seeded model of the family; `overrides` are fields of its transformers config."""
     return _build(model_type, seed, json.dumps(overrides, sort_keys=True))
 
 
@@ -221,8 +221,8 @@ def _build(model_type: str, seed: int, overrides: str) -> TinyModel:
 
 
 def in_float64(model: Any) -> Any:
-    """The same model in float64; run it inside `double_precision()`, for transformers casts to
-    float32 here and there.
+    """Returns the same model in float64. Run it inside `double_precision()`, for transformers casts
+    to float32 here and there.
     """
     with double_precision():
         twin = (
@@ -237,7 +237,7 @@ def in_float64(model: Any) -> Any:
 
 @contextlib.contextmanager
 def double_precision() -> Iterator[None]:
-    """Whatever asks PyTorch for float32 by name (norms, softmax, rope tables) gets float64."""
+    """Gives float64 to code that asks PyTorch for float32 by name (norms, softmax, rope tables)."""
     with (
         mock.patch.object(torch, "float32", torch.float64),
         mock.patch.object(torch, "float", torch.float64),
@@ -257,8 +257,9 @@ def _model_class(config: Any) -> Any:
 
 
 def _draw_weights(model: Any, seed: int) -> None:
-    """Matrices at 1.2 / sqrt(inputs), norms near their neutral value, biases and the like not
-    zero."""
+    """Draws matrices at 1.2 / sqrt(inputs), norms near their neutral value, and biases that are not
+    zero.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
@@ -278,7 +279,7 @@ def _draw_weights(model: Any, seed: int) -> None:
 
 @cache
 def _session_directory() -> tempfile.TemporaryDirectory[str]:
-    """Removed when Python ends."""
+    """Makes a directory that is removed when Python ends."""
     return tempfile.TemporaryDirectory(prefix="octavo-tiny-")
 
 

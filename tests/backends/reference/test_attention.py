@@ -24,15 +24,15 @@ def rng(seed=0):
 
 
 def build(groups, make):
-    """A Program "hidden" -> "out"; `make(builder, hidden)` appends its ops."""
+    """Builds a Program "hidden" -> "out"; `make(builder, hidden)` appends its ops."""
     b = Builder("test", groups)
     hidden = b.hidden(make.width)
     return b.finish(out=make(b, hidden))
 
 
 class PlainAttention:
-    """q, k, v cut out of the hidden row by Linears with given weights; attends to what earlier
-    steps wrote, and this one.
+    """Attention with q, k and v cut out of the hidden row by Linears with given weights; it attends
+    to the keys of earlier steps and this one.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class PlainAttention:
         )
 
     def expected(self, x, visible, score):
-        """Rows of one request `x [n, W]`; `visible(i, j)`, `score(s, h, i, j)` change what plain
-        attention does. `[n, H * v_width]`
+        """Returns the rows `[n, H * v_width]` of one request `x [n, W]`; `visible(i, j)` and
+        `score(s, h, i, j)` change plain attention.
         """
         q, k, v = (x @ self.weights[f"{name}.weight"].astype(np.float64).T for name in "qkv")
         n = len(x)
@@ -113,7 +113,7 @@ class PlainAttention:
 
 
 def step_of(xs, starts, tables, *, pad=0):
-    """A step that computes rows starts[r].. of each request; `xs` hold all rows of each."""
+    """Makes a step that computes rows starts[r].. of each request; `xs` hold all rows of each."""
     rows = [x[start:] for x, start in zip(xs, starts, strict=True)]
     places = np.concatenate([np.arange(start, len(x)) for x, start in zip(xs, starts, strict=True)])
     slots = np.concatenate(
@@ -139,7 +139,7 @@ def step_of(xs, starts, tables, *, pad=0):
 
 
 def poisoned(backend, groups, num_blocks=200):
-    """A cache of NaN: whoever reads what nobody wrote shows it."""
+    """Makes a cache of NaN, so that a read of unwritten keys shows."""
     kv = backend.allocate(list(map(layout_of, groups)), [num_blocks] * len(groups))
     for arrays in kv.groups:
         arrays.k[:], arrays.v[:] = np.nan, np.nan
@@ -227,7 +227,7 @@ def test_t5_bias_is_looked_up_by_bucket():
 
 
 def test_keys_out_of_the_window_are_not_read():
-    """Their blocks may be freed: the table says -1."""
+    """Blocks behind the window may be freed: their entries in the table, -1, are not read."""
     make, visible, score = VARIANTS["window"]
     x = rng(5).normal(size=(100, 9))
     kv = poisoned(ReferenceBackend(), (make.group,))

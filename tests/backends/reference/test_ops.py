@@ -1,7 +1,8 @@
-"""Each op of the reference backend against torch's own or a formula written out independently, in
+"""Each op of the reference backend equals torch's own or a formula written out independently, in
 float64, on odd shapes.
 
-Tolerance 1e-12 relative unless said otherwise."""
+Tolerance 1e-12 relative unless said otherwise.
+"""
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def weight(name, *shape):
 
 
 def batch_of(num_rows, positions=None):
-    """Rows of one request without any cache."""
+    """Makes a step of one request's rows, without any cache."""
     return StepBatch(
         token_ids=np.zeros(num_rows, np.int32),
         places=np.arange(num_rows, dtype=np.int32),
@@ -46,7 +47,7 @@ def batch_of(num_rows, positions=None):
 
 
 def run(op, values, weights=(), batch=None):
-    """What the op makes; `values` and `weights` by name."""
+    """Returns what the op makes; `values` and `weights` by name."""
     num_rows = len(next(iter(values.values()))) if values else 0
     step = ReferenceStep(
         Program("test", {}, {}, (op,)),
@@ -143,7 +144,9 @@ def test_linear_with_its_norm_and_gate(centered):
 
 
 def test_a_row_of_a_linear_does_not_depend_on_the_others():
-    """Bitwise; a product of whole matrices would fail here."""
+    """A row of a Linear is bitwise the same whatever the others are; a product of whole matrices
+    would fail here.
+    """
     x, a = rng().normal(size=(33, 129)), rng(1).normal(size=(65, 129))
     op = ops.Linear(value("x", 129), (value("y", 65),), (weight("a", 65, 129),))
     whole = run(op, {"x": x}, {"a": a})
@@ -203,7 +206,7 @@ def test_embedding():
     [(1, 8, 8, 0), (3, 10, 6, 4), (2, 7, 2, 0)],
 )
 def test_rope(style, num_heads, head_width, rotary_dim, rotary_start):
-    """As complex numbers turned by exp(i * angle)."""
+    """A rope turns pairs as complex numbers are turned by exp(i * angle)."""
     positions = [0, 5, 1000, 3]
     x = rng().normal(size=(4, num_heads * head_width))
     inv_freq = rng(1).random(rotary_dim // 2)
@@ -259,8 +262,8 @@ def test_route(score, normalize):
 
 
 def test_route_chooses_by_bias_within_the_best_groups():
-    """Two groups of three: biases lift group 1 (two good) over group 0 (one best); the weights are
-    without biases.
+    """A route chooses by bias within the best groups: biases lift group 1 (two good) over group 0
+    (one best); the weights are without biases.
     """
     z = np.log(
         np.array([[0.9, 0.1, 0.1, 0.5, 0.5, 0.2]])
