@@ -28,7 +28,7 @@ from collections.abc import Iterable
 
 
 class OctavoError(Exception):
-    """Base of all. `str(error)` is the message and, on a line of its own, the hint."""
+    """Base of all errors. `str(error)` is the message and, on a line of its own, the hint."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -73,7 +73,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None:
-    """An error that another process has told of; None where its class is not of this tree."""
+    """Returns an error that another process has told of, as its own kind; None where its class is
+    not of this tree.
+    """
     found = globals().get(kind)
     return (
         found(message, hint=hint)
@@ -83,7 +85,7 @@ def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None
 
 
 class ClientError(OctavoError):
-    """The caller's fault. `param` names the offending field where there is one."""
+    """A fault of the caller. `param` names the offending field where there is one."""
 
     status = 400
 
@@ -125,7 +127,7 @@ class Overloaded(ClientError):
 
 
 class ServerError(OctavoError):
-    """The server's fault."""
+    """A fault of the server, or of the machine under it."""
 
     status = 500
 
@@ -149,7 +151,7 @@ class Unavailable(ServerError):
 
 
 class SetupError(OctavoError):
-    """What keeps an engine from starting. The CLI prints it and exits with 2."""
+    """A reason why an engine cannot start. The CLI prints it and exits with 2."""
 
 
 class ConfigError(SetupError):

@@ -1,4 +1,4 @@
-"""What a request gives back. Names are vLLM's."""
+"""What a request gives back, and what a profile of the engine holds. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SHORT_S = 0.001
-"""Waits that are not worth a word."""
+"""Wait below which nothing is said of it, in seconds."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
 class Logprob:
-    """Natural logarithm of a token's probability before penalties and temperature; rank 1 is the
-    most likely.
+    """A token's logprob: the natural logarithm of its probability before penalties and temperature.
+    Rank 1 is the most likely.
     """
 
     logprob: float
@@ -35,8 +35,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
-    """Of a beam search, whose outputs are ranked by it: the cumulative logprob over the length to
-    the power of length_penalty.
+    """Score by which a beam search ranks its outputs: the cumulative logprob over the length to the
+    power of length_penalty; None without a search.
     """
 
     def finished(self) -> bool:
@@ -50,7 +50,7 @@ class RequestMetrics:
     arrival_time: float = 0.0
     scheduled_ts: float | None = None
     token_times: list[float] = field(default_factory=list)
-    """One for each step that yielded tokens, whichever of the n samples they belong to."""
+    """Moment of each step that yielded tokens, whichever of the n samples they belong to."""
     num_generation_tokens: int = 0
     num_preemptions: int = 0
 
@@ -69,34 +69,36 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of a request that has ended went. Of several samples together: the longest
-    times, the sums of counts.
+    """Account of where a finished request's time went. For several samples together it holds the
+    longest times and the sums of counts.
     """
 
     queued_s: float
-    """From its arrival to its first step."""
+    """Seconds from its arrival to its first step."""
     prefill_s: float
-    """From there to its first token."""
+    """Seconds from its first step to its first token."""
     decode_s: float
-    """From there to its last."""
+    """Seconds from its first token to its last."""
     preempted_s: float
-    """Of prefill and decode, without its KV blocks on the device."""
+    """Seconds of prefill and decode in which it was preempted, without KV blocks on the device."""
     num_steps: int
-    """In which it ran."""
+    """Number of steps in which it ran."""
     mean_batch_size: float
-    """Requests in these steps, itself included."""
+    """Mean number of requests in these steps, itself included."""
     max_batch_size: int
     waits: dict[str, float]
-    """Of the time in the queue, seconds by what it waited for."""
+    """Seconds in the queue, by what it waited for."""
     cached_tokens: int = 0
-    """Of the prompt, found computed when it first started."""
+    """Number of prompt tokens found computed when it first started."""
     num_preemptions: int = 0
     num_swaps: int = 0
-    """Of the preemptions, those to host memory."""
+    """Number of preemptions that went to host memory."""
 
     @property
     def reason(self) -> str:
-        """For people: "waited 1.2 s: KV full"; "" where nothing held it up for a millisecond."""
+        """Explanation of its waits for people, as "waited 1.2 s: KV full"; "" where nothing held it
+        up for a millisecond.
+        """
         texts = [
             f"waited {_seconds(seconds)}: {reason}"
             for reason, seconds in _longest_first(self.waits)
@@ -113,7 +115,7 @@ class Timings:
 
     @staticmethod
     def merged(parts: Sequence[Timings]) -> Timings:
-        """Of at least one."""
+        """Merges the timings of one or more samples."""
         num_steps = sum(part.num_steps for part in parts)
         waits: dict[str, float] = {}
         for part in parts:
@@ -149,8 +151,8 @@ def _seconds(seconds: float) -> str:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's outputs, in the order of their index. `error` is set where the engine failed it
-    (finish_reason "error").
+    """A request's outputs, by index. `error` is set where the engine failed it (finish_reason
+    "error").
     """
 
     request_id: str
@@ -163,44 +165,46 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     timings: Timings | None = None
-    """Of a finished one."""
+    """Account of a finished request's time; None before its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpProfile:
-    """All runs of one kind of op. `num_bytes`: of weights, or of K and V, that it had to read at
-    least; 0 where none are counted.
+    """Sum of all runs of one kind of op. `num_bytes` counts the bytes of weights, or of K and V,
+    that it had to read at least; 0 where none are counted.
     """
 
     name: str
     code: str
-    """How its weights are stored ("u4", "bf16", ...), "" where it has none."""
+    """Storage of its weights ("u4", "bf16", ...); "" where it has none."""
     calls: int
     seconds: float
     num_bytes: float
     operations: float
-    """Multiplications and additions, two for each product of two numbers."""
+    """Number of multiplications and additions, two for each product of two numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Where the time of some steps went, and what the machine could have done. Source: the roofline
-    of Williams et al. 2009.
+    """Account of where the time of some steps went, beside what the machine could have done.
+    Source: the roofline of Williams et al. 2009.
     """
 
     ops: list[OpProfile]
     bandwidth: float
     """Bytes per second, read from a working set of the weights' size."""
     rates: dict[str, float]
-    """Operations per second of many rows by code of the weights, operands in the nearest cache."""
+    """Operations per second on many rows, by the code of the weights, with operands in the nearest
+    cache.
+    """
     hop_s: float = 0.0
     """Seconds that a cache line takes from one compute thread's core to another's; 0 where there is
     no other.
     """
 
     def bound_s(self, op: OpProfile) -> float:
-        """The least time that the op's bytes or operations take on this machine; 0 where neither is
-        counted.
+        """Returns the least time that the op's bytes or operations take on this machine, in
+        seconds; 0 where neither is counted.
         """
         compute = op.operations / self.rates[op.code] if op.code in self.rates else 0.0
         return max(op.num_bytes / self.bandwidth, compute)

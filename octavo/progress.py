@@ -1,5 +1,5 @@
-"""A progress bar on stderr, for those who wait at a terminal. Knows nothing of what is counted but
-its name and number.
+"""Progress for a person at a terminal: a bar on stderr, and words. Knows nothing of what is counted
+but its name and number.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ Report: TypeAlias = Callable[[str], None]
 
 
 class Bar:
-    """Nothing is shown, and nothing imported to show it with, before `patience_s` or where stderr
-    is no terminal.
+    """A progress bar. It shows nothing, and imports nothing to show it with, before `patience_s`
+    seconds or where stderr is no terminal.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class Bar:
         self._bar: Any = None
 
     def advance(self) -> None:
+        """Counts one more."""
         self._count += 1
         if self._enabled and self._bar is None and time.monotonic() >= self._show_at:
             self._show()
@@ -52,8 +53,9 @@ class Bar:
 
 
 def quiet(text: str) -> None:
-    """Reports nothing."""
+    """Drops what it is told."""
 
 
 def to_stderr(text: str) -> None:
+    """Prints what it is told to stderr."""
     print(text, file=sys.stderr)

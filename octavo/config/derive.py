@@ -8,15 +8,22 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig, SchedulerOptions
+from octavo.config.engine_config import (
+    BackendChoice,
+    CacheOptions,
+    EngineConfig,
+    ObserveOptions,
+    SchedulerOptions,
+)
 from octavo.config.paths import public_name
 from octavo.errors import ConfigError
 
 MIN_STALL_S = 1.0
-"""A step shows that it gets ahead some times in it."""
+"""Least stall_timeout, in seconds: every step reports progress several times in it."""
 
 NUM_STEPS = 8
-"""Decode steps in one call: more would gain little, as Python's share of one is paid for by eight.
+"""Default number of decode steps in one call; more would gain little, as Python's share of one is
+already paid for by eight.
 """
 
 BackendName = Literal["native", "torch", "reference"]
@@ -32,10 +39,10 @@ def derive(
     num_threads: int,
     backend: BackendName = "native",
 ) -> EngineConfig:
-    """max_model_len from the model, threads and the backend from the machine, the served name from
-    the model's; what was given stays.
+    """Returns a config with max_model_len from the model, threads and backend from the machine and
+    the served name from the model's; values that were given stay.
 
-    Options that do not go together are refused.
+    Raises ConfigError where options do not go together.
     """
     config = replace(
         config, backend=replace(config.backend, backend=config.backend.backend or backend)
@@ -68,41 +75,13 @@ def _num_scheduler_steps(config: EngineConfig) -> int:
 
 
 def _check(config: EngineConfig) -> None:
-    options = config.scheduler
-    tenant_weights(options)
-    if options.scheduling_policy != "fair" and (
-        options.tenant_weight or options.max_num_seqs_per_tenant is not None
-    ):
-        got = f"got {options.scheduling_policy!r}"
-        raise ConfigError(
-            f"scheduling_policy: {got}, but tenants have weights or limits",
-            hint="set scheduling_policy to fair",
-        )
-    if options.scheduler_delay_factor and options.enable_chunked_prefill:
-        hint = (
-            "set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks hold"
-            " nobody up"
-        )
-        raise ConfigError(
-            f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with"
-            " chunked prefill",
-            hint=hint,
-        )
-    if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
-        raise ConfigError(
-            "long_prefill_token_threshold: allowed only with chunked prefill",
-            hint="leave enable_chunked_prefill as it is",
-        )
+    """Raises ConfigError where options do not go together, or a value is out of its range."""
+    _check_tenants(config.scheduler)
+    _check_prefill(config.scheduler)
     _check_prefix_cache(config.cache)
-    if config.observe.record == "":
-        raise ConfigError("record: got an empty name, allowed is the path of a file")
-    if 0 < config.observe.stall_timeout < MIN_STALL_S:
-        raise ConfigError(
-            f"stall_timeout: got {config.observe.stall_timeout:g}, allowed is 0 (off) or at least"
-            f" {MIN_STALL_S:g} second"
-        )
+    _check_observe(config.observe)
     _check_layout(config.cache)
-    if options.async_scheduling == "on" and (why := against_async_scheduling(config)):
+    if config.scheduler.async_scheduling == "on" and (why := against_async_scheduling(config)):
         raise ConfigError(
             f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto"
         )
@@ -116,8 +95,45 @@ def _check(config: EngineConfig) -> None:
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
         raise ConfigError(f"{got}, allowed is a share above 0 and at most 1")
-    if options.watermark >= 1:
-        raise ConfigError(f"watermark: got {options.watermark:g}, allowed is a share below 1")
+    if config.scheduler.watermark >= 1:
+        got = f"watermark: got {config.scheduler.watermark:g}"
+        raise ConfigError(f"{got}, allowed is a share below 1")
+
+
+def _check_tenants(options: SchedulerOptions) -> None:
+    tenant_weights(options)
+    of_tenants = options.tenant_weight or options.max_num_seqs_per_tenant is not None
+    if options.scheduling_policy != "fair" and of_tenants:
+        got = f"got {options.scheduling_policy!r}"
+        raise ConfigError(
+            f"scheduling_policy: {got}, but tenants have weights or limits",
+            hint="set scheduling_policy to fair",
+        )
+
+
+def _check_prefill(options: SchedulerOptions) -> None:
+    if options.scheduler_delay_factor and options.enable_chunked_prefill:
+        raise ConfigError(
+            f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with"
+            " chunked prefill",
+            hint="set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks"
+            " hold up no request",
+        )
+    if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
+        raise ConfigError(
+            "long_prefill_token_threshold: allowed only with chunked prefill",
+            hint="leave enable_chunked_prefill as it is",
+        )
+
+
+def _check_observe(options: ObserveOptions) -> None:
+    if options.record == "":
+        raise ConfigError("record: got an empty name, allowed is the path of a file")
+    if 0 < options.stall_timeout < MIN_STALL_S:
+        raise ConfigError(
+            f"stall_timeout: got {options.stall_timeout:g}, allowed is 0 (off) or at least"
+            f" {MIN_STALL_S:g} second"
+        )
 
 
 def _check_backend(options: BackendChoice) -> None:
@@ -136,8 +152,8 @@ def _check_backend(options: BackendChoice) -> None:
 
 
 def against_async_scheduling(config: EngineConfig) -> str:
-    """Why no step can be planned while another is computed, whatever the device; "" where none of
-    the options speaks against it.
+    """Returns why no step can be planned while another is computed, whatever the device; "" where
+    none of the options stands against it.
     """
     if config.backend.backend != "torch":
         return f"the {config.backend.backend} backend computes where the plans are made"
@@ -189,7 +205,7 @@ def _check_layout(cache: CacheOptions) -> None:
 
 
 def tenant_weights(options: SchedulerOptions) -> dict[str, float]:
-    """Of "NAME=WEIGHT", by name."""
+    """Parses the options "NAME=WEIGHT"; returns the weights by name."""
     weights = {}
     for text in options.tenant_weight:
         name, _, weight = text.rpartition("=")

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError, did_you_mean
 
 DEFAULT_MODEL = "smollm2"
 MAX_COUNT = (1 << 31) - 1
-"""Of requests, tokens, threads: arrays of them have 32-bit indices."""
+"""Most requests, tokens or threads that an option may name: arrays of them have 32-bit indices."""
 
 
 def option(
@@ -26,13 +26,16 @@ def option(
     low: float | None = None,
     short: str | None = None,
 ) -> Any:
-    """A field with its help text; `unit` lets texts such as "2GiB" or "8k" stand for numbers; `low`
-    is the least value; `short`: a short flag beside the long one."""
+    """Makes a field with its help text. `unit` lets texts such as "2GiB" or "8k" stand for numbers,
+    `low` is the least value, `short` a short flag beside the long one.
+    """
     return field(default=default, metadata={"help": text, "unit": unit, "low": low, "short": short})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
+    """Options of the model, its numbers and its tokenizer."""
+
     model: str = option(
         DEFAULT_MODEL, "short name, local path (directory or .gguf) or Hugging Face repository"
     )
@@ -64,6 +67,8 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
+    """Options of the KV cache, on the device and off it."""
+
     kv_cache_memory_bytes: int | None = option(
         None,
         "memory of the KV cache, e.g. 2GiB; default a safe share of what is free",
@@ -120,6 +125,8 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
+    """Options of the queue and of what runs together in a step."""
+
     max_num_batched_tokens: int = option(
         2048, "most tokens computed in one step", unit="count", low=1
     )
@@ -171,8 +178,8 @@ class SchedulerOptions:
     batch_window_ms: int = option(50, "how long dynamic batching waits for a batch to fill", low=0)
     num_scheduler_steps: int | None = option(
         None,
-        "most decode steps computed for one plan, in one native call, while nobody waits; default 8"
-        " with native, else 1",
+        "most decode steps computed for one plan, in one native call, while no request waits;"
+        " default 8 with native, else 1",
         low=1,
     )
     preemption_mode: Literal["auto", "swap", "recompute"] = option(
@@ -189,6 +196,8 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
+    """Options of what computes, and where."""
+
     backend: Literal["native", "torch", "reference"] | None = option(
         None,
         "what computes: native (C++ kernels), torch (any device PyTorch has) or reference (NumPy"
@@ -236,14 +245,16 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class ObserveOptions:
+    """Options of recording and watching an engine."""
+
     record: str | None = option(
         None,
-        "file that every request, plan and result is written to, for `octavo replay`; made anew",
+        "file that every request, plan and result is written to, for `octavo replay`; overwritten",
     )
     stall_timeout: float = option(
         60.0,
-        "seconds in which a step must get ahead: a server's engine that hangs is replaced, who hung"
-        " it fails; 0 waits forever",
+        "seconds in which a step must get ahead: a server's engine that hangs is replaced, and what"
+        " hung it fails; 0 waits forever",
         low=0,
     )
 
@@ -260,8 +271,8 @@ class EngineConfig:
 
     @staticmethod
     def from_options(**options: Any) -> EngineConfig:
-        """From flat names, e.g. `from_options(model="smollm2", threads=2)`; ConfigError names an
-        unknown or bad one.
+        """Makes a config from flat names, e.g. `from_options(model="smollm2", threads=2)`;
+        ConfigError names an unknown or bad one.
         """
         known = option_fields()
         for name in options:
@@ -289,7 +300,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptionField:
-    """Where an option stands, for those who make flags or docs of it."""
+    """Place and type of one option, for what makes flags or documents of it."""
 
     section: str
     entry: Field[Any]
@@ -297,11 +308,12 @@ class OptionField:
 
     @property
     def help(self) -> str:
+        """Sentence that its flag and the documents show."""
         return str(self.entry.metadata["help"])
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The texts allowed, or () where it is not a choice."""
+        """Texts that are allowed; () where it is not a choice."""
         inner = (
             [part for part in get_args(self.type) if part is not type(None)]
             if get_origin(self.type) is not Literal
@@ -311,24 +323,24 @@ class OptionField:
 
     @property
     def is_list(self) -> bool:
-        """Any number of texts."""
+        """Whether the option takes any number of texts."""
         return get_origin(self.type) is tuple
 
     @property
     def number(self) -> type[int] | type[float] | None:
-        """What kind of number it is, if any."""
+        """Kind of number that it holds, if any."""
         kinds = get_args(self.type) or (self.type,)
         return int if int in kinds else float if float in kinds else None
 
 
 def options_of(kind: type, section: str = "") -> dict[str, OptionField]:
-    """The options that are a dataclass's fields, by name."""
+    """Returns the options that are a dataclass's fields, by name."""
     hints = get_type_hints(kind)
     return {entry.name: OptionField(section, entry, hints[entry.name]) for entry in fields(kind)}
 
 
 def option_fields() -> dict[str, OptionField]:
-    """Every option by its flat name, in order."""
+    """Returns every option by its flat name, in order."""
     found: dict[str, OptionField] = {}
     for section in fields(EngineConfig):
         found |= options_of(type(_default(section)), section.name)
@@ -345,8 +357,8 @@ def _unknown(name: str, known: list[str]) -> ConfigError:
 
 
 def convert(spec: OptionField, value: Any) -> Any:
-    """The value in the option's own type, or ConfigError. Texts stand for numbers, as a shell has
-    them.
+    """Returns the value in the option's own type, or raises ConfigError. Texts stand for numbers,
+    as a shell has them.
     """
     name, unit = spec.entry.name, spec.entry.metadata["unit"]
     if value is None:
@@ -374,7 +386,7 @@ def convert(spec: OptionField, value: Any) -> Any:
 
 
 def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
-    """The number, or the text as it is where it holds none."""
+    """Returns the number that a text holds, or the text where it holds none."""
     try:
         return kind(text)
     except ValueError:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def user_path(text: str) -> Path:
-    """Without `~`, unless nobody has that home."""
+    """Returns the path that a user wrote, with `~` resolved; `~name` stays where no such user is
+    known.
+    """
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -16,6 +18,7 @@ def user_path(text: str) -> Path:
 
 
 def is_there(path: Path) -> bool:
+    """Tells whether something exists at a path; False for a name that no file can have."""
     try:
         return path.exists()
     except OSError:  # the name is too long

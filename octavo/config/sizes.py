@@ -15,21 +15,21 @@ _COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
 
 def parse_bytes(text: str, *, name: str) -> int:
-    """Bytes of "2GiB" (1024s), "2GB" (1000s), "2G" (1024s) or "2147483648"."""
+    """Parses a number of bytes: "2GiB" (1024s), "2GB" (1000s), "2G" (1024s) or "2147483648"."""
     return _parse(
         text, _BYTES, name=name, allowed="a number of bytes such as 2147483648, 2GiB or 500MB"
     )
 
 
 def parse_count(text: str, *, name: str) -> int:
-    """8k is 8,000 and 8K is 8,192, as vLLM reads them."""
+    """Parses a count: 8k is 8,000 and 8K is 8,192, as vLLM reads them."""
     return _parse(
         text, _COUNTS, name=name, allowed="a whole number such as 8192, 8k (8,000) or 8K (8,192)"
     )
 
 
 def parse_rate(text: str, *, name: str) -> float:
-    """A number in thousands: 50G is 50,000,000,000, 1.5T is 1,500,000,000,000."""
+    """Parses a rate in thousands: 50G is 50,000,000,000, 1.5T is 1,500,000,000,000."""
     powers = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)\s*", text)
     if not match or float(match[1]) == 0:
@@ -38,7 +38,7 @@ def parse_rate(text: str, *, name: str) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """ "2.0 GiB"."""
+    """Writes a number of bytes for people, as "2.0 GiB"."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

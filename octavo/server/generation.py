@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.async_llm import AsyncLLM
 from octavo.engine.front.arguments import Prompt as EnginePrompt
-from octavo.engine.front.input_processor import ANYONE, Origin
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
 from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
@@ -33,7 +33,7 @@ class Generation:
         params: SamplingParams,
         name: str,
         *,
-        origin: Origin = ANYONE,
+        origin: Origin = DEFAULT_ORIGIN,
         deltas: bool = False,
     ) -> None:
         """Submits all prompts; with `deltas`, `outputs` yields only what is new."""

@@ -1,5 +1,5 @@
-"""Chat templates: Jinja in a sandbox, with the few functions that templates written for Hugging
-Face expect.
+"""Renders chat templates: Jinja in a sandbox, with the few functions that templates written for
+Hugging Face expect.
 
 Knows nothing of tokens. jinja2 is imported at the first conversation, for it costs 40 ms. Source of
 the functions and the two `blocks` settings: transformers' documentation of chat templates.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ChatTemplate:
-    """One template. `source` None: the model has none, and rendering says so."""
+    """One model's chat template; where it has none (`source` is None), rendering says so."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self._source = source
@@ -29,8 +29,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """The conversation as one text; InvalidRequest carries what the template says when it
-        fails.
+        """Returns the conversation as one text; InvalidRequest carries what the template says when
+        it fails.
         """
         if self._source is None:
             raise InvalidRequest(
@@ -62,9 +62,9 @@ def _environment() -> jinja2.Environment:
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """`{% generation %} ... {% endgeneration %}` marks an assistant's words for training; here
-        it is what stands in it.
+    class GenerationTag(Extension):
+        """Tag `{% generation %} ... {% endgeneration %}`, which marks an assistant's words for
+        training; here it leaves its contents as they are.
         """
 
         tags = {"generation"}  # noqa: RUF012
@@ -83,7 +83,7 @@ def _environment() -> jinja2.Environment:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception

@@ -1,4 +1,4 @@
-"""Token ids to text as they come, and the search for stop strings in it.
+"""Turns token ids into text as they come, and finds stop strings in it.
 
 Owns one answer's text so far. Never shows half a character: bytes wait until UTF-8 is whole.
 Constant work per token. The text continues the prompt, so the space that SentencePiece tokenizers
@@ -15,7 +15,9 @@ from octavo.sampling_params import SamplingParams
 
 
 class Detokenizer:
-    """Ids in by `push`, text out by `text` (all of it) or `delta` (what is new)."""
+    """One answer's text: ids go in by `push`, text comes out by `text` (all of it) or `delta` (what
+    is new).
+    """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
@@ -25,7 +27,9 @@ class Detokenizer:
         self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._reach = max(map(len, self._stops), default=1) - 1
-        """Characters before a new piece that a stop string ending in it may begin in."""
+        """Number of characters before a new piece in which a stop string that ends in the piece may
+        begin.
+        """
         self._parts: list[str] = []
         self._length = 0
         self._num_tokens = 0
@@ -56,8 +60,8 @@ class Detokenizer:
         return self._num_tokens
 
     def text(self, *, finished: bool = True) -> str:
-        """All so far. While unfinished, what may yet become a stop string is held back: its longest
-        length less one.
+        """Returns all of the text so far. While unfinished, what may yet become a stop string is
+        held back: its longest length less one.
         """
         whole = self._whole()
         if finished:
@@ -65,14 +69,14 @@ class Detokenizer:
         return whole[: self._shown()]
 
     def delta(self, *, finished: bool = False) -> str:
-        """What `text` has gained since the last call; the work is proportional to that."""
+        """Returns what `text` has gained since the last call; the work is proportional to that."""
         end = self._length if finished else self._shown()
         new = self._tail(self._given)[: max(0, end - self._given)]
         self._given = max(self._given, end)
         return new + self._broken_bytes() if finished else new
 
     def _add(self, piece: str) -> None:
-        """One token's characters, searched for a stop string that ends in them."""
+        """Adds one token's characters and looks for a stop string that ends in them."""
         if not piece:
             return
         self._parts.append(piece)
@@ -99,12 +103,12 @@ class Detokenizer:
         self._length = len(self._parts[0])
 
     def _shown(self) -> int:
-        """How many characters may be shown before the end is known."""
+        """Returns how many characters may be shown before the end is known."""
         holding = bool(self._stops) and not self._keeps_stop and self.stop is None
         return max(0, self._length - (self._reach if holding else 0))
 
     def _broken_bytes(self) -> str:
-        """What is left of a character that was never finished; nothing after a stop string."""
+        """Returns what is left of a character never finished; nothing after a stop string."""
         return "" if self.stop is not None else self._decoder.getstate()[0].decode(errors="replace")
 
     def _whole(self) -> str:
@@ -112,7 +116,7 @@ class Detokenizer:
         return self._parts[0]
 
     def _tail(self, start: int) -> str:
-        """Characters from `start` on, gathered from the last parts only."""
+        """Returns the characters from `start` on, gathered from the last parts only."""
         pieces, missing = [], self._length - start
         for part in reversed(self._parts):
             if missing <= 0:

@@ -37,7 +37,7 @@ def without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
     plain.pre_tokenizer = tokenizer.pre_tokenizer
     plain.post_processor = tokenizer.post_processor
     added = tokenizer.get_added_tokens_decoder()
-    for token_id in sorted(added):  # in the order of ids, which the package gives out anew
+    for token_id in sorted(added):  # the package numbers them in this order
         token = added[token_id]
         add = plain.add_special_tokens if token.special else plain.add_tokens
         add([token])

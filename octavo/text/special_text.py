@@ -31,15 +31,17 @@ class Spelled:
 
 
 class SpecialText:
-    """The special tokens of one tokenizer, by id. A tokenizer that knows nothing else finds them,
-    so matching is the package's own.
+    """The special tokens of one tokenizer, by id. They are found by a tokenizer that knows nothing
+    else, so that matching is the package's own.
     """
 
     def __init__(self, tokens: Mapping[int, AddedToken]) -> None:
         texts = [token.content for token in tokens.values()]
         self._ids = list(tokens)
         self._contents = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        """Finds out a hundred times faster than the package whether there is anything to find."""
+        """Pattern of all spellings: it sees a hundred times faster than the package that there is
+        nothing to find.
+        """
         self._finder = Tokenizer(models.BPE())
         self._finder.add_special_tokens(list(tokens.values()))
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
@@ -47,7 +49,7 @@ class SpecialText:
         self._longest = max(map(len, texts), default=0)
 
     def find(self, text: str) -> list[Spelled]:
-        """Every special token that the text spells, in order."""
+        """Returns every special token that the text spells, in order."""
         check_unicode(text)
         if self._contents.search(text) is None:
             return []
@@ -58,7 +60,7 @@ class SpecialText:
         ]
 
     def leading(self, text: str) -> int:
-        """Where the special tokens end that stand at the text's very front."""
+        """Returns where the special tokens at the text's very front end."""
         end = 0
         for spelled in self.find(text):
             if spelled.start != end:
@@ -67,24 +69,29 @@ class SpecialText:
         return end
 
     def guard(self) -> Guard:
+        """Makes the protection of one rendering."""
         return Guard(self)
 
     def may_continue(self, text: str) -> bool:
-        """The text's end could be the beginning of a special token that what follows completes."""
+        """Tells whether the text's end could be the beginning of a special token that the next text
+        completes.
+        """
         return any(
             text[-length:] in self._beginnings
             for length in range(1, min(self._longest, len(text) + 1))
         )
 
     def may_complete(self, text: str) -> bool:
-        """The text's front could be the end of a special token that what precedes began."""
+        """Tells whether the text's front could be the end of a special token that the text before
+        began.
+        """
         return any(
             text[:length] in self._endings for length in range(1, min(self._longest, len(text) + 1))
         )
 
 
 class Guard:
-    """The protection of one rendering. `used`: some string needed it."""
+    """Protection of the users' strings in one rendering."""
 
     def __init__(self, special: SpecialText) -> None:
         self._special = special
@@ -93,11 +100,12 @@ class Guard:
 
     @property
     def used(self) -> bool:
+        """Whether some string needed protection."""
         return bool(self._hidden)
 
     def protect(self, value: Any) -> Any:
-        """The value with every string in it protected: lists, dicts (keys too) and what else JSON
-        has.
+        """Returns a value with every string in it protected: lists, dicts (keys too) and all else
+        that JSON has.
         """
         if isinstance(value, str):
             return self._protect_text(value)
@@ -108,8 +116,8 @@ class Guard:
         return value
 
     def split(self, rendered: str) -> Iterator[str | int]:
-        """Ids of the template's special tokens, and the texts between them as their writers wrote
-        them.
+        """Yields the ids of the template's special tokens, and the texts between them as their
+        writers wrote them.
         """
         end = 0
         for spelled in self._special.find(rendered):
@@ -129,7 +137,7 @@ class Guard:
         return self._protect_edges("".join(pieces))
 
     def _protect_edges(self, text: str) -> str:
-        """Empty words where a front or an end could become a special token together with its
+        """Puts empty words where a front or an end could become a special token together with its
         neighbour, even after trimming.
         """
         body = text.strip()
@@ -143,6 +151,7 @@ class Guard:
         return text
 
     def _hide(self, text: str) -> str:
+        """Returns the word of digits that stands for a text."""
         self._hidden.append(text)
         return f"{self._key}{len(self._hidden) - 1:06d}"
 

@@ -1,4 +1,4 @@
-"""The bytes each token id stands for, whatever the tokenizer's way of writing them.
+"""Spells token ids in bytes, whatever the tokenizer's way of writing them.
 
 A text is the tokens' bytes end to end, read as UTF-8. So decoding is a join, streaming is an
 incremental UTF-8 decoder, and no token has to be decoded twice. Sources: GPT-2's `bytes_to_unicode`
@@ -31,8 +31,8 @@ def byte_level_table() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Token ids to bytes, remembered. `strips_space`: the tokenizer's own decoding drops a text's
-    first space.
+    """The bytes of each token id, remembered. `strips_space` says that the tokenizer's own decoding
+    drops a text's first space.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -45,7 +45,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Empty for an id that no token has (vocabularies are padded)."""
+        """Returns a token's bytes; none for an id without a token (vocabularies are padded)."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._spell(token_id)
@@ -69,7 +69,9 @@ class TokenBytes:
 
 
 def _spelling(tokenizer: Tokenizer) -> tuple[Spelling, bool]:
-    """Read off the tokenizer's decoder; whether it strips a first space."""
+    """Reads off the tokenizer's decoder how tokens are spelled, and whether it strips a first
+    space.
+    """
     decoder: dict[str, Any] = (
         {"type": "none"}
         if tokenizer.decoder is None

@@ -1,5 +1,5 @@
-"""Text to token ids and back, over the `tokenizers` package; one class for tokenizer.json files and
-GGUF vocabularies.
+"""Turns text into token ids and back, over the `tokenizers` package; one class for tokenizer.json
+files and GGUF vocabularies.
 
 Owns what the package leaves open: special-token text in a user's words, the first token, end ids,
 chat templates. Knows nothing of checkpoints beyond a `TokenizerSource`.
@@ -61,9 +61,9 @@ class TextTokenizer:
         space_prefix: bool = False,
         adds_bos: bool | None = None,
     ) -> None:
-        """With `space_prefix` a space goes before the text (SentencePiece's dummy prefix).
-        `adds_bos` says whether the first token is the bos token; None leaves it to the tokenizer's
-        own post-processor.
+        """Takes a loaded tokenizer. Where `space_prefix`, a space goes before each text
+        (SentencePiece's dummy prefix). `adds_bos` says whether the first token is the bos token;
+        None leaves it to the tokenizer's own post-processor.
         """
         # A tokenizer.json may ask for texts to be cut or filled up, which no prompt may be.
         tokenizer.no_truncation()

@@ -3,7 +3,7 @@ the vocabulary came from.
 
 Two kinds: byte-level BPE ("gpt2"), whose text is first cut as `pre` names, and SentencePiece's BPE
 by scores ("llama"). Sources: the models' own tokenizer.json files (cuts, normalisers), llama.cpp's
-`llama-vocab.cpp` (what each `pre` stands for), sentencepiece's `bpe_model.cc` (merge the neighbours
+`llama-vocab.cpp` (the meaning of each `pre`), sentencepiece's `bpe_model.cc` (merge the neighbours
 whose concatenation has the highest score, leftmost first).
 """
 
@@ -23,7 +23,7 @@ from octavo.ports import Vocabulary
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 SPACE = "\u2581"
-"""How SentencePiece writes a space."""
+"""Character that SentencePiece writes for a space."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
@@ -38,25 +38,26 @@ _DEEPSEEK_V3 = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Cutting:
-    """How a byte-level tokenizer prepares a text: normalised, then cut by each expression in
-    turn."""
+class _PreTokenization:
+    """Preparation of a text by a byte-level tokenizer: normalised, then cut by each expression in
+    turn.
+    """
 
     expressions: tuple[str, ...]
     normalizer: Callable[[], Normalizer] | None = None
     ignore_merges: bool = False
-    """A word that is a token is taken whole."""
+    """Whether a word that is a token is taken whole."""
     adds_bos: bool = False
-    """Where the header does not say."""
+    """Whether the bos token goes first, where the header does not say."""
 
 
-_DIGITS_ALONE = _Cutting((r"\p{N}", _GPT2))
-_LLAMA3 = _Cutting((_WORDS % "{1,3}",), ignore_merges=True, adds_bos=True)
-_QWEN2 = _Cutting((_WORDS % "",), normalizer=normalizers.NFC)
+_DIGITS_ALONE = _PreTokenization((r"\p{N}", _GPT2))
+_LLAMA3 = _PreTokenization((_WORDS % "{1,3}",), ignore_merges=True, adds_bos=True)
+_QWEN2 = _PreTokenization((_WORDS % "",), normalizer=normalizers.NFC)
 
-CUTTINGS: dict[str, _Cutting] = {
-    "default": _Cutting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _Cutting((_GPT2,)),
+PRE_TOKENIZATIONS: dict[str, _PreTokenization] = {
+    "default": _PreTokenization((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": _PreTokenization((_GPT2,)),
     "smollm": _DIGITS_ALONE,
     "starcoder": _DIGITS_ALONE,
     "refact": _DIGITS_ALONE,
@@ -64,8 +65,8 @@ CUTTINGS: dict[str, _Cutting] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _Cutting((_WORDS % "",)),
-    "deepseek-coder": _Cutting(
+    "deepseek-r1-qwen": _PreTokenization((_WORDS % "",)),
+    "deepseek-coder": _PreTokenization(
         (
             r"[\r\n]",
             r"\s?\p{L}+",
@@ -74,17 +75,18 @@ CUTTINGS: dict[str, _Cutting] = {
             r"\p{N}",
         )
     ),
-    "deepseek-v3": _Cutting(
+    "deepseek-v3": _PreTokenization(
         (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)
     ),
 }
-"""By `tokenizer.ggml.pre`."""
+"""Pre-tokenizations by the name that `tokenizer.ggml.pre` has for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltTokenizer:
-    """`space_prefix`: a space is put before the text (SentencePiece's dummy prefix). `adds_bos`:
-    where the header does not say.
+    """A tokenizer, and what it leaves to its user: whether a space is put before a text
+    (SentencePiece's dummy prefix), and whether the bos token goes first where the header does not
+    say.
     """
 
     tokenizer: Tokenizer
@@ -93,8 +95,8 @@ class BuiltTokenizer:
 
 
 def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
-    """UnsupportedModel names a kind or a `pre` that is not known; WeightMismatch a vocabulary that
-    contradicts itself.
+    """Builds a tokenizer. UnsupportedModel names a kind or a `pre` that is not known,
+    WeightMismatch a vocabulary that contradicts itself.
     """
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     build = builders.get(vocabulary.model)
@@ -115,34 +117,37 @@ def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
 
 
 def _byte_level(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
-    cutting = CUTTINGS.get(vocabulary.pre)
-    if cutting is None:
+    pre = PRE_TOKENIZATIONS.get(vocabulary.pre)
+    if pre is None:
         raise UnsupportedModel(
-            f"{origin}: pre-tokenizer {vocabulary.pre!r}, supported are {', '.join(CUTTINGS)}"
+            f"{origin}: pre-tokenizer {vocabulary.pre!r}, supported are"
+            f" {', '.join(PRE_TOKENIZATIONS)}"
         )
     tokenizer = Tokenizer(
-        models.BPE(_ids(tokens), _pairs(vocabulary.merges), ignore_merges=cutting.ignore_merges)
+        models.BPE(_ids(tokens), _pairs(vocabulary.merges), ignore_merges=pre.ignore_merges)
     )
-    if cutting.normalizer is not None:
-        tokenizer.normalizer = cutting.normalizer()
-    tokenizer.pre_tokenizer = _cuts(cutting)
+    if pre.normalizer is not None:
+        tokenizer.normalizer = pre.normalizer()
+    tokenizer.pre_tokenizer = _cuts(pre)
     tokenizer.decoder = decoders.ByteLevel()
-    return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=cutting.adds_bos)
+    return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=pre.adds_bos)
 
 
 def _pairs(merges: Sequence[bytes]) -> list[tuple[str, str]]:
-    """Both sides of each merge: "left right". ValueError where one is anything else."""
+    """Splits each merge, "left right", into its sides; ValueError where one is anything else."""
     sides = b"\0".join(merges).replace(b" ", b"\0").decode().split("\0") if merges else []
     if len(sides) != 2 * len(merges):
         raise ValueError("a merge is not two pieces with a space between them")
     return list(zip(sides[::2], sides[1::2], strict=True))
 
 
-def _cuts(cutting: _Cutting) -> PreTokenizer:
-    """The two commonest cuts have a built-in form that is faster and the same."""
-    if cutting.expressions == (_GPT2,):
+def _cuts(pre: _PreTokenization) -> PreTokenizer:
+    """Makes the pre-tokenizer; the two commonest have a built-in form that is faster and cuts
+    alike.
+    """
+    if pre.expressions == (_GPT2,):
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if cutting is _DIGITS_ALONE:
+    if pre is _DIGITS_ALONE:
         return pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -150,7 +155,7 @@ def _cuts(cutting: _Cutting) -> PreTokenizer:
             ]
         )
     cuts: list[PreTokenizer] = [
-        pre_tokenizers.Split(Regex(expression), "isolated") for expression in cutting.expressions
+        pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions
     ]
     return pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -180,7 +185,7 @@ def _sentencepiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> B
 
 
 def _merges_by_score(vocabulary: Vocabulary, tokens: list[str]) -> list[tuple[str, str]]:
-    """Every way to put a normal piece together from two others, best score first.
+    """Returns every way to put a normal piece together from two others, best score first.
 
     SentencePiece merges any neighbours whose concatenation is a piece, the piece of the highest
     score first; all ways to the same piece stand side by side here, so the order of the merges is
@@ -201,8 +206,8 @@ def _merges_by_score(vocabulary: Vocabulary, tokens: list[str]) -> list[tuple[st
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, tokens: list[str]) -> None:
-    """Control tokens are special; user-defined ones are cut out of every text, as SentencePiece
-    does.
+    """Adds control tokens as special ones, and user-defined ones to be cut out of every text, as
+    SentencePiece does.
     """
     others = [
         (token, kind)
@@ -228,8 +233,8 @@ def _ids(tokens: list[str]) -> dict[str, int]:
 
 
 def _decode(texts: Sequence[bytes]) -> list[str]:
-    """Decoded in one go, which is several times faster; one by one where a text holds the separator
-    itself.
+    """Decodes all texts in one go, which is several times faster; one by one where a text holds the
+    separator itself.
     """
     decoded = b"\0".join(texts).decode().split("\0")
     return decoded if len(decoded) == len(texts) else [text.decode() for text in texts]

@@ -38,7 +38,9 @@ from octavo.worker.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`config` has everything derived. Implements `ranks.process.LoadedRank`."""
+    """A model or one rank's part of it, its Programs prepared. `config` has every option derived.
+    Implements `ranks.process.LoadedRank`.
+    """
 
     config: EngineConfig
     programs: Mapping[str, Program]
@@ -61,8 +63,8 @@ class LoadedModel:
         return common_layouts(self.runnables)
 
     def kv_budget(self) -> KvBudget:
-        """As much as the options say; else of the machine's memory a safe share, of a device's own
-        all that is left of its.
+        """Returns the KV cache's size: as the options say, else a safe share of the machine's
+        memory, or all that is left of a device's own.
         """
         config, options = self.config, self.config.scheduler
         assert config.model.max_model_len is not None, "derive() has set it"
@@ -82,6 +84,7 @@ class LoadedModel:
         )
 
     def num_blocks(self) -> Sequence[int]:
+        """Returns how many KV blocks of each cache group fit."""
         return self.kv_budget().num_blocks
 
     def worker(
@@ -91,7 +94,9 @@ class LoadedModel:
         connector: ConnectorWorker | None = None,
         report: Report = lambda text: None,
     ) -> Worker:
-        """With memory for so many blocks of each group, on the device and for swapped requests."""
+        """Makes the worker, with memory for this many blocks of each group, on the device and for
+        swapped requests.
+        """
         kv, places = self._kv_memory(num_blocks, report)
         host = [
             HostShape(count, layout.block_bytes)
@@ -107,8 +112,8 @@ class LoadedModel:
         )
 
     def _kv_memory(self, num_blocks: Sequence[int], report: Report) -> tuple[KvCache, BlockPlaces]:
-        """The device's memory for KV, and where in it blocks lie, in the layout that the options
-        name.
+        """Allocates the device's memory for KV in the layout that the options name, and says where
+        blocks lie in it.
         """
         config, backend, layouts = self.config, self.backend, self.layouts
         if config.cache.kv_layout == "paged":
@@ -147,8 +152,8 @@ def common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
 
 
 def request_rows(config: EngineConfig, options: BackendOptions, program: Program) -> RequestRows:
-    """Of as many requests as may run; ConfigError where they cannot be, which is known before any
-    weight is read.
+    """Makes the arrays of as many requests as may run; ConfigError, before any weight is read,
+    where they do not fit into memory.
     """
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "derive() has set it"
@@ -166,13 +171,13 @@ def request_rows(config: EngineConfig, options: BackendOptions, program: Program
 
 
 def device_memory(backend: Backend) -> DeviceMemory | None:
-    """Of a device's own; None where it is the machine's."""
+    """Returns the memory of a device that has its own; None where it is the machine's."""
     return backend.memory() if isinstance(backend, DeviceBackend) else None
 
 
 def host_bytes(config: EngineConfig) -> int | None:
-    """Of the machine's memory what is free, or one rank's share of it; None where the system does
-    not say.
+    """Returns the bytes of the machine's memory that are free, or one rank's share of them; None
+    where the system does not say.
     """
     available = Machine().available_bytes()
     return None if available is None else available // config.backend.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""Options: units, messages, and what is derived."""
+"""Options: units, messages, and derived values."""
 
 import pytest
 

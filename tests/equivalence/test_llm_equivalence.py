@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 
 CONTEXT = 384
 LENGTHS = (1, 5, 16, 17, 47, 2, 15, 31, 32, 33, 63, 64, 100, 130, 255, 270)
-"""Either side of blocks of 16 and of the attention's splits of 256."""
+"""Prompt lengths on either side of blocks of 16 and of the attention's splits of 256."""
 
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=0)
 FORKED = SamplingParams(n=4, temperature=1.2, seed=7, max_tokens=20, ignore_eos=True, logprobs=2)
@@ -49,12 +49,14 @@ PRECISIONS: dict[str, dict[str, str]] = {
 
 
 UNTIED = {"gemma3_text": {"tie_word_embeddings": False}}
-"""Tied, the tiny one says its last token again and again, however its samples are drawn."""
+"""Options of the tiny models: with tied embeddings they would say their last token again and again,
+however samples are drawn.
+"""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model in a precision on a backend, and how many of the requests it is given."""
+    """A model in a precision on a backend, and the number of requests it is given."""
 
     backend: str
     model: str
@@ -76,8 +78,8 @@ class Setup:
         return make_llm(model_path=path, backend=self.backend, **options)
 
     def llm_of_blocks(self, num_blocks: int, **options: Any) -> LLM:
-        """One whose KV cache has so many blocks in every group: no window bounds them where so many
-        requests may run.
+        """Makes an engine whose KV cache has this many blocks in every group; no window bounds them
+        where so many requests may run.
         """
         with self.llm(kv_cache_memory_bytes=1 << 26, **options | {"max_num_seqs": 4096}) as llm:
             block_bytes = (1 << 26) // (llm.info.kv_capacity_tokens // 16)
@@ -134,7 +136,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(scope="module")
 def whole(setup: Setup) -> list[Any]:
-    """Each request by itself, on one thread, its prompt in one step, nothing shared."""
+    """Computes each request by itself, on one thread, its prompt in one step, nothing shared."""
     with setup.llm() as llm:
         return [alone(llm, prompt, params) for prompt, params in zip(*setup.requests, strict=True)]
 
@@ -144,7 +146,9 @@ def fingerprints(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
 
 
 def found_again(output: RequestOutput) -> int:
-    """Tokens of its prompt in full blocks of the prompt and what followed; never the last one."""
+    """Returns how many prompt tokens a second request would find in full blocks of the prompt and
+    the answer; never the last one.
+    """
     num_prompt_tokens, num_output_tokens = (
         len(output.prompt_token_ids),
         len(output.outputs[0].token_ids),
@@ -173,8 +177,7 @@ def test_a_prefix_that_is_found_is_as_good_as_computed(setup: Setup, whole: list
 
 
 def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
-    """Tails of several lengths behind one long prefix, after its owner is done and while it
-    runs."""
+    """Tails of several lengths share one long prefix, after its owner is done and while it runs."""
     prefix, *tails = prompts_of(100, 1, 12, 13, 30, 170)
     prompts = [prefix + tail for tail in tails]
     with setup.llm(enable_prefix_caching=False) as llm:
@@ -194,8 +197,8 @@ def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_prefix_read_together_is_as_good_as_read_alone(setup: Setup, threads: int) -> None:
-    """Over whole splits of 256 keys; decoded beside each other, beside one that shares nothing, and
-    in chunks.
+    """A prefix of whole splits of 256 keys is shared by requests that are decoded beside each
+    other, beside one that shares nothing, and in chunks.
     """
     prefix, other, *tails = prompts_of(290, 20, 1, 12, 13, 40)
     prompts = [other, *(prefix + tail for tail in tails)]
@@ -263,8 +266,8 @@ def test_preempted_is_uninterrupted(setup: Setup, mode: str, caching: bool, budg
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
 def test_forks_are_separate_requests(setup: Setup, length: int) -> None:
-    """n samples share their prompt's blocks; each equals the sample that is computed with no block
-    shared.
+    """The n samples of a request share its prompt's blocks; each equals the sample that is computed
+    with no block shared.
     """
     prompt = prompts_of(length)[0]
     with setup.llm() as llm:
@@ -278,8 +281,8 @@ def test_forks_are_separate_requests(setup: Setup, length: int) -> None:
 
 
 def test_neighbours_that_are_aborted_change_nothing(setup: Setup) -> None:
-    """Half of the requests leave at different moments, some while their prompt is still being
-    computed.
+    """Half of the requests are aborted at different moments, some while their prompt is still being
+    computed; the others do not notice.
     """
     prompts = prompts_of(5, 90, 17, 120, 33, 250)
     params = msgspec.structs.replace(SAMPLED, max_tokens=25)
@@ -305,8 +308,8 @@ def test_neighbours_that_are_aborted_change_nothing(setup: Setup) -> None:
 
 @pytest.mark.model
 def test_the_real_model_in_short() -> None:
-    """The tests above on SmolLM2 take minutes (`-m slow`); these few requests meet most of what can
-    happen to one.
+    """A few requests on SmolLM2 meet most of what can happen to one; the tests above take minutes
+    on it (`-m slow`).
     """
     setup = Setup("native", "smollm2", "as packed")
     prompts = prompts_of(5, 33, 47, 20)
@@ -338,8 +341,8 @@ def test_prompt_logprobs_name_the_prompts_own_tokens(setup: Setup, whole: list[A
     "backend", ["reference", "native", pytest.param("torch", marks=pytest.mark.slow)]
 )
 def test_a_window_of_few_blocks_is_as_good_as_one_of_many(backend: str) -> None:
-    """Windows of 24 tokens beside full attention: contexts of 300, in a group that has blocks for a
-    fraction of them.
+    """Windows of 24 tokens stand beside full attention: contexts of 300, in a group that has blocks
+    for a fraction of them.
     """
     setup = Setup(backend, "gemma3_text", "as packed")
     prompts = prompts_of(200, 150, 260)

@@ -41,7 +41,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
 
 
 def test_a_step_shows_that_it_gets_ahead(backend):
-    """Many times in one step, so that a long one is told from one that hangs."""
+    """A step reports progress many times, so that a long one is told from one that hangs."""
     options = EngineConfig.from_options(**small_options() | {"backend": backend})
     built = build_core(open_model(options), quiet, stop_texts=LazyStopTexts(lambda: None))
     one_token = SamplingParams(temperature=0, max_tokens=1)
@@ -300,8 +300,8 @@ def test_a_stream_ends_in_one_final_output(llm):
 
 
 def test_streams_may_be_read_in_turns(llm):
-    """Each gives its own request's outputs, though any of them may be the one that steps the
-    engine; so does `generate`.
+    """Each stream gives its own request's outputs, though any of them may step the engine;
+    `generate` may run beside them.
     """
     prompts = prompts_of(5, 20, 33)
     expected = [alone(llm, prompt, GREEDY) for prompt in prompts]
@@ -464,5 +464,5 @@ def test_model_may_be_the_first_argument():
         report=str,
     ) as llm:
         assert llm.config.model.max_model_len == 64
-        assert llm.config.model.served_model_name == llm.config.model.model
+        assert llm.config.model.served_model_name == tiny_model("llama").path.name
         assert llm.config.backend.threads >= 1

@@ -33,7 +33,7 @@ def llm(request):
 
 
 async def settled(llm):
-    """Steps go on until nobody runs."""
+    """Tells whether the engine ends every request and frees every block within some seconds."""
     for _ in range(500):
         if (
             llm.num_unfinished == 0
@@ -59,7 +59,7 @@ def test_concurrent_streams_equal_one_by_one(llm):
 
 
 def test_beams_and_the_best_of_several_come_at_the_end(llm):
-    """One output each, the final one; whoever leaves before it aborts the search."""
+    """A beam search has one output, the final one; leaving before it aborts the search."""
     beams = SamplingParams(n=2, beam_width=3, max_tokens=12)
     best = SamplingParams(n=2, best_of=4, temperature=1.2, seed=4, max_tokens=12)
     prompts = prompts_of(20, 7)
@@ -85,8 +85,8 @@ def test_beams_and_the_best_of_several_come_at_the_end(llm):
 
 
 def test_deltas_add_up_to_the_whole(llm):
-    """For one who reads at once and one who skips; a sample that has ended before the others is not
-    told twice.
+    """Deltas add up for a reader that reads at once and for one that skips; a sample that has ended
+    before the others is not told twice.
     """
     params = SamplingParams(
         n=3, temperature=1, seed=5, max_tokens=24, logprobs=1, stop_token_ids=list(range(0, 320, 9))
@@ -237,7 +237,9 @@ def test_closing_ends_the_streams(llm):
 
 
 def test_streams_outlive_their_engines_process():
-    """Another engine continues them with the tokens that they would have got."""
+    """Another engine continues the streams of one that died, with the tokens that they would have
+    got.
+    """
     front = build_with_process(EngineConfig.from_options(**small_options()), quiet)
     llm = AsyncLLM(front)
     prompts = [[5], [6]]

@@ -1,5 +1,5 @@
-"""What goes wrong while a request is computed ends that request alone: its neighbours' bits, the
-blocks and the engine stay sound.
+"""A fault while a request is computed ends that request alone: its neighbours' bits, the blocks and
+the engine stay sound.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.support.tiny_models import tiny_model
 MakeError = Callable[[], Exception]
 
 BAD = 240
-"""In none of the prompts, and never drawn: the token whose embedding is NaN, or whose presence in a
-step raises.
+"""Token whose embedding is NaN, or whose presence in a step raises; it is in none of the prompts,
+and never drawn.
 """
 
 PARAMS = [
@@ -60,7 +60,7 @@ def poisoned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(params=["auto", "bfloat16", "int8"])
 def make(request: pytest.FixtureRequest, poisoned: Path, backend: str) -> Callable[..., LLM]:
-    """Engines over the poisoned model, in each of three precisions."""
+    """Maker of engines over the poisoned model, in each of three precisions."""
     precision = {"quantization": "int8"} if request.param == "int8" else {"dtype": request.param}
     return lambda **options: make_llm(model_path=poisoned, backend=backend, **precision, **options)
 
@@ -90,8 +90,8 @@ def test_nan_fails_its_own_request(make: Callable[..., LLM]) -> None:
 
 
 def test_nan_in_the_midst_of_an_answer(make: Callable[..., LLM]) -> None:
-    """The bad token is the only one it may say; all n samples fail, each after one token, and the
-    request says so once.
+    """A request whose only allowed token is the bad one fails once, though all its n samples do,
+    each after one token.
     """
     says_bad = SamplingParams(
         temperature=1, seed=1, max_tokens=8, n=3, allowed_token_ids=[BAD], ignore_eos=True
@@ -108,8 +108,8 @@ def test_nan_in_the_midst_of_an_answer(make: Callable[..., LLM]) -> None:
 
 @pytest.mark.parametrize("budget", [2048, 16])
 def test_what_a_failed_request_wrote_reaches_nobody(make: Callable[..., LLM], budget: int) -> None:
-    """Neither through the prefix cache nor from blocks that are used again, which still hold NaN
-    behind a request's last token.
+    """NaN reaches others neither through the prefix cache nor from reused blocks, which still hold
+    NaN behind a request's last token.
     """
     bad = poison(PROMPTS[1], 32)
     with make() as llm:
@@ -128,15 +128,15 @@ def test_what_a_failed_request_wrote_reaches_nobody(make: Callable[..., LLM], bu
 
 
 def bytes_of_blocks(make: Callable[..., LLM], num_blocks: int) -> int:
-    """Of every group, measured on a cache so small that no window's cap counts."""
+    """Counts the blocks of every group, with a cache so small that no window's cap counts."""
     with make(kv_cache_memory_bytes=1 << 20) as llm:
         return (1 << 20) // (llm.info.kv_capacity_tokens // 16) * num_blocks
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[MakeError], None]:
-    """Lets every step that computes BAD raise, after it has written its KV. Anew each time: a
-    raised error keeps its frames alive.
+    """Lets every step that computes BAD raise, after it has written its KV. The error is made each
+    time: a raised one keeps its frames alive.
     """
 
     def break_with(error: MakeError) -> None:

@@ -1,4 +1,4 @@
-"""LLM with text: prompts, stop strings, chats, words that are banned."""
+"""LLM with text: prompts, stop strings, chats, banned words."""
 
 import gc
 from pathlib import Path
@@ -24,7 +24,7 @@ def llm(backend):
 
 @pytest.fixture(scope="module")
 def only_letters(llm):
-    """Params under which the model can say a to h only."""
+    """Makes params under which the model can say a to h only."""
     ids = [llm.get_tokenizer().encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
 
     def make(**options):
@@ -176,7 +176,7 @@ def test_a_tokenizer_from_elsewhere(only_letters):
 
 @pytest.mark.model
 def test_once_packed_the_models_file_is_let_go():
-    """What stays mapped of it counts as the process's memory."""
+    """A file is unmapped once its model is packed: mapped pages count as the process's memory."""
     path = resolve("smollm2")
     with LLM(str(path), max_model_len=64, kv_cache_memory_bytes="4MiB", report=lambda text: None):
         gc.collect()

@@ -21,6 +21,7 @@ TEMPLATE = (
 
 
 def save_tiny_tokenizer(path: Path) -> None:
+    """Writes the tokenizer and its template into a directory."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: index for index, text in enumerate([*SPECIALS, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -41,7 +42,7 @@ def save_tiny_tokenizer(path: Path) -> None:
 
 @cache
 def tiny_model_with_text() -> Path:
-    """Directory of the tiny llama, whose 320 ids include the tokenizer's 260."""
+    """Returns the directory of the tiny llama, whose 320 ids include the tokenizer's 260."""
     path = tiny_model("llama").path
     target = path.with_name("with-text")
     shutil.copytree(path, target)

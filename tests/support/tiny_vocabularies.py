@@ -18,12 +18,12 @@ from octavo.ports import TokenizerSource, Vocabulary
 TEXT = (Path(__file__).parents[1] / "data" / "opticks.txt").read_text(encoding="utf-8")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 DEFINED = ["\n\n", "\u2581\u2581", "\u2581\u2581\u2581", "<table>"]
-"""As Gemma has them: runs of blanks, and tags."""
+"""User-defined tokens as Gemma has them: runs of blanks, and tags."""
 
 
 @cache
 def trained_bpe() -> Tokenizer:
-    """Byte-level BPE of 700 tokens without any cut of its own."""
+    """Trains a byte-level BPE of 700 tokens without any cut of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def trained_bpe() -> Tokenizer:
 
 
 def bpe_source(pre: str, **changes) -> TokenizerSource:
-    """The trained BPE as a GGUF header would hold it."""
+    """Returns the trained BPE as a GGUF header would hold it."""
     model = json.loads(trained_bpe().to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     vocabulary = Vocabulary(
@@ -55,7 +55,7 @@ def bpe_source(pre: str, **changes) -> TokenizerSource:
 
 
 def save_tokenizer_json(path: Path, tokenizer: Tokenizer, **settings) -> Path:
-    """A directory as transformers saves it."""
+    """Writes a directory as transformers saves it."""
     path.mkdir(exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
@@ -74,8 +74,8 @@ def bpe_with_specials() -> Tokenizer:
 
 @cache
 def trained_sentencepiece(dummy_prefix: bool) -> bytes:
-    """A serialised model: BPE of 900 pieces with byte fallback, user-defined runs of blanks, no
-    normalisation.
+    """Trains and serialises a BPE of 900 pieces with byte fallback, user-defined runs of blanks,
+    and no normalisation.
     """
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -95,8 +95,8 @@ def trained_sentencepiece(dummy_prefix: bool) -> bytes:
 
 
 def sentencepiece_source(dummy_prefix: bool, **changes) -> TokenizerSource:
-    """The trained pieces as a GGUF header would hold them (spaces of user-defined pieces as they
-    are).
+    """Returns the trained pieces as a GGUF header would hold them (spaces of user-defined pieces as
+    they are).
     """
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(trained_sentencepiece(dummy_prefix))

@@ -27,7 +27,7 @@ def params(**options) -> SamplingParams:
 
 
 def deltas(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
-    """What a stream shows, token by token, and the rest at the end."""
+    """Returns what a stream shows, token by token, and the rest at the end."""
     shown = []
     for i in ids:
         detokenizer.push([i])
@@ -68,8 +68,8 @@ def test_never_half_a_character(kind: str, text: str) -> None:
 )
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings(include: bool, text: str, stops: list[str]) -> None:
-    """The text ends where the first token that completes a stop string says; no stream shows what
-    is taken back.
+    """The text ends at the first token that completes a stop string; no stream shows what is taken
+    back.
     """
     ours = tokenizer("bpe")
     ids = ours.encode(text)
@@ -83,7 +83,9 @@ def test_stop_strings(include: bool, text: str, stops: list[str]) -> None:
 def reference(
     ours: TextTokenizer, ids: list[int], stops: list[str], include: bool
 ) -> tuple[str, str | None]:
-    """Decodes every prefix anew; bytes of a character that is not whole are left out."""
+    """Decodes every prefix by itself and stops at the first stop string; bytes of a character that
+    is not whole are left out.
+    """
     for end in range(len(ids) + 1):
         text = b"".join(map(ours.token_bytes, ids[:end])).decode(errors="ignore")
         found = [(text.find(stop), order, stop) for order, stop in enumerate(stops) if stop in text]

@@ -86,7 +86,9 @@ def test_where_text_may_vanish_there_is_no_bound(name: str) -> None:
 
 
 def test_nfc_shrinks_a_text_by_less_than_that() -> None:
-    """Every character that NFC makes, taken apart and spelled by the longest equivalents."""
+    """Every character that NFC composes, taken apart and spelled by its longest equivalents, is
+    within the bound.
+    """
     decomposed = [chr(code) for code in range(0x110000) if unicodedata.decomposition(chr(code))]
     apart = {text: unicodedata.normalize("NFD", text) for text in [*decomposed, "\uac01"]}
     longest: dict[str, int] = {}

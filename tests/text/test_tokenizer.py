@@ -1,5 +1,5 @@
-"""Ids exactly those of the tokenizer a vocabulary came from; text back bit for bit; special text
-kept apart. All exact.
+"""Ids are exactly those of the tokenizer a vocabulary came from, texts come back bit for bit, and
+special text is kept apart. All exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Vocabulary
 from octavo.text.tokenizer import load_tokenizer
-from octavo.text.vocabulary import CUTTINGS
+from octavo.text.vocabulary import PRE_TOKENIZATIONS
 from tests.support.tiers import examples
 from tests.support.tiny_vocabularies import (
     TEXT,
@@ -53,7 +53,7 @@ texts = st.text(max_size=60) | st.text(alphabet="ab1 2\n\t'sSlLIé<>|_", max_siz
 
 
 def original(pre: str) -> Tokenizer:
-    """As the model's own tokenizer.json has it."""
+    """Makes the tokenizer that the model's own tokenizer.json would be."""
     tokenizer = Tokenizer.from_str(trained_bpe().to_str())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "smollm":
@@ -84,7 +84,7 @@ def test_bpe_ids_are_the_originals(pre: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("pre", CUTTINGS)
+@pytest.mark.parametrize("pre", PRE_TOKENIZATIONS)
 def test_every_cut_gives_the_text_back(pre: str) -> None:
     tokenizer = load_tokenizer(bpe_source(pre))
     for text in SAMPLES:
@@ -93,7 +93,7 @@ def test_every_cut_gives_the_text_back(pre: str) -> None:
 
 
 def test_the_digits_trap() -> None:
-    """smollm takes each digit alone, whatever merges the vocabulary has."""
+    """The pre-tokenization smollm takes each digit alone, whatever merges the vocabulary has."""
     tokenizer = load_tokenizer(bpe_source("smollm"))
     assert [tokenizer.token_text(i) for i in tokenizer.encode("1730")] == ["1", "7", "3", "0"]
     assert len(load_tokenizer(bpe_source("gpt-2")).encode("1730")) < 4
@@ -132,7 +132,7 @@ def test_sentencepiece_ids_are_its_own(dummy_prefix: bool) -> None:
 
 
 def test_first_tokens() -> None:
-    """Added where the header says so, else where such models do."""
+    """The first token is added where the header says so, else where models of the kind do it."""
     text = "light"
     bare = load_tokenizer(sentencepiece_source(True, add_bos_token=False)).encode(text)
     assert load_tokenizer(sentencepiece_source(True)).encode(text) == [1, *bare]

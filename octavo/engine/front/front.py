@@ -18,7 +18,7 @@ from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.core import CoreOutputs
 from octavo.engine.front.arguments import Messages, Prompt
 from octavo.engine.front.input_processor import (
-    ANYONE,
+    DEFAULT_ORIGIN,
     FrontRequest,
     InputProcessor,
     Origin,
@@ -82,7 +82,11 @@ class Front:
         return self.inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, origin: Origin = ANYONE
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        origin: Origin = DEFAULT_ORIGIN,
     ) -> FrontRequest:
         """Checks and tokenizes a request; raises the error of what is wrong with it. Nothing is
         registered and nothing runs.
@@ -105,10 +109,10 @@ class Front:
         ids of the requests that have something new.
         """
         self.stats = step.stats
-        changes = self.outputs.process(step.outputs, time.monotonic())
-        if changes.abort_ids:
-            self.client.abort(changes.abort_ids)
-        return list(changes.request_ids)
+        effects = self.outputs.process(step.outputs, time.monotonic())
+        if effects.abort_ids:
+            self.client.abort(effects.abort_ids)
+        return list(effects.request_ids)
 
     def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
         """Returns all of a request so far, or with `only_new` what it gained since the last call;

@@ -61,7 +61,7 @@ class Origin:
     tenant: str = ""
 
 
-ANYONE = Origin()
+DEFAULT_ORIGIN = Origin()
 
 
 class InputProcessor:
@@ -92,7 +92,11 @@ class InputProcessor:
         """
 
     def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, origin: Origin = ANYONE
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        origin: Origin = DEFAULT_ORIGIN,
     ) -> FrontRequest:
         """Checks a request and tokenizes its prompt."""
         origin = self._checked_origin(origin)

@@ -1,4 +1,4 @@
-"""What the core yields, turned into what users read: text, stop strings, logprobs, the samples of a
+"""Turns what the core yields into what users read: text, stop strings, logprobs, the samples of a
 request side by side.
 
 Lives in the front process and owns the text so far (through the Detokenizer). Token ids are
@@ -43,12 +43,13 @@ class Sample:
     score: float | None = None
     num_detokenized: int = 0
     num_given: int = 0
-    """Tokens that whoever takes only what is new has got; and whether its end, too:"""
+    """Number of tokens that a reader of deltas has got."""
     end_given: bool = False
+    """Whether a reader of deltas has got the sample's end."""
 
     def catch_up(self, *, hide_last: bool = False) -> str | None:
-        """Detokenizes what is new; returns the stop string that ends the text, if one does.
-        `hide_last`: the last token is no text.
+        """Detokenizes what is new; returns the stop string that ends the text, if one does. With
+        `hide_last` the last token is no text.
         """
         if self.detokenizer is None:
             return None
@@ -59,7 +60,7 @@ class Sample:
             else None
         )
         if stop is not None:
-            # what follows the stop string was generated in vain
+            # The tokens after the stop string were computed for nothing.
             del self.token_ids[self.detokenizer.num_tokens :]
         self.num_detokenized = len(self.token_ids)
         return stop
@@ -77,18 +78,20 @@ class RequestState:
     num_cached_tokens: int = 0
     error: str | None = None
     timings: list[Timings] = field(default_factory=list)
-    """Of the samples that have ended."""
+    """Timings of the samples that have ended."""
 
     @property
     def is_readable(self) -> bool:
-        """Samples that are ranked are chosen among when all have ended, and beams are found at the
-        end.
+        """Whether there is anything to read yet: ranked samples are chosen when all have ended, and
+        beams are found at the end.
         """
         params = self.request.params
         return self.num_unfinished == 0 or not (params.is_ranked or params.beam_width is not None)
 
     def returned(self) -> list[Sample]:
-        """In the order of their index; the best ones first where they are ranked."""
+        """Returns the samples that the user gets, by index; the best ones first where they are
+        ranked.
+        """
         if not self.request.params.is_ranked:
             return self.samples
         ranked = sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))
@@ -99,26 +102,27 @@ class RequestState:
 
 
 @dataclass(slots=True)
-class Changes:
-    """Requests that gained something, and core requests to abort because a stop string ended
-    them."""
+class StepEffects:
+    """Effects of one step: requests that gained something, and core requests to abort because a
+    stop string ended them.
+    """
 
     request_ids: dict[str, None] = field(default_factory=dict)
     abort_ids: list[str] = field(default_factory=list)
 
 
 class OutputProcessor:
-    """State of every unfinished request of the front."""
+    """Keeps the state of every unfinished request, from its arrival to its final output."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, RequestState] = {}
         self._samples: dict[str, tuple[RequestState, Sample]] = {}
-        """By the core's request id."""
+        """Samples that have not ended, with their requests, by the core's request id."""
 
     @property
     def num_unfinished(self) -> int:
-        """Core requests still to be finished."""
+        """Number of the core's requests that have not finished."""
         return len(self._samples)
 
     def add(self, request: FrontRequest) -> None:
@@ -138,7 +142,7 @@ class OutputProcessor:
             self._samples[engine_request.request_id] = (state, sample)
 
     def unfinished_ids(self, request_id: str) -> list[str]:
-        """The core requests of a request that still run; [] for an unknown one."""
+        """Returns the ids of a request's core requests that still run; [] for an unknown one."""
         state = self._states.get(request_id)
         return (
             []
@@ -151,24 +155,24 @@ class OutputProcessor:
         )
 
     def is_finished(self, request_id: str) -> bool:
-        """All samples are; asked before its final output is taken."""
+        """Tells whether all samples of a request have ended; its final output was not taken yet."""
         return self._states[request_id].num_unfinished == 0
 
-    def process(self, outputs: Iterable[EngineOutput], now: float) -> Changes:
+    def process(self, outputs: Iterable[EngineOutput], now: float) -> StepEffects:
         """Takes in a step's outputs; those of requests already finished here are dropped."""
-        changes = Changes()
+        effects = StepEffects()
         for output in outputs:
             found = self._samples.get(output.request_id)
             if found is not None:
-                self._take(*found, output, now, changes)
+                self._take(*found, output, now, effects)
                 if found[0].is_readable:
-                    changes.request_ids[found[0].request.request_id] = None
-        return changes
+                    effects.request_ids[found[0].request.request_id] = None
+        return effects
 
     def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
-        """All of a request so far, as a copy, or what each sample has gained since it was last
-        asked for (which costs no more the longer an answer is). A finished request is forgotten
-        with it: its final output is given once.
+        """Returns all of a request so far, as a copy, or with `only_new` what each sample gained
+        since the last call (which costs no more the longer an answer is). The final output is given
+        once: a finished request is forgotten with it.
         """
         state = self._states[request_id]
         finished = state.num_unfinished == 0
@@ -193,7 +197,7 @@ class OutputProcessor:
         )
 
     def forget(self, request_id: str) -> None:
-        """Drops a request that nobody waits for any more."""
+        """Drops a request whose outputs are not read any more."""
         state = self._states.pop(request_id, None)
         for sample in state.request.samples if state is not None else ():
             self._samples.pop(sample.request_id, None)
@@ -217,7 +221,7 @@ class OutputProcessor:
         sample: Sample,
         output: EngineOutput,
         now: float,
-        changes: Changes,
+        effects: StepEffects,
     ) -> None:
         if output.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
@@ -225,7 +229,7 @@ class OutputProcessor:
         if output.beams is not None:
             self._take_beams(state, output, now)
         else:
-            num_kept = self._search_stop(state.request.params, sample, output, changes)
+            num_kept = self._search_stop(state.request.params, sample, output, effects)
             if num_kept:
                 self._take_tokens(state, sample, _first_tokens(output, num_kept), now)
         if sample.finish_reason is not None:
@@ -236,7 +240,7 @@ class OutputProcessor:
             state.num_unfinished -= 1
 
     def _search_stop(
-        self, params: SamplingParams, sample: Sample, output: EngineOutput, changes: Changes
+        self, params: SamplingParams, sample: Sample, output: EngineOutput, effects: StepEffects
     ) -> int:
         """Adds the tokens to the sample, up to the one that completes a stop string, which ends it;
         returns how many were added.
@@ -249,7 +253,7 @@ class OutputProcessor:
         stop = sample.catch_up(hide_last=by_token)
         if stop is not None:
             if output.finish_reason is None:
-                changes.abort_ids.append(output.request_id)
+                effects.abort_ids.append(output.request_id)
             sample.finish_reason, sample.stop_reason = "stop", stop
         return len(sample.token_ids) - num_before
 
@@ -265,7 +269,9 @@ class OutputProcessor:
                 sample.logprobs += map(self._readable, output.logprobs)
 
     def _take_beams(self, state: RequestState, output: EngineOutput, now: float) -> None:
-        """All that a search has found, in the place of the one sample that stood for them."""
+        """Puts the sequences that a beam search has found in the place of the one sample that stood
+        for them.
+        """
         self._take_start(state, output, now)
         params = state.request.params
         state.samples = [
@@ -285,7 +291,7 @@ class OutputProcessor:
             state.metrics.num_generation_tokens += len(beam.token_ids)
 
     def _take_start(self, state: RequestState, output: EngineOutput, now: float) -> None:
-        """What comes with a request's first tokens, and when they came."""
+        """Takes in what comes with a request's first tokens, and the moment when tokens came."""
         metrics = state.metrics
         if metrics.last_token_ts != now:
             metrics.token_times.append(now)
@@ -333,7 +339,7 @@ def _completion(sample: Sample) -> CompletionOutput:
 
 
 def _gained(sample: Sample) -> CompletionOutput:
-    """Since the last call; of one whose end was given then, nothing but that."""
+    """Returns what a sample gained since the last call; nothing new after its end was given."""
     sample.catch_up()
     start, sample.num_given = sample.num_given, len(sample.token_ids)
     finished = sample.finish_reason is not None

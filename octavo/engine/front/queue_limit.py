@@ -1,9 +1,9 @@
-"""How many may wait, in requests and in prompt tokens, and when one that is turned away should come
-again.
+"""Bounds how many requests and prompt tokens may wait, and says when a request that is turned away
+should come again.
 
 Lives in the front process. Counts what it has sent and what the core says of it (EngineStats), so
-that it knows the queue without asking. The rate at which requests leave the queue is measured over
-the last seconds; reads no clock itself.
+it knows the queue without asking. The rate at which requests leave the queue is measured over the
+last seconds; reads no clock itself.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest, Overloaded
 
 MEASURED_S = 10.0
-"""Over so long the rate is measured,"""
+"""Span over which the rate is measured, in seconds."""
 SAMPLE_S = 0.5
-"""from moments so far apart."""
+"""Time between two samples of the queue's counts, in seconds."""
 UNKNOWN_S = 1.0
-"""Said where no rate is known yet."""
+"""Wait that is recommended where no rate is known yet, in seconds."""
 MAX_S = 300.0
+"""Longest wait that is recommended, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of requests: how many, and the tokens of their prompts."""
+    """A number of requests, and the number of their prompts' tokens."""
 
     requests: int = 0
     tokens: int = 0
@@ -39,8 +40,8 @@ class Size:
 
 
 class QueueLimit:
-    """Overloaded where the queue would grow beyond `max_num_queued_reqs` or
-    `max_num_queued_tokens`.
+    """A queue's limits, `max_num_queued_reqs` and `max_num_queued_tokens`: beyond them requests are
+    refused with Overloaded.
     """
 
     def __init__(self, options: SchedulerOptions) -> None:
@@ -50,14 +51,14 @@ class QueueLimit:
         self._sent = Size()
         self._stats = EngineStats()
         self._left: deque[tuple[float, Size]] = deque()
-        """When, and what had left the queue until then."""
+        """Moments of the last seconds, each with what had left the queue until then."""
 
     def sent(self, size: Size) -> None:
-        """Given to the core."""
+        """Counts requests that were given to the core."""
         self._sent += size
 
     def take(self, stats: EngineStats, now: float) -> None:
-        """What the core says after a step."""
+        """Takes in the core's counts after a step."""
         self._stats = stats
         if not self._left or now - self._left[-1][0] >= SAMPLE_S:
             self._left.append((now, _added(stats) - _waiting(stats)))
@@ -65,10 +66,11 @@ class QueueLimit:
             self._left.popleft()
 
     def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
-        """Whether so much more may be sent, beside what finds a place among the running;
-        InvalidRequest where it never may.
+        """Raises Overloaded where more may not be sent now, and InvalidRequest where it never may.
+        What finds a place among the running does not wait.
 
-        Those who have gone away since the last step are not among the unfinished.
+        `num_unfinished` counts the requests known here: those aborted since the last step, which
+        the core's counts still hold, are not among them.
         """
         most = self._max_running + self._max_reqs
         if more.requests > most:
@@ -105,8 +107,8 @@ class QueueLimit:
         )
 
     def _retry_after_s(self, excess: Size, now: float) -> float:
-        """When so much will have left, at the rate of the last seconds; where nothing left, as long
-        again.
+        """Returns the seconds in which the excess will have left, at the rate of the last seconds;
+        where nothing left, as long again.
         """
         if not self._left or now <= self._left[0][0]:
             return UNKNOWN_S

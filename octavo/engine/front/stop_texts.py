@@ -1,5 +1,5 @@
-"""Stop strings in token ids, for beam searches: which beam ends decides which others go on, so the
-core has to know.
+"""Finds stop strings in token ids, for beam searches: which beam ends decides which others go on,
+so the core must know.
 
 Works on the bytes of the last few tokens only, and keeps no text: any beam may be asked about. The
 front cuts the texts, by the same rule (`text/detokenizer.py`).
@@ -16,17 +16,20 @@ from octavo.sampling_params import SamplingParams
 
 
 class TokenizedStops:
-    """Of one request. Implements `beam_search.StopTexts`."""
+    """The stop strings of one request; implements `beam_search.StopTexts`."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
         self._stops = {text: text.encode() for text in params.stop_strings}
         self._reach = max(map(len, self._stops.values()), default=1) - 1
-        """Bytes before a token that a stop string ending in it may begin in."""
+        """Number of bytes before a token in which a stop string that ends in the token may begin.
+        """
 
     def ended_by(self, token_ids: Sequence[int], token_id: int) -> str | None:
-        """The one that begins first, where several are complete."""
+        """Returns the stop string that `token_id` completes after `token_ids`; the one that begins
+        first, where several are complete.
+        """
         piece = self._bytes(token_id)
         if not piece:
             return None
@@ -40,7 +43,7 @@ class TokenizedStops:
         return min(found, key=starts.__getitem__) if found else None
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """As many as a stop string can reach back."""
+        """Returns the last bytes of a text, as many as a stop string can reach back."""
         found = b""
         for token_id in reversed(token_ids):
             if len(found) >= self._reach:
@@ -56,8 +59,7 @@ MakeStopTexts: TypeAlias = Callable[[SamplingParams], StopTexts]
 
 
 class LazyStopTexts:
-    """A MakeStopTexts whose tokenizer is read when the first beam search with stop strings
-    comes."""
+    """A MakeStopTexts that reads its tokenizer for the first beam search with stop strings."""
 
     def __init__(self, read: Callable[[], Tokenizer | None]) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""How a request's tokens are grouped into outputs never changes its final RequestOutput: stop
+"""The grouping of a request's tokens into outputs never changes its final RequestOutput: stop
 strings, logprobs and counts are those of one token at a time.
 """
 
@@ -20,7 +20,7 @@ TIMINGS = Timings(0.0, 0.0, 0.0, 0.0, 1, 1.0, 1, waits={}, num_preemptions=2)
 
 
 class Letters:
-    """A vocabulary of a few letters. Implements as much of `ports.Tokenizer` as answers need."""
+    """A vocabulary of a few letters, with as much of `ports.Tokenizer` as answers need."""
 
     special_token_ids = frozenset({END})
 
@@ -34,7 +34,7 @@ class Letters:
 def outputs_of(
     token_ids: list[int], sizes: list[int], params: SamplingParams
 ) -> list[EngineOutput]:
-    """What a core says of these tokens in groups of `sizes`; what is left comes at the end."""
+    """Makes a core's outputs for tokens in groups of `sizes`; what is left comes at the end."""
     found, start = [], 0
     for size in [*sizes, len(token_ids)]:
         group = token_ids[start : start + size]
@@ -54,7 +54,9 @@ def outputs_of(
 
 
 def answer(outputs: list[EngineOutput], params: SamplingParams) -> tuple[RequestOutput, list[str]]:
-    """The final output and the core requests to abort. Every output comes at the same moment."""
+    """Returns the final output and the core requests to abort. Every output comes at the same
+    moment.
+    """
     processor = OutputProcessor(Letters())  # type: ignore[arg-type]
     request = EngineRequest("a", [1], params, seed=1)
     processor.add(FrontRequest("a", None, [1], params, [request], 0.0))

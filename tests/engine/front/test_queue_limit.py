@@ -1,4 +1,4 @@
-"""What may wait, and what one that is turned away is told."""
+"""The queue's limits: what may wait, and what a request that is turned away is told."""
 
 import pytest
 
