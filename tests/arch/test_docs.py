@@ -39,12 +39,12 @@ def without_code(text: str) -> str:
 
 
 def quoted(page: Path) -> set[str]:
-    """What stands in backticks within the text."""
+    """Returns the texts in backticks of a page."""
     return set(re.findall(r"`([^`\n]+)`", without_code(page.read_text())))
 
 
 def python_blocks(page: Path) -> list[tuple[str, str]]:
-    """(what follows "python", code) of each."""
+    """Returns (mark after "python", code) of each Python block."""
     return re.findall(
         r"^```python *(\w*)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE
     )
@@ -55,14 +55,14 @@ def python_blocks(page: Path) -> list[tuple[str, str]]:
 
 @cache
 def words() -> set[str]:
-    """Every word of the sources; dots, dashes and colons divide, underscores do not."""
+    """Returns every word of the sources; dots, dashes and colons divide, underscores do not."""
     return {word for path in SOURCES for word in re.findall(r"\w+", path.read_text())}
 
 
 @cache
 def members() -> dict[str, set[str]]:
-    """Names that a Python module (by its last name) or a class holds; of C++ classes, every word of
-    their file.
+    """Returns the names in each Python module (by its last name) and class; of C++ classes, every
+    word of their file.
     """
     found: dict[str, set[str]] = defaultdict(set)
     for path in SOURCES:
@@ -102,7 +102,7 @@ def routes() -> set[str]:
 
 @cache
 def flags_of() -> dict[str, set[str]]:
-    """Flags by command, and of all of them together under ""."""
+    """Returns the flags of each command, and all of them together under ""."""
     found: dict[str, set[str]] = defaultdict(set)
 
     def walk(command, path: str) -> None:
@@ -128,8 +128,8 @@ def targets() -> set[str]:
 
 
 def is_known(text: str) -> bool:
-    """Whether the code has it. What looks like no name at all (formulas, commands with arguments,
-    samples) is not judged.
+    """Returns whether the code has a name; formulas, commands with arguments and samples are not
+    judged.
     """
     text = text.removesuffix("()")
     if re.fullmatch(r"/[\w/{}]+", text):
@@ -190,7 +190,7 @@ def test_links_lead_somewhere(page):
 
 @every_page
 def test_commands_exist(page):
-    """Lines of code blocks that call octavo or make."""
+    """Lines of code blocks that call octavo or make name commands and flags that exist."""
     for line in re.findall(
         r"^(?: {4})?(?:\$ )?((?:octavo|make) .*)$", page.read_text(), flags=re.MULTILINE
     ):
@@ -207,9 +207,7 @@ def test_commands_exist(page):
 
 @every_page
 def test_python_blocks_run(page, monkeypatch):
-    """Those marked `python run` run, with a tiny model for the one they name; the others are
-    parsed.
-    """
+    """Blocks marked `python run` run with a tiny model; the others are parsed."""
     for mark, code in python_blocks(page):
         compiled = compile(
             code.replace('"smollm2"', repr(str(tiny_model_with_text()))), page.name, "exec"

@@ -1,5 +1,4 @@
-"""Who may import whom, downwards only (ARCHITECTURE.md draws the rules), and what importing
-costs."""
+"""Import rules: downwards only (ARCHITECTURE.md draws them), no circles, and quick to load."""
 
 import ast
 import subprocess
@@ -42,7 +41,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def allowed(part: str) -> set[str]:
-    """A part itself, the leaves, and whatever stands below it."""
+    """Returns a part itself, the leaves, and all parts below it."""
     return {part} | LEAVES | {name for below in BELOW.get(part, set()) for name in allowed(below)}
 
 
@@ -80,8 +79,8 @@ def test_the_engine_and_the_text_know_no_arrays():
 
 
 NEEDS_TORCH = ROOT / "backends" / "torch"
-"""Below it PyTorch is there: whoever imports from it has asked `backends/devices.py` first, inside
-a function.
+"""Folder whose modules may import PyTorch at their top; importers check `backends/devices.py`
+first, inside a function.
 """
 
 
@@ -107,7 +106,7 @@ def python(code: str) -> str:
 
 @pytest.mark.alone
 def test_importing_octavo_is_quick_and_pulls_in_nothing():
-    """In time of a processor: beside other work the clock says nothing."""
+    """Importing octavo costs little processor time; the clock would count other work."""
     code = (
         "import time; t = time.process_time(); import octavo; import sys; print(time.process_time()"
         " - t, 'numpy' in sys.modules)"

@@ -1,5 +1,6 @@
-"""The script that measures a GPU, over shapes that a CPU computes in seconds: its rows, the
-arithmetic of its bounds, and what it leaves where a section fails."""
+"""The GPU benchmark over shapes that a CPU computes in seconds: its rows, its bounds' arithmetic,
+and its failed sections.
+"""
 
 import json
 import subprocess
@@ -69,7 +70,7 @@ def test_the_arithmetic_of_bounds():
 
 
 def test_what_an_8b_model_reads_and_computes():
-    """Llama-3-8B: 8.03 billion numbers, of which the embedding's half billion are looked up."""
+    """Llama-3-8B has 8.03 billion numbers, of which the embedding's half billion are looked up."""
     shape = LLAMA_8B
     matrices = shape.layers * shape.layer_numbers + shape.vocab * shape.hidden
     norms = (2 * shape.layers + 1) * shape.hidden
@@ -109,8 +110,8 @@ class At:
 
 
 def test_steady_steps_of_a_device():
-    """Periods of 10 ms in which the device waits 1 ms each, and the host 4; the first steps, and
-    those of others, are left out.
+    """The device idles 1 ms in a steady 10 ms step and the host 4; the first steps, and others', are
+    left out.
     """
     steps = [Step(2, 9, 40, 0.0, At(0), At(1))]
     steps += [
@@ -205,7 +206,7 @@ def test_reports_of_the_suite(tmp_path):
 
 
 def test_a_section_that_is_not_through_in_time_is_ended(tmp_path):
-    """Nor does one that cannot be found stop the others."""
+    """A section that exceeds its time is ended, and one that does not exist stops no other."""
     args, results = parsed(["--tiny", "--device", "cpu"]), GpuResults(tmp_path / "part")
     run(GpuSection("ceilings", 1.2), args, results, 2e9)
     run(GpuSection("nothing", 60), args, results, 4e9)
@@ -222,7 +223,7 @@ def test_a_section_that_is_not_through_in_time_is_ended(tmp_path):
 
 
 def written(tmp_path, sections, *more):
-    """The rows that a run leaves, and its output."""
+    """Runs a section; returns its rows and its output."""
     path = tmp_path / "made.jsonl"
     command = [
         sys.executable,
@@ -273,7 +274,7 @@ def test_a_run_over_an_engine(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_over_everything(tmp_path):
-    """Triton's kernels in its interpreter."""
+    """A run over all sections passes, Triton's kernels in its interpreter."""
     names = [section.name for stage in STAGES for section in stage if section.instead_of is None]
     rows, out = written(tmp_path, "/".join(names), "--budget", "900")
     works = {row["work"] for row in rows if "work" in row}

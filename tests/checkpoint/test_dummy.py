@@ -23,7 +23,7 @@ from tests.support.tiny_models import tiny_model
 
 @pytest.fixture
 def config(tmp_path):
-    """The path of a config.json, alone."""
+    """The path of a lone config.json."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_model("llama", hidden_size=64, intermediate_size=96).config))
     return path

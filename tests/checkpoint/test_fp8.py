@@ -40,7 +40,7 @@ IDS = np.random.default_rng(1).integers(0, 250, 60)
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_lossless(tmp_path: Path, scheme: str) -> None:
-    """Odd sizes: the last blocks are cut off."""
+    """Packing is lossless for odd sizes too, whose last blocks are cut off."""
     meant = in_fp8(tiny_model("llama"), tmp_path, scheme)
     checkpoint = open_checkpoint(tmp_path)
     for name, tensor in meant.items():
@@ -78,8 +78,8 @@ def test_models_equal_transformers(tmp_path: Path, family: str, scheme: str) -> 
 
 
 def test_headers_say_how_matrices_are_stored(tmp_path: Path) -> None:
-    """From the files and from config.json alone: the torch backend would take as much as it does
-    take.
+    """The footprint from the files, or from config.json alone, is the memory that the torch backend
+    takes.
     """
     for scheme, name in (("channel", "F8_E4M3"), ("blocks", "F8_E4M3:16")):
         folder = tmp_path / scheme
@@ -105,7 +105,7 @@ def test_headers_say_how_matrices_are_stored(tmp_path: Path) -> None:
 
 
 def test_the_other_backends_turn_it_into_what_they_have(tmp_path: Path) -> None:
-    """native refuses by name, and takes it in a precision of its own, within 2% in the mean."""
+    """The native backend refuses fp8 by name, and takes it converted, within 2% in the mean."""
     in_fp8(tiny_model("llama"), tmp_path, "channel")
     with pytest.raises(
         BackendUnavailable, match=r"cannot pack model.layers.0.*: fp8 codes\nhint: --dtype bfloat16"

@@ -1,5 +1,5 @@
 """GGUF checkpoints against the transformers models they were made of, and every way a file can be
-unsound.
+damaged.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_plain_floats_are_mapped(llama: Path) -> None:
 
 
 def resident_bytes(file: Path) -> int:
-    """Of the file's mapping in this process."""
+    """Returns the resident bytes of a file's mapping in this process."""
     mappings = Path("/proc/self/smaps").read_text().split("\nVmFlags")
     lines = next(mapping for mapping in mappings if str(file) in mapping).splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
@@ -171,7 +171,7 @@ def resident_bytes(file: Path) -> int:
 def test_what_was_read_is_let_go_of_and_read_again(
     llama: Path, tmp_path: Path, is_directory: bool
 ) -> None:
-    """A mapped file counts as its process's memory while its bytes are shown there."""
+    """A mapped file's pages can be released, and are read again on demand."""
     if is_directory:
         tiny_model("llama").save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path if is_directory else llama)
@@ -195,7 +195,7 @@ def test_truncated_everywhere_is_one_clear_error(llama: Path, tmp_path: Path) ->
 @settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_damaged_headers_never_crash(llama: Path, data: st.DataObject) -> None:
-    """Any bytes changed in the header: it opens, or one SetupError says so."""
+    """A header with any bytes changed opens, or raises one SetupError."""
     content = bytearray(llama.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(4, 6000))] = data.draw(st.integers(0, 255))
@@ -264,7 +264,9 @@ def test_directories(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_the_default_models_tensors_bitwise() -> None:
-    """Against gguf-py, tensor by tensor, of every kind and of both row orders."""
+    """The default model's tensors equal gguf-py's bit for bit, of every kind and both row
+    orders.
+    """
     path = resolve("smollm2")
     checkpoint = open_checkpoint(path)
     assert (

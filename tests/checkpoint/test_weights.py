@@ -19,7 +19,7 @@ from tests.support.tiny_models import WIDTHS_OF_32, tiny_model
 
 
 class Memory:
-    """A checkpoint of arrays."""
+    """A checkpoint of arrays in memory."""
 
     path = Path("memory")
     output_major = False
@@ -97,7 +97,7 @@ def test_a_slice_of_a_merged_matrix() -> None:
 
 
 def test_runs_of_rows() -> None:
-    """Each head's first two of three rows."""
+    """A cut may take each head's first two of three rows."""
     array = numbers(6, 5)
     loaded = WeightReader(Memory(w=array)).load(
         Weight("nope", (4, 5), ("w",), source_rows=6, row_step=3, row_run=2)
@@ -207,7 +207,9 @@ def test_with_int4_values_and_half_of_down_keep_eight_bits() -> None:
 
 
 def test_values_cut_from_a_merged_tensor_keep_eight_bits() -> None:
-    """GPT-2's q, k and v are three weights of one name."""
+    """Values cut from a merged tensor keep 8 bits; GPT-2's q, k and v are three weights of one
+    name.
+    """
     program = build_programs(tiny_model("gpt2", **WIDTHS_OF_32["gpt2"]).config)["decoder"]
     plan = packing_plan(program, "int4")
     merged = [
@@ -252,7 +254,7 @@ def test_what_int4_cannot_pack_is_refused_before_anything_is_read() -> None:
 def test_a_part_is_a_view_of_what_is_stored(
     weight: Weight, stored: tuple[int, ...], expected
 ) -> None:
-    """So nothing else of a mapped file is read."""
+    """A part of a weight is a view, so that nothing else of a mapped file is read."""
     array = numbers(*stored)
     loaded = WeightReader(Memory(w=array)).load(weight)
     np.testing.assert_array_equal(loaded.codes, expected(array))

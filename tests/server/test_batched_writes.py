@@ -9,7 +9,7 @@ from octavo.server.batched_writes import BatchedTransport, WriteBatch
 
 
 class Noted:
-    """A transport that notes what is done with it, in the list that several share."""
+    """A transport that notes its calls in a list shared with others."""
 
     def __init__(self, name, calls):
         self.name = name
@@ -56,9 +56,9 @@ def test_one_write_for_each_connection_after_whatever_is_ready():
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_connection_that_is_gone_keeps_nobody_waiting(run):
-    """What was written to it is dropped; uvloop refuses to write to it, and those behind it in the
-    batch must not pay for that.
+def test_a_closed_connection_delays_no_other(run):
+    """Writes to a closed connection are dropped and delay no other connection of the batch; uvloop
+    refuses them.
     """
 
     async def main():

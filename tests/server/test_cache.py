@@ -41,7 +41,7 @@ def http(server):
 
 
 def complete(http: httpx.Client, prompt: str, **fields) -> int:
-    """How many tokens of the prompt were found."""
+    """Returns the number of prompt tokens found in the prefix cache."""
     body = {
         "prompt": prompt,
         **{name: value for name, value in READABLE.items() if name != "extra_body"},
@@ -95,8 +95,8 @@ def test_what_is_found_is_counted(http, server):
 
 
 def test_who_shares_blocks_is_told(server, http):
-    """Eight samples of a prompt of five blocks, all but the last of them full. The engine stands
-    still while it is looked at.
+    """Eight samples of one prompt share all of its five blocks but the last; the engine is paused
+    while its state is read.
     """
     body = LONG | {"prompt": "x" * 70, "n": 8, "max_tokens": 1900, "stream": True}
     with server.http() as other, http.stream("POST", "/v1/completions", json=body) as stream:
@@ -119,8 +119,8 @@ def test_who_shares_blocks_is_told(server, http):
 
 
 def test_two_servers_on_one_directory(tmp_path):
-    """Both write and remove all the time, in a directory that holds a fraction of what they use;
-    what they answer is the same.
+    """Two servers that write and remove all the time, in a directory far too small, answer as one
+    alone.
     """
     options = (
         f"--prefix-cache-dir={tmp_path}",

@@ -115,7 +115,7 @@ def test_stop(client):
 
 
 def test_an_answer_without_text(http):
-    """The end of sequence at once: a role, an end, no text."""
+    """An answer that ends at once has a role and an end, but no text."""
     body = {"messages": HELLO, "allowed_token_ids": [2], "stream": True}
     first, last = (
         event["choices"][0]

@@ -11,7 +11,7 @@ def complete(client, prompt="Hello", **options):
 
 
 def streamed(client, **options):
-    """Texts by choice, finish reasons by choice, the chunks."""
+    """Returns the texts by choice, the finish reasons by choice, and the chunks."""
     chunks = list(complete(client, stream=True, **options))
     texts, reasons = {}, {}
     for chunk in chunks:
@@ -59,7 +59,7 @@ def test_several_prompts_are_answered_in_order(client, as_ids):
 
 
 ROUNDING = 1e-5 if chosen_backend("native") == "torch" else 0
-"""Bitwise, but on torch, which serves these tests without batch_invariant."""
+"""Tolerance of logprobs: none, but on torch, which serves these tests without batch_invariant."""
 
 
 def test_a_stream_says_what_the_whole_answer_says(client):
@@ -100,9 +100,7 @@ def test_usage_at_the_end_of_a_stream(client):
 
 
 def test_the_best_of_several(client):
-    """Those of the n samples that are the most likely, in that order; all that were made are paid
-    for.
-    """
+    """The answer holds the most likely of the n samples, in order; the usage counts all samples."""
     every = complete(client, n=5, logprobs=0).choices
     ranked = sorted(every, key=lambda choice: -sum(choice.logprobs.token_logprobs))
     answer = complete(client, n=2, best_of=5)
@@ -114,8 +112,8 @@ def test_the_best_of_several(client):
 
 
 def test_a_beam_search(http):
-    """As vLLM's clients ask for one: n of as many beams; or with a width of their own. The best
-    first, each with its score.
+    """A beam search, asked for as vLLM's clients do, gives n beams, or of `beam_width` the best n,
+    with scores.
     """
     body = {
         "model": "tiny",

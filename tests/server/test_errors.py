@@ -1,5 +1,5 @@
-"""Errors: one form of body, one message that says what, got and allowed, no traceback, and the
-server goes on.
+"""Errors over HTTP: one form of body, a message with what, got and allowed, no traceback, and a
+server that goes on.
 """
 
 import openai

@@ -1,5 +1,5 @@
-"""Our own faults: a request that cannot be computed fails alone, and nobody learns what the inside
-looks like.
+"""Faults of the engine: a request that cannot be computed fails alone, and its error shows nothing
+of the inside.
 """
 
 import asyncio
@@ -122,7 +122,9 @@ def hanging():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_hangs_the_engine_fails_and_the_others_go_on(hanging, stream):
-    """The whole story over HTTP: /health is red with the reason meanwhile."""
+    """A request that hangs the engine fails alone; until the engine is replaced /health names the
+    reason.
+    """
     prompts = {"good": [5, 6, 7], "bad": [5, HANGS], "other": [9] * 30}
     health = []
 

@@ -60,7 +60,7 @@ def test_it_says_what_it_does_and_a_line_to_try(server):
 
 
 def family_of(pid):
-    """A process and all that it and its own have started."""
+    """Returns a process and all of its descendants."""
     children = [
         int(child)
         for path in Path(f"/proc/{pid}/task").glob("*/children")
@@ -71,7 +71,7 @@ def family_of(pid):
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_an_idle_server_uses_no_processor(server, http, seconds):
-    """Front and core, after work and with a connection open."""
+    """Front and core are idle after work, even with a connection open."""
     http.post("/v1/completions", json=GOOD)
     time.sleep(0.3)
     pids = family_of(server.process.pid)
@@ -184,7 +184,7 @@ def check_replaced(server, reason):
 
 
 def test_an_engine_that_is_killed_is_replaced(start):
-    """A stream goes on in the new one with the tokens that it would have got."""
+    """A stream goes on in the new engine with the tokens that it would have had."""
     server = start()
     with server.http() as http:
         answer = http.post("/v1/completions", json=STEADY).json()
@@ -228,8 +228,8 @@ def test_an_idle_engine_that_is_killed_is_replaced(start):
 
 
 def test_an_engine_that_hangs_is_replaced(start):
-    """A stopped process is one whose step gets nowhere: /health says so until there is another; the
-    answer is what it would have been.
+    """A core that makes no progress is replaced; /health says so until then, and the answer is the
+    same.
     """
     server = start("--stall-timeout=1")
     body = {
@@ -366,7 +366,7 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(start, tmp_path, flag, message):
-    """Before the weights are read."""
+    """Options that cannot be are refused before the weights are read."""
     server = start(f"--prefix-cache-dir={tmp_path}", flag, wait=False)
     assert server.process.wait(20) == 2
     assert until(
@@ -416,7 +416,9 @@ def test_a_model_without_a_tokenizer_serves_token_ids(start):
 
 
 def test_while_the_model_loads_the_answer_is_503(start):
-    """Asked as soon as the port is open; a tiny model may be there before anyone can ask."""
+    """A request while the model loads is answered with 503, unless the tiny model has loaded
+    already.
+    """
     seen = set()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -84,8 +84,8 @@ def test_a_chat_that_is_left_ends(server):
 
 
 @pytest.mark.alone
-def test_a_slow_reader_holds_up_nobody_and_loses_nothing(server, http):
-    """What it has not read yet comes together in fewer, larger events."""
+def test_a_slow_reader_delays_no_other_and_loses_nothing(server, http):
+    """A slow reader gets all its text in fewer, larger events, and delays no other stream."""
     body = LONG | {"n": 4, "stream": True, "seed": 5, "allowed_token_ids": LETTERS}
     host, port = server.url.removeprefix("http://").split(":")
     with socket.socket() as slow:
@@ -131,7 +131,7 @@ def test_many_prompts_stream_together(http):
 
 
 def test_metrics_answer_while_streams_run(server):
-    """The gauges move; nothing waits for the streams."""
+    """The gauges move while streams run, and the metrics do not wait for them."""
     seen = []
 
     def watch():

@@ -1,4 +1,4 @@
-"""Who asks and how urgently: priorities, tenants, and 429 where too many wait."""
+"""Priorities, tenants, and 429 where too many requests wait."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Why it took so long, told over HTTP: whole answers, streams, chats and jobs."""
+"""Timings of a request over HTTP: whole answers, streams, chats and jobs."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.live_server import LiveServer, events_of, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 NUM_HELD = 4 if chosen_backend("native") == "torch" else 20
-"""A step of torch takes many times as long."""
+"""Number of requests that fill the cache; fewer on torch, whose steps take many times as long."""
 PROMPTS = [[token] * 400 for token in range(40, 40 + NUM_HELD)]
 HOLD = {
     "prompt": PROMPTS,
@@ -16,7 +16,7 @@ HOLD = {
     "stream": True,
     "return_token_ids": True,
 }
-"""One runs after the other, since none leaves room for another."""
+"""A request that leaves no room for another, so that several run one after the other."""
 WAIT = {"prompt": [6] * 400, "max_tokens": 3, "ignore_eos": True, "timings": True}
 
 
@@ -32,7 +32,7 @@ def small():
 
 @pytest.fixture
 def full(small):
-    """While they are running."""
+    """Requests that keep the cache full while a test runs."""
     with small.http() as http, http.stream("POST", "/v1/completions", json=HOLD) as response:
         lines = response.iter_lines()
         next(lines)

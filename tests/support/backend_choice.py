@@ -1,5 +1,5 @@
-"""The backend that `pytest --backend` names: the only one of those that tests have as a parameter,
-and that of tests which name none.
+"""The backend of `pytest --backend`: the only one of tests with a backend parameter, and the
+default of others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ def chosen_backend(default: str) -> str:
 
 
 def backend_flags() -> list[str]:
-    """For a command; [] where no backend is chosen."""
+    """Returns a command's backend flags; [] where no backend is chosen."""
     chosen = os.environ.get(VARIABLE)
     return [] if chosen is None else [f"--backend={chosen}"]

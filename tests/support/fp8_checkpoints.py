@@ -1,5 +1,5 @@
-"""Tiny models whose projections are stored in fp8, as compressed-tensors and DeepSeek-V3 have them,
-and what the formats say they mean.
+"""Tiny models whose projections are stored in fp8, in the forms of compressed-tensors and
+DeepSeek-V3, and the formats' own meaning.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 
 def in_fp8(tiny: TinyModel, folder: Path, scheme: str) -> dict[str, torch.Tensor]:
-    """Writes the model into the folder; the weights that the file stands for, by name, in fp32."""
+    """Writes the model into the folder; returns the weights that the file stands for, by name, in
+    fp32.
+    """
     shutil.copytree(tiny.path, folder, dirs_exist_ok=True)
     (folder / "config.json").write_text(
         json.dumps(tiny.config | {"quantization_config": SCHEMES[scheme]})
@@ -79,7 +81,7 @@ def in_fp8(tiny: TinyModel, folder: Path, scheme: str) -> dict[str, torch.Tensor
 
 
 def quantised(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales as the file has them, and scales that broadcast over the codes."""
+    """Returns codes, scales as the file has them, and scales that broadcast over the codes."""
     if scheme in ("tensor", "static"):
         scales = (weight.abs().max() / 448).reshape([1] if scheme == "tensor" else [])
         spread = scales.reshape(1, 1)

@@ -1,4 +1,4 @@
-"""A server in a process of its own, as `octavo serve` starts it, and what its clients need."""
+"""A server in a process of its own, as `octavo serve` starts it, and helpers for its clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ START_S = 120
 
 
 class LiveServer:
-    """Ready when made, unless `wait` is False. `lines` is what it has said on stderr."""
+    """A server that is ready when made, unless `wait` is False; `lines` holds its stderr."""
 
     def __init__(
         self, model: str, *arguments: str, wait: bool = True, key: str | None = None
@@ -56,7 +56,7 @@ class LiveServer:
             self.wait()
 
     def wait(self) -> None:
-        """Until it serves."""
+        """Waits until the server is ready."""
         if not (self._said_enough.wait(START_S) and self.url):
             self.process.kill()
             raise RuntimeError("the server did not start:\n" + "\n".join(self.lines))
@@ -76,7 +76,7 @@ class LiveServer:
 
     @property
     def core_pid(self) -> int:
-        """The engine's process, the only child."""
+        """Process id of the engine, the only child."""
         (pid,) = self.children
         return pid
 
@@ -97,12 +97,12 @@ class LiveServer:
         )
 
     def metric(self, name: str) -> float:
-        """A series that has no labels of its own."""
+        """Returns the value of a series that has no labels of its own."""
         text = httpx.get(f"{self.url}/metrics", headers=self.headers).text
         return float(re.findall(rf"^octavo:{name}\{{.*\}} (\S+)$", text, re.MULTILINE)[0])
 
     def stop(self, sign: int = signal.SIGTERM) -> int:
-        """The exit code."""
+        """Stops the server; returns its exit code."""
         self.process.send_signal(sign)
         return self.process.wait(20)
 
@@ -116,7 +116,7 @@ class LiveServer:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that any of its threads has started."""
+    """Returns the processes started by any thread of a process."""
     return [
         int(child)
         for path in Path(f"/proc/{pid}/task").glob("*/children")
@@ -125,7 +125,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Neither gone nor waiting to be buried."""
+    """Returns whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -133,14 +133,14 @@ def runs(pid: int) -> bool:
 
 
 def events_of(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """A stream's events; [DONE] must be the last."""
+    """Returns a stream's events; checks that [DONE] is the last."""
     lines = [line.removeprefix("data: ") for line in lines if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
-    """Whether it became true in time."""
+    """Polls a condition; returns whether it became true in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -150,7 +150,7 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
 
 
 def ids_of(text: str) -> list[int]:
-    """Token ids of the tiny tokenizer: one for each byte."""
+    """Returns the tiny tokenizer's token ids: one for each byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_as_letters = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
@@ -166,7 +166,7 @@ READABLE: dict[str, Any] = {
     "seed": 3,
     "extra_body": {"allowed_token_ids": LETTERS, "ignore_eos": True},
 }
-"""What a random model writes is one of eight letters, 24 times."""
+"""Parameters with which a random model writes one of eight letters, 24 times."""
 
 LONG: dict[str, Any] = {
     "prompt": "Hello",
@@ -175,4 +175,4 @@ LONG: dict[str, Any] = {
     "temperature": 1,
     "ignore_eos": True,
 }
-"""Takes a second or two, even with a tiny model."""
+"""Parameters of a request that takes a second or two, even with a tiny model."""

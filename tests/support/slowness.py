@@ -1,16 +1,16 @@
-"""How slow this machine is just now: bounds on Python's time hold for one that does nothing else,
-and CI's may do much.
+"""Slowness of this machine now, by which bounds on Python's time are scaled: they hold for an idle
+one.
 """
 
 import time
 
 LOOP_US = 80
-"""What the loop takes where the bounds were measured (one core of an EPYC, 2026)."""
+"""Microseconds of the loop where the bounds were measured (one core of an EPYC, 2026)."""
 
 
 def slowness():
-    """How much longer than there the interpreter takes for a loop of its own, at least 1. The 20th
-    percentile, as of what is measured.
+    """Returns how many times longer the interpreter takes for a loop than LOOP_US, at least 1, as
+    the 20th percentile of many runs.
     """
     times = []
     for _ in range(200):

@@ -63,7 +63,7 @@ def tiny_model(architecture: str) -> PreTrainedModel:
 
 
 def interleave(array: np.ndarray, heads: int) -> np.ndarray:
-    """Rows in halves to rows in rotary pairs, as the converter does for llama."""
+    """Converts rows in halves to rows in rotary pairs, as the converter does for llama."""
     return (
         array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
         .swapaxes(1, 2)
@@ -102,8 +102,8 @@ def write_tiny_gguf(
     tokens: int = 0,
     extra: dict[str, object] | None = None,
 ) -> Path:
-    """The model's tensors in `kind`, 1-D ones in F32; `tokens` > 0 adds a vocabulary of so many (id
-    2 is an end of turn).
+    """Writes the model's tensors in `kind`, 1-D ones in F32; `tokens` > 0 adds a vocabulary of that
+    size, in which id 2 ends a turn.
     """
     writer = gguf.GGUFWriter(path, architecture)
     _hyperparameters(writer, architecture, model.config)
