@@ -29,13 +29,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from octavo.backends.batch import StepBatch
+from octavo.backends.batch import StepBatch, sampling_records
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention.call import AttentionCall
 from octavo.backends.torch.attention.query_rows import query_rows_of
 from octavo.backends.torch.device_weight import DeviceLevels, DeviceWeight
+from octavo.backends.torch.draws import record_words
 from octavo.backends.torch.kv_cache import KvTensor
-from octavo.backends.torch.plain import Cuts
 from octavo.backends.torch.step import step_arrays
 from octavo.backends.torch.triton import attention_tiles, packed_linear, pick, tuning
 from octavo.backends.torch.triton.attention import TritonAttention
@@ -214,23 +214,15 @@ def pick_task(vocab_size: int) -> Task:
     """Makes the task of draws whose rows have top_k and top_p."""
     batches = []
     for count in (1, 32):
-        z = 3 * torch.randn((count, vocab_size), dtype=torch.float64, device=DEVICE)
-        cuts = Cuts(
-            torch.full((count,), 50, dtype=torch.int32, device=DEVICE),
-            torch.full((count,), 0.9, device=DEVICE),
-        )
-        batches.append(
-            (
-                z,
-                torch.exp(z - z.amax(dim=1, keepdim=True)),
-                torch.rand(count, dtype=torch.float64, device=DEVICE),
-                cuts,
-            )
-        )
+        d = 3 * torch.randn((count, vocab_size), dtype=torch.float64, device=DEVICE)
+        d -= d.amax(dim=1, keepdim=True)
+        records = sampling_records(count, position=np.arange(count), top_k=50, top_p=0.9)
+        words = torch.from_numpy(record_words(records)).to(DEVICE)
+        batches.append((d, torch.exp(d), words))
 
     def run() -> None:
         for batch in batches:
-            pick.pick(*batch, device_name(DEVICE))
+            pick.pick(*batch, cuts=True, device=device_name(DEVICE))
 
     return Task({"vocab_size": vocab_size}, pick, run)
 

@@ -170,11 +170,8 @@ class Alone:
     def draws(self) -> None:
         rows = 3 if self.settings.tiny else 128
         logits = torch.randn(rows, self.shape.vocab, device=self.device).bfloat16()
-        inputs = {"target_ids": torch.full((rows,), -1, dtype=torch.int32, device=self.device)}
         kernels = TritonKernels(self.device)
-        taken = seconds(
-            lambda: draw(logits, inputs, GREEDY, kernels), self.device, rounds=self.rounds
-        )
+        taken = seconds(lambda: draw(logits, {}, GREEDY, kernels), self.device, rounds=self.rounds)
         self.emit(
             timed(
                 "draw, greedy",

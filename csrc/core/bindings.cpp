@@ -143,6 +143,7 @@ void check_blocks(const KvMemory& kv, int group, int first, int count) {
 NB_MODULE(_native, m) {
     m.def("supported_levels", &supported_levels, "Instruction-set levels that this machine runs, best last.");
     m.attr("SAMPLE_CHUNK") = kSampleChunk;
+    m.attr("SAMPLING_RECORD") = sampling_record();
 
     nb::class_<Device>(m, "Device")
         .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)

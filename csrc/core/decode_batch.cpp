@@ -35,14 +35,16 @@ DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_steps, cons
     positions_ = copy(first.positions, num * first.num_axes);
     context_lens_ = copy(first.context_lens, num * num_groups);
     slots_ = copy(first.slots, num * num_groups);
-    draw_positions_ = copy(first.sampling.positions, num);
+    records_ = copy(first.sampling.records, num);
     history_starts_ = copy(first.sampling.history_starts, num + 1);
     history_ids_ = copy(first.sampling.history_ids, history);
     history_counts_ = copy(first.sampling.history_counts, history);
-    batch_.token_ids = token_ids_.data(), batch_.places = places_.data(),
-    batch_.positions = positions_.data(), batch_.context_lens = context_lens_.data(),
+    batch_.token_ids = token_ids_.data();
+    batch_.places = places_.data();
+    batch_.positions = positions_.data();
+    batch_.context_lens = context_lens_.data();
     batch_.slots = slots_.data();
-    batch_.sampling.positions = draw_positions_.data(),
+    batch_.sampling.records = records_.data();
     batch_.sampling.history_starts = history_starts_.data();
 }
 
@@ -51,11 +53,11 @@ bool DecodeBatch::advance() {
     for (int r = 0; r < batch_.num_requests; r++) {
         const int32_t token = batch_.sampling.out_ids[r];
         token_ids_[r] = token;
-        draw_positions_[r]++;
+        records_[r].position++;
         place(r);
         count(r, token);
     }
-    batch_.sampling.history_ids = history_ids_.data(),
+    batch_.sampling.history_ids = history_ids_.data();
     batch_.sampling.history_counts = history_counts_.data();
     next_results();
     return true;
@@ -85,8 +87,7 @@ void DecodeBatch::place(int request) {
 
 // The token is one more that was generated. Requests without penalties have no history.
 void DecodeBatch::count(int request, int32_t token) {
-    const SampleArgs& s = batch_.sampling;
-    if (s.repetition[request] == 1 && s.presence[request] == 0 && s.frequency[request] == 0) return;
+    if (!records_[request].has_penalty()) return;
     const auto first = history_ids_.begin() + history_starts_[request],
                last = history_ids_.begin() + history_starts_[request + 1];
     const auto at = std::find(first, last, token) - history_ids_.begin();
@@ -102,10 +103,13 @@ void DecodeBatch::count(int request, int32_t token) {
 void DecodeBatch::next_results() {
     SampleArgs& s = batch_.sampling;
     const int num = batch_.num_requests;
-    s.out_ids += num, s.out_failed += num;
-    if (s.out_logprobs)
-        s.out_logprobs += num, s.out_ranks += num, s.out_top_ids += (int64_t)num * s.max_top,
-            s.out_top_logprobs += (int64_t)num * s.max_top;
+    s.out_ids += num;
+    s.out_failed += num;
+    if (!s.out_logprobs) return;
+    s.out_logprobs += num;
+    s.out_ranks += num;
+    s.out_top_ids += (int64_t)num * s.max_top;
+    s.out_top_logprobs += (int64_t)num * s.max_top;
 }
 
 }  // namespace octavo

@@ -41,7 +41,7 @@ class DecodeBatch {
     const EndTokens ends_;
     std::vector<int32_t> token_ids_, places_, positions_, context_lens_, slots_, history_starts_,
         history_ids_, history_counts_;
-    std::vector<uint32_t> draw_positions_;
+    std::vector<SamplingRecord> records_;
 };
 
 }  // namespace octavo

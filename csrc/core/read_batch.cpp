@@ -1,6 +1,8 @@
 #include "read_batch.h"
 
+#include <cstddef>
 #include <stdexcept>
+#include <type_traits>
 
 #include "arrays.h"
 
@@ -37,27 +39,33 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
     a.max_top = (int)top_ids.shape(1);
 }
 
-SampleArgs read_sampling(const nb::object& sampling) {
+// NumPy's code of a number of 4 or 8 bytes.
+template <typename T>
+const char* format_of() {
+    if (std::is_same_v<T, float>) return "f4";
+    if (sizeof(T) == 8) return std::is_signed_v<T> ? "i8" : "u8";
+    return std::is_signed_v<T> ? "i4" : "u4";
+}
+
+// NumPy's structured types do not cross as arrays; their bytes do.
+const SamplingRecord* records_of(const nb::object& sampling, size_t num_draws) {
+    const nb::object records = sampling.attr("records"), bytes = records.attr("view")("uint8");
+    Array<uint8_t> array;
+    if (!nb::try_cast<Array<uint8_t>>(bytes, array, false) ||
+        array.size() != num_draws * sizeof(SamplingRecord))
+        throw nb::type_error("records: not a C-contiguous array of one SAMPLING_RECORD for each sampled row");
+    return (const SamplingRecord*)array.data();
+}
+
+SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
     SampleArgs a{};
-    a.temperatures = numbers<float>(sampling, "temperatures");
-    a.top_ks = numbers<int32_t>(sampling, "top_ks");
-    a.top_ps = numbers<float>(sampling, "top_ps");
-    a.min_ps = numbers<float>(sampling, "min_ps");
-    a.seeds = numbers<uint64_t>(sampling, "seeds");
-    a.sample_indices = numbers<uint32_t>(sampling, "sample_indices");
-    a.positions = numbers<uint32_t>(sampling, "positions");
-    a.targets = numbers<int32_t>(sampling, "target_ids");
-    a.num_logprobs = numbers<int32_t>(sampling, "num_logprobs");
-    a.repetition = numbers<float>(sampling, "repetition_penalties");
-    a.presence = numbers<float>(sampling, "presence_penalties");
-    a.frequency = numbers<float>(sampling, "frequency_penalties");
+    a.records = records_of(sampling, num_draws);
     a.history_starts = numbers<int32_t>(sampling, "history_starts");
     a.history_ids = numbers<int32_t>(sampling, "history_ids");
     a.history_counts = numbers<int32_t>(sampling, "history_counts");
     a.bias_starts = numbers<int32_t>(sampling, "bias_starts");
     a.bias_ids = numbers<int32_t>(sampling, "bias_ids");
     a.bias_values = numbers<float>(sampling, "bias_values");
-    a.allowed = numbers<int32_t>(sampling, "allowed");
     a.allowed_masks = (const uint8_t*)numbers<bool>(sampling, "allowed_masks");
     return a;
 }
@@ -88,12 +96,43 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     const nb::object sampling = batch.attr("sampling");
     b.draws = !sampling.is_none();
     if (b.draws) {
-        b.sampling = read_sampling(sampling);
+        b.sampling = read_sampling(sampling, b.num_samples);
         read_results(b.sampling, output.attr("samples"), (size_t)b.num_samples * num_steps);
     } else {
         b.out_logits = nb::cast<Out<float>>(output.attr("arrays")["logits"]).data();
     }
     return b;
+}
+
+nb::dict sampling_record() {
+    nb::list names, formats, offsets;
+    const auto add = [&](const char* name, const char* format, size_t offset) {
+        names.append(name);
+        formats.append(format);
+        offsets.append(offset);
+    };
+#define OCTAVO_FIELD(name) \
+    add(#name, format_of<decltype(SamplingRecord::name)>(), offsetof(SamplingRecord, name))
+    OCTAVO_FIELD(seed);
+    OCTAVO_FIELD(position);
+    OCTAVO_FIELD(sample_index);
+    OCTAVO_FIELD(temperature);
+    OCTAVO_FIELD(top_p);
+    OCTAVO_FIELD(min_p);
+    OCTAVO_FIELD(repetition_penalty);
+    OCTAVO_FIELD(presence_penalty);
+    OCTAVO_FIELD(frequency_penalty);
+    OCTAVO_FIELD(top_k);
+    OCTAVO_FIELD(target_id);
+    OCTAVO_FIELD(num_logprobs);
+    OCTAVO_FIELD(allowed_mask);
+#undef OCTAVO_FIELD
+    nb::dict type;
+    type["names"] = names;
+    type["formats"] = formats;
+    type["offsets"] = offsets;
+    type["itemsize"] = sizeof(SamplingRecord);
+    return type;
 }
 
 EndTokens read_end_tokens(const nb::object& steps, int num_requests) {

@@ -17,4 +17,7 @@ Batch read_batch(const nanobind::object& batch, const nanobind::object& output, 
 // The tokens that end the `num_requests` requests of a DecodeSteps.
 EndTokens read_end_tokens(const nanobind::object& steps, int num_requests);
 
+// SamplingRecord as the dict that numpy.dtype takes, for Python to compare with its own.
+nanobind::dict sampling_record();
+
 }  // namespace octavo

@@ -1,13 +1,12 @@
 // Drawing one token from a row of logits. The rules, and their order, are those of backends/sampling.py,
-// which tests hold this to.
-//
-// bias, bans and penalties; temperature (0: the best, lowest id first); min_p; top_k; top_p; then the inverse
-// of the cumulative distribution over the kept tokens in id order, at a point that Philox4x32-10 gives
-// (Salmon et al. 2011). Logprobs are of the raw logits.
+// which tests hold this to: bias, bans and penalties; at temperature 0 the best; else min_p, top_k and top_p,
+// then the largest sum of (logit - best logit) / temperature and the token's noise. Logprobs are of the raw
+// logits.
 #pragma once
 #include <algorithm>
 #include <cfloat>
 
+#include "noise.inl"
 #include "simd.h"
 #include "table.h"
 
@@ -15,32 +14,17 @@ namespace octavo {
 namespace {
 
 struct Candidate {
-    float logit, p;
+    float logit;
     int32_t id;
+    float weight = 0;  // where top_p counts it
 };
 inline bool better(const Candidate& a, const Candidate& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// Scratch: adjusted logits [V padded], probabilities [V padded], then candidates [V].
+// Scratch: changed logits [V], then candidates [V].
 inline size_t padded_vocab(int vocab) { return ((size_t)vocab + 15) / 16 * 16; }
-size_t sample_scratch_bytes(int vocab) {
-    return padded_vocab(vocab) * (2 * sizeof(float) + sizeof(Candidate));
-}
-
-// Uniform in [0, 1), 53 bits.
-double philox_uniform(uint64_t seed, uint32_t position, uint32_t sample_index, uint32_t draw) {
-    uint32_t c[4] = {position, sample_index, draw, 0}, key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    for (int round = 0; round < 10; round++) {
-        const uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
-        const uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ key[0], (uint32_t)b,
-                                  (uint32_t)(a >> 32) ^ c[3] ^ key[1], (uint32_t)a};
-        std::memcpy(c, next, sizeof c);
-        key[0] += 0x9E3779B9u;
-        key[1] += 0xBB67AE85u;
-    }
-    return (double)(((uint64_t)c[0] << 21) | (c[1] >> 11)) * 0x1p-53;
-}
+size_t sample_scratch_bytes(int vocab) { return padded_vocab(vocab) * (sizeof(float) + sizeof(Candidate)); }
 
 bool holds_nan(const float* x, int n) {
     vi bad = {};
@@ -61,8 +45,34 @@ int best_id(const float* x, int n) {
     float value = max_lanes(best);
     for (; i < n; i++) value = std::max(value, x[i]);
     int id = 0;
+    while (id + kLanes <= n && !any_lane((vi)(load(x + id) == splat(value)))) id += kLanes;
     while (id < n - 1 && x[id] != value) id++;
     return id;
+}
+
+// The `wanted` best of n logits, unsorted, to `best` (room for n); returns how many there are. Behind the
+// first few, most logits are below those that are kept: one look at sixteen of them.
+int best_of(const float* x, int n, int wanted, Candidate* best) {
+    const int most = wanted + std::max(wanted, 256);
+    int count = 0;
+    float least = -INFINITY;
+    const auto prune = [&] {
+        if (count <= wanted) return;
+        std::nth_element(best, best + wanted - 1, best + count, better);
+        count = wanted;
+        least = best[wanted - 1].logit;
+    };
+    for (int from = 0; from < n; from += kLanes) {
+        const int end = std::min(n, from + kLanes);
+        if (count >= wanted && end == from + kLanes && !any_lane((vi)(load(x + from) > splat(least))))
+            continue;
+        // An equal of the least kept one comes after it, having the higher id.
+        for (int id = from; id < end; id++)
+            if (count < wanted || x[id] > least) best[count++] = Candidate{x[id], id};
+        if (count >= most) prune();
+    }
+    prune();
+    return count;
 }
 
 // -- logprobs of the raw logits --
@@ -75,17 +85,23 @@ double log_sum_exp(const float* x, int n, float largest) {
     return (double)largest + std::log(total);
 }
 
-void write_logprobs(const SampleArgs& a, int at, const float* x, int token, int wanted, Candidate* space) {
-    const int best = best_id(x, a.vocab);
-    const double normal = log_sum_exp(x, a.vocab, x[best]);
+// Place of `token` in the order (logit down, id up), from 1.
+int rank_of(const float* x, int n, int token) {
+    const float logit = x[token];
     int rank = 1;
-    for (int id = 0; id < a.vocab; id++) rank += x[id] > x[token];
+    for (int id = 0; id < token; id++) rank += x[id] >= logit;
+    for (int id = token + 1; id < n; id++) rank += x[id] > logit;
+    return rank;
+}
+
+void write_logprobs(const SampleArgs& a, int at, const float* x, int token, Candidate* space) {
+    const double normal = log_sum_exp(x, a.vocab, x[best_id(x, a.vocab)]);
     a.out_logprobs[at] = (float)(x[token] - normal);
-    a.out_ranks[at] = rank;
-    const int top = std::min(wanted, a.vocab);
+    a.out_ranks[at] = rank_of(x, a.vocab, token);
+    const int top = std::min(a.records[at].num_logprobs, a.vocab);
     if (top <= 0) return;
-    for (int id = 0; id < a.vocab; id++) space[id] = Candidate{x[id], 0, id};
-    std::partial_sort(space, space + top, space + a.vocab, better);
+    best_of(x, a.vocab, top, space);
+    std::sort(space, space + top, better);
     for (int j = 0; j < top; j++) {
         a.out_top_ids[(int64_t)at * a.max_top + j] = space[j].id;
         a.out_top_logprobs[(int64_t)at * a.max_top + j] = (float)(space[j].logit - normal);
@@ -95,99 +111,216 @@ void write_logprobs(const SampleArgs& a, int at, const float* x, int token, int 
 // -- what changes the logits --
 
 void change_logits(const SampleArgs& a, int at, float* z) {
+    const SamplingRecord& record = a.records[at];
     for (int i = a.bias_starts[at]; i < a.bias_starts[at + 1]; i++) z[a.bias_ids[i]] += a.bias_values[i];
-    if (a.allowed[at] >= 0) {
-        const uint8_t* mask = a.allowed_masks + (int64_t)a.allowed[at] * a.vocab;
+    if (record.allowed_mask >= 0) {
+        const uint8_t* mask = a.allowed_masks + (int64_t)record.allowed_mask * a.vocab;
         for (int id = 0; id < a.vocab; id++)
             if (!mask[id]) z[id] = -INFINITY;
     }
     for (int i = a.history_starts[at]; i < a.history_starts[at + 1]; i++) {
         float& value = z[a.history_ids[i]];
-        value = value > 0 ? value / a.repetition[at] : value * a.repetition[at];
-        if (a.history_counts[i] > 0) value -= a.presence[at] + a.frequency[at] * (float)a.history_counts[i];
+        value = value > 0 ? value / record.repetition_penalty : value * record.repetition_penalty;
+        if (a.history_counts[i] > 0)
+            value -= record.presence_penalty + record.frequency_penalty * (float)a.history_counts[i];
     }
 }
 
-// -- the draw --
+// -- which tokens may be drawn --
 
-// The first token in id order whose cumulative probability exceeds `point` of the total.
-int draw_dense(const float* p, int vocab, double point) {
-    constexpr int kBlock = 256;
+// The changed logits of one row, and how they become weights: in fp64 one by one, in fp32 sixteen at a time.
+struct Row {
+    const SamplingRecord& record;
+    const float* z;
+    int vocab, best;
+
+    double distance(float logit) const { return ((double)logit - z[best]) / record.temperature; }
+    double weight(float logit) const { return std::exp(distance(logit)); }
+    OCTAVO_INLINE vf weights(vf logits) const {
+        return exp((logits - splat(z[best])) * std::min(1.0f / record.temperature, FLT_MAX));
+    }
+    // Sixteen logits from `from` on, -inf behind the last.
+    OCTAVO_INLINE vf logits(int from) const {
+        if (from + kLanes <= vocab) return load(z + from);
+        float rest[kLanes];
+        std::fill(rest, rest + kLanes, -INFINITY);
+        std::memcpy(rest, z + from, sizeof(float) * (vocab - from));
+        return load(rest);
+    }
+};
+
+// The next lower float at least, for bounds that may be too low but never too high.
+inline float rounded_down(double x) {
+    return std::nextafter((float)std::max(x, -(double)FLT_MAX), -INFINITY);
+}
+
+// The sum of all weights of min_p and more.
+double total_weight(const Row& row) {
+    const vf least = splat(row.record.min_p);
     double total = 0;
-    const auto block_sum = [&](int from) {
-        double sum = 0;
-        for (int i = from; i < from + kBlock && i < vocab; i += kLanes) sum += sum_lanes(load(p + i));
-        return sum;
-    };
-    for (int from = 0; from < vocab; from += kBlock) total += block_sum(from);
-    const double goal = point * total;
-    double sum = 0;
-    int from = 0;
-    for (; from + kBlock < vocab; from += kBlock) {
-        const double next = sum + block_sum(from);
-        if (next > goal) break;
-        sum = next;
+    for (int from = 0; from < row.vocab; from += kLanes) {
+        const vf weights = row.weights(row.logits(from));
+        total += sum_lanes(select((vi)(weights >= least), weights, vf{}));
     }
-    int last = -1;
-    for (int id = from; id < vocab; id++) {
-        if (p[id] <= 0) continue;
-        last = id;
-        sum += p[id];
-        if (sum > goal) return id;
-    }
-    while (last < 0 && --from >= 0)
-        if (p[from] > 0) last = from;
-    return last;
+    return total;
 }
 
-int draw_among(Candidate* kept, int count, double point) {
-    std::sort(kept, kept + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
-    double total = 0, sum = 0;
-    for (int i = 0; i < count; i++) total += kept[i].p;
-    for (int i = 0; i < count; i++) {
-        sum += kept[i].p;
-        if (sum > point * total) return kept[i].id;
-    }
-    return kept[count - 1].id;
-}
-
-// How many of the best candidates reach `top_p` of their total; they are sorted as far as needed.
-int keep_top_p(Candidate* kept, int count, float top_p) {
-    double total = 0, sum = 0;
-    for (int i = 0; i < count; i++) total += kept[i].p;
-    int sorted = 0;
-    for (int i = 0; i < count; i++) {
-        if (i == sorted) {
-            const int next = std::min(count, std::max(64, sorted * 4));
-            std::partial_sort(kept + sorted, kept + next, kept + count, better);
-            sorted = next;
-        }
-        sum += kept[i].p;
-        if (sum >= (double)top_p * total) return i + 1;
+// All tokens of min_p and more that can be among the shortest beginning of the order that reaches top_p of
+// `total`: the lighter ones together do not weigh what the beginning leaves.
+int heavy_tokens(const Row& row, double total, Candidate* heavy) {
+    const double share = (1 - (double)row.record.top_p) * total / row.vocab * 0.999;
+    const float least = rounded_down(row.z[row.best] + row.record.temperature * std::log(share));
+    int count = 0;
+    for (int from = 0; from < row.vocab; from += kLanes) {
+        const vf logits = row.logits(from);
+        if (!any_lane((vi)(logits >= splat(least)))) continue;
+        float weights[kLanes];
+        store(weights, row.weights(logits));
+        for (int id = from; id < from + kLanes && id < row.vocab; id++)
+            if (row.z[id] >= least && weights[id - from] >= row.record.min_p)
+                heavy[count++] = Candidate{row.z[id], id, weights[id - from]};
     }
     return count;
 }
 
-int draw(const SampleArgs& a, int at, const float* z, float* p, Candidate* kept) {
-    const float largest = z[best_id(z, a.vocab)], inverse = std::min(1.0f / a.temperatures[at], FLT_MAX);
-    for (size_t i = 0; i < padded_vocab(a.vocab); i += kLanes)
-        store(p + i, exp((load(z + i) - largest) * inverse));
-    const double point = philox_uniform(a.seeds[at], a.positions[at], a.sample_indices[at], 0);
-    const int top_k = a.top_ks[at];
-    if (top_k <= 0 && a.top_ps[at] >= 1 && a.min_ps[at] <= 0) return draw_dense(p, a.vocab, point);
-    int count = 0;
-    for (int id = 0; id < a.vocab; id++)
-        if (p[id] > 0 && p[id] >= a.min_ps[at]) kept[count++] = Candidate{z[id], p[id], id};
-    if (top_k > 0 && top_k < count) {
-        std::nth_element(kept, kept + top_k, kept + count, better);
-        count = top_k;
-    }
-    if (a.top_ps[at] < 1) count = keep_top_p(kept, count, a.top_ps[at]);
-    return draw_among(kept, count, point);
+// The best top_k tokens that min_p keeps, with their weights.
+int best_tokens(const Row& row, Candidate* best) {
+    const int count = best_of(row.z, row.vocab, row.record.top_k, best);
+    for (int i = 0; i < count; i++) best[i].weight = (float)row.weight(best[i].logit);
+    const auto end =
+        std::partition(best, best + count, [&](const Candidate& c) { return c.weight >= row.record.min_p; });
+    return (int)(end - best);
 }
 
-// Most logits are below the best by far: one look at all of them, and at each only where that fails (behind
-// `width` lies anything).
+// The last of the shortest beginning of the order that weighs `goal`, or of all. Halves the range that it
+// lies in, so that nothing is sorted.
+Candidate last_of_weight(Candidate* range, int count, double goal) {
+    while (count > 1) {
+        const int half = count / 2;
+        std::nth_element(range, range + half, range + count, better);
+        double weight = 0;
+        for (int i = 0; i < half; i++) weight += range[i].weight;
+        if (weight >= goal) {
+            count = half;
+        } else {
+            goal -= weight;
+            range += half;
+            count -= half;
+        }
+    }
+    return *range;
+}
+
+// The last token in the order (logit down, id up) that top_k and top_p keep. min_p may end that order
+// earlier.
+Candidate last_kept(const Row& row, Candidate* space) {
+    const SamplingRecord& record = row.record;
+    const bool cuts_k = record.top_k > 0 && record.top_k < row.vocab, cuts_p = record.top_p < 1;
+    if (!cuts_k && !cuts_p) return Candidate{-FLT_MAX, row.vocab};
+    if (!cuts_k) {
+        const double total = total_weight(row);
+        return last_of_weight(space, heavy_tokens(row, total, space), record.top_p * total);
+    }
+    const int count = best_tokens(row, space);
+    if (!cuts_p) return *std::max_element(space, space + count, better);
+    double total = 0;
+    for (int i = 0; i < count; i++) total += space[i].weight;
+    return last_of_weight(space, count, record.top_p * total);
+}
+
+// -- the draw --
+
+// The token with the largest sum of distance and noise so far, and what another needs to come before it.
+class Leader {
+  public:
+    Leader(const Row& row, Candidate last)
+        : row_(row),
+          last_(last),
+          largest_(row.z[row.best]),
+          slope_((float)std::min(kOctave / (row.record.temperature * std::log(2.0)), (double)FLT_MAX)) {
+        lead(row.best, gumbel(noise_word(row.record, row.best)));
+    }
+
+    int id() const { return id_; }
+
+    // A logit below it cannot lead, whatever its noise.
+    float least_logit() const { return least_logit_; }
+
+    // Whether logits may lead with these words as their noise; seldom true where `see` then is not. The noise
+    // exceeds x only where 1 - u < e^-x. Instead of logarithms of 1 - u the bits of a float are compared:
+    // read as a number they are its logarithm to base 2, at most 0.09 too small, in units of kOctave.
+    OCTAVO_INLINE vi may_lead(vf z, vi words) const {
+        const vi rest = ((words ^ -1) >> 1) & 0x7FFFFFFF;
+        const vf logarithm = to_float((vi)to_float(rest));
+        return (vi)(logarithm < fma(z - splat(largest_), splat(slope_), splat(limit_)));
+    }
+
+    void see(int id, uint32_t word) {
+        const float logit = row_.z[id];
+        if (better(last_, Candidate{logit, id}) || row_.weight(logit) < row_.record.min_p) return;
+        const double score = row_.distance(logit) + gumbel(word);
+        if (score > score_ || (score == score_ && id < id_)) lead(id, score);
+    }
+
+  private:
+    static constexpr double kOctave = 1 << 23;
+
+    void lead(int id, double score) {
+        id_ = id;
+        score_ = score;
+        // `rest` is (1 - u) * 2^31, rounded down; a float's exponent counts from -127. The last term is more
+        // than what rounding takes.
+        limit_ = (float)((31 + 127 - score / std::log(2.0) + 0x1p-10) * kOctave);
+        const double least = row_.z[row_.best] + (score - kLargestNoise) * row_.record.temperature;
+        least_logit_ = std::max(last_.logit, rounded_down(least));
+    }
+
+    const Row& row_;
+    const Candidate last_;
+    const float largest_, slope_;
+    int id_;
+    double score_;
+    float limit_, least_logit_;
+};
+
+// Tokens `from` and on, RowNoise::kTokens of them, whose logits are z.
+OCTAVO_INLINE void see_tokens(const RowNoise& noise, Leader& leader, const float* z, int from) {
+    constexpr int kTokens = RowNoise::kTokens;
+    const vf least = splat(leader.least_logit());
+    vi any = {};
+    for (int i = 0; i < kTokens; i += kLanes) any |= (vi)(load(z + i) >= least);
+    if (!any_lane(any)) return;
+    uint32_t words[kTokens];
+    noise.write(from, words);
+    int32_t leads[kTokens];
+    any = vi{};
+    for (int i = 0; i < kTokens; i += kLanes) {
+        const vi some = leader.may_lead(load(z + i), load_i(words + i));
+        store_i(leads + i, some);
+        any |= some;
+    }
+    if (!any_lane(any)) return;
+    for (int i = 0; i < kTokens; i++)
+        if (leads[i]) leader.see(from + i, words[i]);
+}
+
+int draw(const Row& row, Candidate* space) {
+    constexpr int kTokens = RowNoise::kTokens;
+    const RowNoise noise(row.record);
+    Leader leader(row, last_kept(row, space));
+    int from = 0;
+    for (; from + kTokens <= row.vocab; from += kTokens) see_tokens(noise, leader, row.z + from, from);
+    if (from < row.vocab) {
+        float rest[kTokens];
+        std::fill(rest, rest + kTokens, -INFINITY);
+        std::memcpy(rest, row.z + from, sizeof(float) * (row.vocab - from));
+        see_tokens(noise, leader, rest, from);
+    }
+    return leader.id();
+}
+
+// Most logits are below the best by far: one look at all of them, and at each only where that fails (columns
+// from `width` on hold anything).
 void keep_best(const float* logits, int num_rows, int column, int width, Best* best) {
     for (int row = 0; row < num_rows; row++, logits += kGroup) {
         const vf least = splat(best[row].value);
@@ -200,25 +333,25 @@ void keep_best(const float* logits, int num_rows, int column, int width, Best* b
 void sample_row(const SampleArgs& a, int row, void* scratch) {
     const float* x = a.logits + row * a.stride;
     const int at = a.first + row;
-    float *z = (float*)scratch, *p = z + padded_vocab(a.vocab);
-    Candidate* space = (Candidate*)(p + padded_vocab(a.vocab));
-    int token = a.targets[at];
+    const SamplingRecord& record = a.records[at];
+    float* z = (float*)scratch;
+    Candidate* space = (Candidate*)(z + padded_vocab(a.vocab));
+    int token = record.target_id;
     bool failed = holds_nan(x, a.vocab);
     if (token < 0 && !failed) {
-        const bool greedy = a.temperatures[at] == 0, changed = a.changes_logits(at);
-        if (changed || !greedy) {
+        const bool changed = a.changes_logits(at);
+        if (changed) {
             std::memcpy(z, x, sizeof(float) * a.vocab);
-            for (size_t i = a.vocab; i < padded_vocab(a.vocab); i++) z[i] = -INFINITY;
+            change_logits(a, at, z);
         }
-        if (changed) change_logits(a, at, z);
-        const float* final_logits = changed ? z : x;
-        token = best_id(final_logits, a.vocab);
-        failed = !std::isfinite(final_logits[token]) || (changed && holds_nan(z, a.vocab));
-        if (!failed && !greedy) token = draw(a, at, z, p, space);
+        const float* logits = changed ? z : x;
+        token = best_id(logits, a.vocab);
+        failed = !std::isfinite(logits[token]) || (changed && holds_nan(z, a.vocab));
+        if (!failed && record.temperature != 0) token = draw(Row{record, logits, a.vocab, token}, space);
     }
     a.out_failed[at] = failed;
     a.out_ids[at] = failed ? 0 : token;
-    if (a.num_logprobs[at] >= 0 && !failed) write_logprobs(a, at, x, token, a.num_logprobs[at], space);
+    if (record.num_logprobs >= 0 && !failed) write_logprobs(a, at, x, token, space);
 }
 
 }  // namespace

@@ -286,17 +286,34 @@ inline size_t attention_scratch_floats(int k_width, int v_padded) {
 
 // -- sampling
 
-// As backends/batch.py SamplingBatch and SampleResult, and backends/sampling.py, which says the rules.
+// How one row is drawn: SAMPLING_RECORD of backends/batch.py, which says what each field means. Python checks
+// the offsets when it loads the library.
+struct SamplingRecord {
+    uint64_t seed;
+    uint32_t position, sample_index;
+    float temperature, top_p, min_p;
+    float repetition_penalty, presence_penalty, frequency_penalty;
+    int32_t top_k, target_id, num_logprobs, allowed_mask;
+
+    bool has_penalty() const {
+        return repetition_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0;
+    }
+};
+static_assert(sizeof(SamplingRecord) == 56 && offsetof(SamplingRecord, position) == 8 &&
+              offsetof(SamplingRecord, temperature) == 16 &&
+              offsetof(SamplingRecord, repetition_penalty) == 28 && offsetof(SamplingRecord, top_k) == 40 &&
+              offsetof(SamplingRecord, allowed_mask) == 52);
+
+// SamplingBatch and SampleResult of backends/batch.py; the rules are in backends/sampling.py.
 struct SampleArgs {
     const float* logits;  // [rows of this chunk][V]
     int64_t stride;
     int32_t vocab;
     int32_t first;  // the chunk's first row within the arrays below
-    const float *temperatures, *top_ps, *min_ps, *repetition, *presence, *frequency, *bias_values;
-    const int32_t *top_ks, *targets, *num_logprobs, *history_starts, *history_ids, *history_counts,
-        *bias_starts, *bias_ids, *allowed;
-    const uint64_t* seeds;
-    const uint32_t *sample_indices, *positions;
+    const SamplingRecord* records;
+    const int32_t *history_starts, *history_ids, *history_counts;
+    const int32_t *bias_starts, *bias_ids;
+    const float* bias_values;
     const uint8_t* allowed_masks;  // [A][V]
     int32_t *out_ids, *out_ranks, *out_top_ids;
     uint8_t* out_failed;
@@ -304,17 +321,17 @@ struct SampleArgs {
     int32_t max_top;  // columns of out_top_*
 
     bool changes_logits(int at) const {
-        return bias_starts[at + 1] > bias_starts[at] || allowed[at] >= 0 || repetition[at] != 1 ||
-               presence[at] != 0 || frequency[at] != 0;
+        return bias_starts[at + 1] > bias_starts[at] || records[at].allowed_mask >= 0 ||
+               records[at].has_penalty();
     }
     // Whether the row at `at` draws its best logit, whatever the others are.
     bool takes_best(int at) const {
-        return targets[at] < 0 && temperatures[at] == 0 && num_logprobs[at] < 0 && !changes_logits(at);
+        const SamplingRecord& r = records[at];
+        return r.target_id < 0 && r.temperature == 0 && r.num_logprobs < 0 && !changes_logits(at);
     }
 };
 
-// The best of a row's logits that have been seen, the lowest id of several, and whether one of them was no
-// number.
+// The best of a row's logits so far, the lowest id among equals, and whether one of the logits was NaN.
 struct Best {
     float value = -INFINITY;
     int32_t id = 0;

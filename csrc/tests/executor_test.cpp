@@ -468,47 +468,36 @@ void test_shared_prefix(const KernelTable& kernels, KvType cache) {
 
 // Arrays of a draw for `count` rows, greedy or at random.
 struct Draws {
-    std::vector<float> temperatures, top_ps, min_ps, ones, zeros, logprobs, top_logprobs;
-    std::vector<int32_t> top_ks, targets, counts, starts, allowed, ids, ranks, top_ids;
-    std::vector<uint64_t> seeds;
-    std::vector<uint32_t> indices;
+    std::vector<SamplingRecord> records;
+    std::vector<float> logprobs, top_logprobs;
+    std::vector<int32_t> starts, ids, ranks, top_ids;
     std::vector<uint8_t> failed;
 
     explicit Draws(int n)
-        : temperatures(n),
-          top_ps(n, 1),
-          min_ps(n),
-          ones(n, 1),
-          zeros(n),
+        : records(n),
           logprobs(n),
           top_logprobs(n * 3),
-          top_ks(n),
-          targets(n, -1),
-          counts(n, 3),
           starts(n + 1),
-          allowed(n, -1),
           ids(n),
           ranks(n),
           top_ids(n * 3),
-          seeds(n),
-          indices(n),
           failed(n) {
         for (int i = 0; i < n; i++) {
-            seeds[i] = 1000 + i;
-            if (i % 2) temperatures[i] = 0.8f;
-            if (i % 4 == 1) top_ks[i] = 5;
-            if (i % 4 == 3) top_ps[i] = 0.7f, min_ps[i] = 0.01f;
+            SamplingRecord& r = records[i];
+            r.seed = 1000 + i;
+            r.top_p = r.repetition_penalty = 1;
+            r.target_id = r.allowed_mask = -1;
+            r.num_logprobs = 3;
+            if (i % 2) r.temperature = 0.8f;
+            if (i % 4 == 1) r.top_k = 5;
+            if (i % 4 == 3) r.top_p = 0.7f, r.min_p = 0.01f;
         }
     }
     SampleArgs args() {
         SampleArgs a{};
-        a.temperatures = temperatures.data(), a.top_ps = top_ps.data(), a.min_ps = min_ps.data(),
-        a.repetition = ones.data(), a.presence = zeros.data();
-        a.frequency = zeros.data(), a.top_ks = top_ks.data(), a.targets = targets.data(),
-        a.num_logprobs = counts.data(), a.history_starts = starts.data();
-        a.bias_starts = starts.data(), a.allowed = allowed.data(), a.seeds = seeds.data(),
-        a.sample_indices = indices.data(), a.positions = indices.data();
-        a.out_ids = ids.data(), a.out_ranks = ranks.data(), a.out_top_ids = top_ids.data(),
+        a.records = records.data();
+        a.history_starts = a.bias_starts = starts.data();
+        a.out_ids = ids.data(), a.out_ranks = ranks.data(), a.out_top_ids = top_ids.data();
         a.out_failed = failed.data(), a.out_logprobs = logprobs.data();
         a.out_top_logprobs = top_logprobs.data(), a.max_top = 3;
         return a;
@@ -572,7 +561,6 @@ struct Drawn {
 struct DecodeArrays {
     std::vector<int32_t> ids, places, positions, starts = {0}, contexts, slots, rows, tables,
                                                  history_starts = {0}, history_ids, history_counts;
-    std::vector<uint32_t> draw_positions;
     size_t width = 0;
 
     DecodeArrays(const std::vector<Request>& requests, const std::vector<size_t>& prompts) {
@@ -583,7 +571,6 @@ struct DecodeArrays {
             ids.push_back(r.tokens[last]), places.push_back(last), positions.push_back(last + kAhead),
                 contexts.push_back(last + 1), rows.push_back((int)i), starts.push_back((int)i + 1);
             slots.push_back(r.blocks[last / 16] * 16 + last % 16);
-            draw_positions.push_back((uint32_t)last + 1);
             tables.insert(tables.end(), r.blocks.begin(), r.blocks.end());
             tables.resize((i + 1) * width, -1);
             for (size_t t = prompts[i]; i == 1 && t < r.tokens.size(); t++) {
@@ -604,8 +591,9 @@ struct DecodeArrays {
         b.query_starts = starts.data(), b.context_lens = contexts.data();
         b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
         b.draws = true;
+        for (size_t i = 0; i < ids.size(); i++) draws.records[i].position = (uint32_t)places[i] + 1;
         b.sampling = draws.args();
-        b.sampling.positions = draw_positions.data(), b.sampling.history_starts = history_starts.data();
+        b.sampling.history_starts = history_starts.data();
         b.sampling.history_ids = history_ids.data(), b.sampling.history_counts = history_counts.data();
         return b;
     }
@@ -613,7 +601,8 @@ struct DecodeArrays {
 
 Draws draws_of(size_t rows) {
     Draws draws((int)rows);
-    draws.ones[1] = 1.7f, draws.zeros[1] = 0.4f;  // the second request's penalties
+    SamplingRecord& second = draws.records[1];
+    second.repetition_penalty = 1.7f, second.presence_penalty = second.frequency_penalty = 0.4f;
     return draws;
 }
 
@@ -682,8 +671,7 @@ void test_greedy(const KernelTable& kernels, int threads) {
         prompts.push_back(r.tokens.size()), logits.push_back(alone(engine, r, 600));
     const DecodeArrays arrays(requests, prompts);
     Draws draws((int)requests.size());
-    std::fill(draws.temperatures.begin(), draws.temperatures.end(), 0.0f),
-        std::fill(draws.counts.begin(), draws.counts.end(), -1);
+    for (SamplingRecord& r : draws.records) r.temperature = 0, r.num_logprobs = -1;
     const Batch batch = arrays.batch(draws);
     CHECK(batch.draws_best());
     engine.executor.run(batch, engine.kv);

@@ -9,62 +9,116 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+SAMPLING_RECORD = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("position", np.uint32),
+        ("sample_index", np.uint32),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("top_k", np.int32),
+        ("target_id", np.int32),
+        ("num_logprobs", np.int32),
+        ("allowed_mask", np.int32),
+    ],
+    align=True,
+)
+"""How one row is drawn; `SamplingRecord` in csrc/kernels/table.h has the same fields at the same
+offsets, which the native backend checks when it loads.
+
+`position` is that of the token to be drawn. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep
+all tokens. `target_id` >= 0 asks for that token's logprob instead of a draw (prompt logprobs).
+`num_logprobs` -1 asks for none, otherwise for the token's own and as many top alternatives.
+`allowed_mask` is a row of `SamplingBatch.allowed_masks`, -1 allows every token.
+"""
+
+_NEUTRAL = {
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "target_id": -1,
+    "num_logprobs": -1,
+    "allowed_mask": -1,
+}
+
+
+def sampling_records(count: int, **fields: ArrayLike) -> NDArray[np.void]:
+    """Returns `[count]` records that draw greedily and change no logit, but for the `fields` given:
+    a value for all, or one for each.
+    """
+    records = np.zeros(count, SAMPLING_RECORD)
+    for name, value in (_NEUTRAL | fields).items():
+        records[name] = value
+    return records
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """How to draw from each sampled row; C-contiguous arrays of length S (the step's sampled rows)
-    unless said otherwise.
+    """How to draw from each of a step's `S` sampled rows; all arrays are C-contiguous.
 
-    `target_ids[s] >= 0` asks for that token's logprob instead of a draw (prompt logprobs). Sparse
-    additions to the logits come as CSR: `bias_starts [S+1]`, `bias_ids`, `bias_values` (logit_bias;
-    -inf bans). Penalties need the history: `history_starts [S+1]`, `history_ids`, `history_counts`
-    (of generated tokens; 0 = in the prompt only). `allowed [S]` indexes `allowed_masks [A, V]
-    bool`, -1 = all. Draws are Philox4x32-10 keyed by `seeds`, counter (position, sample_index,
-    draw, 0).
+    What varies in length lies beside the records, end to end: row s has the entries starts[s] ..
+    starts[s + 1] - 1.
     """
 
-    temperatures: NDArray[np.float32]
-    top_ks: NDArray[np.int32]
-    top_ps: NDArray[np.float32]
-    min_ps: NDArray[np.float32]
-    seeds: NDArray[np.uint64]
-    sample_indices: NDArray[np.uint32]
-    positions: NDArray[np.uint32]
-    """Position of the token to be drawn."""
-    target_ids: NDArray[np.int32]
-    num_logprobs: NDArray[np.int32]
-    """-1: none; otherwise the token's own logprob and rank, and so many top alternatives."""
-    repetition_penalties: NDArray[np.float32]
-    presence_penalties: NDArray[np.float32]
-    frequency_penalties: NDArray[np.float32]
+    records: NDArray[np.void]
+    """[S] of SAMPLING_RECORD."""
     history_starts: NDArray[np.int32]
+    """[S+1]; only rows with a penalty have a history."""
     history_ids: NDArray[np.int32]
+    """Distinct tokens of the request so far."""
     history_counts: NDArray[np.int32]
+    """How often each was generated; 0 for tokens of the prompt alone."""
     bias_starts: NDArray[np.int32]
+    """[S+1]"""
     bias_ids: NDArray[np.int32]
     bias_values: NDArray[np.float32]
-    allowed: NDArray[np.int32]
+    """Added to the logits; -inf bans a token."""
     allowed_masks: NDArray[np.bool_]
+    """[A, V]"""
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def part(self, first: int, end: int) -> SamplingBatch:
+        """Returns the rows `first` .. `end` - 1 as a batch of their own."""
+        history, bias = self.history_starts[first : end + 1], self.bias_starts[first : end + 1]
+        return SamplingBatch(
+            records=self.records[first:end],
+            history_starts=history - history[0],
+            history_ids=self.history_ids[history[0] : history[-1]],
+            history_counts=self.history_counts[history[0] : history[-1]],
+            bias_starts=bias - bias[0],
+            bias_ids=self.bias_ids[bias[0] : bias[-1]],
+            bias_values=self.bias_values[bias[0] : bias[-1]],
+            allowed_masks=self.allowed_masks,
+        )
 
 
 @dataclass(slots=True)
 class SampleResult:
-    """`token_ids [S]`: what was drawn (or the target). `failed [S]`: the row's logits held a NaN,
-    its token means nothing.
+    """The tokens of a step's `S` sampled rows and, where any row wants them, their logprobs.
 
-    With logprobs asked for by any row: `logprobs [S]`, `ranks [S]` of the token, and `top_ids`,
-    `top_logprobs [S, k]` for the largest k asked (best first; a row uses its own first k). They are
-    of the raw logits, before bias, penalties and temperature.
+    Logprobs and ranks are of the raw logits, before bias, penalties and temperature. Among equal
+    logits the lower token id comes first.
     """
 
     token_ids: NDArray[np.int32]
+    """[S]: the drawn token, or the row's target."""
     failed: NDArray[np.bool_]
+    """[S]: no token could be drawn, since a logit was NaN, or none was finite."""
     logprobs: NDArray[np.float32] | None = None
+    """[S] of the tokens."""
     ranks: NDArray[np.int32] | None = None
+    """[S] of the tokens, from 1: a token's place in the full top list."""
     top_ids: NDArray[np.int32] | None = None
+    """[S, k], best first, k the most that a row wants; a row uses its own first ones."""
     top_logprobs: NDArray[np.float32] | None = None
+    """[S, k] of `top_ids`."""
 
     def part(self, first: int, end: int) -> SampleResult:
         """Returns a view of the entries `first` to `end - 1`."""

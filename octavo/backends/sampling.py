@@ -1,31 +1,38 @@
-"""The reference sampler: draws tokens from logits in NumPy, row by row. Native code follows the
-same text.
+"""The reference sampler: draws tokens from logits in NumPy, row by row, in float64.
 
-For a row with float32 logits z[0..V) all arithmetic is in float64:
+The other backends follow this text for a row of float32 logits z[0..V):
 
-1. A NaN among the logits: the row has failed. Logprobs, where asked for, are of these raw logits: z
-   - (max + ln sum exp(z - max)); a token's rank is 1 + the number of strictly greater logits; the
-   top list is by (logit down, id up).
-2. With target_ids >= 0 nothing is drawn: the target is the row's token.
+1. With a NaN among the logits the row has failed. Logprobs, where wanted, are of these raw logits:
+   z - (max + ln sum exp(z - max)). A token's rank is its place in the order (logit down, id up),
+   from 1, and the top list is the beginning of that order.
+2. With `target_id` >= 0 nothing is drawn: the target is the row's token.
 3. z += bias for each bias entry (-inf bans); z = -inf outside the allowed mask. Then for each
    history entry, with count c of the generated tokens: z = z / r where z > 0, else z * r, with the
-   repetition penalty r; z -= frequency * c; z -= presence where c > 0. No finite maximum left
-   (everything banned, or an infinity): the row has failed.
-4. Temperature 0: the token with the largest z, the lowest id among equals.
-5. z /= temperature; e = exp(z - max z). Kept are the tokens with e > 0 and e >= min_p (min_p is
-   relative to the most likely); of these the first top_k in the order (z down, id up), where top_k
-   > 0; of these the shortest beginning in that order whose running sum of e reaches top_p times the
-   whole sum, where top_p < 1. Running sums go one by one, left to right.
-6. u = ((uint64(x0) << 21) | (x1 >> 11)) * 2^-53, where x0, x1 are the first outputs of
-   Philox4x32-10 with the key (low, high 32 bits of the seed) and the counter (position,
-   sample_index, 0, 0). Walking the kept tokens by rising id, the first whose running sum of e
-   exceeds u times the whole sum is the token; the last kept one where rounding leaves none.
+   repetition penalty r; z -= frequency * c; z -= presence where c > 0. If no finite maximum is left
+   (everything is banned, or something is infinite), the row has failed.
+4. At temperature 0 the token is the one with the largest z, the lowest id among equals.
+5. Otherwise d = (z - max z) / temperature and e = exp(d). Kept are the tokens with e > 0 and e >=
+   min_p (min_p is relative to the most likely token); of these the first top_k in the order (z
+   down, id up), where top_k > 0; of these the shortest beginning of that order whose running sum of
+   e reaches top_p times the whole sum, where top_p < 1. Running sums go one by one, left to right.
+6. The token is the kept one with the largest score d + g, the lowest id among equals. The noise g =
+   -ln(-ln u), with u = (k + 1/2) / 2^32, makes this a draw from the softmax over the kept tokens
+   (Gumbel-max). k is word `token % 4` of Philox4x32-10 with the key (low, high 32 bits of the seed)
+   and the counter (position, sample_index, token // 4, purpose). Above u = 1/2, -ln u is
+   -log1p(-(1 - u)), since a narrower type would round u to 1.
 
-A failed row's token is 0. Philox: Salmon et al. 2011; min_p: Nguyen et al. 2024; top_p: Holtzman et
-al. 2020.
+Noise belongs to a token and not to its place among the kept ones, so the best score among the
+tokens that some mask allows is the masked draw. g lies between -3.13 and 22.88: a token whose d is
+further below the best score cannot win.
+
+A failed row's token is 0. Philox: Salmon et al. 2011; Gumbel-max: Maddison et al. 2014; min_p:
+Nguyen et al. 2024; top_p: Holtzman et al. 2020.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +40,23 @@ from numpy.typing import NDArray
 from octavo.backends.batch import SampleResult, SamplingBatch
 
 Floats = NDArray[np.float64]
+Record = Mapping[str, Any] | np.void
+"""A SAMPLING_RECORD, or its fields by name."""
+Words = NDArray[np.uint64]
+"""Numbers of 32 bits in 64, so that two of them can be multiplied."""
 
-MASK32 = 0xFFFFFFFF
-PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK32 = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+PHILOX_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+PHILOX_ROUNDS = 10
+
+DRAW_PURPOSE = 0
+"""Last word of the counter of the noise that chooses a token."""
 
 
 def sample(logits: NDArray[np.float32], batch: SamplingBatch) -> SampleResult:
-    """`logits [S, V]`, left as they are."""
+    """Draws a token of each row of `logits [S, V]`, which stay as they are."""
     num_rows = len(logits)
     result = SampleResult(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_))
     for s in range(num_rows):
@@ -48,95 +64,112 @@ def sample(logits: NDArray[np.float32], batch: SamplingBatch) -> SampleResult:
         token = None if np.isnan(raw).any() else _choose(raw, s, batch)
         result.failed[s] = token is None
         result.token_ids[s] = 0 if token is None else token
-    if num_rows and (batch.num_logprobs.max() >= 0 or batch.target_ids.max() >= 0):
+    records = batch.records
+    if num_rows and (records["num_logprobs"].max() >= 0 or records["target_id"].max() >= 0):
         _add_logprobs(result, logits, batch)
     return result
 
 
-def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32 with 10 rounds: four 32-bit numbers."""
-    (k0, k1), (c0, c1, c2, c3) = key, counter
-    for _ in range(10):
+def scores(z: Floats, record: Record) -> Floats:
+    """Returns d + g of each token of `z [V]`, the changed logits, and -inf where it is not kept."""
+    d = (z - z.max()) / float(record["temperature"])
+    noise = gumbel(noise_words(record, len(z)))
+    found = np.full(len(z), -np.inf)
+    kept = _kept(z, np.exp(d), record)
+    found[kept] = d[kept] + noise[kept]
+    return found
+
+
+def noise_words(record: Record, vocab_size: int, purpose: int = DRAW_PURPOSE) -> Words:
+    """Returns the random word of each token `[V]`, by the record's seed, position and sample."""
+    seed = np.uint64(record["seed"])
+    quads = np.arange(-(-vocab_size // 4), dtype=np.uint64)
+    counter = (record["position"], record["sample_index"], quads, purpose)
+    words = philox((seed & MASK32, seed >> HALF), counter)
+    return np.stack(words, axis=1).reshape(-1)[:vocab_size]
+
+
+def philox(key: tuple, counter: tuple) -> tuple[Words, Words, Words, Words]:
+    """Returns the four words of Philox4x32-10 at `counter`, four words that may be arrays."""
+    k0, k1 = (np.asarray(word, np.uint64) for word in key)
+    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in counter))
+    for _ in range(PHILOX_ROUNDS):
         p0, p1 = PHILOX_MULTIPLIERS[0] * c0, PHILOX_MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & MASK32, (p0 >> 32) ^ c3 ^ k1, p0 & MASK32
+        c0, c1 = (p1 >> HALF) ^ c1 ^ k0, p1 & MASK32
+        c2, c3 = (p0 >> HALF) ^ c3 ^ k1, p0 & MASK32
         k0, k1 = (k0 + PHILOX_WEYL[0]) & MASK32, (k1 + PHILOX_WEYL[1]) & MASK32
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, position: int, sample_index: int) -> float:
-    """A number in [0, 1) with 53 random bits."""
-    x0, x1, _, _ = philox((seed & MASK32, seed >> 32), (position, sample_index, 0, 0))
-    return ((x0 << 21) | (x1 >> 11)) * 2.0**-53
+def gumbel(words: Words) -> Floats:
+    """Returns g = -ln(-ln u) with u = (word + 1/2) / 2^32."""
+    u, rest = (words + 0.5) * 2.0**-32, (MASK32 - words + 0.5) * 2.0**-32
+    minus_log: Floats = np.where(u > 0.5, -np.log1p(-rest), -np.log(u))
+    noise: Floats = -np.log(minus_log)
+    return noise
 
 
 def _choose(raw: Floats, s: int, batch: SamplingBatch) -> int | None:
-    """The row's token, or None where it has failed."""
-    if batch.target_ids[s] >= 0:
-        return int(batch.target_ids[s])
-    z = _adjusted(raw, s, batch)
-    top = z.max()
-    if not np.isfinite(top):
+    """Returns the row's token, or None where it has failed."""
+    record = batch.records[s]
+    if record["target_id"] >= 0:
+        return int(record["target_id"])
+    z = changed_logits(raw, s, batch)
+    if not np.isfinite(z.max()):
         return None
-    temperature = float(batch.temperatures[s])
-    if temperature == 0.0:
-        return int(z.argmax())
-    z = z / temperature
-    weights = np.exp(z - z.max())
-    kept = _kept(z, weights, s, batch)
-    sums = np.cumsum(weights[kept])
-    u = uniform(int(batch.seeds[s]), int(batch.positions[s]), int(batch.sample_indices[s]))
-    drawn = int(np.searchsorted(sums, u * sums[-1], side="right"))
-    return int(kept[min(drawn, len(kept) - 1)])
+    return int(z.argmax() if record["temperature"] == 0.0 else scores(z, record).argmax())
 
 
-def _adjusted(raw: Floats, s: int, batch: SamplingBatch) -> Floats:
-    """The logits after bias, mask and penalties."""
-    z = raw.copy()
+def changed_logits(raw: Floats, s: int, batch: SamplingBatch) -> Floats:
+    """Returns row s's logits after bias, mask and penalties."""
+    z, record = raw.copy(), batch.records[s]
     entries = slice(batch.bias_starts[s], batch.bias_starts[s + 1])
     np.add.at(z, batch.bias_ids[entries], batch.bias_values[entries].astype(np.float64))
-    if batch.allowed[s] >= 0:
-        z[~batch.allowed_masks[batch.allowed[s]]] = -np.inf
+    if record["allowed_mask"] >= 0:
+        z[~batch.allowed_masks[record["allowed_mask"]]] = -np.inf
     entries = slice(batch.history_starts[s], batch.history_starts[s + 1])
     ids, counts = batch.history_ids[entries], batch.history_counts[entries].astype(np.float64)
-    repetition = float(batch.repetition_penalties[s])
+    repetition = float(record["repetition_penalty"])
     seen = z[ids]
     seen = np.where(seen > 0, seen / repetition, seen * repetition)
-    z[ids] = (
-        seen
-        - float(batch.frequency_penalties[s]) * counts
-        - float(batch.presence_penalties[s]) * (counts > 0)
-    )
+    frequency, presence = float(record["frequency_penalty"]), float(record["presence_penalty"])
+    z[ids] = seen - frequency * counts - presence * (counts > 0)
     return z
 
 
-def _kept(z: Floats, weights: Floats, s: int, batch: SamplingBatch) -> NDArray[np.intp]:
-    """Ids of the tokens that may be drawn, rising."""
-    kept = np.flatnonzero((weights > 0) & (weights >= float(batch.min_ps[s])))
-    top_k, top_p = int(batch.top_ks[s]), float(batch.top_ps[s])
+def _kept(z: Floats, weights: Floats, record: Record) -> NDArray[np.intp]:
+    """Returns the ids of the tokens that may be drawn."""
+    kept = np.flatnonzero((weights > 0) & (weights >= float(record["min_p"])))
+    top_k, top_p = int(record["top_k"]), float(record["top_p"])
     if top_k <= 0 and top_p >= 1.0:
         return kept
-    order = kept[np.argsort(-z[kept], kind="stable")]
+    order = kept[_order(z[kept])]
     if top_k > 0:
         order = order[:top_k]
     if top_p < 1.0:
         sums = np.cumsum(weights[order])
         order = order[: int(np.searchsorted(sums, top_p * sums[-1])) + 1]
-    return np.sort(order)
+    return order
+
+
+def _order(z: Floats) -> NDArray[np.intp]:
+    """Returns the places of `z` in the order (z down, place up)."""
+    return np.argsort(-z, kind="stable")
 
 
 def _add_logprobs(result: SampleResult, logits: NDArray[np.float32], batch: SamplingBatch) -> None:
     """Fills the logprobs of every row that has not failed; in a failed row they mean nothing."""
-    num_rows, count = len(logits), max(int(batch.num_logprobs.max()), 0)
-    count = min(count, logits.shape[1])
+    num_rows, vocab_size = logits.shape
+    count = min(max(int(batch.records["num_logprobs"].max()), 0), vocab_size)
     result.logprobs, result.ranks = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32)
-    result.top_ids, result.top_logprobs = (
-        np.zeros((num_rows, count), np.int32),
-        np.zeros((num_rows, count), np.float32),
-    )
+    result.top_ids = np.zeros((num_rows, count), np.int32)
+    result.top_logprobs = np.zeros((num_rows, count), np.float32)
     for s in np.flatnonzero(~result.failed):
         raw, token = logits[s].astype(np.float64), result.token_ids[s]
         top = raw.max()
         logprobs = raw - (top + np.log(np.cumsum(np.exp(raw - top))[-1]))
-        best = np.argsort(-raw, kind="stable")[:count]
-        result.logprobs[s], result.ranks[s] = logprobs[token], 1 + int((raw > raw[token]).sum())
-        result.top_ids[s], result.top_logprobs[s] = best, logprobs[best]
+        order = _order(raw)
+        result.logprobs[s] = logprobs[token]
+        result.ranks[s] = 1 + int(np.flatnonzero(order == token)[0])
+        result.top_ids[s] = order[:count]
+        result.top_logprobs[s] = logprobs[order[:count]]

@@ -22,7 +22,7 @@ from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.reference.backend import FORMULAS, ReferenceBackend
 from octavo.backends.reference.kv_cache import layout_of
 from octavo.backends.reference.ops import Floats, ReferenceStep
-from octavo.backends.sampling import uniform
+from octavo.backends.sampling import philox
 from octavo.program.ops import Embedding, GroupedLinear, Linear
 from octavo.program.program import Op, Program
 from octavo.quant.blocks import StoredWeight
@@ -54,12 +54,17 @@ def input_powers(
     of two.
     """
     num_tokens = min(NUM_TOKENS, context_tokens)
-    token_ids = np.array(
-        [int(uniform(SEED, at, 0) * program.vocab_size) for at in range(num_tokens)], np.int32
-    )
+    token_ids = _random_tokens(num_tokens, program.vocab_size)
     return {
         name: _power_of_two(power) for name, power in mean_squares(program, load, token_ids).items()
     }
+
+
+def _random_tokens(num_tokens: int, vocab_size: int) -> NDArray[np.int32]:
+    """Draws `[num_tokens]` ids uniformly, from 53 bits of Philox each."""
+    x0, x1, _, _ = philox((SEED, 0), (np.arange(num_tokens), 0, 0, 0))
+    u = ((x0 << np.uint64(21)) | (x1 >> np.uint64(11))) * 2.0**-53
+    return (u * vocab_size).astype(np.int32)
 
 
 def mean_squares(

@@ -14,12 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.base import AsyncRunnable, Computing, DecodingRunnable, Runnable
-from octavo.backends.batch import DecodeSteps, LastTokens, SampleResult, SamplingBatch, StepBatch
+from octavo.backends.batch import (
+    DecodeSteps,
+    LastTokens,
+    SampleResult,
+    SamplingBatch,
+    StepBatch,
+    sampling_records,
+)
 from octavo.backends.kv import BLOCK_SIZE, KvCache
 from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
 from octavo.worker.request_rows import RequestRows
-from octavo.worker.sampling_rows import append_targets, target_batch
+from octavo.worker.sampling_rows import append_targets
 
 
 @dataclass(slots=True)
@@ -208,18 +215,18 @@ class ModelRunner:
             token_ids[layout.rows[index], first + 1 : last + 1]
             for index, first, last in layout.targets
         ]
+        positions = np.concatenate(spans)
         num_top = [
             self._rows.sampling.num_top(scheduled[index].num_prompt_logprobs or 0)
             for index, _, _ in layout.targets
         ]
-        append_targets(
-            sampling,
-            target_batch(
-                target_ids=np.concatenate(target_ids),
-                positions=np.concatenate(spans).astype(np.uint32) + 1,
-                num_logprobs=np.repeat(np.array(num_top, np.int32), [len(span) for span in spans]),
-            ),
+        targets = sampling_records(
+            len(positions),
+            position=positions + 1,
+            target_id=np.concatenate(target_ids),
+            num_logprobs=np.repeat(num_top, [len(span) for span in spans]),
         )
+        append_targets(sampling, targets)
         shifts = [layout.query_starts[index] - first for index, first, _ in layout.targets]
         return (
             np.concatenate(
@@ -242,9 +249,10 @@ class ModelRunner:
             if failed[entry]:
                 results[index].failure = _failure(sampling, entry, int(layout.ends[index]))
         if samples.logprobs is not None:
-            reader = LogprobsReader(sampling.num_logprobs, samples)
+            num_logprobs = sampling.records["num_logprobs"]
+            reader = LogprobsReader(num_logprobs, samples)
             for entry, index in enumerate(layout.draws):
-                if sampling.num_logprobs[entry] >= 0:
+                if num_logprobs[entry] >= 0:
                     results[index].logprobs = [reader.read(entry)]
             for index, entries in _target_entries(layout):
                 results[index].prompt_logprobs = [reader.read(entry) for entry in entries]
@@ -287,7 +295,7 @@ def _joined(steps: Sequence[RowResult]) -> RowResult:
 def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:
     """Why nothing could be drawn: a row fails by NaN, or where its own bans leave no token."""
     if (
-        sampling.allowed[entry] >= 0
+        sampling.records["allowed_mask"][entry] >= 0
         or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
     ):
         bans = "allowed_token_ids, logit_bias, bad_words and min_tokens"

@@ -1,8 +1,9 @@
-"""The sampling state of every running request, in columns, so that a step's SamplingBatch is a few
-gathers.
+"""The sampling state of every running request: one record per row, so that a step's SamplingBatch
+is one gather.
 
-What few requests want (bias, bans, penalties, allowed ids) stands beside the columns and costs only
-those who want it. Owns no logits and draws nothing: that is the backend's `sample`.
+What few requests want (bias, bans, penalties, allowed ids) lies beside the records and costs only
+the requests that want it. Owns no logits and draws nothing, which is the backend's work; the rules
+are in `backends/sampling.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.batch import SamplingBatch
+from octavo.backends.batch import SamplingBatch, sampling_records
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow
 
 MINUS_INFINITY = float("-inf")
-NO_STARTS = np.zeros(0, np.int32)
+NO_IDS = np.zeros(0, np.int32)
 NO_VALUES = np.zeros(0, np.float32)
 
 
@@ -36,6 +37,7 @@ class TokenCounts:
             self.add(token_id)
 
     def add(self, token_id: int, *, generated: int = 1) -> None:
+        """Counts a token, `generated` times (0 for one of the prompt)."""
         place = self._place.setdefault(token_id, len(self._place))
         if place == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
@@ -44,26 +46,28 @@ class TokenCounts:
         self._counts[place] += generated
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """ids and counts, `[distinct]` each."""
+        """Returns the ids and their counts, `[distinct]` each."""
         num = len(self._place)
         return self._ids[:num], self._counts[:num]
 
 
 @dataclass(slots=True)
 class RowExtras:
-    """What only some requests have."""
+    """One request's sampling options that most requests do not have."""
 
     logit_bias: dict[int, float]
     end_token_ids: list[int]
     num_prompt_tokens: int
     min_num_tokens: int
-    """The request's tokens, prompt included, below which `end_token_ids` are banned."""
+    """Number of tokens, prompt included, below which `end_token_ids` are banned."""
     bad_words: list[list[int]]
     counts: TokenCounts | None
+    """Tokens that penalties apply to; None without a penalty."""
     allowed_mask: NDArray[np.bool_] | None
+    """[V]; None allows all."""
 
     def bias(self, token_ids: NDArray[np.int32]) -> dict[int, float]:
-        """Added to the logits of the token that follows `token_ids [num_tokens]`."""
+        """Returns what is added to the logits of the token after `token_ids [num_tokens]`."""
         if len(token_ids) >= self.min_num_tokens and not self.bad_words:
             return self.logit_bias
         bias = dict(self.logit_bias)
@@ -82,20 +86,20 @@ class RowExtras:
 
 @dataclass(slots=True)
 class Csr:
-    """Variable numbers of (id, value) per entry, laid end to end."""
+    """Lists of (id, value) of varying length, one per entry, joined end to end."""
 
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     values: list[NDArray] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
 
     def add(self, entry: int, ids: NDArray[np.int32], values: NDArray) -> None:
-        """Entries come in rising order."""
+        """Appends the list of `entry`; entries come in rising order."""
         self.ids.append(ids)
         self.values.append(values)
         self.sizes[entry] = len(ids)
 
     def starts(self, num_entries: int) -> NDArray[np.int32]:
-        """`[num_entries + 1]`."""
+        """Returns where each entry's list begins, `[num_entries + 1]`."""
         sizes = np.zeros(num_entries + 1, np.int32)
         for entry, size in self.sizes.items():
             sizes[entry + 1] = size
@@ -103,52 +107,49 @@ class Csr:
 
 
 class SamplingRows:
-    """Columns over `N` permanent rows."""
+    """Owns the sampling records of `N` permanent rows."""
 
     def __init__(self, *, max_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._floats = np.zeros((6, max_rows), np.float32)
-        """temperature, top_p, min_p, repetition, presence and frequency penalty"""
-        self._ints = np.zeros((2, max_rows), np.int32)
-        """top_k, num_logprobs"""
-        self._seeds = np.zeros(max_rows, np.uint64)
-        self._sample_indices = np.zeros(max_rows, np.uint32)
+        self._records = sampling_records(max_rows)
         self._extras: dict[int, RowExtras] = {}
         self._masks: WeakValueDictionary[tuple[int, ...], NDArray[np.bool_]] = WeakValueDictionary()
 
     def add(self, row: int, new: NewRow) -> None:
+        """Fills a row from a request's parameters; position and mask are set with each step."""
         params = new.params
-        self._floats[:, row] = (
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
+        self._records[row : row + 1] = sampling_records(
+            1,
+            seed=new.seed & 0xFFFF_FFFF_FFFF_FFFF,
+            sample_index=new.sample_index,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            top_k=params.top_k,
+            num_logprobs=-1 if params.logprobs is None else self.num_top(params.logprobs),
         )
-        self._ints[:, row] = (
-            params.top_k,
-            -1 if params.logprobs is None else self.num_top(params.logprobs),
-        )
-        self._seeds[row] = new.seed & 0xFFFF_FFFF_FFFF_FFFF
-        self._sample_indices[row] = new.sample_index
         extras = self._make_extras(new)
         if extras is not None:
             self._extras[row] = extras
 
     def free(self, row: int) -> None:
+        """Drops what a row holds beside its record."""
         self._extras.pop(row, None)
 
     def num_top(self, num_logprobs: int) -> int:
-        """-1 as users write it is the whole vocabulary."""
+        """Returns how many top alternatives `num_logprobs` means; -1 is the whole vocabulary."""
         return self._vocab_size if num_logprobs == -1 else min(num_logprobs, self._vocab_size)
 
     @property
     def has_extras(self) -> bool:
+        """Whether any row has more than its record."""
         return bool(self._extras)
 
     def took(self, row: int, token_id: int) -> None:
-        """A row's sampled token, for its penalties."""
+        """Counts a row's sampled token for its penalties."""
         extras = self._extras.get(row)
         if extras is not None and extras.counts is not None:
             extras.counts.add(token_id)
@@ -156,32 +157,20 @@ class SamplingRows:
     def gather(
         self, rows: NDArray[np.intp], token_ids: NDArray[np.int32], ends: NDArray[np.int32]
     ) -> SamplingBatch:
-        """For draws from `rows [S]`, each after the first `ends [S]` of its `token_ids [N,
-        context]`.
+        """Returns how to draw from `rows [S]`, each after the first `ends [S]` of its `token_ids
+        [N, context]`.
         """
-        num = len(rows)
-        floats, ints = self._floats.take(rows, axis=1), self._ints.take(rows, axis=1)
-        zeros = np.zeros(num + 1, np.int32)
+        records = self._records[rows]
+        records["position"] = ends
+        starts = np.zeros(len(rows) + 1, np.int32)
         batch = SamplingBatch(
-            temperatures=floats[0],
-            top_ps=floats[1],
-            min_ps=floats[2],
-            repetition_penalties=floats[3],
-            presence_penalties=floats[4],
-            frequency_penalties=floats[5],
-            top_ks=ints[0],
-            num_logprobs=ints[1],
-            seeds=self._seeds[rows],
-            sample_indices=self._sample_indices[rows],
-            positions=ends.astype(np.uint32),
-            target_ids=np.full(num, -1, np.int32),
-            history_starts=zeros,
-            history_ids=NO_STARTS,
-            history_counts=NO_STARTS,
-            bias_starts=zeros,
-            bias_ids=NO_STARTS,
+            records=records,
+            history_starts=starts,
+            history_ids=NO_IDS,
+            history_counts=NO_IDS,
+            bias_starts=starts,
+            bias_ids=NO_IDS,
             bias_values=NO_VALUES,
-            allowed=np.full(num, -1, np.int32),
             allowed_masks=np.zeros((0, self._vocab_size), np.bool_),
         )
         if self._extras:
@@ -196,38 +185,33 @@ class SamplingRows:
         ends: NDArray[np.int32],
     ) -> None:
         bias, history = Csr(), Csr()
-        masks: dict[int, tuple[int, NDArray[np.bool_]]] = {}
+        masks: list[NDArray[np.bool_]] = []
+        place_of_mask: dict[int, int] = {}
         for entry, row in enumerate(rows):
             extras = self._extras.get(row)
             if extras is None:
                 continue
             if added := extras.bias(token_ids[row, : ends[entry]]):
-                bias.add(
-                    entry,
-                    np.fromiter(added.keys(), np.int32),
-                    np.fromiter(added.values(), np.float32),
-                )
+                ids = np.fromiter(added.keys(), np.int32)
+                bias.add(entry, ids, np.fromiter(added.values(), np.float32))
             if extras.counts is not None:
                 history.add(entry, *extras.counts.arrays())
             if extras.allowed_mask is not None:
-                index, _ = masks.setdefault(
-                    id(extras.allowed_mask), (len(masks), extras.allowed_mask)
-                )
-                batch.allowed[entry] = index
+                # Requests that allow the same ids share one mask, so identity tells them apart.
+                place = place_of_mask.setdefault(id(extras.allowed_mask), len(masks))
+                if place == len(masks):
+                    masks.append(extras.allowed_mask)
+                batch.records["allowed_mask"][entry] = place
         if bias.ids:
             batch.bias_starts = bias.starts(len(rows))
-            batch.bias_ids, batch.bias_values = (
-                np.concatenate(bias.ids),
-                np.concatenate(bias.values),
-            )
+            batch.bias_ids = np.concatenate(bias.ids)
+            batch.bias_values = np.concatenate(bias.values)
         if history.ids:
             batch.history_starts = history.starts(len(rows))
-            batch.history_ids, batch.history_counts = (
-                np.concatenate(history.ids),
-                np.concatenate(history.values),
-            )
+            batch.history_ids = np.concatenate(history.ids)
+            batch.history_counts = np.concatenate(history.values)
         if masks:
-            batch.allowed_masks = np.stack([mask for _, mask in masks.values()])
+            batch.allowed_masks = np.stack(masks)
 
     def _make_extras(self, new: NewRow) -> RowExtras | None:
         params = new.params
@@ -259,7 +243,8 @@ class SamplingRows:
         )
 
     def _allowed_mask(self, params: SamplingParams) -> NDArray[np.bool_] | None:
-        """`[V]`, one for all requests that allow the same ids."""
+        """Returns the mask `[V]` of the allowed ids, one array for all requests with the same
+        ones."""
         if params.allowed_token_ids is None:
             return None
         key = tuple(sorted(params.allowed_token_ids))
@@ -271,34 +256,9 @@ class SamplingRows:
         return mask
 
 
-def target_batch(
-    *, target_ids: NDArray[np.int32], positions: NDArray[np.uint32], num_logprobs: NDArray[np.int32]
-) -> dict[str, NDArray]:
-    """Columns of entries that ask for a given token's logprob and draw nothing, `[S]` each."""
-    num = len(target_ids)
-    ones, zeros = np.ones(num, np.float32), np.zeros(num, np.float32)
-    return {
-        "temperatures": zeros,
-        "top_ks": np.zeros(num, np.int32),
-        "top_ps": ones,
-        "min_ps": zeros,
-        "seeds": np.zeros(num, np.uint64),
-        "sample_indices": np.zeros(num, np.uint32),
-        "positions": positions,
-        "target_ids": target_ids,
-        "num_logprobs": num_logprobs,
-        "repetition_penalties": ones,
-        "presence_penalties": zeros,
-        "frequency_penalties": zeros,
-        "allowed": np.full(num, -1, np.int32),
-    }
-
-
-def append_targets(batch: SamplingBatch, targets: dict[str, NDArray]) -> None:
-    """Target entries after the draws; they have no bias and no history."""
-    num = len(targets["target_ids"])
-    for name, column in targets.items():
-        setattr(batch, name, np.concatenate([getattr(batch, name), column]))
-    for name in ("history_starts", "bias_starts"):
-        starts = getattr(batch, name)
-        setattr(batch, name, np.concatenate([starts, np.full(num, starts[-1], np.int32)]))
+def append_targets(batch: SamplingBatch, targets: NDArray[np.void]) -> None:
+    """Appends records `[num]` of SAMPLING_RECORD that have neither bias nor history."""
+    num = len(targets)
+    batch.records = np.concatenate([batch.records, targets])
+    batch.history_starts = np.pad(batch.history_starts, (0, num), "edge")
+    batch.bias_starts = np.pad(batch.bias_starts, (0, num), "edge")

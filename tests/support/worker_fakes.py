@@ -65,16 +65,15 @@ class FakeRunnable:
         sampling = batch.sampling
         drawn = [self._draw(batch, kv, entry) for entry in range(len(batch.sample_rows))]
         token_ids = np.array(drawn, np.int32).reshape(-1)
-        token_ids = np.where(sampling.target_ids >= 0, sampling.target_ids, token_ids).astype(
-            np.int32
-        )
+        target_ids = sampling.records["target_id"]
+        token_ids = np.where(target_ids >= 0, target_ids, token_ids).astype(np.int32)
         failed = (
             batch.token_ids[batch.sample_rows] == self.nan_on
             if self.nan_on is not None
             else np.zeros(len(token_ids), bool)
         )
         result = SampleResult(token_ids, failed)
-        most = max(sampling.num_logprobs, default=-1)
+        most = max(sampling.records["num_logprobs"], default=-1)
         if most >= 0:
             result.logprobs, result.ranks = -token_ids.astype(np.float32), token_ids + 1
             result.top_ids = np.tile(np.arange(most, dtype=np.int32), (len(token_ids), 1))
@@ -96,7 +95,7 @@ class FakeRunnable:
             )
         longest = max(histories, key=len)
         assert all(history == longest[-len(history) :] for history in histories)
-        return pseudo_token(longest, int(batch.sampling.sample_indices[entry]))
+        return pseudo_token(longest, int(batch.sampling.records["sample_index"][entry]))
 
 
 def make_worker(

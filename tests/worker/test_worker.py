@@ -126,13 +126,13 @@ def test_columns_of_a_sampling_batch():
         "a", [1, 2, 3], temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, logprobs=-1
     )
     batch = sampling_of(core, runnable, plain, make_request("b", [4], sample_index=2))
-    assert batch.temperatures.tolist() == pytest.approx([0.7, 1.0])
-    assert batch.top_ps.tolist() == pytest.approx([0.9, 1.0])
-    assert (batch.top_ks.tolist(), batch.num_logprobs.tolist()) == ([5, 0], [1000, -1])
-    assert (batch.positions.tolist(), batch.sample_indices.tolist()) == ([3, 1], [0, 2])
-    assert batch.seeds.dtype == np.uint64 and batch.target_ids.tolist() == [-1, -1]
+    records = batch.records
+    assert records["temperature"].tolist() == pytest.approx([0.7, 1.0])
+    assert records["top_p"].tolist() == pytest.approx([0.9, 1.0])
+    assert records[["top_k", "num_logprobs"]].tolist() == [(5, 1000), (0, -1)]
+    assert records[["position", "sample_index"]].tolist() == [(3, 0), (1, 2)]
+    assert records["target_id"].tolist() == records["allowed_mask"].tolist() == [-1, -1]
     assert batch.bias_starts.tolist() == batch.history_starts.tolist() == [0, 0, 0]
-    assert batch.allowed.tolist() == [-1, -1]
 
 
 def test_bias_and_allowed_ids():
@@ -150,7 +150,7 @@ def test_bias_and_allowed_ids():
         ([5, 7], [2.0, -1.0]),
         *[([], [])] * 4,
     ]
-    assert batch.allowed.tolist() == [-1, -1, 0, 0, 1]
+    assert batch.records["allowed_mask"].tolist() == [-1, -1, 0, 0, 1]
     assert [np.flatnonzero(mask).tolist() for mask in batch.allowed_masks] == [[3, 4], [9]]
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
 from octavo.backends.batch import (
+    SAMPLING_RECORD,
     DecodeSteps,
     GoesOn,
     SampleResult,
@@ -47,9 +48,9 @@ MANY_ROWS = 32
 
 
 def native_module() -> Any:
-    """The compiled extension, or BackendUnavailable with the command that builds it."""
+    """Returns the compiled extension; BackendUnavailable names the command that builds it."""
     try:
-        return importlib.import_module("octavo.backends.native._native")
+        native = importlib.import_module("octavo.backends.native._native")
     except ImportError as error:
         raise BackendUnavailable(
             f"the native backend is not built: {error}",
@@ -58,6 +59,13 @@ def native_module() -> Any:
                 " run without it"
             ),
         ) from error
+    if np.dtype(native.SAMPLING_RECORD) != SAMPLING_RECORD:
+        raise BackendUnavailable(
+            "the native backend was built from other sources: its sampling record is"
+            f" {native.SAMPLING_RECORD}, this source tree's is {SAMPLING_RECORD}",
+            hint="run `pip install .` in the source tree again",
+        )
+    return native
 
 
 def supported_levels() -> list[str]:
@@ -279,7 +287,7 @@ class NativeProgram:
 
 def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> SampleResult:
     result = SampleResult(np.zeros(count, np.int32), np.zeros(count, np.bool_))
-    most = min(int(sampling.num_logprobs.max(initial=-1)), vocab_size)
+    most = min(int(sampling.records["num_logprobs"].max(initial=-1)), vocab_size)
     if most >= 0:
         result.logprobs = np.zeros(count, np.float32)
         result.ranks = np.zeros(count, np.int32)

@@ -18,7 +18,6 @@ from octavo.backends.batch import LastTokens, SampleResult, StepBatch, StepOutpu
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.kernels import Kernels
-from octavo.backends.torch.sampling import part_of
 from octavo.program import ops
 from octavo.program.program import Program
 
@@ -55,11 +54,7 @@ def rows_alone(batch: StepBatch) -> Iterator[RowStep]:
         if not samples:
             yield RowStep(alone, -1)
         for sample in samples:
-            sampling = (
-                None
-                if batch.sampling is None
-                else part_of(batch.sampling, slice(sample, sample + 1))
-            )
+            sampling = None if batch.sampling is None else batch.sampling.part(sample, sample + 1)
             last_tokens = _last_tokens(batch, row, slice(sample, sample + 1))
             yield RowStep(
                 replace(

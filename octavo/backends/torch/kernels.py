@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.backends.torch.device_weight import DeviceWeight
-from octavo.backends.torch.plain import Cuts, Norm, PlainKernels
+from octavo.backends.torch.plain import Norm, PlainKernels
 from octavo.backends.torch.triton.device import refusal
 from octavo.backends.torch.weights import Product
 from octavo.errors import BackendUnavailable
@@ -68,10 +68,13 @@ class Kernels(Protocol):
         """Returns the sum of each row of `x [S, V] fp64`."""
         ...
 
-    def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
-        """A token of each row `[S]`. `z`, `weights [S, V] fp64`: logits, and exp(z - max z), 0 for
-        tokens that may not be drawn; `points [S] fp64` in [0, 1). Cuts and draws as steps 5 and 6
-        of `backends/sampling.py`. Means nothing in a row without weights.
+    def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
+        """Draws a token of each row `[S]` from `d`, `weights [S, V] fp64`, by the rows' `records
+        [S, WORDS] int32`.
+
+        d = (z - max z) / temperature and exp(d), 0 for tokens that may not be drawn; top_k and
+        top_p count with `cuts`. As steps 5 and 6 of `backends/sampling.py`; without meaning in a
+        row without weights.
         """
         ...
 

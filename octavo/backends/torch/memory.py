@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from octavo.backends.base import BackendOptions, DeviceMemory
-from octavo.backends.batch import SamplingBatch, StepBatch
+from octavo.backends.batch import SamplingBatch, StepBatch, sampling_records
 from octavo.backends.kv import BLOCK_SIZE
 
 
@@ -53,32 +53,23 @@ def blocks_of(batch: StepBatch) -> int:
 
 
 def _draws(count: int, vocab_size: int) -> SamplingBatch:
-    """Each with top_k, top_p and logprobs, which take the most."""
-    zeros, ones, none = (
-        np.zeros(count, np.float32),
-        np.ones(count, np.float32),
-        np.zeros(0, np.int32),
-    )
+    """Returns draws with top_k, top_p and logprobs, which take the most memory."""
+    none, starts = np.zeros(0, np.int32), np.zeros(count + 1, np.int32)
     return SamplingBatch(
-        temperatures=ones,
-        top_ks=np.full(count, 50, np.int32),
-        top_ps=np.full(count, 0.9, np.float32),
-        min_ps=zeros,
-        seeds=np.arange(count, dtype=np.uint64),
-        sample_indices=np.zeros(count, np.uint32),
-        positions=np.zeros(count, np.uint32),
-        target_ids=np.full(count, -1, np.int32),
-        num_logprobs=np.full(count, min(5, vocab_size), np.int32),
-        repetition_penalties=ones,
-        presence_penalties=zeros,
-        frequency_penalties=zeros,
-        history_starts=np.zeros(count + 1, np.int32),
+        records=sampling_records(
+            count,
+            seed=np.arange(count),
+            temperature=1.0,
+            top_k=50,
+            top_p=0.9,
+            num_logprobs=min(5, vocab_size),
+        ),
+        history_starts=starts,
         history_ids=none,
         history_counts=none,
-        bias_starts=np.zeros(count + 1, np.int32),
+        bias_starts=starts,
         bias_ids=none,
         bias_values=np.zeros(0, np.float32),
-        allowed=np.full(count, -1, np.int32),
         allowed_masks=np.zeros((0, vocab_size), np.bool_),
     )
 

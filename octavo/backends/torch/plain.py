@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.backends.torch import draws
 from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.weights import Product
 from octavo.program import ops
@@ -35,14 +36,6 @@ class Norm:
     width: int = 0
     bias: Tensor | None = None
     centered: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cuts:
-    """Limits of the tokens that a row may draw, `[S]` each; both None where no row has any."""
-
-    top_ks: Tensor | None
-    top_ps: Tensor | None
 
 
 class PlainKernels:
@@ -100,13 +93,10 @@ class PlainKernels:
     def sums(self, x: Tensor) -> Tensor:
         return x.sum(dim=1)
 
-    def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
-        if cuts.top_ks is not None and cuts.top_ps is not None:
-            weights = torch.where(_cut(z, weights, cuts.top_ks, cuts.top_ps), weights, 0.0)
-        sums = weights.cumsum(dim=1)
-        kept = weights > 0
-        last = kept.shape[1] - 1 - kept.flip(1).int().argmax(dim=1)
-        return torch.minimum((sums <= points[:, None] * sums[:, -1:]).sum(dim=1), last)
+    def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
+        kept = draws.kept(d, weights, records) if cuts else weights > 0
+        noise = draws.gumbel(draws.noise_words(records, d.shape[1]))
+        return torch.where(kept, d + noise, -torch.inf).argmax(dim=1)
 
 
 ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {
@@ -131,18 +121,3 @@ def _one_by_one(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
         if len(rows):
             y[rows] = F.linear(x[rows], matrix.take(expert).floats(x.dtype))
     return y
-
-
-def _cut(z: Tensor, weights: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Returns which tokens are kept: the first top_k of those with a weight, then the shortest
-    prefix of these that reaches top_p.
-    """
-    kept = weights > 0
-    order = torch.where(kept, z, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-    top_ks, top_ps = top_ks.long()[:, None], top_ps.double()[:, None]
-    best = kept.gather(1, order)
-    best &= (top_ks <= 0) | (torch.arange(z.shape[1], device=z.device) < top_ks)
-    sums = torch.where(best, weights.gather(1, order), 0.0).cumsum(dim=1)
-    before = torch.cat([torch.full_like(sums[:, :1], -1.0), sums[:, :-1]], dim=1)
-    best &= (top_ps >= 1) | (before < top_ps * sums[:, -1:])
-    return torch.zeros_like(kept).scatter_(1, order, best)

@@ -36,7 +36,6 @@ from octavo.backends.torch.sampling import (
     Wants,
     draw,
     draw_arrays,
-    part_of,
     result_of,
     wants_of,
 )
@@ -226,7 +225,7 @@ class TorchProgram:
         """Returns how a chunk's rows are drawn. Every chunk asks for as many top alternatives as
         the whole step wants, because the chunks' arrays are joined.
         """
-        part = part_of(sampling, chunk)
+        part = sampling.part(chunk.start, chunk.stop)
         num_top = wants_of(sampling, self.program.vocab_size).num_top
         wants = dataclasses.replace(wants_of(part, self.program.vocab_size), num_top=num_top)
         return ChunkDraws(

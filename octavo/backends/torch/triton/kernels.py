@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.backends.torch.device_weight import DeviceWeight
-from octavo.backends.torch.plain import Cuts, Norm, PlainKernels
+from octavo.backends.torch.plain import Norm, PlainKernels
 from octavo.backends.torch.triton import (
     act_mul,
     combine,
@@ -108,8 +108,8 @@ class TritonKernels:
             else self._plain.sums(x)
         )
 
-    def pick(self, z: Tensor, weights: Tensor, points: Tensor, cuts: Cuts) -> Tensor:
-        return pick.pick(z, weights, points, cuts, self._device)
+    def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
+        return pick.pick(d, weights, records, cuts=cuts, device=self._device)
 
     def _plainly(self, compute: Callable[[Tensor, Any], Tensor], x: Tensor, how: Any) -> Tensor:
         if not self.is_invariant or len(x) < 2:

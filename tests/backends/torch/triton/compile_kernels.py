@@ -241,10 +241,9 @@ def writes(dtype, *, everything):
 
 
 def draws():
-    row = dict.fromkeys(("z", "weights", "points"), "*fp64")
-    row |= {"top_ks": "*i32", "top_ps": "*fp32", "tokens": "*i64"}
-    for absent in ({}, {"top_ks": None, "top_ps": None}):
-        compile_for_h100(_pick_kernel, row | absent, tuned("pick", "*"))
+    row = {"d": "*fp64", "weights": "*fp64", "records": "*i32", "tokens": "*i64"}
+    for cuts in (True, False):
+        compile_for_h100(_pick_kernel, row | {"CUTS": cuts}, tuned("pick", "*"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,159 @@
+// The noise of draws: Philox4x32-10 (Salmon et al. 2011) and what makes Gumbel noise of its words. The
+// formulas are those of backends/sampling.py: a token's word is number token % 4 of the block at the counter
+// (position, sample, token / 4, purpose), the key is the row's seed.
+#pragma once
+#include <cmath>
+
+#include "simd.h"
+#include "table.h"
+
+namespace octavo {
+namespace {
+
+constexpr uint32_t kPhiloxMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u};
+constexpr uint32_t kPhiloxWeyl[2] = {0x9E3779B9u, 0xBB67AE85u};
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kDrawPurpose = 0;
+constexpr double kLargestNoise = 22.88;  // of u = 1 - 2^-33, rounded up
+
+// g = -ln(-ln u), u = (word + 1/2) / 2^32.
+inline double gumbel(uint32_t word) {
+    const double u = (word + 0.5) * 0x1p-32, rest = (~word + 0.5) * 0x1p-32;
+    return -std::log(u > 0.5 ? -std::log1p(-rest) : -std::log(u));
+}
+
+struct PhiloxBlock {
+    uint32_t words[4];
+};
+inline PhiloxBlock philox(uint64_t seed, PhiloxBlock counter) {
+    uint32_t* c = counter.words;
+    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    for (int round = 0; round < kPhiloxRounds; round++) {
+        const uint64_t a = (uint64_t)kPhiloxMultipliers[0] * c[0], b = (uint64_t)kPhiloxMultipliers[1] * c[2];
+        counter = {{(uint32_t)(b >> 32) ^ c[1] ^ key[0], (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ key[1],
+                    (uint32_t)a}};
+        key[0] += kPhiloxWeyl[0];
+        key[1] += kPhiloxWeyl[1];
+    }
+    return counter;
+}
+
+inline uint32_t noise_word(const SamplingRecord& record, int token) {
+    const PhiloxBlock counter{{record.position, record.sample_index, (uint32_t)token / 4, kDrawPurpose}};
+    return philox(record.seed, counter).words[token % 4];
+}
+
+// -- many tokens at once --
+
+// Lanes of 64 bits, each with a word of a counter of its own in the low half. The high half is garbage, which
+// a product does not read.
+typedef uint64_t RegisterW __attribute__((vector_size(4 * kRegisterLanes)));
+constexpr int kWideLanes = kRegisterLanes / 2;
+
+// Low half times low half, in 64 bits.
+OCTAVO_INLINE RegisterW multiply_words(RegisterW a, RegisterW b) {
+#if defined(__AVX512F__)
+    return (RegisterW)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (RegisterW)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (RegisterW)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+    return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
+#endif
+}
+
+// Words of `low` in the low halves, of `high` in the high ones.
+OCTAVO_INLINE RegisterW interleave_words(RegisterW low, RegisterW high) {
+#if defined(__AVX512F__)
+    return (RegisterW)_mm512_mask_blend_epi32(0xAAAA, (__m512i)low, (__m512i)(high << 32));
+#elif defined(__AVX2__)
+    return (RegisterW)_mm256_blend_epi32((__m256i)low, (__m256i)(high << 32), 0xAA);
+#else
+    return (low & 0xFFFFFFFFu) | (high << 32);
+#endif
+}
+
+// Lanes of 64 bits of `a` and `b` in turns: all even ones, then all odd ones.
+struct WordPair {
+    RegisterW even, odd;
+};
+OCTAVO_INLINE WordPair in_turns(RegisterW a, RegisterW b) {
+#if defined(__AVX512F__)
+    return {(RegisterW)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b),
+            (RegisterW)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b)};
+#elif defined(__AVX2__)
+    return {(RegisterW)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b),
+            (RegisterW)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b)};
+#else
+    return {RegisterW{a[0], b[0]}, RegisterW{a[1], b[1]}};
+#endif
+}
+
+// One row's words, for tokens in order, kTokens at a time.
+class RowNoise {
+  public:
+    static constexpr int kTokens = 64;
+    static constexpr int kRegisters = kTokens / (2 * kRegisterLanes);  // each 4 words of kWideLanes counters
+
+    explicit RowNoise(const SamplingRecord& record)
+        : key_{(uint32_t)record.seed, (uint32_t)(record.seed >> 32)} {
+        // In the first round only the counter's third word differs among tokens, and its product is mixed
+        // into the first two alone: the other two are the row's.
+        const uint64_t product = (uint64_t)kPhiloxMultipliers[0] * record.position;
+        second_ = record.sample_index;
+        row_words_[0] = (uint32_t)(product >> 32) ^ kDrawPurpose ^ key_[1];
+        row_words_[1] = (uint32_t)product;
+        // In the second round their product is the row's, too.
+        row_product_ = (uint64_t)kPhiloxMultipliers[1] * row_words_[0];
+    }
+
+    // to [kTokens]: the words of first_token (a multiple of kTokens) and on.
+    OCTAVO_INLINE void write(uint32_t first_token, uint32_t* to) const {
+        RegisterW c[kRegisters][4];
+        for (int r = 0; r < kRegisters; r++) start(first_token / 4 + r * kWideLanes, c[r]);
+        uint32_t keys[2] = {key_[0] + 2 * kPhiloxWeyl[0], key_[1] + 2 * kPhiloxWeyl[1]};
+        for (int round = 2; round < kPhiloxRounds; round++) {
+            for (int r = 0; r < kRegisters; r++) mix(c[r], keys);
+            keys[0] += kPhiloxWeyl[0];
+            keys[1] += kPhiloxWeyl[1];
+        }
+        for (int r = 0; r < kRegisters; r++) {
+            const WordPair words =
+                in_turns(interleave_words(c[r][0], c[r][1]), interleave_words(c[r][2], c[r][3]));
+            std::memcpy(to + 2 * r * kRegisterLanes, &words, sizeof words);
+        }
+    }
+
+  private:
+    static OCTAVO_INLINE RegisterW every(uint64_t x) { return RegisterW{} + x; }
+
+    // The counters of kWideLanes neighbouring quads after two rounds. Lanes are in the order in which
+    // `in_turns` leaves neighbours side by side: even lanes hold the first half of the quads.
+    OCTAVO_INLINE void start(uint32_t quad, RegisterW* c) const {
+        RegisterW lanes;
+        for (int lane = 0; lane < kWideLanes; lane++) lanes[lane] = lane / 2 + lane % 2 * (kWideLanes / 2);
+        const RegisterW product = multiply_words(lanes + quad, every(kPhiloxMultipliers[1]));
+        const RegisterW first = (product >> 32) ^ every(second_ ^ key_[0]);
+        const RegisterW next = multiply_words(first, every(kPhiloxMultipliers[0]));
+        c[0] = every((uint32_t)(row_product_ >> 32) ^ (key_[0] + kPhiloxWeyl[0])) ^ product;
+        c[1] = every((uint32_t)row_product_);
+        c[2] = (next >> 32) ^ every(row_words_[1] ^ (key_[1] + kPhiloxWeyl[1]));
+        c[3] = next;
+    }
+
+    static OCTAVO_INLINE void mix(RegisterW* c, const uint32_t* keys) {
+        const RegisterW a = multiply_words(c[0], every(kPhiloxMultipliers[0])),
+                        b = multiply_words(c[2], every(kPhiloxMultipliers[1]));
+        c[0] = (b >> 32) ^ c[1] ^ every(keys[0]);
+        c[1] = b;
+        c[2] = (a >> 32) ^ c[3] ^ every(keys[1]);
+        c[3] = a;
+    }
+
+    uint32_t key_[2], second_, row_words_[2];
+    uint64_t row_product_;
+};
+
+}  // namespace
+}  // namespace octavo
