@@ -1,4 +1,4 @@
-"""A config.json reads alike in old and new spelling, and what no op can honour is refused by name."""
+"""A config.json reads alike in old and new spelling; what no op can honour is refused by name."""
 
 import pytest
 
@@ -222,7 +222,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_damaged_value_does_worse_than_being_refused(family):
-    """A damaged value is refused or harmless: it raises nothing else and builds no endless Program."""
+    """A damaged value is refused or harmless: no other error, and no endless Program."""
     config = tiny_model("llama" if family == "mistral" else family).config | {"model_type": family}
     for key in [
         *config,

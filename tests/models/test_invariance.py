@@ -34,7 +34,7 @@ def runner_of(family, backend, **options):
 
 
 def lengths(backend):
-    """Returns the lengths of a test, short ones on torch, which computes row by row here."""
+    """Returns the number of tokens of a test, a smaller one on torch, which is slow row by row."""
     return LENGTH if backend == "reference" else 120
 
 

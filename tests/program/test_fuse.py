@@ -84,7 +84,7 @@ def test_families(family):
 
 
 def test_what_a_llama_layer_becomes():
-    """A fused llama layer has four products (q+k+v, o, gate+up, down) and no norms, gates or sums."""
+    """A fused llama layer is four products (q+k+v, o, gate+up, down): no norms, gates or sums."""
     config = open_checkpoint(tiny_model("llama").path).config
     program = fuse(build_programs(config)["decoder"])
     kinds = Counter(op.kind for op in program.ops)

@@ -63,7 +63,7 @@ def test_fp8_has_one_scale_an_output_and_keeps_zeros_and_what_is_damaged() -> No
 
 
 def test_fp8_of_an_fp8_grid_is_exact() -> None:
-    """Packing dequantised fp8 codes with a scale for each output gives the same codes and scales."""
+    """Packing dequantised fp8 codes with a scale for each output gives the same again."""
     packed = pack_fp8(normal(6, 64))
     np.testing.assert_array_equal(
         pack_fp8(packed.dequantize()).codes.view(np.uint8), packed.codes.view(np.uint8)
