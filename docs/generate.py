@@ -19,8 +19,7 @@ import typer
 
 from octavo import errors
 from octavo.cli.app import build_app
-from octavo.cli.errors import CALLERS_FAULT, ENGINES_FAULT, OUTPUT_CLOSED
-from octavo.cli.main import INTERRUPTED
+from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
 from octavo.config.engine_config import OptionField, option_fields, options_of
 from octavo.server.app import create_app
 from octavo.server.errors import TABLE

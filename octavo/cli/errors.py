@@ -13,13 +13,8 @@ from typing import Any
 
 import typer
 
-from octavo.cli.main import INTERRUPTED
+from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
 from octavo.errors import ClientError, OctavoError, SetupError
-
-CALLERS_FAULT = 2
-ENGINES_FAULT = 1
-OUTPUT_CLOSED = 141
-"""Exit code after a write to a pipe without a reader, as shells have it: 128 + SIGPIPE."""
 
 
 def exit_code_of(command: Callable[[], None]) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+from octavo.cli.exit_codes import INTERRUPTED
 
 
 def main() -> None:

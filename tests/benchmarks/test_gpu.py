@@ -110,8 +110,8 @@ class At:
 
 
 def test_steady_steps_of_a_device():
-    """The device idles 1 ms in a steady 10 ms step and the host 4; the first steps, and others', are
-    left out.
+    """The device idles 1 ms in a steady 10 ms step and the host 4; the first steps, and others',
+    are left out.
     """
     steps = [Step(2, 9, 40, 0.0, At(0), At(1))]
     steps += [

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from octavo.cli.errors import OUTPUT_CLOSED, exit_code_of
-from octavo.cli.main import INTERRUPTED
+from octavo.cli.exit_codes import INTERRUPTED
 from octavo.config.engine_config import option_fields, options_of
 from octavo.errors import EngineDead
 from octavo.server.settings import ServerSettings
