@@ -30,7 +30,7 @@ Quantization = Literal["int4"] | None
 
 @dataclass(frozen=True)
 class Loads:
-    """What the engine computes in each measurement."""
+    """The work of each measurement."""
 
     streams: int
     """Number of streams of the measurement of many."""

@@ -47,7 +47,7 @@ def section(settings: Settings, emit: Emit) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """What pytest reports of a file: how many tests ran, and which failed, with the end of their
+    """A pytest report of one file: how many tests ran, and which failed, with the end of their
     output.
     """
 

@@ -53,7 +53,7 @@ array of them takes 154 MB."""
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What the prepared Programs of a backend share: device, type, kernels, limits."""
+    """The device, type, kernels and limits that a backend's prepared Programs share."""
 
     device: torch.device
     dtype: torch.dtype

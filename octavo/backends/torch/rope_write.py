@@ -55,7 +55,7 @@ class RopeWriteCall:
     sin: Tensor
     """`[T, rotary_dim / 2] fp32`"""
     slots: Tensor
-    """Where each row's k and v go, `[T] int64`; -1: nowhere."""
+    """Slot that each row's k and v are written to, `[T] int64`; -1 for none."""
     k_stored: KvTensor
     v_stored: KvTensor
 

@@ -28,7 +28,7 @@ from octavo.program import ops
 from octavo.program.program import Program, Value
 
 Made = tuple[Tensor, ...]
-"""What an op made, in the order of its outputs."""
+"""An op's results, in the order of its outputs."""
 NormOp = ops.RmsNorm | ops.LayerNorm | ops.PreNorm
 Shared = TypeVar("Shared")
 

@@ -1,8 +1,8 @@
 """Paged attention of the torch backend on the CPU against the reference, over the shapes and masks
 that native is tested with.
 
-|torch - reference| <= 5e-5 for values of size one whatever the cache's precision: what is stored
-is the same.
+|torch - reference| <= 5e-5 for values of size one whatever the cache's precision, because both read
+the same stored numbers.
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ def test_shapes_and_masks(name, kv):
 
 @pytest.mark.parametrize("name", ["causal", "window", "softcap", "sinks in a window"])
 def test_scores_made_in_parts(name, monkeypatch):
-    """What does not fit at once goes some rows, or some requests, at a time."""
+    """Scores that exceed the limit are computed some rows, or some requests, at a time."""
     monkeypatch.setattr(sdpa, "MOST_SCORES", 3000)
     shape = MASKS[name]
     wanted = expected(shape)
@@ -75,7 +75,7 @@ def test_batch_invariant_rows_are_bitwise_alone(name):
 
 
 def test_what_earlier_requests_left_in_a_block_is_not_seen():
-    """Their keys and values may be NaN."""
+    """NaN keys and values that an earlier request left in a block do not reach a result."""
     shape = Shape(contexts=(40, 40))
     wanted = Run(shape, backend_of()).step([(0, 0, 21)])
     used = Run(shape, backend_of())
@@ -87,7 +87,7 @@ def test_what_earlier_requests_left_in_a_block_is_not_seen():
 
 
 def test_keys_out_of_the_window_are_not_read():
-    """Their blocks may be freed: the table says -1."""
+    """Blocks before the window may be freed: a table entry of -1 there changes nothing."""
     shape = Shape(mask="window", window=37, contexts=(100,))
     run = Run(shape, backend_of())
     wanted = run.whole()[99]

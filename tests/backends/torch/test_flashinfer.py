@@ -1,5 +1,5 @@
-"""FlashInfer as a choice of attention: what it is told of a step, shown by a stand-in that computes
-by the plain formula from the pages it is given.
+"""FlashInfer's attention as a choice: which pages it is given of a step, shown by a stand-in that
+computes the plain formula from them.
 
 |torch - reference| <= 1e-2 for values of size one: queries and outputs are bf16. The kernels
 themselves need a CUDA device and the package.
@@ -43,7 +43,9 @@ SHAPES = {
 
 
 class Wrapper:
-    """What both of FlashInfer's paged wrappers have in common; `plans` and `runs` count."""
+    """The common part of the stand-ins for FlashInfer's paged wrappers; `plans` and `runs` count
+    calls.
+    """
 
     def __init__(self, workspace, kv_layout, use_tensor_cores=None):
         assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
@@ -122,7 +124,7 @@ class Wrapper:
         return out
 
     def _attend(self, q, k, v):
-        """The last query stands at the last key."""
+        """Computes the formula, with the last query at the last key."""
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.options["sm_scale"]
         if cap := self.options["logits_soft_cap"]:
             scores = cap * torch.tanh(scores / cap)
@@ -199,8 +201,9 @@ def expected(shape):
 
 
 def decoded(shape):
-    """The last row of each request alone, behind its prompt; requests of one token have no
-    prompt."""
+    """Returns steps that compute the last row of each request alone, behind its prompt; requests of
+    one token have no prompt.
+    """
     return [
         [(r, 0, n - 1) for r, n in enumerate(shape.contexts) if n > 1],
         [(r, n - 1, n) for r, n in enumerate(shape.contexts)],
@@ -251,7 +254,7 @@ def test_layers_that_are_alike_are_planned_once_a_step():
 
 
 def test_keys_out_of_the_window_are_not_asked_for():
-    """Their blocks may be freed: the table says -1."""
+    """Blocks before the window may be freed: a table entry of -1 there is never asked for."""
     shape = Shape(mask="window", window=37, contexts=(100,), k_width=64, v_width=64)
     run = Run(shape, backend_of(FlashInfer(STAND_IN, CPU)))
     wanted = run.whole()[99]

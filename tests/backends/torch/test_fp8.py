@@ -1,5 +1,6 @@
-"""fp8 on the torch backend: products of codes with codes against the same numbers in float64, which
-weights are multiplied so, packed models beside floats, and KV in e4m3 as the reference stores it.
+"""fp8 on the torch backend: products of codes with codes against the same numbers in float64, the
+weights that are multiplied this way, packed models against floats, and KV in e4m3 as the reference
+stores it.
 """
 
 import ml_dtypes
@@ -36,7 +37,7 @@ def normal(*shape):
 
 
 def in_e4m3(rows):
-    """Each row as its nearest codes times its scale, in float64."""
+    """Returns each row as its nearest codes times its scale, in float64."""
     scales = abs(rows).max(axis=1, keepdims=True) / np.float32(448)
     return (rows / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
 

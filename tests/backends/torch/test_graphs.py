@@ -1,9 +1,9 @@
-"""Captured decode steps against eager ones: filled up to a size, replayed over the same buffers.
-Within 1e-5 of the largest logit, for products of more rows may round otherwise; at a captured size
-bitwise.
+"""Captured decode steps against eager ones: padded to a size, replayed over the same buffers.
+Within 1e-5 of the largest logit, because products of more rows may round otherwise; bitwise at a
+captured size.
 
-On the CPU what is replayed is the captured call itself, over the same views of the staging buffer;
-CUDA's own graphs need CUDA.
+On the CPU a replay is the captured call itself, over the same views of the staging buffer; CUDA's
+own graphs need CUDA.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ WIDTH = 5
 
 @dataclass
 class Again:
-    """Stands for a graph: the captured call, run again."""
+    """A stand-in for a graph, which runs the captured call again."""
 
     run: object
     replays: int = 0
@@ -49,7 +49,9 @@ class Recorder:
 
 
 def runners(family, record, device="cpu", sizes=(1, 2, 4)):
-    """One with graphs of these sizes, one without; each with five requests, prompts computed."""
+    """Returns a runner with graphs of these sizes and one without, each with five requests whose
+    prompts are computed.
+    """
     made = []
     for capture in (True, False):
         runner = PagedRunner(
@@ -99,7 +101,9 @@ def test_what_is_no_decode_of_a_captured_size_runs_eagerly():
 
 
 def test_draws_of_a_captured_step(monkeypatch):
-    """Tokens are drawn of the real rows, whatever the draws' arrays take of the staging buffer."""
+    """Tokens are drawn for the real rows, however much of the staging buffer the draws' arrays
+    take.
+    """
     (graphs, mine), (eager, theirs) = runners("llama", Recorder(), sizes=(4,))
     sampling = random_batch(3, 320, 4)
     results = []
@@ -116,8 +120,8 @@ def test_draws_of_a_captured_step(monkeypatch):
 
 @pytest.mark.parametrize(("invariant", "head_rows"), [(False, 128), (False, 2), (True, 128)])
 def test_last_tokens_stay_on_the_device(monkeypatch, invariant, head_rows):
-    """A step that is launched before the one before is asked for takes what that one drew; replayed
-    from graphs, eagerly, row by row.
+    """A step that is launched before the results of the step before are asked for takes the tokens
+    that it drew: replayed from graphs, eagerly, and row by row.
     """
     monkeypatch.setattr("octavo.backends.torch.program.HEAD_ROWS", head_rows)
     ids, results = np.random.default_rng(0).integers(3, 200, (3, 20)), []

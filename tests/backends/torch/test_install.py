@@ -1,6 +1,4 @@
-"""Where the torch backend is asked for: without the compiled extension, without PyTorch, without a
-GPU.
-"""
+"""The torch backend without the compiled extension, without PyTorch, and without a GPU."""
 
 import subprocess
 import sys

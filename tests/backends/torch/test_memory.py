@@ -1,5 +1,5 @@
 """The largest step, by which a device's memory is measured, runs on every family's Programs; the
-table adds up.
+table of memory adds up.
 """
 
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A device of 80 GiB of which 3 are others', as CUDA's counters would show it."""
+    """Replaces CUDA's counters by those of a device of 80 GiB, of which other processes use 3."""
     state = SimpleNamespace(allocated=0, peak=0)
 
     def run():

@@ -65,7 +65,9 @@ def test_families_in_chunks_beside_padding(case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gpt_oss", "deepseek_v3"])
 def test_half_precisions(family, dtype):
-    """The root of the mean square: a routed token that goes elsewhere is a logit far off."""
+    """Bounds are of the root of the mean square, because a token that is routed to other experts
+    has logits far off.
+    """
     tiny = tiny_model(family)
     load = WeightReader(open_checkpoint(tiny.path), dtype).load
     wanted = PagedRunner(tiny.path, load=load).logits(tokens(tiny))

@@ -1,7 +1,7 @@
 """f(gate) * (up + up_offset), with gpt_oss's clamp.
 
-    program (t, n)  one tile of one row:  gate[t, n*BLOCK : ...], up[t, the same]  ->  out[t, the
-    same]
+    program (t, n)  one tile of one row:
+                    gate[t, n*BLOCK : ...], up[t, the same]  ->  out[t, the same]
 
 gate and up may be halves of one array: each has its own row stride. A NaN stays one through every
 clamp. Reference: `plain.PlainKernels.gated`.
@@ -32,15 +32,15 @@ def act_mul(gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
     if num_rows:
         block = min(BLOCK, triton.next_power_of_2(width))
         _act_mul_kernel[(num_rows, triton.cdiv(width, block))](
-            gate,
-            up,
-            out,
-            gate.stride(0),
-            up.stride(0),
-            width,
-            float(how.clamp or 0.0),
-            float(how.alpha),
-            float(how.up_offset),
+            gate=gate,
+            up=up,
+            out=out,
+            gate_stride=gate.stride(0),
+            up_stride=up.stride(0),
+            width=width,
+            clamp=float(how.clamp or 0.0),
+            alpha=float(how.alpha),
+            up_offset=float(how.up_offset),
             ACTIVATION=how.activation,
             HAS_CLAMP=how.clamp is not None,
             BLOCK=block,

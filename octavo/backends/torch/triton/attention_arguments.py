@@ -95,7 +95,7 @@ class Scoring(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which keys of its request a row sees."""
+    """The keys of its request that a row sees."""
 
     WINDOW: tl.constexpr
     """Number of keys that a row sees, its own included; 0 without a window."""
@@ -167,14 +167,16 @@ class SplitStates(NamedTuple):
     """States of splits, written by `decode.py` and read by `merge.py`."""
 
     sums: Tensor
-    """m and l of each split, `[slots, H, splits, 2] fp32`."""
+    """The m and l of each split, `[slots, H, splits, 2] fp32`."""
     accs: Tensor
     """Weighted sums of values, `[slots, H, splits, V] fp32`."""
     num_splits: int
 
 
 class Runs(NamedTuple):
-    """Which slots a program of `decode.py` computes together, and which of their splits."""
+    """The slots that a program of `decode.py` computes together, and the splits it reads of
+    them.
+    """
 
     slots: Tensor | None
     """Slots of each shared run, `[runs, ROWS]`, -1 where there is none; None where run r is the

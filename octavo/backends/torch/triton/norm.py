@@ -1,8 +1,8 @@
 """Norms of rows, RMS and centered, with the sum before them in the same pass.
 
     program (t, g)  one group of one row:  x[t, g*W : (g+1)*W]
-                    a, b  ->  total = a + b  ->  out = total / sqrt(mean(total^2) + eps) * (weight +
-                    offset) + bias
+                    a, b  ->  total = a + b
+                          ->  out = total / sqrt(mean(total^2) + eps) * (weight + offset) + bias
 
 A group is one tile of the next power of two, reduced in fp32: a row's numbers never depend on other
 rows. Reference: `plain.PlainKernels.norm` and `add_norm`.
@@ -46,18 +46,18 @@ def _launch(a: Tensor, b: Tensor | None, norm: Norm, total: Tensor | None, out: 
     width = norm.width or a.shape[1]
     block = triton.next_power_of_2(width)
     _norm_kernel[(len(a), a.shape[1] // width)](
-        a,
-        b,
-        norm.weight,
-        norm.bias,
-        total,
-        out,
-        a.stride(0),
-        0 if b is None else b.stride(0),
-        out.stride(0),
-        width,
-        norm.eps,
-        norm.offset,
+        a=a,
+        b=b,
+        weight=norm.weight,
+        bias=norm.bias,
+        total=total,
+        out=out,
+        a_stride=a.stride(0),
+        b_stride=0 if b is None else b.stride(0),
+        out_stride=out.stride(0),
+        width=width,
+        eps=norm.eps,
+        offset=norm.offset,
         HAS_SUM=b is not None,
         HAS_BIAS=norm.bias is not None,
         CENTERED=norm.centered,

@@ -1,14 +1,14 @@
-"""Rotates queries and keys and stores keys and values, in one launch: what would be two ropes and a
+"""Rotates queries and keys and stores keys and values in one launch, in place of two ropes and a
 write.
 
-    program (rows, y)    y < H:  q[t, y]      -> turned -> q_out[t, y]
-                         else:   k[t, y - H]  -> turned -> K at slots[t];   v[t, y - H] -> V at
-                         slots[t]
+    program (rows, y)    y < H:  q[t, y]      -> rotated -> q_out[t, y]
+                         else:   k[t, y - H]  -> rotated -> K at slots[t]
+                                 v[t, y - H]             -> V at slots[t]
 
-    a head's columns     | start of them as they are | pairs that turn | the rest as they are |
+    a head's columns     | start of them as they are | pairs that rotate | the rest as they are |
 
-Turned numbers are rounded to the step's dtype first, as the op by itself does, then to the cache's:
-the same bytes. int8: codes with one bf16 scale for each token and head, absmax / 127
+Rotated numbers are rounded to the step's dtype first, as the op by itself does, then to that of the
+cache: the bytes are the same. int8 has one bf16 scale for each token and head, absmax / 127
 (`kv_cache.as_int8`). Source: Su et al. 2021.
 """
 
@@ -177,21 +177,21 @@ def rope_write(call: RopeWriteCall, device: str) -> Tensor:
     half = op.style == "half"
     tile = tuned("rope_write", device, width=k_width)
     rope_write_kernel[(-(-num_rows // tile["ROWS"]), num_heads + num_kv_heads)](
-        out,
-        stored.numbers,
-        call.v_stored.numbers,
-        stored.scales,
-        call.v_stored.scales,
-        call.q,
-        call.k,
-        call.v,
-        call.cos,
-        call.sin,
-        call.slots,
-        num_rows,
-        call.q.stride(0),
-        call.k.stride(0),
-        call.v.stride(0),
+        q_out=out,
+        k_numbers=stored.numbers,
+        v_numbers=call.v_stored.numbers,
+        k_scales=stored.scales,
+        v_scales=call.v_stored.scales,
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        cos=call.cos,
+        sin=call.sin,
+        slots=call.slots,
+        num_rows=num_rows,
+        q_row=call.q.stride(0),
+        k_row=call.k.stride(0),
+        v_row=call.v.stride(0),
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         K_WIDTH=k_width,

@@ -66,8 +66,8 @@ def array_names(group: int, window: int | None, *, full: bool) -> ArrayNames:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMask:
-    """What attention ops must have in common to share one `Sharing`: the keys that rows see, and
-    the rows of a run.
+    """The properties by which attention ops share one `Sharing`: the keys that rows see, and the
+    rows of a run.
     """
 
     group: int

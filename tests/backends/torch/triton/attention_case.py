@@ -1,4 +1,4 @@
-"""Attention calls drawn at random, for one set of kernels against another. Whatever no row may see
+"""Random attention calls, with which tests compare sets of kernels. Everything that no row may see
 is NaN: unused slots, the block that tables name where they have none, the queries of padded rows.
 """
 
@@ -27,9 +27,10 @@ FAR = 8
 
 @dataclass(frozen=True)
 class Case:
-    """`requests`: (rows, context) of each; its rows are the last of its context."""
+    """An attention call's shape and attributes."""
 
     requests: tuple[tuple[int, int], ...] = ((1, 300), (5, 270), (40, 40), (1, 17), (7, 520))
+    """Rows and context of each request; its rows are the last of its context."""
     heads: int = 4
     kv_heads: int = 2
     k_width: int = 24
@@ -43,7 +44,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     pad: int = 3
     latent: bool = False
-    """Values are the first columns of the keys."""
+    """Whether values are the first columns of the keys."""
 
     @cached_property
     def batch(self) -> StepBatch:
@@ -76,7 +77,7 @@ class Case:
         return sum(-(-context // BLOCK_SIZE) for _, context in self.requests) + 1
 
     def stored(self, width: int, generator: torch.Generator) -> KvTensor:
-        """`[blocks + 1, 16, K, width]`; NaN where no request has a key."""
+        """Returns keys or values `[blocks + 1, 16, K, width]`, NaN where no request has a key."""
         shape = (self.num_blocks + 1, BLOCK_SIZE, self.kv_heads)
         rows = torch.randn((*shape, width), generator=generator)
         written = torch.zeros(shape[:2], dtype=torch.bool)
@@ -146,7 +147,7 @@ class Case:
         return None
 
     def live(self, out: Tensor) -> Tensor:
-        """Without the padded rows."""
+        """Returns a result without its padded rows."""
         return out[: len(self.batch.sample_rows)].float().cpu()
 
     def wanted(self) -> Tensor:

@@ -44,7 +44,7 @@ SIZES = dict.fromkeys(
 
 
 def matrix(codes, scales, *, nibbles=False, half=1, unit=16, zero_point=0, plain=False, **arrays):
-    """The types of a packed weight's arrays, and its constants."""
+    """Returns the types of a packed weight's arrays, and its constants."""
     absent = dict.fromkeys(("lookup", "scale_supers", "mins", "min_supers"))
     return MatrixBytes(
         codes=codes,
@@ -160,8 +160,8 @@ def call_of(
     precision="tf32",
     runs=(None, None, None, 1),
 ):
-    """The bundles of an attention call. `heads` are the query heads, those of a KV head, and the KV
-    heads; 128 columns a head where nothing else is said.
+    """Returns the bundles of an attention call, with 128 columns a head unless `widths` says
+    otherwise. `heads` are the query heads, those of a KV head, and the KV heads.
     """
     num_heads, share, kv_heads = heads
     *run_arrays, run_rows = runs

@@ -1,4 +1,4 @@
-"""In Triton's interpreter no kernel may touch what it was not given."""
+"""Holds kernels in Triton's interpreter to the tensors of their launch, in every test."""
 
 import importlib.util
 

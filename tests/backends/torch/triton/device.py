@@ -1,5 +1,5 @@
-"""Where tests of Triton's kernels compute: on the GPU where there is one, else in Triton's
-interpreter.
+"""The device on which tests of Triton's kernels compute: the GPU where there is one, else a CPU
+with Triton's interpreter.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""What a kernel may touch: the tensors that it was launched with. On a GPU a mask that lets a lane
-past the end reads or overwrites what lies there, and nobody notices; Triton's interpreter copies
-from and to plain addresses, so there every lane can be looked at.
+"""A check that kernels touch only the tensors of their launch. On a GPU a mask that lets a lane
+past the end reads or overwrites what lies there unnoticed; Triton's interpreter reads and writes
+plain addresses, so every lane can be checked there.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from triton.runtime import interpreter
 
 
 class LaunchMemory:
-    """Of the launch that runs: where each of its tensors begins and ends, overlapping ones as
-    one."""
+    """The addresses of the running launch's tensors, with overlapping ones joined."""
 
     def __init__(self) -> None:
         self._begins = self._ends = np.zeros(0, np.uint64)
@@ -26,8 +25,8 @@ class LaunchMemory:
         self._begins, self._ends = np.array(spans, np.uint64).reshape(-1, 2).T
 
     def check(self, pointers, mask, what: str) -> None:
-        """Of the lanes of a load or a store that the mask lets through; AssertionError where one
-        lies outside.
+        """Raises AssertionError where a lane of a load or store that the mask lets through lies
+        outside of the tensors.
         """
         at = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
         if not at.size:
@@ -60,7 +59,7 @@ def _span(tensor) -> tuple[int, int]:
 
 
 def check_launches(monkeypatch) -> None:
-    """All that kernels load and store from here on."""
+    """Checks every load and store of kernels from now on."""
     memory, builder, launch = (
         LaunchMemory(),
         interpreter.InterpreterBuilder,

@@ -1,4 +1,4 @@
-"""Packed weights of every kind that there is, small and finite, for tests of products."""
+"""Packed weights of every kind, small and finite, for tests of products."""
 
 import numpy as np
 
@@ -7,8 +7,8 @@ from octavo.quant.packed import Levels, PackedWeight
 
 
 def kinds(width=256, outputs=70, lead=()):
-    """Name to weight `[*lead, outputs, width]`; `width` a multiple of 256. Last: those that only
-    plain torch multiplies with.
+    """Returns weights `[*lead, outputs, width]` by name, `width` a multiple of 256. The last ones
+    are those that only plain torch multiplies with.
     """
     rng = np.random.default_rng(width + outputs)
 

@@ -1,9 +1,9 @@
 """Triton's attention kernels, in its interpreter where there is no GPU, against plain torch and the
 reference.
 
-|triton - torch| <= 2e-5 in fp32, 2e-2 in the halves (results of size one are rounded to 8 or 11
-bits; so are weights on a GPU). With tiles that are fixed a row's bits are the same in any company,
-in whatever chunks its request comes.
+|triton - torch| <= 2e-5 in fp32, 2e-2 in the halves, where results of size one are rounded to 8 or
+11 bits, and so are weights on a GPU. With fixed tiles a row has the same bits in any company,
+whatever chunks its request comes in.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tests.backends.torch.triton.attention_case import DEVICE, Case
 
 pytestmark = (
     pytest.mark.slow
-)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
@@ -90,7 +90,7 @@ def test_attributes(name):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
 def test_heads_that_share(heads, kv_heads):
-    """More than a tile's lanes take several tiles."""
+    """More query heads of a KV head than a tile has lanes take several tiles."""
     assert_close(Case(heads=heads, kv_heads=kv_heads, requests=((1, 290), (20, 30))))
 
 
@@ -112,12 +112,12 @@ def test_int8(name):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_prompt_over_many_blocks_of_keys(window):
-    """Those that all rows of a tile see, and those before and behind them."""
+    """A prompt's tiles compute the keys that all rows see, and those before and behind them."""
     assert_close(Case(requests=((330, 600), (70, 400)), window=window, heads=2, kv_heads=1, pad=0))
 
 
 def test_programs_of_a_launch():
-    """One for each split, but no more than make enough together."""
+    """A launch has one program for each split, but no more than make enough together."""
     assert (
         attention.programs_a_tile(8, 128) == 128
         and attention.programs_a_tile(2048, 33) == 4
@@ -139,7 +139,7 @@ def test_states_that_do_not_fit_go_some_requests_at_a_time(monkeypatch):
 
 
 def test_a_faulty_row_is_its_own():
-    """NaN in one query row, and no other row has one."""
+    """NaN in one query row reaches no other row."""
     case = Case(requests=((1, 300), (20, 40)))
     wanted = case.found()
     case.call.q[0], case.call.q[5] = torch.nan, torch.nan
@@ -153,7 +153,9 @@ def test_a_faulty_row_is_its_own():
 
 
 def backend(kv="fp32", *, fixed_tiles=False, **options):
-    """With `fixed_tiles` rows stay together: what batch_invariant tears apart is what is tested."""
+    """Returns a backend. With `fixed_tiles` rows stay together, though batch_invariant would
+    compute each as a step of its own.
+    """
     made = TorchBackend(
         BackendOptions(
             num_threads=1, kv_cache_dtype=kv, dtype="float32", attention_backend="triton", **options
@@ -196,8 +198,8 @@ COMPANY = {
     ("name", "kv"), [("causal", "fp32"), ("causal", "int8"), ("window", "bf16"), ("sinks", "fp32")]
 )
 def test_a_row_has_the_same_bits_in_any_company(name, kv):
-    """Whole, in chunks, one row a step (which the kernels of splits compute), joined and left by
-    others.
+    """A row has the same bits whole, in chunks, alone (which the kernels of splits compute), and
+    beside requests that join and leave.
     """
     shape = COMPANY[name]
     whole = Run(shape, backend(kv, fixed_tiles=True)).whole()

@@ -1,7 +1,7 @@
-"""Blocks copied to the host and back beside what computes: as if everything were done in the order
-in which it is asked for, whatever order the two queues of a device are worked off in.
+"""Blocks copied to the host and back beside steps: results are those of doing everything in the
+order of the calls, whatever order a device's two queues are worked off in.
 
-The stand-in for CUDA's streams does nothing when it is asked to, and later any work that its queue
+The stand-in for CUDA's streams does nothing when it is called, and later any work that its queue
 and the other queue's events allow.
 """
 
@@ -23,8 +23,8 @@ LAYERS, BLOCKS = 2, 7
 
 
 class AnyOrder(SerialStreams):
-    """Queues of closures; a number among them is an event: so much of the other queue is to be done
-    before. Staging holds rubbish.
+    """Two queues of closures. A number in a queue is an event: how much of the other queue must be
+    done before. Staging memory begins as garbage.
     """
 
     def __init__(self, seed: int, *, waits: bool = True) -> None:
@@ -65,7 +65,7 @@ class AnyOrder(SerialStreams):
         return 0.0
 
     def work_off(self, which: int) -> None:
-        """Until this queue is empty; of the other as much as is drawn, or is waited for."""
+        """Works off one queue, and as much of the other as is drawn or waited for."""
         while self.done[which] < len(self.queues[which]):
             self.one_of(self.draw.randrange(2))
 
@@ -81,7 +81,7 @@ class AnyOrder(SerialStreams):
 
 
 def tensors_of(draw) -> list[list[torch.Tensor]]:
-    """A group of K and V in bf16, and one in int8 with scales, whose V has another width."""
+    """Returns a group of K and V in bf16, and one in int8 with scales whose V has another width."""
     shapes = (
         [((3,), torch.bfloat16), ((3,), torch.bfloat16)],
         [((4,), torch.int8), ((), torch.bfloat16), ((2,), torch.int8)],
@@ -97,7 +97,7 @@ def tensors_of(draw) -> list[list[torch.Tensor]]:
 
 
 class Traffic:
-    """The same moves and writes of steps, at once in NumPy and through BlockCopies."""
+    """The same moves and writes of steps, done at once in NumPy and through BlockCopies."""
 
     def __init__(self, seed: int, *, waits: bool = True) -> None:
         self.draw = random.Random(seed)
@@ -160,7 +160,7 @@ class Traffic:
             self.settle()
 
     def write_a_step(self, group: int, block: int) -> None:
-        """A layer of a block, written by what computes."""
+        """Writes a layer of a block, as a step does."""
         tensor, value = self.draw.choice(self.tensors[group]), self.draw.randrange(120)
         self.streams.compute(lambda: tensor[:, block].fill_(value))
         start = 0
@@ -217,8 +217,8 @@ def test_without_events_it_is_not():
 
 
 def test_what_leaves_is_not_waited_for_and_what_comes_is():
-    """A step is queued behind the gathering, not behind the copy to the host; and behind the whole
-    way of what it reads.
+    """A step waits for the gathering of blocks that leave, not for their copy to the host; and for
+    the whole way of the blocks that it reads.
     """
     traffic = Traffic(1)
     queues = traffic.streams.queues
@@ -297,7 +297,7 @@ def test_swapped_out_over_and_in_again(device):
 
 @CUDA
 def test_cuda_streams_keep_the_order():
-    """Many rounds beside products that take long, so that a missing event would show."""
+    """Many rounds run beside long products, so that a missing event would show."""
     engine, kv = engine_on("cuda", 2)
     assert isinstance(kv.copies._streams, CudaStreams)
     busy = torch.randn(2048, 2048, device="cuda")
@@ -313,7 +313,7 @@ def test_cuda_streams_keep_the_order():
 
 
 class HostMemory:
-    """What CUDA knows of pinned host memory; `full`: it takes no more."""
+    """A stand-in for CUDA's list of pinned host memory; when `full` it pins no more."""
 
     def __init__(self, *, full=False):
         self.full, self.pinned = full, {}

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled for a GPU, which takes none: what the interpreter would let pass."""
+"""Triton's kernels compile for a GPU, without one; the interpreter would accept more."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = (
     pytest.mark.slow
-)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
 
 
 @pytest.mark.parametrize(

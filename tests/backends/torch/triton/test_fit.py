@@ -1,5 +1,5 @@
-"""Tiles of attention where a device's shared memory is small. What kernels take of it was read off
-them as compiled (`compile_kernels`).
+"""Tiles of attention where a device's shared memory is small. The bytes that kernels take were read
+off them as compiled (`compile_kernels`).
 """
 
 import pytest
@@ -36,9 +36,8 @@ COMPILED = [
     (64, 64, (576, 512), 2, 144),
     (16, 64, (576, 512), 2, 84),
 ]
-"""BLOCK_M, BLOCK_N, columns of keys and values, bytes of a number; KiB of shared memory as
-compiled.
-"""
+"""BLOCK_M, BLOCK_N, columns of keys and values, bytes of a number, and KiB of shared memory as
+compiled."""
 
 WIDTHS = [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512)]
 
@@ -83,7 +82,9 @@ def test_what_fits_stays_as_it_is():
 
 @pytest.mark.parametrize("fixed_tiles", [False, True])
 def test_small_tiles_compute_the_same(fixed_tiles, monkeypatch):
-    """As on a GPU with little shared memory: requests of one row, and of several."""
+    """Small tiles compute the same for requests of one row and of several, as on a GPU with little
+    shared memory.
+    """
     rows = tuple(TunedLaunch(**{**row, "device": "*"}) for row in ROWS)
     monkeypatch.setattr(tuning, "table", lambda: rows)
     tuning._best.cache_clear()

@@ -1,8 +1,8 @@
-"""Kernels of fixed tiles in place of rows computed alone: whole models, bitwise the same in chunks,
-alone and in company.
+"""Kernels with fixed tiles instead of rows computed alone: whole models, bitwise the same in
+chunks, alone and in company.
 
-In Triton's interpreter this holds of models whose widths are multiples of 16: PyTorch's loops over
-elements leave no tails there.
+In Triton's interpreter this holds for models whose widths are multiples of 16, where PyTorch's
+loops over elements leave no tails.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.support.tiny_models import tiny_model
 
 pytestmark = (
     pytest.mark.slow
-)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
 
 torch.set_num_threads(1)
 

@@ -1,4 +1,6 @@
-"""Who computes what Triton has kernels for, and which norms are made with the sum before them."""
+"""The choice between plain torch and Triton's kernels, and which norms are computed together with
+the sum before them.
+"""
 
 import pytest
 import torch
@@ -52,8 +54,8 @@ def test_without_triton(monkeypatch):
     ("family", "num_norms"), [("llama", 5), ("qwen2_moe", 5), ("gemma3_text", 7), ("gpt2", 4)]
 )
 def test_norms_that_are_made_with_the_sum_before_them(family, num_norms):
-    """All but the first of the model, and the last, which only sampled rows take (gpt2: of gathered
-    rows too).
+    """All norms but the first of the model are computed with the sum before them, and but the last,
+    which only sampled rows take (gpt2's is of gathered rows too).
     """
     program = fuse(build_programs(tiny_model(family).config)["decoder"])
     assert len(norms_ahead(program.ops)) == num_norms

@@ -19,7 +19,7 @@ from tests.support.tiny_models import tiny_model
 
 pytestmark = (
     pytest.mark.slow
-)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
 
 torch.set_num_threads(1)
 
@@ -61,7 +61,7 @@ def test_bf16(family):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_packed_weights(quantization):
-    """Steps of up to 16 rows take the kernel, longer ones unpack."""
+    """Steps of up to 16 rows take the packed product, longer ones unpack the weight."""
     path = tiny_model("llama", hidden_size=64, intermediate_size=96).path
     checkpoint = open_checkpoint(path)
     load = WeightReader(

@@ -1,4 +1,4 @@
-"""What the other tests here rely on: a kernel that goes past the end of a tensor fails."""
+"""A kernel that goes past the end of a tensor fails, which the other tests of kernels rely on."""
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ def copy_kernel(x, out, read, written, BLOCK: tl.constexpr):
 )
 @pytest.mark.parametrize("offset", [0, 3])
 def test_lanes_past_the_end(read, written, fault, offset):
-    """Of tensors that are parts of larger ones, too: what lies behind them is not theirs."""
+    """Lanes past the end fail for parts of larger tensors too: what lies behind a part does not
+    belong to it.
+    """
     x, out = torch.arange(5.0), torch.zeros(5 + offset + 16)[offset : 5 + offset]
     if fault is None:
         copy_kernel[(1,)](x, out, read, written, BLOCK=8)

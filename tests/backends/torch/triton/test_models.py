@@ -1,5 +1,5 @@
-"""Whole tiny models with Triton's attention and KV writes against the reference, and what of them
-can be chosen, captured and refused.
+"""Whole tiny models with Triton's attention and KV writes against the reference, and which Programs
+can be captured or are refused.
 
 In fp32 within 3e-5 of the largest logit; chunks and padding as in the other tests of the torch
 backend.
@@ -32,7 +32,7 @@ from tests.support.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 FUSED = {"llama", "qwen3", "gemma3_text", "gpt_oss"}
-"""Families whose keys are rotated and written as they are."""
+"""Families whose keys are rotated and written without an op between."""
 
 
 def backend(**options):
@@ -61,7 +61,7 @@ def test_families_in_chunks_beside_padding(family):
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_caches_of_fewer_bits(kv):
-    """The same bytes as plain torch writes, and what both read of them."""
+    """Triton's KV write stores the same bytes as plain torch, and both read the same of them."""
     tiny = tiny_model("llama")
     ids = tokens(tiny, 60)
     plain = PagedRunner(
@@ -105,8 +105,8 @@ def test_encoder_and_decoder():
 
 
 def test_requests_that_begin_alike_share_reads_in_captured_steps():
-    """A step of 4 and of 3 requests, filled up to a captured size of 4: what they share is theirs,
-    not that of the captured step.
+    """Steps of 4 and of 3 requests, padded to a captured size of 4, share the reads of their own
+    prefixes, not those of the captured step.
     """
     tiny = tiny_model("llama", num_hidden_layers=2)
     shared, width = tokens(tiny, 256), 20
@@ -132,7 +132,7 @@ def test_requests_that_begin_alike_share_reads_in_captured_steps():
 
 
 def test_what_states_of_splits_take():
-    """Heads, splits of 256 keys, and m, l and a row of values for each."""
+    """The states of splits take m, l and a row of values for each head and split of 256 keys."""
     program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
     kernels = choose_attention(BackendOptions(attention_backend="triton"), CPU)[0]
     assert kernels.graph_bytes(program, 3, 1000) == 3 * 4 * 4 * 4 * (16 + 2)
@@ -181,7 +181,7 @@ def test_torch_runs_without_importing_triton():
 
 
 def expanded():
-    """A Program whose latent attention makes keys and values of each head."""
+    """Returns a Program whose latent attention makes keys and values of each head."""
     nope, rope, out = (
         Value("nope", "tokens", 16),
         Value("rope", "tokens", 8),

@@ -1,7 +1,7 @@
 """Triton's products with packed weights and of experts, in its interpreter.
 
-What is unpacked is bit for bit the packed weight's floats; sums lie within rounding of the product
-in float64; a row is bitwise the same alone, among others, and beside rows of NaN.
+An unpacked weight is bit for bit the packed weight's floats; sums lie within rounding of the
+product in float64; a row is bitwise the same alone, among others, and beside rows of NaN.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ from tests.backends.torch.triton.packed_weights import kinds, uncarried
 
 pytestmark = (
     pytest.mark.slow
-)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
 
 PLAIN, TRITON = PlainKernels(), TritonKernels(DEVICE)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +48,9 @@ def multiplied(x, weight, tiles, bias=None):
 
 
 def assert_unpacked(found, wanted):
-    """A GPU multiplies a code and adds a min with one rounding."""
+    """Asserts the same floats, up to the one rounding by which a GPU multiplies a code and adds a
+    min.
+    """
     if is_interpreted():
         assert torch.equal(found, wanted)
     else:
@@ -56,7 +58,7 @@ def assert_unpacked(found, wanted):
 
 
 def assert_product(found, x, floats, dtype, bias=0.0):
-    """Within the dtype's rounding of the largest sum."""
+    """Asserts that a product lies within the dtype's rounding of the largest sum."""
     wanted = x.double() @ floats.double().T + bias
     assert (found.double() - wanted).abs().max() <= ROUNDING[dtype] * wanted.abs().max()
 
@@ -64,7 +66,7 @@ def assert_product(found, x, floats, dtype, bias=0.0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", kinds())
 def test_what_is_unpacked_is_the_weight_bit_for_bit(kind, dtype):
-    """Rows of the identity pick the weight's columns."""
+    """Rows of the identity pick the weight's columns, bit for bit."""
     packed = kinds()[kind]
     wanted = torch.from_numpy(packed.dequantize()).to(DEVICE, DTYPES[dtype])
     weight, width = on_device(packed), packed.shape[1]
@@ -101,7 +103,7 @@ def test_products_merged_with_a_bias(kind, rows, dtype):
 @pytest.mark.parametrize("splits", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_K", "int8"])
 def test_splits_of_the_inputs(kind, splits):
-    """More splits than there are tiles, too."""
+    """A product may have more splits than there are tiles."""
     packed = kinds(512, 33)[kind]
     x = drawn(4, 512)
     for row_bytes in (16, 64, 256):
@@ -116,7 +118,7 @@ def test_splits_of_the_inputs(kind, splits):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0"])
 def test_a_row_is_the_same_in_any_company(kind, dtype):
-    """Bitwise, whatever its place and with rows of NaN beside it."""
+    """A row is bitwise the same at any place and beside rows of NaN."""
     weight = on_device(kinds(512)[kind])
     x, tiles = drawn(16, 512, dtype=DTYPES[dtype]), tiles_of(64, 64, 2)
     whole = multiplied(x, weight, tiles)
@@ -133,8 +135,8 @@ FIXED = TritonKernels(DEVICE, fixed_tiles=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Q4_K", *uncarried()])
 def test_fixed_tiles_take_any_number_of_rows_and_every_weight(kind, dtype):
-    """Plain floats by the kernel, what it does not carry row by row: bitwise the same in any
-    company.
+    """With fixed tiles the kernel takes plain floats, and weights that it does not carry are
+    computed row by row: bitwise the same in any company.
     """
     weight = on_device((kinds() | uncarried())[kind], DTYPES[dtype])
     x, product = (
@@ -183,7 +185,7 @@ def test_splits_depend_on_the_weight_alone():
 @pytest.mark.parametrize("rows", [17, 32, 33, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_in_larger_tiles(rows, dtype):
-    """Each weight is still read once."""
+    """More rows take larger tiles, and each weight is still read once."""
     weight = on_device(kinds(512)["Q4_K"])
     x, product = drawn(rows, 512, dtype=DTYPES[dtype]), Product((weight,), None)
     assert packed_linear.gains(x, product) and packed_linear.tile_rows_of(rows) >= rows
@@ -207,7 +209,7 @@ def test_what_the_kernels_do_not_carry_is_multiplied_plainly(kind):
 
 
 def experts_of(rows, num_experts, seed=0):
-    """Some experts have no row, one has many."""
+    """Returns an expert for each row; some experts have no row, one has many."""
     ids = np.random.default_rng(seed).integers(0, num_experts, rows)
     ids[::3] = num_experts - 1
     return torch.from_numpy(ids).to(DEVICE)
@@ -264,8 +266,8 @@ def test_an_expert_s_row_is_the_same_in_any_company(dtype):
 
 
 def test_the_tiles_of_experts():
-    """Each row once, one expert a tile, in order; as many tiles as there may be, the last ones
-    empty.
+    """Tiles have each row once, one expert a tile, in order; there are as many tiles as there can
+    be, the last ones empty.
     """
     experts = torch.tensor([2, 0, 2, 2, 5, 2, 0])
     rows = ExpertRows.of(experts, 6, 2)

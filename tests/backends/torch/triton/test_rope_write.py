@@ -1,6 +1,6 @@
-"""Rope and KV write as one kernel: the bytes that the ops leave one by one. In the interpreter bit
-for bit; a GPU fuses a product and a sum, so there within a rounding of the step's dtype. And which
-ops are found to be one.
+"""Rope and KV write as one kernel leave the bytes of the separate ops: bit for bit in the
+interpreter, within a rounding of the step's dtype on a GPU, which fuses a product and a sum. And
+which ops become one.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tests.backends.torch.triton.attention_case import DEVICE
 
 pytestmark = (
     pytest.mark.slow
-)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
 
 TABLE = ops.RopeTable((1.0, 0.5))
 STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -39,8 +39,8 @@ class Case:
 
     @cached_property
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Rows as parts of one array, the way a merged product gives them; the last row is NaN and
-        has no slot.
+        """Returns rows as parts of one array, as a merged product makes them; the last row is NaN
+        and has no slot.
         """
         generator = torch.Generator().manual_seed(0)
         widths = [self.heads * self.width, self.kv_heads * self.width, self.kv_heads * self.v_width]
@@ -82,7 +82,7 @@ class Case:
         )
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """As `row_ops.rope` does it."""
+        """Rotates as `row_ops.rope` does."""
         cos, sin = (self.numbers[name][:, None] for name in ("cos", "sin"))
         part = x[..., self.rotary_start : self.rotary_start + self.rotary_dim].float()
         a, b = part.chunk(2, dim=-1) if self.style == "half" else (part[..., 0::2], part[..., 1::2])

@@ -1,5 +1,5 @@
 """Triton's norms and gates, in its interpreter, against plain torch: within an ulp of the dtype,
-each row bitwise the same alone.
+and each row bitwise the same alone.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def test_norms_and_sums(kind, width, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "width"), [(1, 32), (3, 24), (4, 128)])
 def test_norms_of_heads_in_a_slice(groups, width, dtype):
-    """Rows of a merged product: their stride is that of the whole."""
+    """Norms of a slice take rows at the stride of the whole merged product."""
     x = drawn(5, groups * width + 40, dtype=dtype)[:, 16 : 16 + groups * width]
     how = Norm(drawn(width), 1e-6, offset=1.0, width=width)
     assert_close(norm.norm_rows(x, how), PLAIN.norm(x, how))
@@ -87,7 +87,7 @@ def test_experts_rows_summed(num, width, dtype):
 
 
 def test_what_a_row_is_does_not_depend_on_the_others():
-    """Bitwise, whole rows of NaN and infinities beside them; a NaN stays one."""
+    """A row is bitwise the same beside rows of NaN and infinities, and a NaN stays one."""
     x, how, gate = drawn(6, 96), Norm(drawn(48), 1e-5, width=48), ops.Gate("silu", 7.0, 1.702, 1.0)
     x[1], x[3], x[4, 7] = torch.nan, torch.inf, torch.nan
     for make in (

@@ -1,8 +1,8 @@
 """Splits that several requests share, read once by Triton's kernels: with fixed tiles the same bits
-as without, and right.
+as without sharing, and right.
 
-Ragged groups of sharers, those that share more among themselves, windows, several heads a KV head,
-int8.
+Groups have ragged prefixes, requests that share more among themselves, windows, several heads a KV
+head, and int8.
 """
 
 from dataclasses import replace
@@ -18,13 +18,12 @@ from tests.backends.torch.triton.attention_case import DEVICE, Case
 
 pytestmark = (
     pytest.mark.slow
-)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
 
 CONTEXTS = (600, 530, 830, 257, 520, 860, 300, 40, 513)
 LEADERS = {1: (0, 512), 2: (0, 512), 3: (0, 256), 5: (2, 768), 8: (7, 0), 4: (6, 256)}
-"""Of a request: which one it begins like, and for how many tokens. 2 and 5 have more in common than
-with 0; 4 and 6 are another group.
-"""
+"""The request that each request begins like, and for how many tokens. 2 and 5 have more in common
+with each other than with 0; 4 and 6 are another group."""
 
 
 def tables() -> np.ndarray:
@@ -54,13 +53,15 @@ def batch(rows=(1,) * 9, contexts=CONTEXTS, block_tables=None) -> StepBatch:
 
 
 def runs(found):
-    """(slots, splits) of each."""
+    """Returns (slots, splits) of each run."""
     pairs = zip(found.run_slots.tolist(), found.run_splits.tolist(), strict=True)
     return sorted((sorted(slot for slot in slots if slot >= 0), splits) for slots, splits in pairs)
 
 
 def test_who_shares_what():
-    """0, 1, 2 and 5 read two splits once, which spares more than 2 and 5 three, or 3 too one."""
+    """Requests 0, 1, 2 and 5 read two splits once, which saves more reads than 2 and 5 reading
+    three, or 3 joining in one.
+    """
     found = sharing_of(batch(), 0, window=None, full=False, rows_a_run=16)
     assert runs(found) == [([0, 1, 2, 5], 2), ([4, 6], 1)]
     assert found.own_splits.tolist() == [2, 2, 2, 0, 1, 2, 1, 0, 0]
@@ -117,8 +118,7 @@ SHAPES = {
 
 
 def shared_case(case: Case, rows=(1,) * 9):
-    """The case with block tables that begin alike; and its call, with and without who shares
-    what."""
+    """Returns a case whose block tables begin alike."""
     case = replace(case, requests=tuple(zip(rows, CONTEXTS, strict=True)), pad=0)
     case.batch.block_tables[0] = tables()
     assert case.num_blocks > case.batch.block_tables.max()
@@ -156,7 +156,7 @@ def with_sharing(case, sharing):
 
 
 def test_what_is_shared_is_read_by_the_shared_runs_alone():
-    """A table that says nonsense where a row shares changes nothing: only its leader's is read."""
+    """A wrong table changes nothing where its row shares: only the leader's table is read."""
     case = shared_case(SHAPES["three a head"])
     sharing = sharing_of(case.batch, 0, window=None, full=False, rows_a_run=5)
     kernels = TritonAttention(DEVICE, fixed_tiles=True)

@@ -1,5 +1,5 @@
-"""The script that measures tiles, over tiny shapes: what it writes is a table that counts before
-the rows for any device.
+"""The script that measures tiles, over tiny shapes: it writes a table whose rows count before those
+for any device.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from octavo.backends.torch.triton.tuning import TunedLaunch, read, write
 
 pytestmark = (
     pytest.mark.slow
-)  # Triton's interpreter takes its time; test_triton_models.py and test_triton_rows.py run always
+)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
 
 SCRIPT = Path(__file__).parents[4] / "benchmarks" / "tune_triton.py"
 

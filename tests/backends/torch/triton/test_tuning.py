@@ -1,4 +1,4 @@
-"""The table of tiles: which of its rows holds, and that it has one for any device."""
+"""The table of tiles: which of its rows holds, and that every kernel has one for any device."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Packed weights unpacked by a kernel: bit for bit the floats of plain torch, in Triton's
-interpreter; products of many rows with them.
+"""Packed weights unpacked by a kernel, in Triton's interpreter: bit for bit the floats of plain
+torch; and products of many rows with them.
 """
 
 import pytest
@@ -25,7 +25,9 @@ def on_device(packed):
 
 
 def assert_floats(found, wanted):
-    """A GPU multiplies a code and adds a min with one rounding."""
+    """Asserts the same floats, up to the one rounding by which a GPU multiplies a code and adds a
+    min.
+    """
     if is_interpreted():
         assert torch.equal(found, wanted)
     else:
