@@ -116,7 +116,8 @@ class EngineCore:
         """When a step last computed anything, or no request waited; None before the first step of
         the present requests.
         """
-        self._steps_ahead = 1 if runs_ahead else 0
+        self.steps_ahead = 1 if runs_ahead else 0
+        """Steps that are launched before the oldest one is taken in."""
         self._in_flight: deque[StepInFlight] = deque()
         self._early: list[EngineOutput] = []
         """Outputs of steps that were taken in between two calls of `step`."""
@@ -150,8 +151,13 @@ class EngineCore:
         self._log.write(RequestAborted(request_id))
         self.scheduler.abort(request_id)
 
+    def fail(self, request_id: str, error: str) -> None:
+        """Ends a request for a reason that is not the user's."""
+        self._log.write(RequestFailed(request_id, error))
+        self.scheduler.fail(request_id, error)
+
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        self._settle()
+        self.settle()
         self._log.write(PrefixCacheReset(reset_connector))
         return self.scheduler.blocks.reset_prefix_cache(reset_connector=reset_connector)
 
@@ -179,7 +185,7 @@ class EngineCore:
             began, plan = self._plan()
             early = self._early_outputs(plan, take_early)
             self._in_flight.append(StepInFlight(plan, self._launch(plan, early), began))
-            if len(self._in_flight) <= self._steps_ahead:
+            if len(self._in_flight) <= self.steps_ahead:
                 return CoreOutputs(outputs, self._stats())
         taken = self._take_in(self._in_flight.popleft())
         outputs += taken if early is None else early.rest(taken)
@@ -215,7 +221,7 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan, between: Between | None) -> Launched:
         try:
-            if self._steps_ahead and isinstance(self.executor, AsyncExecutor):
+            if self.steps_ahead and isinstance(self.executor, AsyncExecutor):
                 assert plan.num_steps == 1, "the next plan counts on one token of each row"
                 return self.executor.launch(plan)
             return CompletedStep(self.executor.execute(plan, between))
@@ -233,7 +239,7 @@ class EngineCore:
         self._measured_until = now
         return outputs
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Takes in all steps in flight; their outputs come with the next step."""
         while self._in_flight:
             self._early += self._take_in(self._in_flight.popleft())
@@ -271,20 +277,19 @@ class EngineCore:
         if first is None or self._moved is None:
             self._moved = now
         elif 0 < self._stall_timeout_s <= now - self._moved:
-            reason = self.scheduler.waits_for or "nobody knows why"
-            error = (
-                f"no step could start it for {self._stall_timeout_s:g} s (stall_timeout): {reason}"
+            reason = self.scheduler.waits_for or "the reason is not known"
+            self.fail(
+                first,
+                f"no step could start it for {self._stall_timeout_s:g} s (stall_timeout): {reason}",
             )
-            self._log.write(RequestFailed(first, error))
-            self.scheduler.fail(first, error)
             self._moved = now
 
     def close(self) -> None:
         """Closes the executor; the connector gets a little time to save what it still has to."""
-        self._settle()
+        self.settle()
         end = time.monotonic() + CLOSE_S
         while self.scheduler.blocks.connector.has_work and time.monotonic() < end:
             self.step()
-        self._settle()
+        self.settle()
         self.executor.close()
         self._log.close()

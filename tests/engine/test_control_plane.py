@@ -48,7 +48,9 @@ WHICH = st.integers(0, 100)
 
 
 class ControlPlaneMachine(RuleBasedStateMachine):
-    """`given` has every request's prompt, length and sample; `tokens` what came back."""
+    """The engine under test. `given` holds every request's prompt, length and sample, `tokens` what
+    came back.
+    """
 
     @initialize(
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
@@ -75,8 +77,8 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         runs_ahead,
         num_scheduler_steps,
     ):
-        """No `disk_blocks`: nothing lies behind the slots. `runs_ahead`: a step is planned while
-        another is in flight.
+        """Builds the engine: without `disk_blocks` nothing is stored behind the slots; with
+        `runs_ahead` a step is planned while another is in flight.
         """
         self.windows, self.disk = windows, Disk(disk_blocks) if disk_blocks else None
         self.options = {
@@ -96,7 +98,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         self.load()
 
     def load(self):
-        """An engine that knows only what the disk has."""
+        """Builds an engine that knows only what the disk has."""
         self.tiers = FakeTiers(len(self.windows), self.disk)
         kind = LaunchingExecutor if self.options["runs_ahead"] else FakeExecutor
         self.executor = kind(windows=self.windows, tiers=self.tiers)
@@ -157,7 +159,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         self.given[request_id] = (prompt, max_tokens, fields)
 
     def expected_beams(self, request_id):
-        """What the search finds with all the memory there is, as long as a search can get here;
+        """Returns what the search finds with enough memory, as long as it can get in this engine;
         None where it never fits.
         """
         prompt, max_tokens, fields = self.given[request_id]
@@ -190,7 +192,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH, row_only=st.booleans())
     def fail(self, which, row_only):
-        """A request whose next step raises, or yields NaN."""
+        """Makes a request's next step raise, or yield NaN."""
         request_id = self.one_alive(which)
         if request_id is None:
             return
@@ -201,7 +203,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
 
     @rule(connector=st.booleans())
     def reset(self, connector):
-        self.core._settle()
+        self.core.settle()
         holds = bool(self.core.scheduler.blocks.tables or self.core.scheduler.swapped)
         assert self.core.reset_prefix_cache(reset_connector=connector) != holds
 
@@ -211,8 +213,8 @@ class ControlPlaneMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, salt=st.sampled_from(["", "x"]), ttl_s=st.sampled_from([0, 3, 1000]))
     def pin(self, prompt, salt, ttl_s):
-        """As much of it as there is; what is known to be kept is named by what it holds, so nothing
-        else can be pinned.
+        """Pins as much of a prompt as is stored. A pin names known blocks alone, so nothing else
+        can be pinned.
         """
         if self.disk is None or not self.options["num_slots"]:
             return
@@ -248,7 +250,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
                 self.disk[name] = (key._replace(parent=b""), (9, *tokens[1:]))
 
     def take_early(self, step):
-        """Now and then somebody comes, and the step ends."""
+        """Takes early outputs; now and then a new arrival ends the step."""
         self.num_early += 1
         if self.num_early % 5 == 0:
             return False
@@ -344,7 +346,9 @@ class ControlPlaneMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_worker_has_the_rows_that_run(self):
-        """But for those that the next plan frees."""
+        """Checks that the worker has a row for each running request, but for those that the next
+        plan frees.
+        """
         scheduler = self.core.scheduler
         rows = {
             row.request_id: row
@@ -429,8 +433,8 @@ TestControlPlane.settings = settings(
 
 @pytest.mark.parametrize("seed", range(24))
 def test_long_runs(seed):
-    """What hypothesis is too short for: hundreds of requests, most of which meet, and a disk that
-    is mostly well.
+    """Runs of hundreds of requests keep the invariants, most of them with common prefixes, and a
+    disk that is mostly well.
     """
     draw = random.Random(seed)
     machine = ControlPlaneMachine()

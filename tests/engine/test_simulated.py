@@ -1,5 +1,5 @@
-"""The real control plane over simulated steps: nobody starves, tenants get their share, and it is
-fast enough to ask a hundred thousand.
+"""The real control plane over simulated steps: no request starves, tenants get their share, and
+planning is fast enough for a hundred thousand requests.
 """
 
 import random
@@ -15,7 +15,7 @@ ROOMY = {"num_blocks": 4096, "max_num_seqs": 48, "max_model_len": 2048, "caching
 
 
 def steady(tenant, count, rate, seed):
-    """One at a time, as a person's chat or a small service asks."""
+    """Returns requests that come one at a time, like those of a small service."""
     draw, now, found = random.Random(seed), 0.0, []
     for index in range(count):
         now += draw.expovariate(rate)
@@ -59,8 +59,8 @@ def test_costs_are_lines_between_the_tables_points():
     [("fcfs", 5000), ("fair", 5000), pytest.param("fcfs", 100_000, marks=pytest.mark.slow)],
 )
 def test_a_hundred_thousand_requests_in_a_minute(policy, count):
-    """32 output tokens on average; all end, each with as many tokens as it asked for. Processor
-    time: neighbours are not ours.
+    """All requests end, each with as many tokens as it asked for, within a bound on processor
+    time.
     """
     draw = random.Random(0)
     sizes = [(draw.randrange(1, 128), draw.randrange(1, 64)) for _ in range(count)]
@@ -76,8 +76,8 @@ def test_a_hundred_thousand_requests_in_a_minute(policy, count):
 
 
 def test_one_that_floods_holds_up_no_other():
-    """The other tenant's 99th percentile of the time to first token, alone X: at most 2 X and one
-    step beside 200 requests at once.
+    """A tenant's 99th percentile of the time to first token beside 200 requests of another at once
+    is at most twice that alone, and one step.
     """
     options = ROOMY | {"budget": 512, "scheduling_policy": "fair", "max_num_seqs_per_tenant": 24}
     for seed in range(3):
@@ -114,7 +114,9 @@ def test_tokens_in_ten_seconds_are_as_the_weights(weight):
 
 
 def test_idle_time_is_not_saved_up():
-    """A tenant that comes late shares from then on; it does not get all until it has caught up."""
+    """A tenant that comes late shares from then on, and does not get everything until it has caught
+    up.
+    """
     options = ROOMY | {"budget": 512, "max_num_seqs": 16, "scheduling_policy": "fair"}
     sizes = {"prompt": (32, 256), "output": (8, 64)}
     sim = simulation(**options).run(
@@ -141,7 +143,7 @@ def test_lower_priorities_go_first_and_the_others_end_too():
 
 
 def test_decoding_goes_on_beside_long_prompts():
-    """In chunks, a prompt of 1,500 tokens lengthens nobody's step beyond the budget's."""
+    """A prompt of 1,500 tokens in chunks lengthens no step beyond the budget's."""
     requests = [request_of("chat", 0.0, 20, 300)] + [
         request_of(f"long{i}", 0.5 * i, 1500, 4) for i in range(20)
     ]
@@ -168,7 +170,7 @@ def test_the_delay_keeps_whole_prompts_from_starving_those_that_decode():
 
 
 def test_kinds_of_batching_against_each_other():
-    """The same 200 requests: continuous batching is ahead of static, static of one at a time."""
+    """Continuous batching is faster than static batching, and that than one request at a time."""
     requests = flood("a", 200, 0.0, 3)
     took = {
         kind: simulation(**ROOMY, budget=512, batching=kind).run(requests).clock.now
@@ -210,8 +212,8 @@ def test_swapping_is_chosen_where_copies_are_cheap_and_recomputing_where_they_ar
 
 
 def milliseconds_a_step(num_requests, num_steps=300):
-    """Of `schedule` and `update`, at the median of decode steps; a step in 16 names every request's
-    block and takes a new one.
+    """Returns the median milliseconds of `schedule` and `update` over decode steps, of which one in
+    16 names every request's block and takes a new one.
     """
     sim = simulation(
         num_blocks=80 * num_requests, budget=1 << 20, max_num_seqs=num_requests, max_model_len=1200
@@ -234,7 +236,9 @@ def milliseconds_a_step(num_requests, num_steps=300):
 
 @pytest.mark.alone
 def test_the_schedulers_share_of_a_step_of_256():
-    """1.5 milliseconds are allowed; measured are about 0.6 (2 cores of a Xeon, 2026)."""
+    """The scheduler's share of a step of 256 requests is at most 1.5 milliseconds; measured are
+    about 0.6 (2 cores of a Xeon, 2026).
+    """
     for _ in range(5):  # a noisy neighbour gets four more chances
         before, taken, after = slowness(), milliseconds_a_step(256), slowness()
         slower = max(before, after)

@@ -13,7 +13,7 @@ KEY_S = 2e-6
 
 
 def plan_of(*rows: tuple[int, int], moves: tuple[BlockMove, ...] = ()) -> StepPlan:
-    """Rows as (first token, tokens)."""
+    """Returns a plan of rows given as (first token, tokens)."""
     scheduled = [ScheduledRow(str(i), start, num, []) for i, (start, num) in enumerate(rows)]
     return StepPlan(0, [], [], list(moves), scheduled)
 
@@ -29,7 +29,7 @@ def observe(meter: StepCostMeter, elapsed_s: float, *rows: tuple[int, int], **fi
 
 
 def test_a_point_is_the_mean_of_what_its_steps_took():
-    """A step of several tokens counts by them, whether they are one row's or several rows'."""
+    """A point is the mean of its steps; a step's tokens count alike in one row or in several."""
     meter = StepCostMeter()
     observe(meter, 0.5, (0, 4))
     assert meter.costs.points == (CostPoint(4, 4, 0.5),)
@@ -38,7 +38,7 @@ def test_a_point_is_the_mean_of_what_its_steps_took():
 
 
 def test_sixteen_counts_stand_singly_then_powers_of_two():
-    """Up to 16 tokens each count has its own point; more share one up to the next power of two."""
+    """Each count up to 16 tokens has its own point; more share one up to the next power of two."""
     meter = StepCostMeter()
     for num_tokens in (1, 15, 16, 17, 32, 33, 64, 65):
         observe(meter, 0.1, (0, num_tokens))
@@ -65,7 +65,9 @@ def test_swapped_blocks_are_measured_apart():
 
 
 def test_steps_in_which_a_row_fails_are_left_out():
-    """They may have been computed again, row by row."""
+    """Steps in which a row fails are not measured, since they may have been computed again row by
+    row.
+    """
     meter = StepCostMeter()
     plan = plan_of((0, 1))
     result = result_of(plan)
@@ -75,7 +77,9 @@ def test_steps_in_which_a_row_fails_are_left_out():
 
 
 def test_a_keys_cost_is_found_in_the_noise():
-    """Batches of different sizes and contexts, 5% noise: the key's cost is met within 15%."""
+    """The cost of a key is met within 15% over batches of different sizes and contexts with 5%
+    noise.
+    """
     draw = random.Random(0)
     meter = StepCostMeter()
     for _ in range(40):
@@ -88,7 +92,9 @@ def test_a_keys_cost_is_found_in_the_noise():
 
 
 def test_estimates_are_bounds_where_nothing_close_was_measured():
-    """Below the first point its own seconds, beyond the last in proportion, between on a line."""
+    """An estimate is that of the first point below it, on a line between points, and in proportion
+    beyond the last.
+    """
     costs = StepCosts((CostPoint(4, 0, 0.1), CostPoint(8, 0, 0.3)), key_s=KEY_S)
     assert [costs.step_s(num, 0) for num in (1, 4, 6, 8, 16)] == pytest.approx(
         [0.1, 0.1, 0.2, 0.3, 0.6]
@@ -97,7 +103,9 @@ def test_estimates_are_bounds_where_nothing_close_was_measured():
 
 
 def test_a_prefill_is_its_chunks():
-    """Each chunk reads the keys of all before it and its own."""
+    """The cost of a prefill is that of its chunks, each reading the keys of all before it and its
+    own.
+    """
     costs = StepCosts((CostPoint(4, 0, 0.1), CostPoint(8, 0, 0.3)), key_s=KEY_S)
     assert costs.prefill_s(20, 8) == pytest.approx(0.7 + (8 + 16 + 20) * KEY_S)
     assert UNMEASURED.prefill_s(20, 8) is None

@@ -1,7 +1,9 @@
-"""With asynchronous scheduling and without, the same tokens, logprobs and ends, bitwise: torch on
-the CPU, batch-invariant, through the path that CUDA takes (last tokens kept on the device, results
-fetched later); the reference backend in a thread that computes a step while the next one is
-planned.
+"""With asynchronous scheduling and without, requests get the same tokens, logprobs and ends,
+bitwise.
+
+Torch runs on the CPU, batch-invariant, through the path that CUDA takes (last tokens kept on the
+device, results fetched later); the reference backend runs in a thread that computes a step while
+the next one is planned.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ PARAMS = [
 
 
 class InAThread:
-    """Implements `ports.AsyncExecutor` over any executor, whose rows find last tokens on the host:
-    the step before has been computed.
+    """Runs any executor in a thread, as a `ports.AsyncExecutor`; rows find last tokens on the host,
+    since the step before has been computed.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -76,14 +78,14 @@ def engine(
     llm = Setup(backend, family, "as packed").llm_of_blocks(num_blocks, **options)
     if ahead and backend != "torch":
         core = core_of(llm)
-        core.executor, core._steps_ahead = InAThread(core.executor), 1
+        core.executor, core.steps_ahead = InAThread(core.executor), 1
     return llm
 
 
 def mixed(
     llm: LLM, seed: int, params: list[SamplingParams], num_requests: int = 12
 ) -> dict[int, Any]:
-    """What requests that come one after the other are given; some of them leave early."""
+    """Returns the outputs of requests that come one after the other; some of them leave early."""
     draw = random.Random(seed)
     shared = prompts_of(40)[0]
     streams, final = {}, {}
@@ -135,8 +137,8 @@ def test_a_mix_of_requests_gets_the_same(backend: str, family: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_steps_do_run_ahead(backend: str) -> None:
-    """Every row but the first of its request is planned ahead; one with penalties never is, and
-    takes part in every second step beside others that are.
+    """Rows run ahead after the first of their request; one with penalties never does, and takes
+    part in every second step beside others that do.
     """
     taken = []
     with engine(backend, ahead=True) as llm:
@@ -156,7 +158,9 @@ def test_steps_do_run_ahead(backend: str) -> None:
 
 
 def test_a_recording_that_ran_ahead_is_made_again(tmp_path) -> None:
-    """By an executor that does one step after the other, too."""
+    """A recording that ran ahead is made again by an executor that does one step after the
+    other.
+    """
     path = tmp_path / "log"
     options = {
         "backend": "torch",
@@ -211,4 +215,4 @@ def test_where_it_cannot_be_it_is_refused_by_name(options: dict[str, Any], messa
 
 def test_auto_is_off_on_the_cpu() -> None:
     with make_llm(backend="torch") as llm:
-        assert core_of(llm)._steps_ahead == 0
+        assert core_of(llm).steps_ahead == 0

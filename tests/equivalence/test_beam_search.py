@@ -47,7 +47,9 @@ RULES = [
 
 
 def theirs(model: Any, prompt: list[int], params: SamplingParams) -> list[tuple[list[int], float]]:
-    """What transformers finds: each sequence without the prompt, up to its end, and its score."""
+    """Returns what transformers finds: each sequence without the prompt, up to its end, and its
+    score.
+    """
     ends = {2, *(params.stop_token_ids or ())}
     made = model.generate(
         torch.tensor([prompt]),
@@ -80,7 +82,9 @@ def theirs(model: Any, prompt: list[int], params: SamplingParams) -> list[tuple[
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_it_finds_what_transformers_finds(backend: str, family: str) -> None:
-    """Windows of 24 tokens in gemma3_text. The scores are theirs to float32's rounding."""
+    """Sequences equal those of transformers, with windows of 24 tokens in gemma3_text; scores do to
+    float32's rounding.
+    """
     tiny = tiny_model(family, **({"tie_word_embeddings": False} if family == "gemma3_text" else {}))
     prompts = prompts_of(20, 33)
     with make_llm(model_path=tiny.path, backend=backend, dtype="float32") as llm:
@@ -105,7 +109,7 @@ def test_it_finds_what_transformers_finds(backend: str, family: str) -> None:
 
 
 def searched(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    """Everything that a search gives, to be compared bitwise."""
+    """Returns everything that a search gives, to be compared bitwise."""
     return [(output.outputs, output.prompt_logprobs) for output in llm.generate(prompts, params)]
 
 
@@ -128,7 +132,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(scope="module")
 def whole(setup: Setup) -> list[Any]:
-    """Each search by itself."""
+    """Returns the results of each search by itself."""
     found = []
     with setup.llm(max_model_len=96) as llm:
         for prompt, params in zip(PROMPTS, SEARCHES, strict=True):
@@ -152,8 +156,8 @@ def whole(setup: Setup) -> list[Any]:
     ids=str,
 )
 def test_company_changes_nothing(setup: Setup, whole: list[Any], options: dict[str, Any]) -> None:
-    """Among samples and greedy requests, in chunks smaller than the beams are many, with the prefix
-    cache and without.
+    """A search among samples and greedy requests, in small chunks, with the prefix cache and
+    without, finds what it finds alone.
     """
     with setup.llm(max_model_len=96, **options) as llm:
         others = [*prompts_of(40, 11)]
@@ -232,8 +236,8 @@ def test_logprobs_are_those_of_the_chosen_tokens() -> None:
 def test_stop_strings_end_beams_as_transformers_has_it(
     backend: str, width: int, penalty: float, early: Any
 ) -> None:
-    """Letters the search likes to write, so that the strings are met; where it ends decides which
-    beams go on.
+    """Stop strings end beams as in transformers; the strings are letters that the search likes to
+    write.
     """
     path = tiny_model_with_text()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")

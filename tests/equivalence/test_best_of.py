@@ -1,5 +1,5 @@
-"""n of best_of samples: the most likely ones by cumulative logprob, best first, each as it would be
-among n = best_of.
+"""The n best of best_of samples are the most likely by cumulative logprob, best first, each as it
+would be among n = best_of.
 """
 
 from __future__ import annotations

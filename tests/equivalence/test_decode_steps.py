@@ -51,7 +51,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def steps_of_any_length(monkeypatch):
-    """A loaded machine is no reason to compute fewer."""
+    """Lets calls last long, so that a loaded machine computes as many steps."""
     monkeypatch.setattr(multi_step, "MAX_CALL_S", 1e9)
 
 
@@ -77,8 +77,8 @@ def requests_of(draw: random.Random, count: int) -> list[tuple[list[int], Sampli
 
 
 class Traffic:
-    """Requests that come, and some that are aborted, at any moment: between steps, and between the
-    steps of one call.
+    """Sends requests, and aborts some, at any moment: between steps, and between the steps of one
+    call.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Traffic:
 @pytest.mark.parametrize("family", SCARCE)
 @pytest.mark.parametrize("seed", range(4))
 def test_many_steps_in_a_call_are_single_steps(family, seed):
-    """Stops, lengths, samples, penalties, bans; arrivals and aborts; with and without memory for
-    all.
+    """Requests with stops, lengths, samples, penalties and bans get the same in calls of many
+    steps, with arrivals and aborts, with and without memory for all.
     """
     draw = random.Random(seed)
     requests = requests_of(draw, 24)
@@ -187,7 +187,7 @@ def test_a_stream_gets_each_token_when_it_is_made():
 
 
 def test_a_call_ends_with_what_comes():
-    """An abort is seen between two steps of a call; so is a request that arrives."""
+    """An abort or an arrival is seen between two steps of a call, and ends it."""
     with llm_of("llama", 8) as llm:
         front, params = llm._front, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         first, second = (front.inputs.process(name, [3, 4, 5], params) for name in "ab")

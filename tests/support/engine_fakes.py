@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.kv_meter import KvMeter
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.step_costs import UNMEASURED, StepCosts
@@ -33,11 +34,13 @@ def pseudo_token(history: list[int], sample_index: int = 0) -> int:
 
 
 NUM_LIKELY = 10
-"""Tokens that a beam search finds with a logprob."""
+"""Number of tokens with a logprob in a beam search."""
 
 
 def pseudo_logprobs(history: list[int]) -> TokenLogprobs:
-    """As a worker gives them: the best token, then all of the likely ones, best first."""
+    """Returns logprobs as a worker does: the best token, then all of the likely ones, the best
+    first.
+    """
     base = pseudo_token(history)
     ranked = sorted(
         (-0.05 - (base * (token + 3) % 89) / 40 - token / 1000, token)
@@ -61,7 +64,9 @@ class FakeRow:
 
 
 class FakeExecutor:
-    """`windows`: per group the keys that a query sees, None for all."""
+    """An executor over the pseudo-model. `windows` holds for each group the keys that a query sees,
+    None for all.
+    """
 
     def __init__(
         self,
@@ -79,7 +84,7 @@ class FakeExecutor:
         self.raise_on: set[str] = set()
         self.fail_on: dict[str, str] = {}
         self.step_s = 0.0
-        """What a step is said to take."""
+        """Seconds that a step reports."""
         self.progress = 0
         self.closed = False
 
@@ -217,8 +222,8 @@ class Later:
 
 
 class LaunchingExecutor(FakeExecutor):
-    """Takes the next step before it has computed the one before; only what is `from_device` may be
-    unknown when a plan is made.
+    """An executor that takes the next step before it has computed the one before. Only tokens that
+    are `from_device` may be unknown when a plan is made.
     """
 
     def launch(self, plan: StepPlan) -> Later:
@@ -249,10 +254,11 @@ def make_core(
     num_slots: int = 0,
     runs_ahead: bool = False,
     costs: StepCosts = UNMEASURED,
+    kv_meter: KvMeter | None = None,
     **options,
 ) -> EngineCore:
-    """`options` are the scheduler's; with `windows` each group has its own; with `num_slots` the
-    executor's tiers are used.
+    """Returns a core over the pseudo-model. `options` are the scheduler's; `windows` gives each
+    group its own; `num_slots` connects the executor's tiers.
     """
     executor = executor or (LaunchingExecutor if runs_ahead else FakeExecutor)(
         num_groups, windows=windows
@@ -268,7 +274,9 @@ def make_core(
         max_model_len=max_model_len,
         tiers=tiers_of(len(groups), executor.tiers, num_slots) if num_slots else None,
     )
-    return EngineCore(scheduler, executor, clock=clock, runs_ahead=runs_ahead, costs=costs)
+    return EngineCore(
+        scheduler, executor, clock=clock, runs_ahead=runs_ahead, costs=costs, kv_meter=kv_meter
+    )
 
 
 def make_request(
@@ -307,7 +315,7 @@ def expected_tokens(prompt: list[int], count: int, sample_index: int = 0) -> lis
 
 
 def run_all(core: EngineCore, *, max_steps: int = 3000) -> dict[str, list[EngineOutput]]:
-    """Steps until there is no work; every output by request."""
+    """Steps until there is no work; returns all outputs by request."""
     found: dict[str, list[EngineOutput]] = {}
     for _ in range(max_steps):
         if not core.has_work:

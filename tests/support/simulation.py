@@ -1,5 +1,5 @@
-"""The real control plane over the simulated executor: requests arrive at their times, and what each
-met is noted.
+"""The real control plane over the simulated executor: requests arrive at their times, and their
+first and last tokens are timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.engine_fakes import make_core
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request met in the simulation; times in simulated seconds."""
+    """A request's times, in simulated seconds."""
 
     tenant: str
     arrival_time: float
@@ -33,18 +33,18 @@ class RequestRecord:
 
 @dataclass
 class Simulation:
-    """`windows_s`: tokens are counted by tenant in windows of so many seconds."""
+    """A run of the control plane. Tokens are counted by tenant in windows of `window_s` seconds."""
 
     core: EngineCore
     clock: SimulatedClock
     window_s: float = 10.0
     records: dict[str, RequestRecord] = field(default_factory=dict)
     tokens: dict[int, Counter[str]] = field(default_factory=dict)
-    """By window and tenant: prompt tokens with the first token, then each new one."""
+    """Tokens by window and tenant: prompt tokens with the first token, then each new one."""
     longest_step_s: float = 0.0
 
     def run(self, requests: Iterable[EngineRequest], *, until: float = math.inf) -> Simulation:
-        """To the end, or until a time is reached."""
+        """Runs to the end, or until a time is reached."""
         coming = sorted(requests, key=lambda request: request.arrival_time)
         index = 0
         prompts = {request.request_id: len(request.prompt_token_ids) for request in coming}
@@ -88,7 +88,7 @@ class Simulation:
 
 
 def simulation(*, costs: SimulatedCosts | None = None, **options) -> Simulation:
-    """`options` are `make_core`'s."""
+    """Returns a simulation; `options` are `make_core`'s."""
     clock = SimulatedClock()
     return Simulation(
         make_core(executor=SimulatedExecutor(clock, costs), clock=clock, **options), clock
@@ -104,7 +104,7 @@ def request_of(
     tenant: str = "",
     priority: int = 0,
 ) -> EngineRequest:
-    """Its prompt is shared with nobody."""
+    """Returns a request whose prompt no other one shares."""
     number = hash(request_id) % 100_000
     params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
     prompt = [number + i for i in range(num_prompt)]

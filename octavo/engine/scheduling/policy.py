@@ -214,6 +214,11 @@ class Fair:
     def __len__(self) -> int:
         return self._waiting.num_requests
 
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants whose counters are remembered."""
+        return len(self._tenants)
+
     def join(self, request: Request, *, first: bool = False) -> None:
         tenant = self._tenant(request.source.tenant)
         if tenant.is_idle:

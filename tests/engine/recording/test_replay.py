@@ -1,4 +1,4 @@
-"""A recording holds all that decides: made again, step by step, every plan is the same."""
+"""A recording holds all that decides: when its steps are made again, every plan is the same."""
 
 import json
 import random
@@ -13,7 +13,6 @@ from octavo.engine.recording.recorder import (
     FORMAT,
     Recorder,
     RecordingHeader,
-    RequestFailed,
     StepComputed,
     StepPlanned,
     read_log,
@@ -30,7 +29,7 @@ GROUPS = [BlockGroup(18, num_host_blocks=5), BlockGroup(18, window=40, num_host_
 
 
 class MovingClock(SimulatedClock):
-    """A fake step takes no time, so each look at the clock does."""
+    """A clock that moves with each look at it, since a fake step takes no time."""
 
     def __call__(self):
         self.now += 0.01
@@ -53,7 +52,9 @@ def recorded_core(path, executor, clock, *, tiers=None, runs_ahead=False, **opti
 
 
 def traffic(core, seed, *, num_requests=60):
-    """Shared starts, samples, beams, prompt logprobs, aborts, resets, and more than fits."""
+    """Sends requests with shared starts, samples, beams, prompt logprobs, aborts and resets, more
+    than fit.
+    """
     draw = random.Random(seed)
     for index in range(num_requests):
         prompt = [draw.randrange(3)] * draw.randrange(1, 40) + [index] * draw.randrange(1, 30)
@@ -130,8 +131,7 @@ def test_who_was_given_up_is_recorded(tmp_path):
     for name in "abcdefg":
         core.add(make_request(name, [1] * 30))
     core.step()
-    core._log.write(RequestFailed("g", "nobody starts it"))
-    core.scheduler.fail("g", "nobody starts it")
+    core.fail("g", "no step starts it")
     while core.has_work:
         core.step()
     core.close()
@@ -141,7 +141,9 @@ def test_who_was_given_up_is_recorded(tmp_path):
 
 
 def test_measured_times_are_recorded(tmp_path):
-    """With `auto`, costs decide between swap and recomputation."""
+    """A recording holds the measured costs by which `auto` chooses between swap and
+    recomputation.
+    """
     clock = SimulatedClock()
     traffic(recorded_core(tmp_path / "log", SimulatedExecutor(clock), clock), 5)
     header, events = read_log(tmp_path / "log")
@@ -180,7 +182,9 @@ def test_differences_are_named(tmp_path):
 
 
 def test_a_log_of_an_engine_that_died(tmp_path):
-    """Its last line may be cut off; before it stands the plan it died of."""
+    """The recording of an engine that died ends with the plan it died of; a last line that was cut
+    off is left out.
+    """
     clock = SimulatedClock()
     traffic(recorded_core(tmp_path / "log", SimulatedExecutor(clock), clock), 5, num_requests=3)
     lines = (tmp_path / "log").read_bytes().splitlines(keepends=True)
@@ -215,8 +219,8 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(caplog):
 
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 def test_a_real_model(tmp_path, backend):
-    """Requests with seeds of their own and without, samples, more than the KV cache holds: the same
-    plans yield the same tokens.
+    """The plans of a recording yield the same tokens on a real model: seeds of their own and none,
+    samples, more than the KV cache holds.
     """
     from octavo.wiring.engine import build_executor
 

@@ -21,9 +21,9 @@ from tests.support.engine_fakes import (
 EOS = (7,)
 
 
-def search(request_id, prompt, width, *, max_tokens=40, **fields):
+def search(request_id, prompt, width, *, max_tokens=40, eos=EOS, **fields):
     given = {"n": width, "beam_width": width, "stop_token_ids": [3]} | fields
-    return make_request(request_id, prompt, max_tokens=max_tokens, eos=EOS, **given)
+    return make_request(request_id, prompt, max_tokens=max_tokens, eos=eos, **given)
 
 
 def alone(prompt, width, **fields):
@@ -49,8 +49,8 @@ CROWD = {
 )
 @pytest.mark.parametrize(("caching", "budget"), [(True, 64), (False, 12)])
 def test_searches_that_crowd_each_other_out(mode, windows, num_blocks, caching, budget):
-    """Blocks for about two of them. Nothing may be lost of what beams share when they leave and
-    return.
+    """Searches that preempt each other find the same; nothing is lost of what beams share when they
+    leave and return.
     """
     options = {
         "windows": windows,
@@ -85,7 +85,9 @@ def test_searches_that_crowd_each_other_out(mode, windows, num_blocks, caching, 
 
 
 def test_beams_hold_the_prompt_together():
-    """As the statistics show: W beams refer to each of its full blocks, and hold it once."""
+    """The beams of a search refer to each full block of the prompt, and the device holds it
+    once.
+    """
     core = make_core()
     core.add(
         search("a", prompt_of(48), 4, max_tokens=10, length_penalty=2.0, early_stopping="never")
@@ -208,8 +210,9 @@ def test_what_can_never_run_is_refused_by_name(options, width, length, message):
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
 @pytest.mark.parametrize("num_blocks", [5, 7, 12])
 def test_a_search_alone_always_finds_its_blocks(length, num_blocks):
-    """Cut to what fits at the worst, where the beams share nothing but full blocks of the
-    prompt."""
+    """A search alone is cut to the length that fits where its beams share only full blocks of the
+    prompt.
+    """
     core = make_core(num_blocks=num_blocks, max_num_seqs=3)
     core.add(
         search(
@@ -217,13 +220,13 @@ def test_a_search_alone_always_finds_its_blocks(length, num_blocks):
             prompt_of(length),
             3,
             max_tokens=None,
+            eos=(),
             stop_token_ids=[],
             length_penalty=5.0,
             early_stopping="never",
             ignore_eos=True,
         )
     )
-    core.scheduler.queues.by_id["a"].consumer._end_token_ids = frozenset()
     (output,) = run_all(core)["a"]
     shared = length // 16
     longest = (shared + (num_blocks - shared) // 3) * 16 - length
@@ -234,7 +237,7 @@ def test_a_search_alone_always_finds_its_blocks(length, num_blocks):
 
 
 def test_a_search_that_can_go_nowhere_fails_by_name():
-    """Whatever its tokens are, all of them are banned."""
+    """A search all of whose tokens are banned fails with a message that says so."""
     core = make_core()
     core.add(search("a", prompt_of(5), 2, stop_token_ids=list(range(10)), min_tokens=5))
     (output,) = run_all(core)["a"]
@@ -245,7 +248,9 @@ def test_a_search_that_can_go_nowhere_fails_by_name():
 
 
 def test_every_step_keeps_the_best_of_all_continuations():
-    """Beam search by its definition, over whole sequences, without an end."""
+    """Each step keeps the best of all continuations, as beam search is defined over whole
+    sequences.
+    """
     prompt, width, depth = prompt_of(4), 3, 5
     beams = [([], 0.0)]
     for _ in range(depth):

@@ -18,7 +18,7 @@ SECOND_A_STEP = SimulatedCosts(((1, 1.0), (2, 1.0)), context_token_s=0.0, move_s
 
 
 def run(requests, **options):
-    """Timings by request."""
+    """Returns the timings by request."""
     sim = simulation(costs=SECOND_A_STEP, budget=64, caching=False, max_model_len=512, **options)
     found = {}
     step = sim.core.step
@@ -40,7 +40,7 @@ def run(requests, **options):
 
 
 def test_alone():
-    """100 tokens of prompt at 64 a step, then 4 more steps."""
+    """A request alone takes two steps of 64 tokens for a prompt of 100, then 4 more."""
     timings = run([request_of("a", 2.0, 100, 5)])["a"]
     assert (timings.queued_s, timings.prefill_s, timings.decode_s, timings.preempted_s) == (
         0,
@@ -66,7 +66,7 @@ def test_batch_sizes_are_those_of_the_steps_it_ran_in():
 
 
 def test_what_was_waited_for():
-    """b comes while a step runs, then finds the only place taken until a ends."""
+    """Request b waits for a step, then for the only place until a ends."""
     found = run([request_of("a", 0.0, 10, 10), request_of("b", 2.5, 10, 1)], max_num_seqs=1)
     assert found["b"].waits == {STEP_RUNNING: 0.5, "batch full": 7.0}
     assert found["b"].queued_s == 7.5
@@ -77,7 +77,7 @@ def test_what_was_waited_for():
 
 @pytest.mark.parametrize("num_host_blocks", [0, 16])
 def test_preempted(num_host_blocks):
-    """Both grow until one has to go."""
+    """Two requests grow until one is preempted, which counts its time without blocks."""
     requests = [request_of("a", 0.0, 40, 60), request_of("b", 0.0, 20, 60)]
     found = run(requests, num_blocks=8, num_host_blocks=num_host_blocks, preemption_mode="swap")
     timings = found["b"]
@@ -112,7 +112,7 @@ def test_one_that_never_started():
 
 
 def test_who_comes_to_an_idle_engine_waits_for_no_step():
-    """Two steps until 2.0; then nobody is there."""
+    """A request that comes to an idle engine has waited for no step."""
     sim = simulation(costs=SECOND_A_STEP)
     sim.run([request_of("a", 0.0, 10, 2)])
     assert sim.clock.now == 2

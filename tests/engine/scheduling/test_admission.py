@@ -150,7 +150,7 @@ def test_fair_forgets_tenants_that_are_gone():
         if index % 7 == 0:
             run_all(core)
     run_all(core)
-    assert len(core.scheduler.queues.waiting._tenants) <= 1000
+    assert core.scheduler.queues.waiting.num_tenants <= 1000
 
 
 def test_static_batches_end_before_the_next_begins():
@@ -170,8 +170,8 @@ def test_static_batches_end_before_the_next_begins():
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_samples_of_a_prompt_are_of_its_batch(kind):
-    """Though they start a step later, once they find the prompt computed; what has no place any
-    more waits for the batch's end.
+    """The samples of a prompt belong to its batch though they start a step later, once the prompt
+    is computed; one that finds no place waits for the batch's end.
     """
     executor = FakeExecutor()
     core = make_core(max_num_seqs=4, batching=kind, batch_window_ms=0, executor=executor)
@@ -212,7 +212,7 @@ def test_samples_without_batching_run_one_at_a_time():
 
 @pytest.mark.parametrize("policy", ["priority", "fair"])
 def test_a_window_is_over_for_all_when_it_is_over_for_one(policy):
-    """Whoever goes first: later ones that go before it do not keep the longest waiting for another
+    """Requests that go before the one that has waited longest do not keep it waiting for another
     window.
     """
     now = [100.0]

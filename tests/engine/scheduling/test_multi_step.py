@@ -22,7 +22,7 @@ PROMPT = [1, 2, 3]
 
 
 def stepping_core(*, step_s=0.001, num_scheduler_steps=8, **options):
-    """Its steps have been measured."""
+    """Returns a core whose steps have been measured, and its executor."""
     executor = FakeExecutor(options.get("num_groups", 1))
     executor.step_s = step_s
     costs = StepCosts((CostPoint(1, 0, step_s),))
@@ -82,8 +82,8 @@ def test_an_end_is_banned_for_whole_calls():
 
 
 def test_one_that_ends_ends_the_call():
-    """Its last token and the others' leave at once; nobody is told of a token that comes after the
-    end.
+    """A call ends with the step in which a request ends; no token that comes after the end is
+    handed out.
     """
     ends = expected_tokens(PROMPT, 5)[-1]
     core, _ = stepping_core()
@@ -109,7 +109,9 @@ def test_nobody_waits_for_a_call():
 
 
 def test_blocks_are_taken_for_all_steps_or_for_fewer():
-    """14 tokens of a block's 16, and one block left for two of them to grow into."""
+    """Where blocks are short, a call has fewer steps: two requests fill 14 tokens of a block's 16,
+    and one block is left.
+    """
     core, executor = stepping_core(num_blocks=3)
     for name, number in (("a", 1), ("b", 2)):
         core.add(make_request(name, [number] * 13, max_tokens=30))
@@ -180,7 +182,7 @@ def test_a_call_ends_where_it_is_told_to(until):
 
 
 def test_a_call_does_not_last_longer_than_it_may():
-    """Its steps may turn out slower than those before."""
+    """A call ends at its time limit though its steps were measured to be faster."""
     now = itertools.count()
     core, executor = stepping_core(clock=lambda: next(now) * 0.03)
     early = Early()
@@ -242,11 +244,11 @@ def test_one_on_trial_ends_with_its_token():
 
 
 def test_memory_in_use_is_that_of_each_step():
-    """Its mean over the steps of calls is that over single steps."""
+    """The mean of the memory in use over the steps of calls is that over single steps."""
     means = []
     for num_steps in (1, 8):
-        core, _ = stepping_core(num_scheduler_steps=num_steps)
-        core._kv_meter = KvMeter([320], max_model_len=64)
+        meter = KvMeter([320], max_model_len=64)
+        core, _ = stepping_core(num_scheduler_steps=num_steps, kv_meter=meter)
         core.add(make_request("a", [5] * 9, max_tokens=40))
         stats = None
         while core.has_work:

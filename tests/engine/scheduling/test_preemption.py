@@ -86,7 +86,9 @@ def test_a_swapped_request_can_be_aborted():
 
 
 def test_a_fork_of_a_swapped_request_waits_for_it():
-    """The first sample is swapped out before its siblings have shared its prompt."""
+    """A sample waits for its parent, which is swapped out before the samples have shared its
+    prompt.
+    """
     core = swapping_core(max_num_seqs=2, caching=False)
     core.add(make_request("old", list(range(300, 330)), max_tokens=80))
     core.add(make_request("p", list(range(60)), max_tokens=60))

@@ -21,12 +21,14 @@ from tests.support.engine_fakes import (
 
 
 def from_device(core: EngineCore) -> int:
-    """Tokens that a step took before anybody knew them."""
+    """Returns the number of tokens that steps took before they were known to the scheduler."""
     return sum(row.from_device for plan in core.executor.plans for row in plan.rows)
 
 
 def seen(core, seed, **fields):
-    """What requests that come, fork and end by stop tokens were given; some are aborted."""
+    """Returns tokens and ends of requests that come, fork and end by stop tokens; some are
+    aborted.
+    """
     draw, found, ends = random.Random(seed), {}, {}
 
     def step():
@@ -163,7 +165,9 @@ def test_what_needs_a_requests_last_token_waits_for_it(fields, reason):
     "fields", [{"presence_penalty": 1.0}, {"beam_width": 2, "n": 2}], ids=["penalty", "beams"]
 )
 def test_a_row_that_waits_for_its_token_holds_up_no_other(fields):
-    """The others run ahead in every step; the row takes part in every second one."""
+    """Other requests run ahead in every step; a row that waits for its token takes part in every
+    second one.
+    """
     core = make_core(runs_ahead=True)
     core.add(make_request("a", [1, 2, 3], max_tokens=40))
     core.add(make_request("b", [4, 5], max_tokens=9, **fields))
@@ -180,7 +184,9 @@ def test_a_row_that_waits_for_its_token_holds_up_no_other(fields):
 
 
 def test_a_row_that_waits_gets_the_tokens_of_one_step_after_the_other():
-    """Penalties, bad words and beams beside plain requests, in a cache too small for them all."""
+    """Requests with penalties, bad words and beams beside plain ones yield the same in a cache too
+    small for them all.
+    """
     kinds = [
         {},
         {"frequency_penalty": 0.5},
@@ -289,5 +295,5 @@ def test_the_heartbeat_page_names_the_step_that_computes(tmp_path):
         assert page.step_requests() == ["a"]
         core.step()
         assert page.step_requests() == ["a", "b"], "the first step came back"
-        core._settle()
+        core.settle()
         assert page.step_requests() == []

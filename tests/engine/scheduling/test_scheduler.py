@@ -333,7 +333,7 @@ def test_every_request_has_exactly_one_final_output():
 
 
 def test_one_that_an_earlier_core_began_goes_on():
-    """With what it had yielded, the tokens that follow are those that would have followed; the
+    """A request that an earlier core began goes on with the tokens that would have followed; its
     limit counts them all.
     """
     prompt = [3, 1, 4, 1, 5]
@@ -348,9 +348,7 @@ def test_one_that_an_earlier_core_began_goes_on():
 
 
 def test_steps_that_compute_nothing_end_in_a_failure():
-    """A scheduler that starts nobody is a bug, or blocks that others hold; whoever stands first
-    fails with what it waited for.
-    """
+    """Where steps compute nothing, the request that stands first fails with what it waited for."""
     now = [0.0]
     core = make_core(num_blocks=8, clock=lambda: now[0])
     core = EngineCore(core.scheduler, core.executor, clock=lambda: now[0], stall_timeout_s=60)
