@@ -19,7 +19,14 @@ import pytest
 import torch
 
 from octavo import LLM, AsyncLLM, SamplingParams
-from octavo.errors import EngineDead
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.clients.supervised import SupervisedClient
+from octavo.engine.front.stop_texts import LazyStopTexts
+from octavo.errors import EngineDead, OctavoError
+from octavo.progress import quiet
+from octavo.wiring.engine import build_core, build_with_process
+from octavo.wiring.model import open_model
+from octavo.worker.ranks.ranked_worker import RankedWorker
 from tests.support.llm_tools import prompts_of, small_options
 from tests.support.tiny_models import tiny_model
 
@@ -86,14 +93,16 @@ class Engine:
 
     def __init__(self, **options: object) -> None:
         self.said: list[str] = []
-        self.llm = AsyncLLM.from_options(**OPTIONS | options, report=self.said.append)
+        config = EngineConfig.from_options(**OPTIONS | options)
+        self._front = build_with_process(config, self.said.append)
+        self.llm = AsyncLLM(self._front)
         self.said.clear()
 
     @property
     def core(self) -> int:
         """Process id of the core."""
-        pid: int = self.llm._front.client.pid  # type: ignore[attr-defined]
-        return pid
+        assert isinstance(self._front.client, SupervisedClient)
+        return self._front.client.pid
 
     @property
     def rank(self) -> int:
@@ -233,11 +242,15 @@ def test_a_rank_that_dies_while_it_loads_is_named() -> None:
 @pytest.mark.slow
 def test_ranks_that_are_closed_are_not_reported_as_lost(capfd: pytest.CaptureFixture[str]) -> None:
     """Each of several ends when it is told to, before its neighbour has been waited for."""
-    with LLM(**OPTIONS | {"tensor_parallel_size": 4}, report=lambda text: None) as llm:
-        ranks = ranks_below(os.getpid())
-        assert len(ranks) == 3
-        others = llm._front.client._core.executor._others  # type: ignore[attr-defined]
-    assert others.lost is None and not any(map(is_there, ranks))
+    config = EngineConfig.from_options(**OPTIONS | {"tensor_parallel_size": 4})
+    model = open_model(config)
+    built = build_core(model, quiet, LazyStopTexts(lambda: None))
+    ranks = ranks_below(os.getpid())
+    assert len(ranks) == 3 and isinstance(built.worker, RankedWorker)
+    losses: list[OctavoError] = []
+    built.worker.when_lost(losses.append)
+    built.core.close()
+    assert losses == [] and not any(map(is_there, ranks))
     assert capfd.readouterr().err == ""
 
 

@@ -73,12 +73,13 @@ def encode_requests(requests: list[EngineRequest]) -> bytes:
     """Returns the AddRequests command as bytes that a core can read.
 
     Raises InvalidRequest if a value does not fit the wire format, such as an integer of more than
-    64 bits. The bytes are read back as the core will read them: one request that it could not read
-    would end it, and every other request with it.
+    64 bits. All fields but the prompt, whose tokens the front has checked, are read back as the
+    core will read them: a request that it could not read would end it.
     """
     try:
         data = msgspec.msgpack.encode(AddRequests(requests))
-        _decoder.decode(data)
+        fields = [msgspec.structs.replace(one, prompt_token_ids=[]) for one in requests]
+        _decoder.decode(msgspec.msgpack.encode(AddRequests(fields)))
     except (ArithmeticError, TypeError, ValueError) as error:
         raise InvalidRequest(
             f"the request cannot be sent to the engine: {error}",

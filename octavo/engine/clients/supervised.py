@@ -147,9 +147,9 @@ class SupervisedClient:
         try:
             step = self._core.receive(timeout_s)
         except OctavoError as error:
-            return self._replace(error.message, hung=False)
-        if self.trouble and self._core.is_ready:
             self._note_recovery()
+            return self._replace(error.message, hung=False)
+        self._note_recovery()
         if step is not None:
             return self._take(step)
         if self._hangs():
@@ -157,9 +157,11 @@ class SupervisedClient:
         return None
 
     def _note_recovery(self) -> None:
-        self.trouble = ""
-        self._backoff.note_ready(time.monotonic())
-        self._report("the engine is ready again")
+        """Reports a new core that has become ready, even if it has died at once."""
+        if self.trouble and self._core.is_ready:
+            self.trouble = ""
+            self._backoff.note_ready(time.monotonic())
+            self._report("the engine is ready again")
 
     def _hangs(self) -> bool:
         """Returns whether a core that has work has stalled; one that loads may take its time."""

@@ -157,8 +157,8 @@ def test_what_cannot_be_sent_is_the_senders_error_and_touches_no_other_request(s
     client = start("slow")
     client.add(requests())
     tokens = take_steps(client, 3)
-    for fields in ({"max_tokens": 10**30}, {"tenant": 5}, {"stop": ["\ud800"]}):
-        bad = make_request("bad", [1, 2], **{"max_tokens": 40} | fields)
+    for fields in ({"priority": 10**30}, {"tenant": 5}, {"cache_salt": "\ud800"}):
+        bad = make_request("bad", [1, 2], **fields)
         with pytest.raises(InvalidRequest, match="the request cannot be sent to the engine: "):
             client.add([*requests({"d": [4]}), bad])
     os.kill(client.pid, signal.SIGKILL)
