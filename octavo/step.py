@@ -86,7 +86,10 @@ class BlockKey(NamedTuple):
 
     digest: bytes
     parent: bytes
+    """Digest of the block before it, or of the chain's root."""
     token_ids: tuple[int, ...]
+    extra: tuple[bytes, ...] = ()
+    """Digests of the media whose tokens lie in the block."""
 
 
 class BlockName(NamedTuple):

@@ -138,13 +138,13 @@ class PlanReport:
             model=config.model.model,
             model_type=found.info.model_type,
             num_parameters=found.num_parameters,
-            max_model_len=capacity.load.max_model_len,
+            max_model_len=capacity.demand.max_model_len,
             code=found.footprint.code,
             memory_bytes=capacity.memory_bytes,
             weight_bytes=capacity.weight_bytes,
             step_bytes=capacity.step_bytes,
             process_bytes=PROCESS_BYTES,
-            step_tokens=capacity.load.max_step_tokens,
+            step_tokens=capacity.demand.max_step_tokens,
             kv_dtype=found.footprint.kv_layouts[0].dtype,
             kv_token_bytes=capacity.kv_token_bytes,
             kv_bytes=capacity.kv_bytes,
@@ -252,10 +252,10 @@ def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[ContextEstimate]:
 
     capacity = found.capacity
     roofline = Roofline(found.work, found.footprint, capacity, ceilings)
-    longest = capacity.load.max_model_len
+    longest = capacity.demand.max_model_len
     for context in [*(each for each in CONTEXTS if each < longest), longest]:
         requests = capacity.max_requests(context)
-        batch = min(requests, capacity.load.max_num_seqs)
+        batch = min(requests, capacity.demand.max_num_seqs)
         yield ContextEstimate(
             context=context,
             requests=requests,
@@ -273,7 +273,7 @@ def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
     Those that cost least come first: a shorter context, smaller steps, weights packed at load.
     """
     tries = list(_tries(found, memory_bytes))
-    wanted = min(TYPICAL_CONTEXT, found.capacity.load.max_model_len)
+    wanted = min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len)
     contexts = [_context_of(tried.capacity) for tried in tries]
     best = next(
         (index for index, context in enumerate(contexts) if context >= wanted),

@@ -186,7 +186,7 @@ def _build_core(
     worker = common_worker(
         loaded, others, num_blocks, num_host_blocks, connector=tier_worker, report=report
     )
-    max_model_len = budget.load.max_model_len
+    max_model_len = budget.demand.max_model_len
     scheduler = build_scheduler(
         config.scheduler,
         config.cache,
@@ -215,7 +215,7 @@ def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
     """Describes the KV cache to the scheduler; the host never holds more than the device."""
     num_host_blocks = config.cache.swap_space // budget.block_bytes
     return [
-        BlockGroup(count, group.window, min(count, num_host_blocks))
+        BlockGroup(count, group.life, min(count, num_host_blocks))
         for count, group in zip(budget.num_blocks, budget.groups, strict=True)
     ]
 
@@ -253,7 +253,7 @@ def _open_log(
             config.cache,
             groups,
             block_size=BLOCK_SIZE,
-            max_model_len=budget.load.max_model_len,
+            max_model_len=budget.demand.max_model_len,
             kv_bytes=budget.num_bytes,
             tiers=tiers,
         )

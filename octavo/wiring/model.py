@@ -188,7 +188,7 @@ def _check_fits(
     available_bytes = host_bytes(config) if memory is None else memory.kv_bytes
     if available_bytes is not None:
         share = SAFE_SHARE if memory is None else 1.0
-        capacity_of(config, own, footprint, available_bytes, share=share).check(name)
+        capacity_of(config, footprint, available_bytes, share=share).check(name)
     num_ranks = config.backend.tensor_parallel_size
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     report(f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}")

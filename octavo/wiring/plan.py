@@ -41,7 +41,7 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
         config=config,
         info=info,
         num_parameters=sum(math.prod(weight.shape) for weight in whole.weights),
-        capacity=capacity_of(config, program, footprint, memory_bytes),
+        capacity=capacity_of(config, footprint, memory_bytes),
         footprint=footprint,
         work=work_of(gather_early(program)),
     )

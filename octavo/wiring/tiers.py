@@ -16,6 +16,7 @@ from octavo.progress import Report
 from octavo.version import __version__
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
+from octavo.worker.connectors.block_file import VERSION
 from octavo.worker.connectors.fingerprint import fingerprint
 from octavo.worker.connectors.tiers import TierWorker
 from octavo.worker.loaded_model import LoadedModel
@@ -87,6 +88,7 @@ def _block_directory(checkpoint: Checkpoint, loaded: LoadedModel) -> BlockDirect
     root = open_root(cache.prefix_cache_dir)
     parts = {
         "octavo": __version__,
+        "format": VERSION,
         "config": checkpoint.config,
         "options": [options.dtype, options.quantization],
         "backend": [backend.name, backend.numerics],

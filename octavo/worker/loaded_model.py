@@ -31,7 +31,7 @@ from octavo.worker.block_places import (
 )
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.machine import Machine
-from octavo.worker.memory import SAFE_SHARE, GroupSize, KvBudget, Load, plan_kv
+from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, plan_kv
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 
@@ -66,18 +66,11 @@ class LoadedModel:
         """Returns the KV cache's size: as the options say, else a safe share of the machine's
         memory, or all that is left of a device's own.
         """
-        config, options = self.config, self.config.scheduler
-        assert config.model.max_model_len is not None, "derive() has set it"
+        config = self.config
         memory = device_memory(self.backend)
-        windows = [
-            layout.group.window if config.cache.kv_cache else None for layout in self.layouts
-        ]
         return plan_kv(
-            [
-                GroupSize(layout.block_bytes, window)
-                for layout, window in zip(self.layouts, windows, strict=True)
-            ],
-            Load(config.model.max_model_len, options.max_num_seqs, options.max_num_batched_tokens),
+            group_sizes(config, self.layouts),
+            demand_of(config),
             wanted_bytes=config.cache.kv_cache_memory_bytes,
             available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
             share=SAFE_SHARE if memory is None else 1.0,

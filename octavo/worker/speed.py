@@ -25,7 +25,7 @@ class Roofline:
         """Returns the tokens per second of one prompt alone, in the chunks that the engine
         makes.
         """
-        chunk = self.capacity.load.max_step_tokens
+        chunk = self.capacity.demand.max_step_tokens
         seconds = 0.0
         for first in range(0, num_tokens, chunk):
             end = min(num_tokens, first + chunk)

@@ -12,6 +12,7 @@ import octavo
 ROOT = Path(octavo.__file__).parent
 LEAVES = {
     "child_process",
+    "group_life",
     "step",
     "ports",
     "config",

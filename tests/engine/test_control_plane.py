@@ -219,16 +219,16 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         if self.disk is None or not self.options["num_slots"]:
             return
         connector = self.core.scheduler.blocks.connector
-        before = dict(connector._pins)
+        before = dict(connector.pins)
         try:
             num_tokens = self.core.pin_prefix(
                 Pin(prompt, salt, self.disk.now + ttl_s, self.disk.now)
             )
         except InvalidRequest:
-            assert ttl_s and connector._pins == before, "there is always room for less"
+            assert ttl_s and connector.pins == before, "there is always room for less"
             return
         assert num_tokens % 16 == 0 and num_tokens <= len(prompt)
-        assert all(map(connector.knows, set(connector._pins) - set(before)))
+        assert all(map(connector.knows, set(connector.pins) - set(before)))
 
     @rule(seconds=st.sampled_from([1, 10, 2000]))
     def wait(self, seconds):
@@ -282,7 +282,12 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             }
             num_shared = sum(count > 1 for count in held.values())
             assert pool.counts() == GroupBlocks(
-                pool.window, NUM_BLOCKS, len(held), num_shared, held.total(), len(pool.cache)
+                pool.life.window_tokens,
+                NUM_BLOCKS,
+                len(held),
+                num_shared,
+                held.total(),
+                len(pool.cache),
             )
 
     @invariant()
@@ -300,8 +305,8 @@ class ControlPlaneMachine(RuleBasedStateMachine):
                 for block_id in tables[group]
                 if block_id != HOLE
             ]
-            assert count <= NUM_BLOCKS and set(held).isdisjoint(host._free[group])
-            assert len(set(held)) + len(host._free[group]) == count
+            assert count <= NUM_BLOCKS and set(held).isdisjoint(host.free[group])
+            assert len(set(held)) + len(host.free[group]) == count
 
     @invariant()
     def requests_stand_in_one_queue(self):
@@ -325,7 +330,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         assert (
             len(self.core.plans_in_flight)
             == len(scheduler.in_flight)
-            == len(scheduler.blocks.connector._sent)
+            == len(scheduler.blocks.connector.under_way)
             <= 1
         )
         assert all(map(scheduler.in_flight.computes, scheduler.leaving))
@@ -340,9 +345,9 @@ class ControlPlaneMachine(RuleBasedStateMachine):
                 assert row.num_tokens_in_flight == sum(share.num_tokens for share in in_flight)
                 assert row.num_planned_tokens <= row.num_tokens
         for row in (row for request in scheduler.running for row in request.rows):
-            assert scheduler.blocks._num_named[row.request_id] * 16 <= row.num_computed_tokens, (
-                "what has a name has come back"
-            )
+            assert (
+                scheduler.blocks.num_named_blocks(row.request_id) * 16 <= row.num_computed_tokens
+            ), "what has a name has come back"
 
     @invariant()
     def the_worker_has_the_rows_that_run(self):
@@ -370,30 +375,30 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         connector = self.core.scheduler.blocks.connector
         held = Counter()
         for under_way in (
-            *(sent.saving for sent in connector._sent),
-            connector._fetching,
-            connector._keeping,
+            *(step.saving for step in connector.under_way),
+            connector.fetching,
+            connector.keeping,
         ):
             held.update(under_way.values())
-        for request_id, entries in connector._held.items():
+        for request_id, entries in connector.held.items():
             assert request_id in self.core.scheduler.queues.by_id
             held.update(slot for _, slot in entries)
-        for slots in connector._slots:
-            named = set(slots._slots.values())
+        for slots in connector.slots:
+            named = set(slots)
             assert all(slot.num_holds == held[slot] for slot in named) and not any(
                 slot.dropped for slot in named
             )
-            assert set(slots._idle.values()) == {slot for slot in named if not held[slot]}
-        assert sum(len(slots._free) + len(slots) for slots in connector._slots) + sum(
+            assert set(slots.idle.values()) == {slot for slot in named if not held[slot]}
+        assert sum(len(slots.free) + len(slots) for slots in connector.slots) + sum(
             slot.dropped for slot in held
-        ) == sum(slots.num_slots for slots in connector._slots)
+        ) == sum(slots.num_slots for slots in connector.slots)
 
     @invariant()
     def what_is_pinned_is_bounded_and_no_more_is_stored_than_may_be(self):
         if self.disk is None:
             return
         assert len(self.disk) <= self.disk.capacity
-        pins = self.core.scheduler.blocks.connector._pins
+        pins = self.core.scheduler.blocks.connector.pins
         assert sum(until > self.disk.now for until in pins.values()) <= MAX_PINNED_BLOCKS
 
     def teardown(self):

@@ -17,6 +17,7 @@ from octavo.engine.kv_meter import KvMeter
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.step_costs import UNMEASURED, StepCosts
+from octavo.group_life import life_of_window
 from octavo.ports import Between
 from octavo.sampling_params import SamplingParams
 from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
@@ -264,7 +265,8 @@ def make_core(
         num_groups, windows=windows
     )
     groups = [
-        BlockGroup(num_blocks, window, num_host_blocks) for window in windows or [None] * num_groups
+        BlockGroup(num_blocks, life_of_window(window), num_host_blocks)
+        for window in windows or [None] * num_groups
     ]
     scheduler = build_scheduler(
         SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **options),

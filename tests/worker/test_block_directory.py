@@ -5,12 +5,14 @@ pinned stay; engines share a directory.
 import errno
 import os
 import shutil
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from octavo.engine.kv.prefix_cache import extend_keys
+from octavo.engine.kv.block_names import BlockNaming
 from octavo.errors import ConfigError
 from octavo.step import BlockKey, BlockPin, SlotBlock
 from octavo.worker.connectors import block_file
@@ -51,9 +53,7 @@ def make(
 
 
 def block(number: int, group: int = 0) -> SlotBlock:
-    keys: list = []
-    extend_keys(keys, [number] * 16, 1, block_size=16, salt="")
-    return SlotBlock(group, number, keys[0])
+    return SlotBlock(group, number, BlockNaming().block(bytes(16), (number,) * 16, 0))
 
 
 def data(number: int) -> np.ndarray:
@@ -309,3 +309,35 @@ def test_the_fingerprint_is_that_of_the_weights_and_of_all_else(tmp_path):
     moved.write_bytes(b"abd")
     os.utime(moved, (1, 1))
     assert fingerprint({"a": 1}, [moved], cache=tmp_path) != first
+
+
+def test_a_file_of_an_older_format_is_no_hit(tmp_path):
+    """Version 1 had no digests of media, and other names."""
+    directory = make(tmp_path, Clock())
+    wanted = block(3)
+    directory.write(wanted, memoryview(data(3)))
+    (path,) = (tmp_path / MODEL.hex()[:32]).rglob("*.kv")
+    key = wanted.key
+    numbers = struct.pack("<8sIIIQ", block_file.MAGIC, 1, 0, len(key.token_ids), SIZE)
+    token_ids = struct.pack(f"<{len(key.token_ids)}i", *key.token_ids)
+    old = numbers + MODEL + key.digest + key.parent + token_ids + data(3).tobytes()
+    path.write_bytes(old + struct.pack("<I", zlib.crc32(old)))
+    assert not directory.read(wanted, memoryview(np.zeros(SIZE, np.uint8)))
+    assert not path.exists(), "it is removed"
+
+
+def test_a_block_with_media_is_stored_under_their_digests(tmp_path):
+    directory = make(tmp_path, Clock())
+    token_ids = (7,) * 16
+    blocks = [
+        SlotBlock(0, 0, BlockNaming(media={0: media}).block(bytes(16), token_ids, 0))
+        for media in ((), (b"cat",), (b"cat", b"dog"))
+    ]
+    for number, wanted in enumerate(blocks):
+        directory.write(wanted, memoryview(data(number)))
+    for number, wanted in enumerate(blocks):
+        found = np.zeros(SIZE, np.uint8)
+        assert directory.read(wanted, memoryview(found))
+        assert np.array_equal(found, data(number))
+    one = SlotBlock(0, 0, blocks[1].key._replace(extra=()))
+    assert not directory.read(one, memoryview(np.zeros(SIZE, np.uint8))), "the header differs"

@@ -5,10 +5,11 @@ import pytest
 from octavo.backends.base import Ceilings, Footprint
 from octavo.checkpoint.open import open_checkpoint
 from octavo.errors import ConfigError
+from octavo.group_life import KvDemand, WindowLife
 from octavo.models.registry import build_programs
 from octavo.program.work import work_of
 from octavo.worker.capacity import PROCESS_BYTES, Capacity
-from octavo.worker.memory import GroupSize, Load
+from octavo.worker.memory import GroupSize
 from octavo.worker.speed import Roofline
 from tests.support.tiny_models import tiny_model
 
@@ -21,7 +22,7 @@ def capacity(
     """In MiB, besides the processes. A full group of blocks of 1 MiB, and one with each of the
     windows.
     """
-    groups = (GroupSize(MIB), *(GroupSize(MIB, window) for window in windows))
+    groups = (GroupSize(MIB), *(GroupSize(MIB, WindowLife(window)) for window in windows))
     sizes = {
         "memory_bytes": PROCESS_BYTES + memory * MIB,
         "weight_bytes": weights * MIB,
@@ -30,7 +31,7 @@ def capacity(
     return Capacity(
         **sizes,
         groups=groups,
-        load=Load(max_model_len, max_num_seqs, 32),
+        demand=KvDemand(max_model_len, max_num_seqs, 32),
         wanted_kv_bytes=wanted and wanted * MIB,
     )
 

@@ -3,7 +3,8 @@
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.worker.memory import GroupSize, Load, plan_kv
+from octavo.group_life import KvDemand, WindowLife
+from octavo.worker.memory import GroupSize, plan_kv
 
 MIB = 1 << 20
 
@@ -17,9 +18,9 @@ def plan(
     available_bytes=1 << 40,
 ):
     """A full group of blocks of 1 MiB, and one with each of the windows."""
-    groups = [GroupSize(MIB), *(GroupSize(MIB, window) for window in windows)]
-    load = Load(max_model_len, max_num_seqs, max_step_tokens)
-    return plan_kv(groups, load, wanted_bytes=wanted_bytes, available_bytes=available_bytes)
+    groups = [GroupSize(MIB), *(GroupSize(MIB, WindowLife(window)) for window in windows)]
+    demand = KvDemand(max_model_len, max_num_seqs, max_step_tokens)
+    return plan_kv(groups, demand, wanted_bytes=wanted_bytes, available_bytes=available_bytes)
 
 
 def test_default_holds_every_request_whole():
@@ -64,10 +65,14 @@ def test_a_window_gets_what_its_requests_can_hold_and_no_more():
 
 
 def test_windows_alone_take_what_they_can_use():
-    load = Load(max_model_len=10_000, max_num_seqs=2, max_step_tokens=32)
-    budget = plan_kv([GroupSize(MIB, 64)], load, wanted_bytes=100 * MIB, available_bytes=None)
+    demand = KvDemand(max_model_len=10_000, max_num_seqs=2, max_step_tokens=32)
+    budget = plan_kv(
+        [GroupSize(MIB, WindowLife(64))], demand, wanted_bytes=100 * MIB, available_bytes=None
+    )
     assert budget.num_blocks == (2 * 7 + 3,)
     with pytest.raises(
         ConfigError, match=r"got 6.0 MiB, needed are 7.0 MiB for one request of 10,000 tokens"
     ):
-        plan_kv([GroupSize(MIB, 64)], load, wanted_bytes=6 * MIB, available_bytes=None)
+        plan_kv(
+            [GroupSize(MIB, WindowLife(64))], demand, wanted_bytes=6 * MIB, available_bytes=None
+        )

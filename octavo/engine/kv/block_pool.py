@@ -1,8 +1,9 @@
 """The KV blocks of one cache group: reference counts, the free queue, and the names under which
 full blocks are found.
 
-A block is free where nobody refers to it; free blocks without a name go first, then the least
-recently used named ones. Knows no request: whose a block is, is the BlockManager's business.
+A block is free when nothing refers to it; free blocks without a name are taken first, then the
+least recently used named ones. Knows no request: which table a block stands in is
+`block_tables.py`'s business.
 """
 
 from __future__ import annotations
@@ -13,47 +14,51 @@ from dataclasses import dataclass
 
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.stats import GroupBlocks
+from octavo.group_life import GROWING, AnyLife
 
 HOLE = -1
-"""In a table, the place of a block that the group's window has passed: nobody reads it any more."""
+"""Place of a block in a table that nothing reads any more, or that no step has written."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """How many blocks a cache group has, on the device and (for swapped requests) in host
-    memory."""
+    """The size of one cache group, and how long its blocks live."""
 
     num_blocks: int
-    window: int | None = None
-    """Keys that a query sees, itself included; None: all before it."""
+    """Blocks on the device."""
+    life: AnyLife = GROWING
     num_host_blocks: int = 0
+    """Blocks in host memory, for swapped requests."""
 
 
 class BlockPool:
-    """The blocks of one group."""
+    """The blocks of one group on the device."""
 
     def __init__(self, group: BlockGroup) -> None:
-        self.window = group.window
+        self.life = group.life
         self.num_blocks = group.num_blocks
         self.ref_counts = [0] * group.num_blocks
+        """References to each block from requests' tables."""
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(group.num_blocks))
+        """Free blocks, the next one to be taken first."""
         self.cache = PrefixCache()
+        """Names of the full blocks, held or free."""
         self._num_references = 0
         self._num_shared = 0
 
     def counts(self) -> GroupBlocks:
-        num_held = self.num_blocks - len(self.free)
+        """Returns how the blocks are used now."""
         return GroupBlocks(
-            self.window,
-            self.num_blocks,
-            num_held,
-            self._num_shared,
-            self._num_references,
-            len(self.cache),
+            window=self.life.window_tokens,
+            num_blocks=self.num_blocks,
+            num_held=self.num_blocks - len(self.free),
+            num_shared=self._num_shared,
+            num_references=self._num_references,
+            num_named=len(self.cache),
         )
 
     def take(self) -> int:
-        """A block for writing; its name, if any, is forgotten."""
+        """Takes a free block for writing; its name, if it has one, is forgotten."""
         block_id, _ = self.free.popitem(last=False)
         self.cache.forget(block_id)
         self.ref_counts[block_id] = 1
@@ -61,10 +66,11 @@ class BlockPool:
         return block_id
 
     def is_shared(self, block_id: int) -> bool:
-        """Others hold it, or may find it by its name: it is not to be written."""
+        """Says whether a block must not be written: others hold it, or may find it by its name."""
         return self.ref_counts[block_id] > 1 or block_id in self.cache
 
     def hold(self, block_id: int) -> None:
+        """Adds a reference to a block."""
         if self.ref_counts[block_id] == 0:
             del self.free[block_id]
         self.ref_counts[block_id] += 1
@@ -72,6 +78,7 @@ class BlockPool:
         self._num_shared += self.ref_counts[block_id] == 2
 
     def release(self, block_id: int) -> None:
+        """Drops a reference to a block; after the last one the block is free."""
         self.ref_counts[block_id] -= 1
         self._num_references -= 1
         self._num_shared -= self.ref_counts[block_id] == 1
@@ -80,14 +87,20 @@ class BlockPool:
             if block_id not in self.cache:
                 self.free.move_to_end(block_id, last=False)
 
+    def hold_all(self, table: Iterable[int]) -> None:
+        """Adds a reference to each block of a table."""
+        for block_id in table:
+            if block_id != HOLE:
+                self.hold(block_id)
+
     def release_all(self, table: Sequence[int]) -> None:
-        """The last first, so that a chain is evicted from its end."""
+        """Drops the references of a table, last block first: chains are evicted from their end."""
         for block_id in reversed(table):
             if block_id != HOLE:
                 self.release(block_id)
 
     def has_room(self, kept: Sequence[int | None], num_blocks: int, reserve: int) -> bool:
-        """Whether `fill` can be done with `reserve` blocks left free."""
+        """Says whether `fill` can be done with `reserve` blocks left free."""
         num_idle = num_new = 0
         for block_id in kept:
             if block_id is None:
@@ -97,8 +110,8 @@ class BlockPool:
         return len(self.free) - num_idle >= num_new + max(0, num_blocks - len(kept)) + reserve
 
     def fill(self, kept: Sequence[int | None], num_blocks: int) -> list[int]:
-        """A table of `num_blocks`: the kept blocks held, None among them and what comes after them
-        taken.
+        """Returns a table of `num_blocks`: the kept blocks held, new ones in place of each None
+        among them and behind them.
         """
         for block_id in kept:
             if block_id is not None and block_id != HOLE:
@@ -106,19 +119,17 @@ class BlockPool:
         table = [self.take() if block_id is None else block_id for block_id in kept]
         return table + [self.take() for _ in range(num_blocks - len(kept))]
 
-    def hold_all(self, table: Iterable[int]) -> None:
-        for block_id in table:
-            if block_id != HOLE:
-                self.hold(block_id)
-
-    def first_seen(self, position: int, block_size: int) -> int:
-        """Index of the first block that a query at `position` reads."""
-        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
-
-    def pass_window(self, table: list[int], position: int, block_size: int) -> None:
-        """Releases what no query from `position` on reads any more; holes take its place."""
-        index = min(self.first_seen(position, block_size), len(table)) - 1
-        while index >= 0 and table[index] != HOLE:
-            self.release(table[index])
-            table[index] = HOLE
+    def release_unread(
+        self, table: list[int], num_tokens: int, block_size: int, *, in_flight: bool
+    ) -> None:
+        """Releases what nothing reads any more once `num_tokens` tokens are computed; holes take
+        its place.
+        """
+        index = self.life.num_released(num_tokens, len(table), block_size, in_flight=in_flight) - 1
+        while index >= 0:
+            if table[index] != HOLE:
+                self.release(table[index])
+                table[index] = HOLE
+            elif self.life.outlives_step:
+                break  # everything before a hole has been released by an earlier step
             index -= 1

@@ -1,7 +1,6 @@
-"""Pinning the beginning of prompts: what the front asks of the core, first to compute it, then to
-keep it.
+"""Pinning the beginning of prompts: the front has the core compute it, then keep it.
 
-A pin has a time to live, in the wall clock's seconds, since it outlives engines.
+A pin ends at a time of the wall clock, since it outlives engines.
 """
 
 from __future__ import annotations
@@ -19,24 +18,25 @@ from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 
 FOR_GOOD_S = 100 * 365 * 86400.0
+"""Time to live of a pin without an end, in seconds."""
 
 COMPUTE = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-"""One token, of which nobody reads anything, makes the core compute a prompt."""
+"""Sampling that makes the core compute a prompt; the one token that it yields is not read."""
 
 
 class Pin(msgspec.Struct, tag=True):
-    """What a prompt computed is kept until then, both times in seconds since 1970. One that ends
-    now ends an earlier one.
-    """
+    """A computed prompt and the time until which its blocks are kept."""
 
     token_ids: list[int]
     salt: str
     until: float
+    """End of the pin, in seconds since 1970; not after `now`, it ends an earlier pin."""
     now: float
+    """Time at which the pin was made, in seconds since 1970."""
 
 
 def pin_of(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
-    """Of a prompt that was computed; `ttl_s` None is for good, 0 ends it."""
+    """Returns the pin of a prompt that was computed; `ttl_s` None is for good, 0 ends it."""
     if output.error is not None:
         raise WorkerFailed(output.error)
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
@@ -47,7 +47,7 @@ def pin_of(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
 
 
 def check_pin(ttl_s: float | None, cache: CacheOptions) -> None:
-    """Before anything is computed."""
+    """Raises InvalidRequest where a pin cannot be made, before anything is computed."""
     if ttl_s is not None and not (0 <= ttl_s <= FOR_GOOD_S and math.isfinite(ttl_s)):
         raise InvalidRequest(
             f"ttl_s: got {ttl_s!r}, allowed is None (for good) or seconds from 0 to"

@@ -1,7 +1,8 @@
 """How much of a prompt is computed already: full blocks that every cache group has, then a part of
 one more.
 
-Looks, and changes nothing: who takes and copies the blocks is the BlockManager.
+Looks, and changes nothing: the BlockManager takes the blocks and has them copied. Which blocks a
+group must have is asked of its life (`octavo/group_life.py`).
 """
 
 from __future__ import annotations
@@ -10,36 +11,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
+from octavo.engine.kv.block_tables import Kept
 from octavo.ports import Connector
-from octavo.step import BlockKey
-
-Kept = list[list[int | None]]
-"""Per group the beginning of a table: blocks already there, holes, and None where one has to be
-taken.
-"""
+from octavo.step import BlockKey, BlockName
 
 ABSENT = -2
-"""In place of a block that is nowhere."""
+"""Place of a block that is nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A prompt's first `num_tokens` tokens: `num_blocks` whole blocks, and the beginning of the
-    blocks `sources` (one a group, or none).
-
-    None in `kept` is a block that the connector has.
-    """
+    """The beginning of a prompt that is computed already."""
 
     kept: Kept = field(default_factory=list)
+    """The tables of its whole blocks; None stands for a block that the connector has."""
     num_blocks: int = 0
+    """Whole blocks that are found."""
     num_tokens: int = 0
+    """Tokens that are found, those of a partial block included."""
     sources: list[int] = field(default_factory=list)
+    """The partial block in each group, to be copied; a hole where a group needs none, and [] where
+    the hit ends with a whole block.
+    """
 
-    def of_whole_blocks(self, block_size: int) -> Hit:
+    def without_partial_block(self, block_size: int) -> Hit:
+        """Returns the hit's whole blocks alone."""
         return Hit(self.kept, self.num_blocks, self.num_blocks * block_size)
 
     def stored(self) -> list[tuple[int, int]]:
-        """(group, index) of the blocks that the connector has, in the order of the tokens."""
+        """Lists (group, index) of the blocks that the connector has, in the order of the tokens."""
         return sorted(
             (
                 (group, index)
@@ -55,47 +55,80 @@ NO_HIT = Hit()
 
 
 class PrefixFinder:
+    """Looks for prompts in the pools of all groups, and in what the connector has."""
+
     def __init__(self, pools: Sequence[BlockPool], block_size: int, connector: Connector) -> None:
+        lives = [pool.life for pool in pools]
+        self.can_hit = all(life.allows_hits for life in lives) and any(
+            life.is_named for life in lives
+        )
+        """Whether a request may begin behind tokens that another has computed: every group allows
+        it, and names tell what was computed.
+        """
         self._pools = pools
         self._connector = connector
         self._block_size = block_size
-        self._windowed = [index for index, pool in enumerate(pools) if pool.window is not None]
+        self._partly_read = [
+            index for index, pool in enumerate(pools) if not pool.life.keeps_every_token
+        ]
+        """Groups of which the next token does not read all blocks."""
 
-    def find(self, keys: Sequence[BlockKey], token_ids: Sequence[int], *, root: bytes) -> Hit:
-        """The longest beginning of `token_ids` from which every group can go on; `keys` are those
-        of its full blocks.
+    def find(self, keys: Sequence[BlockKey], rest: tuple[int, ...], *, root: bytes) -> Hit:
+        """Finds the longest beginning of a prompt from which every group can go on.
+
+        `keys` are those of the prompt's full blocks, `root` is the parent of the first; `rest` are
+        the tokens behind them, less than a block.
         """
+        if not self.can_hit:
+            return NO_HIT
         kept = self._longest(self._found(keys, self._connector.has))
         num_blocks = len(kept[0])
         num_tokens = num_blocks * self._block_size
-        rest = tuple(token_ids[num_tokens : num_tokens + self._block_size])
-        start = self._pools[0].cache.find_start(
-            keys[num_blocks - 1].digest if num_blocks else root, rest
-        )
-        if start is not None:
-            sources = [
-                block_id
-                for pool in self._pools
-                if (block_id := pool.cache.find(start.key)) is not None
-            ]
-            if len(sources) == len(self._pools):
-                return Hit(kept, num_blocks, num_tokens + start.num_tokens, sources)
-        return Hit(kept, num_blocks, num_tokens)
+        wanted = keys[num_blocks].token_ids if num_blocks < len(keys) else rest
+        parent = keys[num_blocks - 1].digest if num_blocks else root
+        sources, num_common = self._partial_block(parent, wanted)
+        return Hit(kept, num_blocks, num_tokens + num_common, sources)
 
-    def find_whole(self, keys: Sequence[BlockKey]) -> Hit:
-        """In whole blocks, those among them that it takes steps to fetch."""
-        kept = self._longest(self._found(keys, self._connector.can_fetch))
+    def find_whole(
+        self, keys: Sequence[BlockKey], is_stored: Callable[[int, BlockKey], bool]
+    ) -> Hit:
+        """Finds whole blocks only; `is_stored` says which blocks the connector counts as having."""
+        if not self.can_hit:
+            return NO_HIT
+        kept = self._longest(self._found(keys, is_stored))
         return Hit(kept, len(kept[0]), len(kept[0]) * self._block_size)
 
+    def read_after(self, keys: Sequence[BlockKey]) -> list[BlockName]:
+        """Names the blocks that the token after these blocks reads."""
+        names = []
+        for group, first in enumerate(self._firsts(len(keys))):
+            if self._pools[group].life.is_named:
+                names += [BlockName(group, key.digest) for key in keys[first:]]
+        return names
+
+    def _partial_block(self, parent: bytes, wanted: tuple[int, ...]) -> tuple[list[int], int]:
+        """Finds a block whose beginning is wanted: its id in each group, and how many of its tokens
+        are common; ([], 0) where there is none.
+        """
+        named = [pool for pool in self._pools if pool.life.is_named]
+        match = named[0].cache.find_partial(parent, wanted) if named else None
+        if match is None:
+            return [], 0
+        sources = [
+            pool.cache.find(match.key) if pool.life.is_named else HOLE for pool in self._pools
+        ]
+        found = [block_id for block_id in sources if block_id is not None]
+        return (found, match.num_tokens) if len(found) == len(sources) else ([], 0)
+
     def _found(self, keys: Sequence[BlockKey], is_stored: Callable[[int, BlockKey], bool]) -> Kept:
-        """Per group the blocks of these names, as far as every group without a window has them."""
+        """Returns the blocks of these names, as far as every group that needs them all has them."""
         found: Kept = [[] for _ in self._pools]
         for key in keys:
             blocks: list[int | None] = []
             for group, pool in enumerate(self._pools):
                 block_id = pool.cache.find(key)
-                if block_id is None and not is_stored(group, key):
-                    if pool.window is None:
+                if block_id is None and not (pool.life.is_named and is_stored(group, key)):
+                    if pool.life.keeps_every_token:
                         return found
                     block_id = ABSENT
                 blocks.append(block_id)
@@ -104,19 +137,22 @@ class PrefixFinder:
         return found
 
     def _longest(self, found: Kept) -> Kept:
-        """The longest beginning that has, in each group with a window, the blocks that the token
-        after it reads.
+        """Returns the longest beginning that has, in every group, the blocks that the token after
+        it reads.
         """
         for num_blocks in range(len(found[0]), 0, -1):
-            firsts = [
-                pool.first_seen(num_blocks * self._block_size, self._block_size)
-                for pool in self._pools
-            ]
+            firsts = self._firsts(num_blocks)
             if all(
-                ABSENT not in found[group][firsts[group] : num_blocks] for group in self._windowed
+                ABSENT not in found[group][firsts[group] : num_blocks]
+                for group in self._partly_read
             ):
                 return [
                     [*[HOLE] * first, *table[first:num_blocks]]
                     for first, table in zip(firsts, found, strict=True)
                 ]
         return [[] for _ in self._pools]
+
+    def _firsts(self, num_blocks: int) -> list[int]:
+        """Returns for each group the first block that the token after `num_blocks` blocks reads."""
+        position = num_blocks * self._block_size
+        return [pool.life.first_read(position, self._block_size) for pool in self._pools]

@@ -1,5 +1,5 @@
-"""Host blocks of swapped requests: their ids, per cache group, and which device block each is to
-hold.
+"""Host blocks of swapped requests: their ids, by cache group, and which device block each one
+holds.
 
 Knows no bytes: the CacheEngine owns them and moves them as the BlockMoves say. A request's blocks
 are here all together or not at all; what its rows share on the device they share here. The host
@@ -18,43 +18,36 @@ from octavo.step import BlockKey, BlockMove
 
 @dataclass(frozen=True, slots=True)
 class SwappedTable:
-    """One row's blocks in the host's memory."""
+    """One row's blocks of one group, in host memory."""
 
     host: Sequence[int]
+    """Host block ids, and holes."""
     keys: Sequence[BlockKey]
-    """Of its first blocks, those that have a name."""
-    num_full: int
-    """Blocks that will not be written any more, and may be shared."""
+    """Names of its first blocks, as far as they have any."""
+    num_final: int
+    """Number of its first blocks that no later token writes; rows may share them."""
     num_blocks: int
-    """That it is to have on the device."""
+    """Length of its block table on the device."""
 
 
 class SwapIn:
-    """Of rows that return together. `moves` are there once it is filled."""
+    """The return of rows to the device, in one cache group."""
 
     def __init__(self, pool: BlockPool, rows: Sequence[SwappedTable], *, group: int) -> None:
         self.moves: list[BlockMove] = []
+        """Copies from the host, once `fill` has been called."""
         self._pool = pool
         self._rows = rows
         self._group = group
         self._kept = [self._still_there(row) for row in rows]
 
-    def _still_there(self, row: SwappedTable) -> list[int | None]:
-        """Blocks that the device has under the same name, holes, and None."""
-        find = self._pool.cache.find
-        named = [
-            HOLE if host_id == HOLE else find(key)
-            for host_id, key in zip(row.host, row.keys, strict=False)
-        ]
-        return [*named, *(HOLE if host_id == HOLE else None for host_id in row.host[len(named) :])]
-
     def has_room(self, reserve: int) -> bool:
-        """Whether `reserve` blocks stay free when all are filled."""
+        """Says whether `reserve` blocks stay free when all rows are filled."""
         needed: list[int | None] = []
         shared: set[int] = set()
         for row, kept in zip(self._rows, self._kept, strict=True):
             for index, (host_id, block_id) in enumerate(zip(row.host, kept, strict=True)):
-                if block_id is None and (index >= row.num_full or host_id not in shared):
+                if block_id is None and (index >= row.num_final or host_id not in shared):
                     needed.append(None)
                     shared.add(host_id)
         num_appended = sum(row.num_blocks - len(row.host) for row in self._rows)
@@ -62,17 +55,28 @@ class SwapIn:
         return self._pool.has_room(needed, len(needed) + num_appended, reserve)
 
     def fill(self) -> list[list[int]]:
-        """The rows' tables."""
+        """Takes the blocks; returns the rows' tables."""
         held = self._present()
+        # The blocks that are still there must not be taken for those that are not.
         self._pool.hold_all(held)
         homes: dict[int, int] = {}
-        """Of the host's full blocks that are on the device by now."""
         tables = [
             self._fill_row(row, kept, homes)
             for row, kept in zip(self._rows, self._kept, strict=True)
         ]
         self._pool.release_all(held)
         return tables
+
+    def _still_there(self, row: SwappedTable) -> list[int | None]:
+        """Returns the blocks that the device has under the row's names, holes, and None for the
+        others.
+        """
+        find = self._pool.cache.find
+        named = [
+            HOLE if host_id == HOLE else find(key)
+            for host_id, key in zip(row.host, row.keys, strict=False)
+        ]
+        return [*named, *(HOLE if host_id == HOLE else None for host_id in row.host[len(named) :])]
 
     def _present(self) -> list[int]:
         return list(
@@ -87,6 +91,7 @@ class SwapIn:
     def _fill_row(
         self, row: SwappedTable, kept: Sequence[int | None], homes: dict[int, int]
     ) -> list[int]:
+        """Makes one row's table; `homes`: device blocks of the final host blocks copied so far."""
         wanted = [
             homes.get(host_id) if block_id is None else block_id
             for host_id, block_id in zip(row.host, kept, strict=True)
@@ -95,7 +100,7 @@ class SwapIn:
         for index, host_id in enumerate(row.host):
             if wanted[index] is None:
                 self.moves.append(BlockMove(self._group, host_id, table[index], "swap_in"))
-                if index < row.num_full:
+                if index < row.num_final:
                     homes[host_id] = table[index]
                 if index < len(row.keys):
                     self._pool.cache.add(table[index], row.keys[index])
@@ -103,49 +108,54 @@ class SwapIn:
 
 
 class HostBlocks:
-    """By request id. A hole in a device table stays a hole."""
+    """The host's blocks, by group. A hole in a device table stays a hole."""
 
     def __init__(self, groups: Sequence[BlockGroup]) -> None:
         self.num_blocks = [min(group.num_host_blocks, group.num_blocks) for group in groups]
+        """Blocks in host memory, by group."""
         self.tables: dict[str, list[list[int]]] = {}
-        self._free = [list(range(count - 1, -1, -1)) for count in self.num_blocks]
-        self._ref_counts: list[Counter[int]] = [Counter() for _ in groups]
+        """Host block ids, by request and group."""
+        self.free = [list(range(count - 1, -1, -1)) for count in self.num_blocks]
+        """Free host blocks, by group."""
+        self.ref_counts: list[Counter[int]] = [Counter() for _ in groups]
+        """References to the held ones, by group."""
 
     @property
     def num_used_blocks(self) -> int:
-        """Of all groups together."""
-        return sum(self.num_blocks) - sum(map(len, self._free))
+        """Blocks of all groups that requests hold."""
+        return sum(self.num_blocks) - sum(map(len, self.free))
 
     def put(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> list[BlockMove] | None:
-        """Moves out of the device; None, and nothing changed, where the host has no room for all of
-        them.
+        """Takes in requests' device tables; returns the moves out of the device, None, and nothing
+        changed, where the host has no room for all of them.
         """
         moved = [
             dict.fromkeys(block_id for rows in tables.values() for block_id in _blocks(rows[group]))
-            for group in range(len(self._free))
+            for group in range(len(self.free))
         ]
-        if any(len(free) < len(blocks) for free, blocks in zip(self._free, moved, strict=True)):
+        if any(len(free) < len(blocks) for free, blocks in zip(self.free, moved, strict=True)):
             return None
         places = [
             {block_id: free.pop() for block_id in blocks}
-            for free, blocks in zip(self._free, moved, strict=True)
+            for free, blocks in zip(self.free, moved, strict=True)
         ]
         for request_id, rows in tables.items():
             self.tables[request_id] = [
                 [HOLE if block_id == HOLE else place[block_id] for block_id in table]
                 for place, table in zip(places, rows, strict=True)
             ]
-            for counts, table in zip(self._ref_counts, self.tables[request_id], strict=True):
+            for counts, table in zip(self.ref_counts, self.tables[request_id], strict=True):
                 counts.update(_blocks(table))
         return [
-            BlockMove(group, *pair, "swap_out")
+            BlockMove(group, source, target, "swap_out")
             for group, place in enumerate(places)
-            for pair in place.items()
+            for source, target in place.items()
         ]
 
     def drop(self, request_id: str) -> None:
+        """Releases a request's host blocks, if it has any."""
         for free, counts, table in zip(
-            self._free, self._ref_counts, self.tables.pop(request_id, []), strict=False
+            self.free, self.ref_counts, self.tables.pop(request_id, []), strict=False
         ):
             for block_id in _blocks(table):
                 counts[block_id] -= 1

@@ -1,5 +1,5 @@
-"""The scheduler half of the prefix cache's lower tiers: slots of host memory, and what lies behind
-them, files on disk.
+"""The scheduler half of the prefix cache's lower tiers: slots of host memory, and files on disk
+behind them.
 
 Knows names, slots and what is on its way; no byte, no file, no clock. What it decides leaves as
 moves and as a ConnectorPlan; what became of it comes back as a ConnectorReport. Implements
@@ -15,7 +15,7 @@ from itertools import chain
 
 import msgspec
 
-from octavo.engine.kv.tier_slots import ConnectorSlots, Slot
+from octavo.engine.kv.tier_slots import Slot, TierSlots
 from octavo.errors import InvalidRequest
 from octavo.step import (
     BlockKey,
@@ -29,147 +29,155 @@ from octavo.step import (
 )
 
 SAVED_BYTES_PER_STEP = 16 << 20
-"""Of copies from the device; at 8 GB/s 2 ms. What is left waits for the next step."""
+"""Bytes that one step copies from the device, 2 ms at 8 GB/s; what is left waits for the next."""
 
 LOADED_BYTES_PER_STEP = 64 << 20
-"""Of copies to the device while others compute: 8 ms."""
+"""Bytes that one step copies to the device while others compute: 8 ms."""
 
 MAX_UNSAVED = 1 << 16
-"""Blocks that wait to be saved; what comes on top is not."""
+"""Most blocks that wait to be saved; further ones are not saved."""
 
 
 class Tiers(msgspec.Struct):
-    """`num_slots` slots for each cache group, of whose blocks `block_bytes` are the sizes; without
-    slots there is nothing.
-    """
+    """The sizes of the tiers; without slots there are none."""
 
     block_bytes: list[int]
+    """Bytes of a block, by cache group."""
     num_slots: int
+    """Slots of each cache group."""
     keeps: bool = False
-    """There is something behind the slots."""
+    """Whether there are files behind the slots."""
     max_pinned_bytes: int = 0
     first: ConnectorReport | None = None
-    """What is there at the start."""
+    """What is stored at the start."""
 
 
 @dataclass(slots=True)
-class Sent:
-    """With one step, whose result has not come: blocks that it saves, and what goes with it."""
+class StepUnderWay:
+    """What goes with one step whose result has not come."""
 
     saving: dict[BlockName, Slot] = field(default_factory=dict)
+    """Blocks that its moves copy into slots."""
     plan: ConnectorPlan = field(default_factory=ConnectorPlan)
 
 
 class TierConnector:
+    """Decides which named blocks go to host memory and files, and which come back."""
+
     def __init__(self, tiers: Tiers) -> None:
         self.keeps = tiers.keeps
         self.max_pinned_bytes = tiers.max_pinned_bytes
         self.stats = ConnectorStats(tiers.num_slots)
         self._block_bytes = tiers.block_bytes
-        self._slots = [ConnectorSlots(tiers.num_slots) for _ in tiers.block_bytes]
+        self.slots = [TierSlots(tiers.num_slots) for _ in tiers.block_bytes]
         self._behind: set[BlockName] = set()
+        """Blocks in files."""
         self._unsaved: dict[BlockName, BlockKey] = {}
-        """Named on the device, in the order of their naming."""
-        self._fetching: dict[BlockName, Slot] = {}
-        self._keeping: dict[BlockName, Slot] = {}
-        self._pins: dict[BlockName, float] = {}
-        """Until when each is kept, wherever it is now."""
-        self._held: dict[str, list[tuple[int, Slot]]] = {}
-        """By requests that wait, or have waited and not yet started: (group, slot)."""
+        """Blocks of the device that wait to be saved, in the order of their naming."""
+        self.fetching: dict[BlockName, Slot] = {}
+        """Blocks being read from files into their slots."""
+        self.keeping: dict[BlockName, Slot] = {}
+        """Blocks being written from their slots to files."""
+        self.pins: dict[BlockName, float] = {}
+        """Times until which blocks are pinned, wherever they are, in seconds since 1970."""
+        self.held: dict[str, list[tuple[int, Slot]]] = {}
+        """(group, slot) by request, of those that wait, or have waited and not yet started."""
         self._plan = ConnectorPlan()
-        self._sent: deque[Sent] = deque()
-        """The steps that are under way, in their order."""
+        """What goes with the next step."""
+        self.under_way: deque[StepUnderWay] = deque()
+        """Steps whose results have not come, the oldest first."""
         self._load_budget = LOADED_BYTES_PER_STEP
         if tiers.first is not None:
             self.take(tiers.first)
 
     @property
     def reaches(self) -> bool:
-        """There is anything to be asked."""
+        """Whether there are slots at all."""
         return self.stats.num_slots > 0
 
     @property
     def has_work(self) -> bool:
-        """Something to be sent with a step, or to be told by one."""
-        return bool(self._unsaved or self._keeping or _is_any(self._plan))
+        """Whether a step is to be made for its sake: to take a plan along, or to bring a report."""
+        return bool(self._unsaved or self.keeping or _is_any(self._plan))
 
     # -- what is there -----------------------------------------------------------------------------
 
     def has(self, group: int, key: BlockKey) -> bool:
-        """It can be loaded by the very next step."""
-        slot = self._slots[group].find(key)
+        """Says whether the next step can load the block."""
+        slot = self.slots[group].find(key)
         return slot is not None and slot.ready
 
     def can_fetch(self, group: int, key: BlockKey) -> bool:
-        """It is on its way into a slot, or can be brought there."""
+        """Says whether the block is in a slot or on its way to one, or in a readable file."""
         name = BlockName(group, key.digest)
-        if self._slots[group].find(key) is not None:
+        if self.slots[group].find(key) is not None:
             return True
         return (
             name in self._behind
-            and name not in self._fetching
-            and not self._slots[group].has_name(key)
+            and name not in self.fetching
+            and not self.slots[group].has_name(key)
         )
 
     # -- a request wants blocks --------------------------------------------------------------------
 
     def fetch(self, request_id: str, wanted: Iterable[tuple[int, BlockKey]]) -> bool:
-        """Brings as many of these blocks, from the first on, as there are slots for, and holds them
-        for the request.
+        """Fetches as many of these blocks, from the first on, as there are slots for, and holds
+        them for the request.
 
         False, and nothing held, where nothing has to be waited for.
         """
         held: list[tuple[int, Slot]] = []
         for group, key in wanted:
-            slot = self._slots[group].find(key) or self._begin_fetch(group, key)
+            slot = self.slots[group].find(key) or self._begin_fetch(group, key)
             if slot is None:
                 break
-            self._slots[group].hold(slot)
+            self.slots[group].hold(slot)
             held.append((group, slot))
-        self._held[request_id] = held
+        self.held[request_id] = held
         if self.is_waiting(request_id):
             return True
         self.release(request_id)
         return False
 
     def _begin_fetch(self, group: int, key: BlockKey) -> Slot | None:
-        slot = self._slots[group].claim(key) if self.can_fetch(group, key) else None
+        slot = self.slots[group].claim(key) if self.can_fetch(group, key) else None
         if slot is not None:
             block = SlotBlock(group, slot.index, key)
             self._plan.fetch.append(block)
-            self._fetching[block.name] = slot
+            self.fetching[block.name] = slot
         return slot
 
     def has_fetched(self, request_id: str) -> bool:
-        return request_id in self._held
+        """Says whether a request has fetched blocks and not been released since."""
+        return request_id in self.held
 
     def is_waiting(self, request_id: str) -> bool:
-        """Some of what it fetched is not there yet."""
-        return any(slot.is_awaited for _, slot in self._held.get(request_id, ()))
+        """Says whether some of the blocks that a request fetched are not there yet."""
+        return any(slot.is_awaited for _, slot in self.held.get(request_id, ()))
 
     def release(self, request_id: str) -> None:
-        """It has started, or ended."""
-        for group, slot in self._held.pop(request_id, ()):
-            self._slots[group].release(slot)
+        """Ends the holds of a request that has started or ended."""
+        for group, slot in self.held.pop(request_id, ()):
+            self.slots[group].release(slot)
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
-        """Whether this step may still load blocks at these places, (group, index), while others
-        compute.
+        """Says whether this step may still load blocks at these places, (group, index), while
+        others compute.
         """
         return sum(self._block_bytes[group] for group, _ in places) <= self._load_budget
 
     def load(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
-        """Of a block that is there."""
-        slot = self._slots[group].find(key)
+        """Returns the move that loads a block from its slot."""
+        slot = self.slots[group].find(key)
         assert slot is not None and slot.ready
-        self._slots[group].hold(slot)
-        self._slots[group].release(slot)
+        self.slots[group].hold(slot)
+        self.slots[group].release(slot)
         self._load_budget -= self._block_bytes[group]
         self.stats.num_loaded += 1
         return BlockMove(group, slot.index, block_id, "load")
 
     def touch(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """These were found and used, on the device or here."""
+        """Notes that blocks were found and used, on the device or here: their files stay longer."""
         if self.keeps:
             self._plan.touch += [
                 name for key in keys if (name := BlockName(group, key.digest)) in self._behind
@@ -178,51 +186,50 @@ class TierConnector:
     # -- blocks are named --------------------------------------------------------------------------
 
     def offer(self, group: int, key: BlockKey) -> None:
-        """A block of that name was just filled on the device."""
+        """Queues a block to be saved that was just filled on the device."""
         if self.stats.num_slots and len(self._unsaved) < MAX_UNSAVED:
             self._unsaved[BlockName(group, key.digest)] = key
 
     def forget(self, group: int, keys: Iterable[BlockKey]) -> None:
-        """What they hold is not to be found again."""
+        """Lets blocks be found no more, in slots and files."""
         for key in keys:
             name = BlockName(group, key.digest)
             self._unsaved.pop(name, None)
-            slot = self._slots[group].find(key)
+            slot = self.slots[group].find(key)
             if slot is not None:
-                self._slots[group].drop(slot)
-            if name in self._behind or name in self._keeping:
+                self.slots[group].drop(slot)
+            if name in self._behind or name in self.keeping:
                 self._behind.discard(name)
                 self._plan.forget.append(name)
 
     def reset(self) -> None:
-        """Forgets all, here and behind."""
-        for slots in self._slots:
+        """Forgets all blocks, in slots and files."""
+        for slots in self.slots:
             for slot in slots:
                 slots.drop(slot)
         self._unsaved.clear()
         self._behind.clear()
-        self._pins.clear()
+        self.pins.clear()
         self._plan = ConnectorPlan(fetch=self._plan.fetch, forget_all=self.keeps)
 
     def knows(self, name: BlockName) -> bool:
-        """It is kept behind the slots, or will be."""
-        return name in self._behind or name in self._keeping or name in self._unsaved
+        """Says whether the block is in a file, or will be."""
+        return name in self._behind or name in self.keeping or name in self._unsaved
 
     def pin(self, names: Sequence[BlockName], *, until: float, now: float) -> None:
-        """Keeps them until then (seconds since 1970); InvalidRequest where that is more than may be
-        pinned.
+        """Pins blocks until a time, in seconds since 1970; InvalidRequest where that is more than
+        may be pinned.
         """
-        pins = {name: end for name, end in self._pins.items() if end > now}
+        pins = {name: end for name, end in self.pins.items() if end > now}
         if until > now:
             self._check_pins(names, [name for name in pins if name not in set(names)])
         pins |= dict.fromkeys(names, until)
-        self._pins = {name: end for name, end in pins.items() if end > now}
+        self.pins = {name: end for name, end in pins.items() if end > now}
         self._plan.pin += [BlockPin(name, until) for name in names]
 
     def _check_pins(self, names: Sequence[BlockName], others: Sequence[BlockName]) -> None:
-        num_bytes, pinned_bytes = (
-            sum(self._block_bytes[name.group] for name in some) for some in (names, others)
-        )
+        num_bytes = sum(self._block_bytes[name.group] for name in names)
+        pinned_bytes = sum(self._block_bytes[name.group] for name in others)
         pinned_bytes += self.stats.stored.foreign_pinned_bytes
         if num_bytes + pinned_bytes > self.max_pinned_bytes:
             got = f"the prompt's blocks have {num_bytes:,} bytes, and {pinned_bytes:,} are pinned"
@@ -234,24 +241,25 @@ class TierConnector:
     # -- steps -------------------------------------------------------------------------------------
 
     def begin_step(self, find: Callable[[int, BlockKey], int | None]) -> list[BlockMove]:
-        """Moves that come before all others of the step; `find` says which block of the device has
-        that name.
+        """Opens a step; returns the moves that come before all others of it, which save blocks.
+
+        `find` says which block of the device has a name.
         """
         self._load_budget = LOADED_BYTES_PER_STEP
-        self._sent.append(Sent())
+        self.under_way.append(StepUnderWay())
         moves: list[BlockMove] = []
         num_bytes = 0
         while self._unsaved and num_bytes < SAVED_BYTES_PER_STEP:
             name, key = next(iter(self._unsaved.items()))
-            if name in self._keeping:  # and was forgotten since
-                break
+            if name in self.keeping:
+                break  # forgotten while it was written, and named again: its slot is still in use
             block_id = find(name.group, key)
             if (
                 block_id is not None
                 and name not in self._behind
-                and not self._slots[name.group].has_name(key)
+                and not self.slots[name.group].has_name(key)
             ):
-                slot = self._slots[name.group].claim(key)
+                slot = self.slots[name.group].claim(key)
                 if slot is None:
                     break
                 moves.append(BlockMove(name.group, block_id, slot.index, "save"))
@@ -261,66 +269,69 @@ class TierConnector:
         return moves
 
     def _begin_save(self, name: BlockName, slot: Slot) -> None:
-        self._sent[-1].saving[name] = slot
+        self.under_way[-1].saving[name] = slot
         if self.keeps:
-            self._slots[name.group].hold(slot)
-            self._keeping[name] = slot
+            self.slots[name.group].hold(slot)
+            self.keeping[name] = slot
             self._plan.keep.append(SlotBlock(name.group, slot.index, slot.key))
-            if name in self._pins:  # and was lost
-                self._plan.pin.append(BlockPin(name, self._pins[name]))
+            if name in self.pins:  # its file was lost, and its pin with it
+                self._plan.pin.append(BlockPin(name, self.pins[name]))
 
     def end_step(self) -> ConnectorPlan | None:
-        """What goes with the step, after its moves."""
-        sent, self._plan = self._plan, ConnectorPlan()
-        self._sent[-1].plan = sent
-        return sent if _is_any(sent) else None
+        """Returns what the worker half begins after the step's moves; None where it is nothing."""
+        plan, self._plan = self._plan, ConnectorPlan()
+        self.under_way[-1].plan = plan
+        return plan if _is_any(plan) else None
 
     def step_done(self, report: ConnectorReport | None) -> None:
-        """The oldest."""
-        saving = self._sent.popleft().saving
+        """Takes in the result of the oldest step under way."""
+        saving = self.under_way.popleft().saving
         self.stats.num_saved += len(saving)
         for name, slot in saving.items():
             slot.ready = True
-            self._slots[name.group].release(slot)
+            self.slots[name.group].release(slot)
         if report is not None:
             self.take(report)
 
     def step_failed(self) -> None:
-        """Nothing of it was begun behind the slots, and nobody knows which moves were made."""
-        saving, sent = self._sent[0].saving, self._sent[0].plan
-        for name in list(saving):
-            self._end(saving, name, ready=False)
-        for block in sent.keep:
-            self._end(self._keeping, block.name, ready=False)
-        for block in sent.fetch:
-            self._end(self._fetching, block.name, ready=False)
-        self._plan.pin = sent.pin + self._plan.pin
-        self._plan.forget += sent.forget
-        self._plan.forget_all = sent.forget_all
+        """Undoes the oldest step under way: none of its plan was begun, and which of its moves were
+        made is unknown.
+        """
+        step = self.under_way[0]
+        for name in list(step.saving):
+            self._end(step.saving, name, ready=False)
+        for block in step.plan.keep:
+            self._end(self.keeping, block.name, ready=False)
+        for block in step.plan.fetch:
+            self._end(self.fetching, block.name, ready=False)
+        self._plan.pin = step.plan.pin + self._plan.pin
+        self._plan.forget += step.plan.forget
+        self._plan.forget_all = step.plan.forget_all
 
     def take(self, report: ConnectorReport) -> None:
+        """Takes in what has become of plans since the last report."""
         self._behind.update(report.found)
-        self._pins.update(report.pinned)
+        self.pins.update(report.pinned)
         self._behind.difference_update(chain(report.gone, report.not_fetched))
         for name in report.late:
-            self._fetching[name].is_late = True
+            self.fetching[name].is_late = True
         for name in report.fetched:
-            self._end(self._fetching, name, ready=True)
+            self._end(self.fetching, name, ready=True)
         for name in report.not_fetched:
-            self._end(self._fetching, name, ready=False)
+            self._end(self.fetching, name, ready=False)
         for name in report.kept:
-            if not self._keeping[name].dropped:
+            if not self.keeping[name].dropped:
                 self._behind.add(name)
         for name in chain(report.kept, report.not_kept):
-            self._slots[name.group].release(self._keeping.pop(name))
+            self.slots[name.group].release(self.keeping.pop(name))
         self._count(report)
 
-    def _end(self, under_way: dict[BlockName, Slot], name: BlockName, *, ready: bool) -> None:
-        slot = under_way.pop(name)
+    def _end(self, on_its_way: dict[BlockName, Slot], name: BlockName, *, ready: bool) -> None:
+        slot = on_its_way.pop(name)
         slot.ready = ready
         if not ready:
-            self._slots[name.group].drop(slot)
-        self._slots[name.group].release(slot)
+            self.slots[name.group].drop(slot)
+        self.slots[name.group].release(slot)
 
     def _count(self, report: ConnectorReport) -> None:
         stats = self.stats
@@ -331,12 +342,14 @@ class TierConnector:
         stats.stored = report.stored or stats.stored
 
     def snapshot(self) -> ConnectorStats:
-        self.stats.num_used_slots = sum(map(len, self._slots))
+        """Returns the counters of this moment."""
+        self.stats.num_used_slots = sum(map(len, self.slots))
         self.stats.num_stored_blocks = len(self._behind)
         return msgspec.structs.replace(self.stats)
 
 
 def no_connector(num_groups: int) -> TierConnector:
+    """Returns a connector without slots, which keeps nothing."""
     return TierConnector(Tiers([0] * num_groups, 0))
 
 

@@ -2,7 +2,7 @@
 which block each one holds.
 
 A slot is held while it is filled or read, or while a request waits for it; of the others the least
-recently used goes first. Knows no byte: the worker half of the connector owns them.
+recently used is taken first. Knows no byte: the worker half of the connector owns them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from octavo.step import BlockKey
 
 
 class Slot:
-    """A block in a slot: `ready` once its bytes are there, `dropped` once it is not to be found any
-    more.
-    """
+    """A block in a slot."""
 
     __slots__ = ("dropped", "index", "is_late", "key", "num_holds", "ready")
 
@@ -25,21 +23,28 @@ class Slot:
         self.key = key
         self.num_holds = 1
         self.ready = False
+        """Whether its bytes are there."""
         self.dropped = False
+        """Whether it is not found any more."""
         self.is_late = False
+        """Whether its bytes have taken so long that no request waits for them."""
 
     @property
     def is_awaited(self) -> bool:
+        """Whether a request waits for its bytes."""
         return not (self.ready or self.dropped or self.is_late)
 
 
-class ConnectorSlots:
+class TierSlots:
+    """The slots of one cache group."""
+
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.free = list(range(num_slots - 1, -1, -1))
+        """Slots without a block."""
         self._slots: dict[bytes, Slot] = {}
-        self._idle: OrderedDict[bytes, Slot] = OrderedDict()
-        """Held by nobody, the least recently used first."""
+        self.idle: OrderedDict[bytes, Slot] = OrderedDict()
+        """Slots that nothing holds, the least recently used first."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -48,43 +53,45 @@ class ConnectorSlots:
         return iter(list(self._slots.values()))
 
     def has_name(self, key: BlockKey) -> bool:
-        """Of this block, or (a collision of digests) of another."""
+        """Says whether a slot has this digest: this block's, or another's in a collision."""
         return key.digest in self._slots
 
     def find(self, key: BlockKey) -> Slot | None:
+        """Returns the slot that holds this block or is filled with it."""
         slot = self._slots.get(key.digest)
         return slot if slot is not None and slot.key == key else None
 
     def claim(self, key: BlockKey) -> Slot | None:
-        """A slot to be filled with a block that has none, held once; None where all are held."""
+        """Takes a slot for a block that has none, and holds it once; None where all are held."""
         assert key.digest not in self._slots
-        if not self._free:
-            if not self._idle:
+        if not self.free:
+            if not self.idle:
                 return None
-            _, oldest = self._idle.popitem(last=False)
+            _, oldest = self.idle.popitem(last=False)
             del self._slots[oldest.key.digest]
-            self._free.append(oldest.index)
-        slot = self._slots[key.digest] = Slot(self._free.pop(), key)
+            self.free.append(oldest.index)
+        slot = self._slots[key.digest] = Slot(self.free.pop(), key)
         return slot
 
     def hold(self, slot: Slot) -> None:
+        """Keeps a slot from being taken for another block."""
         slot.num_holds += 1
-        self._idle.pop(slot.key.digest, None)
+        self.idle.pop(slot.key.digest, None)
 
     def release(self, slot: Slot) -> None:
-        """The last to be used from now on, once nobody holds it."""
+        """Ends a hold; after the last one the slot counts as the most recently used."""
         slot.num_holds -= 1
         if slot.num_holds == 0:
             if slot.dropped:
-                self._free.append(slot.index)
+                self.free.append(slot.index)
             else:
-                self._idle[slot.key.digest] = slot
+                self.idle[slot.key.digest] = slot
 
     def drop(self, slot: Slot) -> None:
-        """Not to be found any more; the slot is free once nobody holds it."""
+        """Lets a block be found no more; the slot is free once nothing holds it."""
         if slot.dropped:
             return
         slot.dropped = True
         del self._slots[slot.key.digest]
-        if self._idle.pop(slot.key.digest, None) is not None:
-            self._free.append(slot.index)
+        if self.idle.pop(slot.key.digest, None) is not None:
+            self.free.append(slot.index)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from octavo.engine.kv.block_manager import BlockManager, Nearer, SwappedRow
+from octavo.engine.kv.block_manager import BlockManager, SwappedRow
+from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.kv.prefix_loader import Prefetch
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import Branch
 from octavo.engine.requests.token_row import TokenRow
@@ -103,9 +105,9 @@ class Placement:
         if parent is not None and not _has_prompt(parent):
             return NO_PROMPT
         if parent is None:
-            nearer = self.read_ahead(request, num_running, at_once=not num_running)
-            builder.moves += nearer.moves
-            if nearer.is_waiting:
+            prefetch = self.prefetch(request, num_running, at_once=not num_running)
+            builder.moves += prefetch.moves
+            if prefetch.is_waiting:
                 return READING
         decision = self._admission.may_start(
             request.num_tokens, budget=builder.budget, room=room, num_seqs=request.num_seqs
@@ -121,14 +123,14 @@ class Placement:
         builder.moves += moves
         return OK
 
-    def read_ahead(self, request: Request, num_running: int, *, at_once: bool) -> Nearer:
+    def prefetch(self, request: Request, num_running: int, *, at_once: bool) -> Prefetch:
         """Begins to bring a waiting request's prefix near from off the device; with `at_once` the
         request does not wait for what takes further steps.
         """
-        return self._blocks.read_ahead(
+        return self._blocks.prefetch(
             request.request_id,
             request.token_ids,
-            salt=request.source.cache_salt,
+            naming=BlockNaming(request.source.cache_salt),
             max_cached_tokens=request.max_cached_tokens,
             reserve=self._admission.reserve(num_running),
             at_once=at_once,
@@ -155,7 +157,7 @@ class Placement:
         start = self._blocks.start(
             request.request_id,
             request.token_ids,
-            salt=request.source.cache_salt,
+            naming=BlockNaming(request.source.cache_salt),
             max_cached_tokens=request.max_cached_tokens,
             reserve=self._admission.reserve(num_running) + self._branches_reserve(request),
             step_tokens=builder.budget,

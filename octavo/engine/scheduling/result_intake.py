@@ -91,7 +91,7 @@ class ResultIntake:
                 row.request_id,
                 row.token_ids,
                 row.num_computed_tokens,
-                salt=request.source.cache_salt,
+                in_flight=row.num_tokens_in_flight > 0,
             )
         elif scheduled.samples:
             row.num_computed_tokens = 0

@@ -145,7 +145,7 @@ class Scheduler:
             return
         self.queues.add(request)
         if request.fork_of is None:
-            self.placement.read_ahead(request, self.queues.num_running_seqs, at_once=True)
+            self.placement.prefetch(request, self.queues.num_running_seqs, at_once=True)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its blocks at once; an unknown one (it may have just finished)
@@ -229,9 +229,10 @@ class Scheduler:
         stats.num_used_blocks = blocks.num_blocks - blocks.num_free_blocks
         stats.num_host_blocks = blocks.host.num_used_blocks
         stats.groups = [pool.counts() for pool in blocks.pools]
-        stats.prefix_query_tokens = blocks.num_query_tokens
-        stats.prefix_hit_tokens = blocks.num_hit_tokens
-        stats.external_query_tokens = blocks.num_external_query_tokens
-        stats.external_hit_tokens = blocks.num_external_hit_tokens
+        found = blocks.prefix_counts
+        stats.prefix_query_tokens = found.num_queried
+        stats.prefix_hit_tokens = found.num_hits
+        stats.external_query_tokens = found.num_external_queried
+        stats.external_hit_tokens = found.num_external_hits
         stats.connector = blocks.connector.snapshot()
         return msgspec.structs.replace(stats)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.engine.kv.block_manager import Grant
+from octavo.engine.kv.block_tables import Grant
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.step_costs import StepCosts

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.engine.kv.block_manager import BlockManager, Grant
+from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.kv.block_tables import Grant
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.requests.token_row import TokenRow

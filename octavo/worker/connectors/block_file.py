@@ -1,12 +1,12 @@
-"""One KV block as a file: what it is, its bytes, a checksum. Written whole under another name
+"""One KV block as a file: what it is, its bytes, a checksum. It is written whole under another name
 first, so that a crash leaves none half done.
 
-    magic 8 | version, group, tokens u32 | bytes u64 | fingerprint 32 | digest 16 | parent 16 |
-    token ids i32 | the block | crc32 u32
+    magic 8 | version, group, tokens, extras u32 | bytes u64 | fingerprint 32 | digest 16 | parent
+    16 | token ids i32 | each extra: bytes u32, digest | the block | crc32 u32
 
-All numbers little-endian. The fingerprint is that of the model and of all else that a block's bytes
-depend on (`fingerprint.py`). The checksum finds damage, not malice: whoever may write into the
-directory is trusted.
+All numbers are little-endian. The fingerprint is that of the model and of all else that a block's
+bytes depend on (`fingerprint.py`); the extras are digests of the media in the block. The checksum
+finds damage, not malice: every program that may write into the directory is trusted.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from pathlib import Path
 from octavo.step import BlockKey
 
 MAGIC = b"OCTAVOKV"
-VERSION = 1
+VERSION = 2
+"""Version of this format and of how blocks are named; part of the fingerprint."""
 TAIL = struct.Struct("<I")
 
 
 class DamagedFile(Exception):
-    """A file that is not the block which its name says, or not whole."""
+    """A file is not the block that its name says, or not whole."""
 
 
 def header_of(fingerprint: bytes, group: int, key: BlockKey, num_bytes: int) -> bytes:
-    """All that comes before the block; what is read is compared with it."""
+    """Returns all that comes before the block; what is read is compared with it."""
     count = len(key.token_ids)
-    numbers = struct.pack("<8sIIIQ", MAGIC, VERSION, group, count, num_bytes)
-    return (
-        numbers + fingerprint + key.digest + key.parent + struct.pack(f"<{count}i", *key.token_ids)
-    )
+    numbers = struct.pack("<8sIIIIQ", MAGIC, VERSION, group, count, len(key.extra), num_bytes)
+    token_ids = struct.pack(f"<{count}i", *key.token_ids)
+    extra = b"".join(struct.pack("<I", len(digest)) + digest for digest in key.extra)
+    return numbers + fingerprint + key.digest + key.parent + token_ids + extra
 
 
 def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryview) -> int:
-    """Says how many bytes the file has. OSError where it cannot be written; then nothing of it is
-    left.
+    """Writes a block; returns how many bytes the file has. OSError where it cannot be written, and
+    then nothing of it is left.
     """
     try:
         with open(temporary, "wb", buffering=0, opener=_open_private) as file:
@@ -54,7 +55,9 @@ def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryvie
 
 
 def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
-    """DamagedFile where it is not that block, whole; FileNotFoundError where there is none."""
+    """Reads a block's bytes; DamagedFile where the file is not that block, whole, FileNotFoundError
+    where there is none.
+    """
     with path.open("rb", buffering=0) as file:
         size, wanted = os.fstat(file.fileno()).st_size, len(header) + len(into) + TAIL.size
         if size != wanted:
@@ -68,7 +71,7 @@ def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Prompts can be read from these files."""
+    # Prompts can be read from these files.
     return os.open(path, flags, 0o600)
 
 

@@ -13,9 +13,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from octavo.engine.kv.block_manager import NOTHING, BlockManager, SwappedRow
+from octavo.engine.kv.block_manager import BlockManager, SwappedRow
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
-from octavo.engine.kv.prefix_cache import BlockKey, PrefixCache, extend_keys
+from octavo.engine.kv.block_tables import EMPTY_GRANT
+from octavo.engine.kv.prefix_cache import PrefixCache
+from octavo.group_life import WindowLife
+from octavo.step import BlockKey
 from tests.support.tiers import examples
 
 BLOCK = 4
@@ -38,7 +41,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.blocks = BlockManager(
             [
                 BlockGroup(NUM_BLOCKS, num_host_blocks=6),
-                BlockGroup(NUM_BLOCKS, WINDOW, num_host_blocks=6),
+                BlockGroup(NUM_BLOCKS, WindowLife(WINDOW), num_host_blocks=6),
             ],
             block_size=BLOCK,
             enable_prefix_caching=True,
@@ -61,7 +64,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 assert block_id not in pool.cache, "a named block is never written"
                 contents[block_id, position % BLOCK] = self.tokens[request_id][position]
         self.computed[request_id] = end
-        self.blocks.record(request_id, self.tokens[request_id], end, salt="")
+        self.blocks.record(request_id, self.tokens[request_id], end)
 
     def move(self, moves) -> None:
         for move in moves:
@@ -85,7 +88,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         request_id = str(self.count)
         self.count += 1
         started = self.blocks.start(
-            request_id, tokens, salt="", max_cached_tokens=14 if read else 0, reserve=0
+            request_id, tokens, max_cached_tokens=14 if read else 0, reserve=0
         )
         if started is None:
             self.blocks.free(request_id)
@@ -155,7 +158,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for row in rows:
                 computed, num_tokens = self.computed[row], len(self.tokens[row])
                 assert (
-                    computed == num_tokens or self.blocks.grow(row, computed, num_tokens) is NOTHING
+                    computed == num_tokens
+                    or self.blocks.grow(row, computed, num_tokens) is EMPTY_GRANT
                 ), "no shared block is to be written"
 
     @rule(request_id=consumes(requests), forget=st.booleans())
@@ -196,7 +200,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def host_blocks_are_held_or_free(self):
-        for group, free in enumerate(self.blocks.host._free):
+        for group, free in enumerate(self.blocks.host.free):
             held = [
                 block_id
                 for tables in self.blocks.host.tables.values()
@@ -204,13 +208,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 if block_id != HOLE
             ]
             assert sorted([*set(held), *free]) == list(range(6))
-            assert self.blocks.host._ref_counts[group] == Counter(held)
+            assert self.blocks.host.ref_counts[group] == Counter(held)
         assert set(self.blocks.host.tables).isdisjoint(self.blocks.tables)
 
     @invariant()
     def names_point_at_full_blocks_that_hold_their_tokens(self):
         for pool, contents in zip(self.blocks.pools, self.contents, strict=True):
-            for block_id, key in pool.cache._key_of.items():
+            for block_id, key in pool.cache.key_of.items():
                 assert tuple(contents[block_id, offset] for offset in range(BLOCK)) == key.token_ids
                 assert pool.cache.find(key) == block_id
 
@@ -243,13 +247,13 @@ def manager(num_blocks=8, **options):
 
 def start(blocks, request_id, tokens, **limits):
     """How many tokens were found; None where there was no room."""
-    started = blocks.start(request_id, tokens, **{"salt": "", "reserve": 0, **limits})
+    started = blocks.start(request_id, tokens, **{"reserve": 0, **limits})
     return None if started is None else started.num_cached_tokens
 
 
 def run_request(blocks, request_id, tokens, *, free=True):
     cached = start(blocks, request_id, tokens)
-    blocks.record(request_id, tokens, len(tokens), salt="")
+    blocks.record(request_id, tokens, len(tokens))
     table = blocks.block_ids(request_id)[0]
     if free:
         blocks.free(request_id)
@@ -262,7 +266,7 @@ def test_the_least_recently_used_name_goes_first_and_from_its_end():
     run_request(blocks, "b", list(range(50, 58)))
     run_request(blocks, "again", list(range(9)))
     start(blocks, "big", list(range(100, 112)))  # takes the nameless two and one of b's
-    held = {key.token_ids for key in blocks.pools[0].cache._key_of.values()}
+    held = {key.token_ids for key in blocks.pools[0].cache.key_of.values()}
     assert held == {(0, 1, 2, 3), (4, 5, 6, 7), (50, 51, 52, 53)}
 
 
@@ -306,7 +310,7 @@ def test_reset_waits_for_the_requests():
 def test_part_of_a_block_is_copied_where_a_prompt_diverges_inside_it():
     blocks = manager()
     _, table = run_request(blocks, "a", [1, 2, 3, 4, 5, 6, 7, 8])
-    started = blocks.start("b", [1, 2, 3, 4, 5, 6, 9, 9], salt="", reserve=0)
+    started = blocks.start("b", [1, 2, 3, 4, 5, 6, 9, 9], reserve=0)
     assert started.num_cached_tokens == 6
     (move,) = started.moves
     assert (move.source, move.target) == (table[1], blocks.tables["b"][0][1])
@@ -347,18 +351,6 @@ def test_a_collision_of_digests_is_a_miss():
     cache.add(3, BlockKey(b"same", b"", (1, 2)))
     assert cache.find(BlockKey(b"same", b"", (1, 2))) == 3
     assert cache.find(BlockKey(b"same", b"", (1, 9))) is None
-
-
-def test_keys_depend_on_what_comes_before_and_on_the_salt():
-    def digests(tokens, salt=""):
-        keys: list[BlockKey] = []
-        extend_keys(keys, tokens, len(tokens) // BLOCK, block_size=BLOCK, salt=salt)
-        return [key.digest for key in keys]
-
-    plain = digests([1, 2, 3, 4, 5, 6, 7, 8])
-    assert plain[0] == digests([1, 2, 3, 4])[0]
-    assert plain[1] != digests([9, 2, 3, 4, 5, 6, 7, 8])[1]
-    assert set(plain).isdisjoint(digests([1, 2, 3, 4, 5, 6, 7, 8], salt="tenant"))
 
 
 def test_a_fork_inside_a_full_block_copies_it_even_when_its_parent_is_gone():

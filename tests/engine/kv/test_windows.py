@@ -6,6 +6,7 @@ import pytest
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
+from octavo.group_life import WindowLife
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,
@@ -71,7 +72,7 @@ def test_windows_with_prefix_hits_forks_and_preemption(budget, mode):
 
 def manager(num_blocks=16, window=10):
     return BlockManager(
-        [BlockGroup(num_blocks), BlockGroup(num_blocks, window)],
+        [BlockGroup(num_blocks), BlockGroup(num_blocks, WindowLife(window))],
         block_size=4,
         enable_prefix_caching=True,
     )
@@ -80,19 +81,19 @@ def manager(num_blocks=16, window=10):
 def test_a_hit_needs_only_what_the_next_token_sees():
     blocks = manager()
     tokens = list(range(32))
-    blocks.start("a", tokens, salt="", reserve=0)
-    blocks.record("a", tokens, 32, salt="")
+    blocks.start("a", tokens, reserve=0)
+    blocks.record("a", tokens, 32)
     assert [block_id == HOLE for block_id in blocks.block_ids("a")[1]] == [True] * 5 + [False] * 3
     blocks.free("a")
     window = blocks.pools[1]
-    for key in blocks.pools[0].cache._key_of.values():
+    for key in blocks.pools[0].cache.key_of.values():
         if key.token_ids[0] < 16:
             window.cache.forget(window.cache.find(key))
-    assert blocks.start("b", [*tokens, 99], salt="", reserve=0).num_cached_tokens == 32, (
+    assert blocks.start("b", [*tokens, 99], reserve=0).num_cached_tokens == 32, (
         "the window's first four blocks are not needed"
     )
-    assert blocks.start("c", tokens[:29], salt="", reserve=0).num_cached_tokens == 28
-    assert blocks.start("d", tokens[:24], salt="", reserve=0).num_cached_tokens == 0, (
+    assert blocks.start("c", tokens[:29], reserve=0).num_cached_tokens == 28
+    assert blocks.start("d", tokens[:24], reserve=0).num_cached_tokens == 0, (
         "token 20 sees 11 to 20, and 12 to 15 are gone"
     )
 
@@ -100,11 +101,11 @@ def test_a_hit_needs_only_what_the_next_token_sees():
 def test_a_fork_is_made_only_where_the_parent_still_has_its_window():
     blocks = manager()
     tokens = list(range(30))
-    blocks.start("a", tokens[:12], salt="", reserve=0)
-    blocks.record("a", tokens, 12, salt="")
+    blocks.start("a", tokens[:12], reserve=0)
+    blocks.record("a", tokens, 12)
     assert blocks.can_fork("a", 11)
     blocks.grow("a", 12, 30)
-    blocks.record("a", tokens, 30, salt="")
+    blocks.record("a", tokens, 30)
     assert not blocks.can_fork("a", 11) and blocks.can_fork("a", 29)
     assert not blocks.can_fork("unknown", 1)
 

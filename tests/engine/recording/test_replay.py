@@ -20,12 +20,13 @@ from octavo.engine.recording.recorder import (
 from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.errors import ConfigError
+from octavo.group_life import WindowLife
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
 from tests.support.engine_fakes import BLOCK, FakeExecutor, LaunchingExecutor, make_request
 from tests.support.fake_tiers import Disk, FakeTiers, tiers_of
 from tests.support.llm_tools import make_llm, prompts_of
 
-GROUPS = [BlockGroup(18, num_host_blocks=5), BlockGroup(18, window=40, num_host_blocks=5)]
+GROUPS = [BlockGroup(18, num_host_blocks=5), BlockGroup(18, WindowLife(40), 5)]
 
 
 class MovingClock(SimulatedClock):

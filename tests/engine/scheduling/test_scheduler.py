@@ -353,7 +353,7 @@ def test_steps_that_compute_nothing_end_in_a_failure():
     core = make_core(num_blocks=8, clock=lambda: now[0])
     core = EngineCore(core.scheduler, core.executor, clock=lambda: now[0], stall_timeout_s=60)
     core.scheduler.blocks.start(
-        "other", list(range(100)), salt="", max_cached_tokens=0, reserve=0, step_tokens=100
+        "other", list(range(100)), max_cached_tokens=0, reserve=0, step_tokens=100
     )
     core.add(make_request("a", [1] * 40))
     core.add(make_request("b", [1] * 3, max_tokens=2))

@@ -1,0 +1,89 @@
+"""The names of full KV blocks: a chain of hashes over all that a block's contents depend on.
+
+A block's digest hashes its parent's digest, its token ids and the digests of the media inside it;
+the parent of the first block is a root that hashes the request's salt and its adapter's content.
+Roots and blocks are hashed in domains of their own, so that no salt is ever taken for a block.
+Source: vLLM's hash per block.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from octavo.step import BlockKey
+
+DIGEST_BYTES = 16
+ROOT_DOMAIN = b"octavo root"
+BLOCK_DOMAIN = b"octavo block"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNaming:
+    """What the names of a request's blocks depend on, besides its tokens."""
+
+    salt: str = ""
+    """A text that separates tenants: blocks are shared among equal salts only."""
+    adapter_digest: bytes = b""
+    """A digest of the adapter's content; empty for the plain model."""
+    media: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
+    """Digests of the media whose tokens lie in a block, by the block's index."""
+
+    def root(self) -> bytes:
+        """Returns the parent of the first block."""
+        salt = self.salt.encode()
+        parts = (struct.pack("<Q", len(salt)), salt, self.adapter_digest)
+        return blake2b(b"".join(parts), digest_size=DIGEST_BYTES, person=ROOT_DOMAIN).digest()
+
+    def block(self, parent: bytes, token_ids: tuple[int, ...], index: int) -> BlockKey:
+        """Returns the key of the block at `index` of a chain."""
+        extra = self.media.get(index, ())
+        hashed = blake2b(parent, digest_size=DIGEST_BYTES, person=BLOCK_DOMAIN)
+        hashed.update(array("i", token_ids).tobytes())
+        for digest in extra:
+            hashed.update(struct.pack("<Q", len(digest)) + digest)
+        return BlockKey(hashed.digest(), parent, token_ids, extra)
+
+
+class BlockChain:
+    """The keys of one request's full blocks, as far as anything has asked for them."""
+
+    __slots__ = ("keys", "naming", "num_named")
+
+    def __init__(self, naming: BlockNaming) -> None:
+        self.naming = naming
+        self.keys: list[BlockKey] = []
+        self.num_named = 0
+        """Blocks whose names the prefix cache knows, or another block bears."""
+
+    def fork(self, num_blocks: int) -> BlockChain:
+        """Returns the chain of a row that shares the first `num_blocks` blocks."""
+        child = BlockChain(self.naming)
+        child.keys = self.keys[:num_blocks]
+        child.num_named = min(num_blocks, self.num_named)
+        return child
+
+    def extend(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[BlockKey]:
+        """Returns the keys of the first `num_blocks` blocks; `token_ids` are the request's from its
+        first one on.
+        """
+        keys = self.keys
+        parent = keys[-1].digest if keys else self.naming.root()
+        for index in range(len(keys), num_blocks):
+            block = tuple(token_ids[index * block_size : (index + 1) * block_size])
+            keys.append(self.naming.block(parent, block, index))
+            parent = keys[-1].digest
+        return keys[:num_blocks]
+
+    def named(self) -> Sequence[BlockKey]:
+        """Returns the keys of the blocks that have been named."""
+        return self.keys[: self.num_named]
+
+    def name_until(self, num_blocks: int) -> Iterator[tuple[int, BlockKey]]:
+        """Yields (index, key) of the blocks that get a name now; counts them as named."""
+        first, self.num_named = self.num_named, max(self.num_named, num_blocks)
+        for index in range(first, self.num_named):
+            yield index, self.keys[index]

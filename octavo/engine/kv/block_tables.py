@@ -1,0 +1,228 @@
+"""Which request holds which blocks of the device, in the order of its tokens, in every cache group.
+
+Owns the block tables; each change is made in all groups or in none. How many blocks a table has,
+and which of them are released, is asked of the group's life (`octavo/group_life.py`). Knows neither
+names nor host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from octavo.engine.kv.block_pool import HOLE, BlockPool
+from octavo.group_life import Extent, blocks_for
+from octavo.step import BlockMove
+
+Kept = list[list[int | None]]
+"""The beginning of a table in each group: blocks that are there already, holes, and None where one
+has to be taken.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a request's tables gained."""
+
+    new_block_ids: list[list[int]] = field(default_factory=list)
+    """Block ids appended, by group; [] where no group gained any."""
+    replaced: list[tuple[int, int, int]] = field(default_factory=list)
+    """Entries that changed: (group, index in the table, new block id)."""
+    moves: list[BlockMove] = field(default_factory=list)
+    """Copies of shared blocks that are to be written."""
+
+
+EMPTY_GRANT = Grant()
+
+
+class BlockTables:
+    """The block tables of all requests on the device, by request id."""
+
+    def __init__(self, pools: Sequence[BlockPool], block_size: int) -> None:
+        self.of: dict[str, list[list[int]]] = {}
+        """Block ids by request and group."""
+        self._pools = pools
+        self._block_size = block_size
+        lives = [pool.life for pool in pools]
+        self._growing = [index for index, life in enumerate(lives) if life.grows]
+        self._releasing = [index for index, life in enumerate(lives) if not life.keeps_every_token]
+        self._allows_forks = all(life.allows_forks for life in lives)
+        self._outlive_steps = all(life.outlives_step for life in lives)
+
+    def place(
+        self,
+        request_id: str,
+        kept: Kept,
+        extent: Extent,
+        reserve: int,
+        *,
+        spared: Sequence[int] = (),
+    ) -> bool:
+        """Makes a request's tables out of what is kept and new blocks; False, and nothing changed,
+        where fewer than `reserve` blocks would stay free.
+
+        `spared`: a block of each group, or a hole, that is not to be taken for it.
+        """
+        wanted = [
+            max(len(table), pool.life.blocks_at_start(extent, self._block_size))
+            for pool, table in zip(self._pools, kept, strict=True)
+        ]
+        entries = list(zip(self._pools, kept, wanted, strict=True))
+        if not all(
+            pool.has_room(table, num_blocks, reserve + bool(spared))
+            for pool, table, num_blocks in entries
+        ):
+            return False
+        for pool, block_id in zip(self._pools, spared, strict=False):
+            pool.hold_all([block_id])
+        self.of[request_id] = [pool.fill(table, num_blocks) for pool, table, num_blocks in entries]
+        for pool, block_id in zip(self._pools, spared, strict=False):
+            pool.release_all([block_id])
+        return True
+
+    def put(self, request_id: str, tables: list[list[int]]) -> None:
+        """Takes in the tables of a request that returns, whose blocks are held already."""
+        self.of[request_id] = tables
+
+    def kept(self, request_id: str, num_tokens: int) -> list[list[int]]:
+        """Returns the beginning of a request's tables that the token after its first `num_tokens`
+        reads; holes stand for the blocks that it does not read.
+        """
+        size = self._block_size
+        found = []
+        for pool, table in zip(self._pools, self.of[request_id], strict=True):
+            written = table[: pool.life.blocks_written(num_tokens, len(table), size)]
+            unread = min(pool.life.first_read(num_tokens, size), len(written))
+            found.append([HOLE] * unread + written[unread:])
+        return found
+
+    def can_fork(self, parent_id: str, num_tokens: int) -> bool:
+        """Says whether another row can share what the parent has of its first `num_tokens`
+        tokens: every block that the next token reads.
+        """
+        if parent_id not in self.of or not self._allows_forks:
+            return False
+        return all(
+            HOLE not in table[pool.life.first_read(num_tokens, self._block_size) :]
+            for pool, table in zip(self._pools, self.kept(parent_id, num_tokens), strict=True)
+        )
+
+    def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
+        """Gives the child the parent's blocks that hold its first `num_tokens` tokens."""
+        shared = self.kept(parent_id, num_tokens)
+        for pool, table in zip(self._pools, shared, strict=True):
+            pool.hold_all(table)
+        self.of[child_id] = shared
+
+    def grow(self, request_id: str, first_token: int, end: int) -> Grant | None:
+        """Makes room for writing the tokens from `first_token` up to `end`: appends blocks, and
+        copies a shared one.
+
+        None, and nothing changed, where not enough blocks are free.
+        """
+        tables = self.of[request_id]
+        index, num_blocks = first_token // self._block_size, blocks_for(end, self._block_size)
+        for group in self._growing:
+            table = tables[group]
+            if len(table) < num_blocks or self._must_replace(group, table[index]):
+                return self._extend(tables, index, num_blocks)
+        return EMPTY_GRANT
+
+    def reserve(self, ends: Mapping[str, int]) -> dict[str, list[list[int]]] | None:
+        """Appends the blocks that tables lack to reach to their `ends`; returns them for the
+        requests that lack any.
+
+        For requests that have just grown, so that nothing is copied. None, and nothing changed,
+        where not enough are free for all, or where a step's blocks are released at its end.
+        """
+        if not self._outlive_steps:
+            return None
+        missing = {
+            request_id: self._missing(self.of[request_id], blocks_for(end, self._block_size))
+            for request_id, end in ends.items()
+        }
+        missing = {request_id: counts for request_id, counts in missing.items() if any(counts)}
+        for group, pool in enumerate(self._pools):
+            if sum(counts[group] for counts in missing.values()) > len(pool.free):
+                return None
+        return {
+            request_id: self._append(self.of[request_id], counts)
+            for request_id, counts in missing.items()
+        }
+
+    def release_unread(self, request_id: str, num_computed_tokens: int, *, in_flight: bool) -> None:
+        """Releases the blocks that nothing reads any more once so many tokens are computed.
+
+        `in_flight`: another step of the request is being computed.
+        """
+        for group in self._releasing:
+            self._pools[group].release_unread(
+                self.of[request_id][group],
+                num_computed_tokens,
+                self._block_size,
+                in_flight=in_flight,
+            )
+
+    def release(self, request_id: str) -> None:
+        """Releases all of a request's blocks, if it has any."""
+        for pool, table in zip(self._pools, self.of.pop(request_id, []), strict=False):
+            pool.release_all(table)
+
+    def _must_replace(self, group: int, block_id: int) -> bool:
+        return block_id == HOLE or self._pools[group].is_shared(block_id)
+
+    def _missing(self, tables: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
+        return [
+            max(0, num_blocks - len(table)) if pool.life.grows else 0
+            for pool, table in zip(self._pools, tables, strict=True)
+        ]
+
+    def _append(self, tables: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
+        added = [
+            [pool.take() for _ in range(count)]
+            for pool, count in zip(self._pools, counts, strict=True)
+        ]
+        for table, block_ids in zip(tables, added, strict=True):
+            table += block_ids
+        return added
+
+    def _extend(self, tables: list[list[int]], index: int, num_blocks: int) -> Grant | None:
+        missing = self._missing(tables, num_blocks)
+        replaced = [
+            self._to_replace(group, table, index, num_blocks) for group, table in enumerate(tables)
+        ]
+        if any(
+            len(pool.free) < count + len(entries)
+            for pool, count, entries in zip(self._pools, missing, replaced, strict=True)
+        ):
+            return None
+        grant = Grant()
+        for group, entries in enumerate(replaced):
+            for place in entries:
+                self._replace(group, tables[group], place, grant)
+        grant.new_block_ids.extend(self._append(tables, missing))
+        return grant
+
+    def _to_replace(self, group: int, table: list[int], index: int, num_blocks: int) -> list[int]:
+        """Lists the entries that cannot be written as they are: a shared block, and holes.
+
+        Only the first block written can be shared: a fork shares up to its first uncomputed token,
+        and a hit has full blocks.
+        """
+        if not self._pools[group].life.grows:
+            return []
+        end = min(num_blocks, len(table))
+        return [
+            place
+            for place in range(index, end)
+            if table[place] == HOLE
+            or (place == index and self._pools[group].is_shared(table[place]))
+        ]
+
+    def _replace(self, group: int, table: list[int], index: int, grant: Grant) -> None:
+        pool, source = self._pools[group], table[index]
+        target = table[index] = pool.take()
+        if source != HOLE:
+            pool.release(source)
+            grant.moves.append(BlockMove(group, source, target))
+        grant.replaced.append((group, index, target))
