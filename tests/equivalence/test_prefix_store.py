@@ -166,8 +166,8 @@ def test_a_damaged_file_is_computed_anew_reported_and_replaced(tmp_path, caplog,
 
 
 def token_of(path: Path) -> int:
-    """The first of a block's."""
-    return int.from_bytes(path.read_bytes()[92:96], "little")
+    """Returns the first token id of a block's file."""
+    return int.from_bytes(path.read_bytes()[96:100], "little")
 
 
 WRITER = """
