@@ -394,8 +394,8 @@ def test_a_pinned_prompt_outlives_what_comes_after_it_and_the_engine(tmp_path):
             assert stats_of(llm).stored.pinned_bytes == 4 * FILE_BYTES * pins
 
 
-FILE_BYTES = 12448
-"""Of a block of the tiny llama in fp32."""
+FILE_BYTES = 12452
+"""Bytes of the file of one block of the tiny llama in fp32."""
 
 
 @pytest.mark.parametrize("ttls", [(None, 0), (0.01,)])
