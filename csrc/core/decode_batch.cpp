@@ -72,7 +72,7 @@ bool DecodeBatch::any_ended() const {
     return false;
 }
 
-// One place further in every group, and one position on every axis: what is generated is text.
+// Moves a request one place further in every group, and one position on every axis, as generated text is.
 void DecodeBatch::place(int request) {
     const int num = batch_.num_requests;
     for (int axis = 0; axis < batch_.num_axes; axis++) positions_[axis * num + request]++;
@@ -85,7 +85,7 @@ void DecodeBatch::place(int request) {
     }
 }
 
-// The token is one more that was generated. Requests without penalties have no history.
+// Counts one more generated token. Requests without penalties have no history.
 void DecodeBatch::count(int request, int32_t token) {
     if (!records_[request].has_penalty()) return;
     const auto first = history_ids_.begin() + history_starts_[request],

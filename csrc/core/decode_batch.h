@@ -1,9 +1,8 @@
-// A batch of requests that all decode, moved on from step to step without Python: what a row draws is its
-// next token.
+// A batch of requests that all decode, advanced from step to step without Python: the token that a row draws
+// is its next one.
 //
-// What changes from one step to the next is a copy of its own (tokens, places, positions, slots, contexts,
-// the history that penalties count); the block tables reach beyond the last step, and all else stays as it
-// is.
+// It owns copies of what changes between steps (tokens, places, positions, slots, contexts, sampling records,
+// the history that penalties count). Block tables reach beyond the last step, and the rest stays as it is.
 #pragma once
 
 #include <vector>
@@ -12,7 +11,7 @@
 
 namespace octavo {
 
-// Tokens that end each request: ids[starts[r] .. starts[r + 1]).
+// Tokens that end each request: ids[starts[r]] to ids[starts[r + 1] - 1].
 struct EndTokens {
     const int32_t *starts, *ids;
 };
@@ -27,7 +26,7 @@ class DecodeBatch {
     DecodeBatch& operator=(const DecodeBatch&) = delete;
 
     const Batch& batch() const { return batch_; }
-    // To the next step; false, and nothing done, where a request has ended or failed with this one.
+    // Advances to the next step. Returns false, and does nothing, where a request has ended or failed.
     bool advance();
 
   private:

@@ -19,17 +19,17 @@ struct KvGroup {
     size_t element() const { return type == KvType::fp32 ? 4 : type == KvType::bf16 ? 2 : 1; }
     size_t v_offset() const { return (size_t)((k_width + 1) / 2 * 2) * kTile * element(); }
     size_t scales_offset() const { return v_offset() + (size_t)v_padded() * kTile * element(); }
-    // Of one layer and head, and of one layer.
+    // Bytes of a block: one head of one layer, and one layer.
     size_t head_bytes() const {
         return scales_offset() + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);
     }
     size_t block_bytes() const { return num_heads * head_bytes(); }
 };
 
-// Each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that what one head reads of
-// neighbouring blocks lies together, and costs nothing until it is written. In small pages: the first blocks
-// of each head of each layer would fill a large one each, 180 MiB of zeros for SmolLM2 before its first
-// token, and what is given back must be whole pages.
+// Owns each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that what one head reads
+// of neighbouring blocks lies together, and costs nothing until it is written. Pages are small: the first
+// blocks of each head of each layer would fill a large one each, 180 MiB of zeros for SmolLM2 before its
+// first token, and only whole pages can be given back.
 class KvMemory {
   public:
     explicit KvMemory(std::vector<KvGroup> groups);
@@ -39,10 +39,10 @@ class KvMemory {
     const KvGroup& group(int index) const { return groups_[index]; }
     int num_groups() const { return (int)groups_.size(); }
     void copy_block(int group, int source, int target);
-    // A block's bytes, [layer][head]: num_layers * block_bytes.
+    // Copies a block's bytes, [layer][head]: num_layers * block_bytes.
     void read_block(int group, int block, uint8_t* bytes) const;
     void write_block(int group, int block, const uint8_t* bytes);
-    // The memory of whole pages within `count` neighbouring blocks; what they held is lost.
+    // Frees the memory of whole pages within `count` neighbouring blocks; their contents are lost.
     void give_back(int group, int block, int count);
     const Memory& memory(int group) const { return *memory_[group]; }
     bool has_block(int group, int block) const {
@@ -69,7 +69,7 @@ struct Batch {
     SampleArgs sampling;  // without logits, stride and first
     float* out_logits;
 
-    // Whether each draw is its row's best logit, and nobody asks for others.
+    // Whether each draw is its row's best logit and no other logit is needed.
     bool draws_best() const {
         for (int at = 0; at < num_samples; at++)
             if (!draws || !sampling.takes_best(at)) return false;

@@ -98,13 +98,13 @@ class RowNoise {
 
     explicit RowNoise(const SamplingRecord& record)
         : key_{(uint32_t)record.seed, (uint32_t)(record.seed >> 32)} {
-        // In the first round only the counter's third word differs among tokens, and its product is mixed
-        // into the first two alone: the other two are the row's.
+        // Only the counter's third word differs among tokens in the first round, and its product is mixed
+        // into the first two words alone: the other two are the row's.
         const uint64_t product = (uint64_t)kPhiloxMultipliers[0] * record.position;
         second_ = record.sample_index;
         row_words_[0] = (uint32_t)(product >> 32) ^ kDrawPurpose ^ key_[1];
         row_words_[1] = (uint32_t)product;
-        // In the second round their product is the row's, too.
+        // The second round's product of these is the row's, too.
         row_product_ = (uint64_t)kPhiloxMultipliers[1] * row_words_[0];
     }
 

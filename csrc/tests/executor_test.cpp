@@ -236,7 +236,7 @@ struct Stages {
     }
 };
 
-// Where a layer's Values lie.
+// Places of a layer's Values in the arenas.
 struct LayerPlaces {
     Place x, q, k, v, attended, inner;
 
@@ -540,7 +540,7 @@ void test_draws(const KernelTable& kernels) {
     }
 }
 
-// What each step drew, of all requests: token, its logprob, the best three.
+// The draws of each step for all requests: tokens, their logprobs, the best three.
 struct Drawn {
     std::vector<int32_t> ids, top_ids;
     Floats logprobs;
@@ -606,8 +606,8 @@ Draws draws_of(size_t rows) {
     return draws;
 }
 
-// Steps of a batch that moves itself on are those of batches made anew, also with penalties, and end with a
-// token that ends a request.
+// A batch that advances itself computes the steps of batches made one by one, also with penalties, and stops
+// at a token that ends a request.
 void test_decode_batch(const KernelTable& kernels, int threads) {
     constexpr int kSteps = 9;
     ThreadPool packers(1);
@@ -658,8 +658,7 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     }
 }
 
-// Where each row draws its best and nothing else is asked, the output product keeps it: the same as of logits
-// in memory.
+// The output product keeps the best of rows that want nothing else; it is that of logits in memory.
 void test_greedy(const KernelTable& kernels, int threads) {
     ThreadPool packers(1);
     const Model model(Format::int8, packers);

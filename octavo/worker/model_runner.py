@@ -1,5 +1,5 @@
-"""Turns a step's scheduled rows into one StepBatch, runs the Program over it, and reads off what
-each row yielded.
+"""Turns a step's scheduled rows into one StepBatch, runs the Program over it, and returns each
+row's result.
 
 Knows rows and arrays; knows nothing of queues, blocks' owners or text.
 """
@@ -31,19 +31,19 @@ from octavo.worker.sampling_rows import append_targets
 
 @dataclass(slots=True)
 class Layout:
-    """Where a step's rows stand: `R` requests, `T` tokens, laid end to end."""
+    """The order of a step's rows: `R` requests with `T` tokens, end to end."""
 
     rows: NDArray[np.intp]
-    """[R] permanent rows"""
+    """Permanent row of each request, `[R]`."""
     ends: NDArray[np.int32]
-    """[R] tokens of each request once this step's are computed"""
+    """Number of tokens of each request once this step's are computed, `[R]`."""
     query_starts: NDArray[np.int32]
-    """[R+1]"""
+    """First token of each request within the step, `[R+1]`."""
     draws: list[int]
-    """Which of the R requests draw a token."""
+    """Indices in R of the requests that draw a token."""
     targets: list[tuple[int, int, int]]
-    """(index in R, first token of this step, one past the last) whose successors in the prompt want
-    a logprob.
+    """Runs of tokens whose successors in the prompt want a logprob: index in R, first token, one
+    past the last.
     """
 
 
@@ -74,6 +74,8 @@ class LaunchedRows:
 
 
 class ModelRunner:
+    """Runs steps of one Program over the KV of the requests that have a row."""
+
     def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows) -> None:
         self._runnable = runnable
         self._asynchronous = runnable if isinstance(runnable, AsyncRunnable) else None
@@ -184,7 +186,7 @@ class ModelRunner:
     def _targets(
         self, scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]
     ) -> list[tuple[int, int, int]]:
-        """The tokens whose successor belongs to the prompt, of the requests that want the prompt's
+        """Returns the tokens whose successor is in the prompt, for requests that want the prompt's
         logprobs.
         """
         found = []
@@ -199,7 +201,7 @@ class ModelRunner:
     def _sampling(
         self, scheduled: Sequence[ScheduledRow], layout: Layout
     ) -> tuple[NDArray[np.int32], SamplingBatch]:
-        """`sample_rows [S]` and how to draw: the draws first, then the prompt's own tokens as
+        """Returns `sample_rows [S]` and how to draw: draws first, then the prompt's own tokens as
         targets.
         """
         draws = np.array(layout.draws, np.intp)
@@ -257,9 +259,8 @@ class ModelRunner:
             for index, entries in _target_entries(layout):
                 results[index].prompt_logprobs = [reader.read(entry) for entry in entries]
                 if any(failed[entry] for entry in entries):
-                    results[
-                        index
-                    ].failure = "the model's logits within the prompt are not numbers (NaN)"
+                    failure = "the model's logits within the prompt are not numbers (NaN)"
+                    results[index].failure = failure
         for result in results:
             if result.failure is not None:
                 result.num_kept = 0
@@ -269,7 +270,7 @@ class ModelRunner:
 def _last_tokens(
     scheduled: Sequence[ScheduledRow], layout: Layout, *, num_samples: int
 ) -> LastTokens:
-    """Prompt targets are nobody's last tokens."""
+    """Returns the rows whose last tokens the step reads and writes; prompt targets have none."""
     sources = np.full(layout.query_starts[-1], -1, np.int32)
     for index, row in enumerate(scheduled):
         if row.from_device:
@@ -280,7 +281,7 @@ def _last_tokens(
 
 
 def _joined(steps: Sequence[RowResult]) -> RowResult:
-    """What one row yielded in several decode steps."""
+    """Returns one row's results of several decode steps as one."""
     token_ids = [token_id for step in steps for token_id in step.token_ids]
     logprobs = (
         None
@@ -293,7 +294,7 @@ def _joined(steps: Sequence[RowResult]) -> RowResult:
 
 
 def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:
-    """Why nothing could be drawn: a row fails by NaN, or where its own bans leave no token."""
+    """Returns why nothing could be drawn: a NaN, or bans of its own that leave no token."""
     if (
         sampling.records["allowed_mask"][entry] >= 0
         or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
@@ -307,7 +308,7 @@ def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:
 
 
 def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:
-    """For each request with targets its index in R and its entries in S."""
+    """Yields the index in R and the entries in S of each request with targets."""
     first = len(layout.draws)
     for index, start, end in layout.targets:
         yield index, range(first, first + end - start)
@@ -315,13 +316,14 @@ def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:
 
 
 class LogprobsReader:
-    """Rows of a SampleResult as lists."""
+    """Reads rows of a SampleResult as lists."""
 
     def __init__(self, num_logprobs: NDArray[np.int32], samples: SampleResult) -> None:
         self._num_logprobs = num_logprobs
         self._samples = samples
 
     def read(self, entry: int) -> TokenLogprobs:
+        """Returns an entry's own logprob and rank, then its top alternatives."""
         samples, num = self._samples, int(self._num_logprobs[entry])
         assert samples.logprobs is not None and samples.ranks is not None
         found = TokenLogprobs(

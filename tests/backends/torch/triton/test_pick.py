@@ -26,6 +26,7 @@ from tests.support.sampling_cases import (
     rng,
     taken,
 )
+from tests.support.tiers import examples
 
 TRITON = TritonKernels(DEVICE)
 
@@ -122,9 +123,10 @@ def test_unchanged_logits_draw_the_references_token(vocab):
 @pytest.mark.parametrize("levels", [1, 2, 5])
 def test_ties_go_by_id(levels, fields):
     """Logits of a few values each give the reference's tokens one by one."""
-    logits = rng(levels).integers(0, levels, (24, 37)).astype(np.float32)
+    rows = examples(6)
+    logits = rng(levels).integers(0, levels, (rows, 37)).astype(np.float32)
     logits[3::4, 11:] = -np.inf
-    batch = batch_for(24, 37, temperature=1.0, position=np.arange(24), **fields)
+    batch = batch_for(rows, 37, temperature=1.0, position=np.arange(rows), **fields)
     np.testing.assert_array_equal(
         sample_triton(logits, batch).token_ids, sampling.sample(logits, batch).token_ids
     )
