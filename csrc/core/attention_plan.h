@@ -17,7 +17,7 @@ namespace octavo {
 struct QueryRun {
     int request, row0, num_rows, first_key, last_key, first_split, own_split, last_split;
     int64_t partial = -1;  // where its states lie among the partials, in floats: [kv heads][splits][lanes][2
-                           // + v_padded]; -1: it has none
+    // + v_padded]; -1: it has none
 };
 
 // Runs of several requests, sharers[first] and on, that begin with the same `num_splits` splits.

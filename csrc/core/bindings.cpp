@@ -191,6 +191,19 @@ NB_MODULE(_native, m) {
             "code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; },
             "u4, u8, i8, bf16, fp16 or fp32");
 
+    m.def(
+        "tile_bytes",
+        [](const std::string& code, const std::string& scale_type, bool has_min, bool half_groups,
+           int64_t num_rows, int num_inputs) {
+            const TileFormat format{.code = code_of(code),
+                                    .scale_type = scale_type == "fp16" ? ScaleType::fp16 : ScaleType::fp32,
+                                    .has_min = has_min,
+                                    .half_groups = half_groups};
+            return total_bytes(tiles_of(format, num_rows, num_inputs));
+        },
+        "code"_a, "scale_type"_a, "has_min"_a, "half_groups"_a, "num_rows"_a, "num_inputs"_a,
+        "Bytes of all tiles of a weight [num_rows, num_inputs], as the packer takes them.");
+
     nb::class_<KvMemory>(m, "KvMemory")
         .def(
             "__init__",

@@ -15,7 +15,7 @@ namespace octavo {
 namespace {
 
 constexpr int kInputs = 1024;  // of a product: as many as in a model, so that what comes after the last one
-                               // weighs no more than there; from the second-level cache
+// weighs no more than there; from the second-level cache
 constexpr int kRepeats = 5;
 
 template <typename Fn>

@@ -186,13 +186,29 @@ class LevelReader {
     std::vector<Place> places_;
 };
 
-// How a group lies in a tile.
+// How a group of 32 inputs lies in a tile.
 struct GroupLayout {
-    size_t codes_bytes, scale_bytes;
-    int parts;  // scales of one output
-    bool has_min;
+    size_t codes_bytes;  // of all 16 outputs
+    size_t scale_bytes = 0;  // one scale for each of the 16 outputs
+    int parts = 0;  // scales of one output
+    bool has_min = false;
     size_t bytes() const { return codes_bytes + scale_bytes * parts * (has_min ? 2 : 1); }
 };
+
+GroupLayout group_of(const Tiles& t) {
+    constexpr size_t kCodes = kGroup * kTile;
+    switch (t.code) {
+        case Code::i8: return {kCodes};
+        case Code::bf16:
+        case Code::fp16: return {2 * kCodes};
+        case Code::fp32: return {4 * kCodes};
+        default: {
+            const size_t codes = t.code == Code::u4 ? kCodes / 2 : kCodes;
+            const size_t scale = kTile * (t.scale_type == ScaleType::fp16 ? 2 : 4);
+            return {codes, scale, t.half_groups ? 2 : 1, t.has_min};
+        }
+    }
+}
 
 // One output's codes of a group.
 void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
@@ -269,6 +285,21 @@ void read_values(Matrix::Kind kind, Code code, const uint8_t* from, int count, u
 
 }  // namespace
 
+Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs) {
+    Tiles t{};
+    t.code = format.code;
+    t.scale_type = format.scale_type;
+    t.has_min = format.has_min;
+    t.half_groups = format.half_groups;
+    t.num_rows = (int32_t)num_rows;
+    t.num_inputs = num_inputs;
+    t.num_groups = (num_inputs + kGroup - 1) / kGroup;
+    const bool whole_rows = format.code == Code::i8;  // pairs of groups, then one scale an output
+    if (whole_rows) t.num_groups = (t.num_groups + 1) / 2 * 2;
+    t.tile_bytes = group_of(t).bytes() * t.num_groups + (whole_rows ? kTile * sizeof(float) : 0);
+    return t;
+}
+
 int CodeRows::bits() const {
     int sum = 0;
     for (const Plane& plane : planes) sum += plane.bits;
@@ -342,14 +373,8 @@ PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
     if (s.codes.bits() != 8 || !s.codes.is_signed || s.zero_point || s.mins.data || s.super_scales.data)
         throw std::invalid_argument(
             "weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
-    Tiles t{};
-    t.code = Code::i8;
-    t.scale_type = ScaleType::fp32;
-    t.num_rows = (int32_t)s.codes.rows;
-    t.num_inputs = s.num_inputs;
-    t.num_groups = (s.num_inputs + 2 * kGroup - 1) / (2 * kGroup) * 2;
-    const size_t codes_bytes = (size_t)t.num_groups * kGroup * kTile;
-    t.tile_bytes = codes_bytes + kTile * sizeof(float);
+    const Tiles t = tiles_of({Code::i8}, s.codes.rows, s.num_inputs);
+    const size_t codes_bytes = t.tile_bytes - kTile * sizeof(float);
     return add(t, [t, codes_bytes, codes = CodeReader(s.codes, s.num_inputs, 0), scales = s.scales](
                       int tile, uint8_t* data) {
         pack_groups(t, kGroup * kTile, tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
@@ -368,18 +393,13 @@ PackedTiles Packer::add(const QuantisedSource& s) {
     check(s);
     const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data &&
                       (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
-    Tiles t{};
-    t.code = s.codes.bits() == 4 && !s.wide ? Code::u4 : Code::u8;
-    t.scale_type = fp16 ? ScaleType::fp16 : ScaleType::fp32;
-    t.has_min = s.mins.data != nullptr;
-    t.half_groups = s.group == 16;
+    const TileFormat format{.code = s.codes.bits() == 4 && !s.wide ? Code::u4 : Code::u8,
+                            .scale_type = fp16 ? ScaleType::fp16 : ScaleType::fp32,
+                            .has_min = s.mins.data != nullptr,
+                            .half_groups = s.group == 16};
+    Tiles t = tiles_of(format, s.codes.rows, s.num_inputs);
     t.zero_point = s.zero_point + (s.codes.is_signed ? 128 : 0);
-    t.num_rows = (int32_t)s.codes.rows;
-    t.num_inputs = s.num_inputs;
-    t.num_groups = (s.num_inputs + kGroup - 1) / kGroup;
-    const GroupLayout group{t.code == Code::u4 ? 256u : 512u, fp16 ? 32u : 64u, t.half_groups ? 2 : 1,
-                            t.has_min};
-    t.tile_bytes = group.bytes() * t.num_groups;
+    const GroupLayout group = group_of(t);
     const uint64_t flipped = s.codes.is_signed ? 0x8080808080808080 : 0;  // 128 more, as unsigned codes
     const auto levels = [&](const Matrix& values, const Matrix& supers) {
         return LevelReader(values, supers, fp16, kGroup / group.parts, s.group, s.num_inputs);
@@ -403,13 +423,8 @@ PackedTiles Packer::add(const QuantisedSource& s) {
 }
 
 PackedTiles Packer::add(const Matrix& values, Code code) {
-    Tiles t{};
-    t.code = code;
-    t.num_rows = (int32_t)values.rows;
-    t.num_inputs = (int32_t)values.columns;
-    t.num_groups = (t.num_inputs + kGroup - 1) / kGroup;
-    const size_t element = code == Code::fp32 ? 4 : 2, group_bytes = kGroup * kTile * element;
-    t.tile_bytes = t.num_groups * group_bytes;
+    const Tiles t = tiles_of({code}, values.rows, (int)values.columns);
+    const size_t group_bytes = group_of(t).bytes();
     return add(t, [t, values, group_bytes](int tile, uint8_t* data) {
         pack_groups(t, group_bytes, tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
             const uint8_t* from = values.data + row * values.row_stride + g * kGroup * values.column_stride;

@@ -13,10 +13,23 @@
 
 namespace octavo {
 
+// How a weight lies in tiles, whatever its numbers.
+struct TileFormat {
+    Code code;
+    ScaleType scale_type = ScaleType::fp32;
+    bool has_min = false, half_groups = false;
+};
+
+// The tiles of a weight of `num_rows` outputs and `num_inputs` inputs, without memory.
+Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs);
+
+// Bytes of all of a weight's tiles.
+inline size_t total_bytes(const Tiles& tiles) { return tiles.num_tiles() * tiles.tile_bytes; }
+
 struct PackedTiles {
     Tiles tiles;
     std::shared_ptr<uint8_t> memory;
-    size_t num_bytes() const { return tiles.num_tiles() * tiles.tile_bytes; }
+    size_t num_bytes() const { return total_bytes(tiles); }
 };
 
 // Numbers [rows][columns][per_column] with strides in bytes, those of a column side by side; `kind` says what

@@ -12,7 +12,8 @@ struct alignas(64) TileConfig {
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
     void set(int tile, int num_rows, int bytes) {
-        rows[tile] = (uint8_t)num_rows, row_bytes[tile] = (uint16_t)bytes;
+        rows[tile] = (uint8_t)num_rows;
+        row_bytes[tile] = (uint16_t)bytes;
     }
 };
 
@@ -29,8 +30,8 @@ OCTAVO_INLINE void configure_as(int wanted, const Fill& fill) {
     configured = wanted;
 }
 
-// Products. Registers: 0..3 sums of `rows` rows, 4..5 rows (A), 6..7 weights (B). `depth` bytes of each row
-// are one multiplication.
+// Configures the registers for products: 0..3 sums of `rows` rows, 4..5 rows (A), 6..7 weights (B). One
+// multiplication takes `depth` bytes of each row.
 OCTAVO_INLINE void configure_product(int rows, int depth) {
     configure_as(rows * 1000 + depth, [&](TileConfig& config) {
         for (int t = 0; t < 4; t++) config.set(t, rows, 64);
@@ -39,8 +40,8 @@ OCTAVO_INLINE void configure_product(int rows, int depth) {
     });
 }
 
-// Attention. Registers: 0..3 sums of `lanes` rows, 4 queries, 5 weights of 16 tokens, 6 keys of 16 tokens, 7
-// their values.
+// Configures the registers for attention: 0..3 sums of `lanes` rows, 4 queries, 5 weights of 16 tokens, 6
+// keys of 16 tokens, 7 their values.
 OCTAVO_INLINE void configure_attention(int lanes) {
     configure_as(lanes * 1000 + 999, [&](TileConfig& config) {
         for (int t = 0; t < 5; t++) config.set(t, lanes, 64);

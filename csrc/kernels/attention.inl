@@ -15,9 +15,8 @@
 namespace octavo {
 namespace {
 
-// What the products have not asked for of the blocks ahead: those that are more than this split's, and the
-// scales.
-void ask_for_rest(const LaneSet& set, int num_blocks) {
+// Prefetches what the products have not of the blocks ahead: those in excess of this split's, and the scales.
+void prefetch_rest(const LaneSet& set, int num_blocks) {
     BlockRange rest = set.ahead;
     const KvLayer& kv = set.args->kv;
     if (kv.type == KvType::int8) prefetch_blocks(kv, rest, kv.scales_offset, kv.block_end());
@@ -25,7 +24,7 @@ void ask_for_rest(const LaneSet& set, int num_blocks) {
     prefetch_blocks(kv, rest, 0, kv.scales_offset);
 }
 
-// Keys key0 .. key1 - 1 of one split, of every lane into split_state.
+// Attends to keys key0 .. key1 - 1 of one split, for every lane into split_state.
 template <Way way>
 void attend_keys(const LaneSet& set, int key0, int key1, int split0) {
     const int block0 = key0 / kTile, block1 = (key1 + kTile - 1) / kTile;
@@ -40,10 +39,10 @@ void attend_keys(const LaneSet& set, int key0, int key1, int split0) {
     score_blocks<way>(set, block0, block1, split0);
     soften<way>(set, key0, key1, split0);
     weigh_blocks<way>(set, key0, key1, split0);
-    ask_for_rest(set, block1 - block0);
+    prefetch_rest(set, block1 - block0);
 }
 
-// One split of every lane into split_state.
+// Attends to one split, for every lane into split_state.
 void attend_split(const LaneSet& set, int split) {
     const int split0 = split * kSplitKeys;
     const int key0 = set.first_key > split0 ? set.first_key / kTile * kTile : split0;
@@ -72,8 +71,8 @@ Exps two_exps(float first, float second) {
     return {x[0], x[1]};
 }
 
-// into (m, l, acc) += part, both relative to their own maxima. A part that saw no key (m = -inf) changes
-// nothing.
+// Adds the state `part` (m, l, acc) to the state `into`, each relative to its own maximum. A part that saw no
+// key (m = -inf) changes nothing.
 void merge_state(float* into, const float* part, int v_padded) {
     if (part[0] == -INFINITY) return;
     if (into[0] == -INFINITY) {
@@ -113,7 +112,7 @@ void finish_set(const LaneSet& set, float* states) {
         finish_lane(*set.args, set.lanes[lane], states + lane * set.state_size);
 }
 
-// Where a set's states of a split go: into its own, or to memory.
+// Merges a set's states of a split into the set's own, or copies them to the rows' partials.
 void keep_split(const LaneSet& set, int split, bool merges) {
     if (merges) {
         for (int lane = 0; lane < set.count; lane++)
@@ -129,7 +128,7 @@ void keep_split(const LaneSet& set, int split, bool merges) {
     }
 }
 
-// Blocks of a split that any of the sets reads.
+// Returns the blocks of a split that any of the sets reads.
 BlockRange split_blocks(const AttentionPiece& piece, const LaneSet* sets, int num_sets, int split) {
     BlockRange blocks{piece.block_table, piece.kv_head, (split + 1) * kSplitKeys / kTile,
                       split * kSplitKeys / kTile};
@@ -174,7 +173,7 @@ void attention(const AttentionArgs& args, const AttentionPiece& piece, float* me
     for (int i = 0; merges && !one_split && i < num_sets; i++) finish_set(sets[i], sets[i].state);
 }
 
-// The partials of a piece's rows, merged left to right and written out.
+// Merges the partials of a piece's rows left to right and writes the out.
 void attention_merge(const AttentionArgs& args, const AttentionPiece& piece) {
     const int group = args.num_heads / args.kv.num_heads, size = 2 + args.kv.v_padded;
     for (int i = 0; i < piece.num_rows; i++)

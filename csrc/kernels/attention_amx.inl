@@ -12,7 +12,7 @@
 namespace octavo {
 namespace {
 
-// The keys of block b in bf16, good while three more are asked for.
+// Returns the keys of block b in bf16; they stay valid while those of three more blocks are returned.
 template <Way way>
 const uint8_t* tile_keys(const LaneSet& set, int b) {
     if (way == Way::bf16) return set.keys_of(b);
@@ -21,8 +21,8 @@ const uint8_t* tile_keys(const LaneSet& set, int b) {
         store_i(to + 64 * p, int8_to_bf16((const int8_t*)set.keys_of(b) + 32 * p));
     return to;
 }
-// The values of block b, as they lie. What lies beyond the last key may be anything, NaN too: bf16 is zeroed
-// there. (int8 may be any integer: its weights are 0.)
+// Returns the values of block b as they lie. Beyond the last key there may be anything, NaN too: bf16 is
+// zeroed there. (int8 may stay any integer, since its weights are 0.)
 template <Way way>
 const uint8_t* values_until(const LaneSet& set, int b, int key1) {
     const int padded = set.args->kv.v_padded, tokens = key1 - b * kTile;
@@ -36,8 +36,8 @@ const uint8_t* values_until(const LaneSet& set, int b, int key1) {
                 sizeof(uint32_t) * (kTile / 2 - (tokens + 1) / 2) * padded);
     return set.values;
 }
-// Its values of up to 64 columns from `column` on, in bf16, harmless beyond key1; good until the next are
-// asked for.
+// Returns up to 64 columns of block b's values from `column` on, in bf16, harmless beyond key1; valid until
+// the next call.
 template <Way way>
 const uint8_t* tile_columns(const LaneSet& set, int b, int key1, int column) {
     const int padded = set.args->kv.v_padded, last = column + 64 < padded ? column + 64 : padded;
@@ -53,16 +53,15 @@ OCTAVO_INLINE void prefetch_tile(const uint8_t* p, int bytes) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 3);
 }
 
-// scores [lanes][256] of blocks block0 .. block1 - 1. Four blocks at a time, so that the unit has independent
-// sums to work on.
+// Computes scores [lanes][256] of blocks block0 .. block1 - 1, four blocks at a time, so that the unit has
+// independent sums to work on.
 template <Way way>
 void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
     constexpr int share = way == Way::widened ? 512 : 1024;  // bytes of 32 dimensions of a block
     const auto keys = [&](int b) { return set.keys_of(b); };
     const auto values = [&](int b) { return set.values_of(b); };
     const auto block_keys = [&](int b) { return tile_keys<way>(set, b); };
-    // What is needed soon: the keys four blocks on, and the block's own values (as wide as its keys, or
-    // nearly).
+    // Prefetches the keys four blocks on and the block's own values, which are about as wide as its keys.
     const auto prefetch = [&](int b, int d) {
         if (b + 4 < block1) prefetch_tile(keys(b + 4) + d / 32 * share, share);
         prefetch_tile(values(b) + d / 32 * share, share);
@@ -112,7 +111,7 @@ void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
     }
 }
 
-// Sums of codes times each key's scale.
+// Multiplies the sums of codes by each key's scale.
 template <Way way>
 void scale_scores(const LaneSet& set, int block0, int block1, int split0) {
     if (way != Way::widened) return;
@@ -124,7 +123,7 @@ void scale_scores(const LaneSet& set, int block0, int block1, int split0) {
     }
 }
 
-// split_state's acc = weights times V, for keys key0 .. key1 - 1.
+// Computes split_state's acc = weights times V, for keys key0 .. key1 - 1.
 template <Way way>
 void tile_values(const LaneSet& set, int key0, int key1, int split0) {
     const int padded = set.args->kv.v_padded, stride = set.state_size * (int)sizeof(float);

@@ -1,17 +1,17 @@
 // Attention's two products on vectors: scores of queries and keys, and values times their weights. Layouts:
 // KvLayer in table.h.
 //
-// In all of them a register of K or V is what 16 lanes of sums take: with 16 bits or 8, pairs of dimensions
-// of 16 keys, or pairs of tokens of 16 dimensions; with fp32 single ones. It meets four bytes of a query or
-// of weights in all lanes. Each lane and block has one chain of sums, so its bits do not depend on how many
-// are computed at once.
+// A register of K or V holds what 16 lanes of sums take at a time. With 16 or 8 bits that is pairs of
+// dimensions of 16 keys, or pairs of tokens of 16 dimensions; with fp32 single ones. It is multiplied with
+// four bytes of a query, or of weights, that are the same in all lanes. Each lane and block has one chain of
+// sums, so its bits do not depend on how many are computed at once.
 #pragma once
 #include "attention_lanes.inl"
 
 namespace octavo {
 namespace {
 
-// How many lanes (and of values, vectors of 16 columns) have their sums in registers together.
+// The number of lanes, and of vectors of 16 columns of values, whose sums are in registers together.
 #if defined(__AVX512F__)
 constexpr int kScoreLanes = 8, kValueLanes = 4, kValueVectors = 4, kScoreSums = 16;
 #elif defined(__AVX2__)
@@ -20,7 +20,7 @@ constexpr int kScoreLanes = 4, kValueLanes = 4, kValueVectors = 1, kScoreSums = 
 constexpr int kScoreLanes = 2, kValueLanes = 2, kValueVectors = 1, kScoreSums = 2;
 #endif
 
-// Bytes of K or V that a register takes.
+// Bytes of K or V that fill a register.
 template <Way way>
 constexpr int kStep = way == Way::int16 ? 32 : 64;
 template <Way way>
@@ -43,7 +43,7 @@ OCTAVO_INLINE Sums<way> multiply_add(Sums<way> sum, vi numbers, vi factors) {
         return dot2_bf16(sum, numbers, factors);
 }
 
-// Keeps the compiler from loading a register anew for each use.
+// Keeps the compiler from loading a register again for each use.
 OCTAVO_INLINE vi held(vi numbers) {
 #if defined(__AVX512F__)
     asm("" : "+v"(numbers));
@@ -51,7 +51,7 @@ OCTAVO_INLINE vi held(vi numbers) {
     return numbers;
 }
 
-// fn<n>(first), n <= N; nothing where n is 0.
+// Calls fn<n>(first) for an n <= N that is known at run time only; does nothing where n is 0.
 template <int N, typename Fn>
 OCTAVO_INLINE void call_with(int n, int first, const Fn& fn) {
     if constexpr (N > 0) {
@@ -61,7 +61,7 @@ OCTAVO_INLINE void call_with(int n, int first, const Fn& fn) {
             call_with<N - 1>(n, first, fn);
     }
 }
-// fn<n>(first) over 0 .. count - 1 in parts of at most `Most`, nearly alike.
+// Calls fn<n>(first) for 0 .. count - 1 in parts of nearly equal sizes n, at most `Most`.
 template <int Most, typename Fn>
 OCTAVO_INLINE void in_parts(int count, const Fn& fn) {
     const int parts = (count + Most - 1) / Most;
@@ -71,20 +71,20 @@ OCTAVO_INLINE void in_parts(int count, const Fn& fn) {
     }
 }
 
-// Asks for what lies `bytes` from p on to come into the second-level cache.
-OCTAVO_INLINE void ask_for(const uint8_t* p, int bytes) {
+// Prefetches `bytes` from p on into the second-level cache.
+OCTAVO_INLINE void prefetch_bytes(const uint8_t* p, int bytes) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 2);
 }
 
-// scores [N][256] of B neighbouring blocks, `first_block` being the split's first. The first lanes of a set
-// ask for the keys of as many blocks ahead, a line for each that they read.
+// Computes scores [N][256] of B neighbouring blocks; `first_block` is the split's first. The first lanes of a
+// set prefetch the keys of as many blocks ahead, a line for each line that they read.
 template <int N, int B, Way way>
 OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int first_block, int split0) {
     constexpr int step = kStep<way>;
     const int steps = way == Way::fp32 ? set.width : set.width / 2;
     const int query_bytes = set.width * (way == Way::fp32 ? 4 : 2);
     const uint8_t* queries = (const uint8_t*)set.q + lane0 * query_bytes;
-    const bool asks = lane0 == 0 && set.ahead.first + block - first_block < set.ahead.last;
+    const bool prefetches = lane0 == 0 && set.ahead.first + block - first_block < set.ahead.last;
     const uint8_t *keys[B], *ahead[B];
     for (int b = 0; b < B; b++) {
         keys[b] = set.keys_of(block + b);
@@ -94,8 +94,8 @@ OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int fi
     for (int i = 0; i < steps; i++) {
         vi numbers[B];
         for (int b = 0; b < B; b++) numbers[b] = held(load_numbers<way>(keys[b] + i * step));
-        if (asks && (step == 64 || i % 2 == 0))
-            for (int b = 0; b < B; b++) ask_for(ahead[b] + i * step, 1);
+        if (prefetches && (step == 64 || i % 2 == 0))
+            for (int b = 0; b < B; b++) prefetch_bytes(ahead[b] + i * step, 1);
         for (int n = 0; n < N; n++) {
             const vi query = broadcast4(queries + n * query_bytes + 4 * i);
             for (int b = 0; b < B; b++) sums[n][b] = multiply_add<way>(sums[n][b], numbers[b], query);
@@ -112,7 +112,8 @@ OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int fi
     }
 }
 
-// Sums over d of blocks block0 .. block1 - 1 for all lanes; with `int16`, times each key's scale.
+// Computes the sums over d of blocks block0 .. block1 - 1 for all lanes; with `int16`, times each key's
+// scale.
 template <Way way>
 void score_blocks(const LaneSet& set, int block0, int block1, int split0) {
     in_parts<kScoreLanes>(set.count, [&]<int N>(int lane0) {
@@ -125,9 +126,9 @@ void score_blocks(const LaneSet& set, int block0, int block1, int split0) {
     });
 }
 
-// acc [N][16 C] = weights times V, of the columns from `column` on. The first lanes ask for the values of the
-// blocks ahead, as they do for keys. What lies beyond the last key may be anything, NaN too: bf16, which
-// reads whole pairs, zeroes it. (int8 may be any integer there: its weights are 0.)
+// Computes acc [N][16 C] = weights times V, of the columns from `column` on. The first lanes prefetch the
+// values of the blocks ahead, as they do keys. Beyond the last key there may be anything, NaN too: bf16,
+// which reads whole pairs, zeroes it. (int8 may be any integer there, since its weights are 0.)
 template <int N, int C, Way way>
 OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int key0, int key1, int split0) {
     constexpr int step = kStep<way>, tokens_a_step = way == Way::fp32 ? 1 : 2;
@@ -141,7 +142,7 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
                                  const vi whole = load_numbers<way>(v + c * step);
                                  numbers[c] = held(half ? whole & 0xffff : whole);
                              }
-                             if (ahead) ask_for(ahead, C * step);
+                             if (ahead) prefetch_bytes(ahead, C * step);
                              for (int n = 0; n < N; n++) {
                                  const vi weight = broadcast4(weights + n * (kSplitKeys * sizeof(float)));
                                  for (int c = 0; c < C; c++)
@@ -160,7 +161,7 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
         for (int i = 0; i < steps; i++)
             add(v + i * row, weights + 4 * i, ahead ? ahead + i * row : nullptr, false);
         if (way == Way::bf16 && tokens % 2) add(v + steps * row, weights + 4 * steps, nullptr, true);
-        if (ahead && column == 0) ask_for(ahead + steps * row, (kTile / tokens_a_step - steps) * row);
+        if (ahead && column == 0) prefetch_bytes(ahead + steps * row, (kTile / tokens_a_step - steps) * row);
     }
     for (int n = 0; n < N; n++)
         for (int c = 0; c < C; c++) {

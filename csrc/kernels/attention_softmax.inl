@@ -5,22 +5,23 @@
 namespace octavo {
 namespace {
 
-// int16: what weights are multiplied by before they become integers: their value's scale over the largest
-// that the lane sees in the split, times kWeightCodes; 0 where it sees none. Lanes that see the same share
-// them.
+// The factors by which int16 weights are multiplied before they become integers: each value's scale over the
+// largest scale that the lane sees in the split, times kWeightCodes; 0 where it sees none. Lanes that see the
+// same keys share them.
 struct ValueScales {
     const LaneSet& set;
     const int from, to, split0;
     float* scales;  // [256]
     int first = 0, last = 0;
-    float unit = 0;  // of the weighed values' sums
+    float unit = 0;  // unit of the integer sums of weighed values
 
     ValueScales(const LaneSet& s, int a, int b, int split)
         : set(s), from(a), to(b), split0(split), scales(s.value_scales) {}
 
     void see(int seen_first, int seen_last) {
         if (seen_first == first && seen_last == last) return;
-        first = seen_first, last = seen_last;
+        first = seen_first;
+        last = seen_last;
         vf largest = {}, check = {};
         for (int key = from; key < to; key += kTile) {
             vf s = {};
@@ -43,8 +44,8 @@ struct ValueScales {
     }
 };
 
-// Scores as they count: capped, and -inf where the lane does not see the key. Returns the largest; a NaN may
-// be lost here, and shows in the sum.
+// Caps the scores and sets those of keys that the lane does not see to -inf. Returns the largest; a NaN may
+// be lost in that, but shows in the sum of the weights.
 OCTAVO_INLINE float mask_scores(const LaneSet& set, float* scores, float factor, int from, int to, int first,
                                 int last) {
     const float softcap = set.args->softcap;
@@ -65,7 +66,7 @@ OCTAVO_INLINE float mask_scores(const LaneSet& set, float* scores, float factor,
     const int inner = (first + kTile - 1) / kTile * kTile,
               outer = last / kTile * kTile > inner ? last / kTile * kTile : inner;
     mask(from, inner);
-    for (int key = inner; key < outer; key += kTile) {  // whole blocks that it sees
+    for (int key = inner; key < outer; key += kTile) {  // blocks that it sees whole
         const vf s = load(scores + key);
         const vf capped = softcap > 0 ? cap(s) : s;
         if (softcap > 0) store(scores + key, capped);
@@ -75,7 +76,7 @@ OCTAVO_INLINE float mask_scores(const LaneSet& set, float* scores, float factor,
     return max_lanes(largest);
 }
 
-// Thirty-two numbers as bf16 in a row.
+// Packs thirty-two numbers into bf16, in order.
 OCTAVO_INLINE vi to_bf16(vf first, vf second) {
 #if defined(__AVX512BF16__)
     return (vi)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
@@ -87,9 +88,11 @@ OCTAVO_INLINE vi to_bf16(vf first, vf second) {
 #endif
 }
 
-// Weights are e^(s - m). fp32: in place, and l is their sum. bf16: rounded to bf16, and l is the sum of the
-// rounded ones. int16: times their value's scale, as integers; widened: the same, rounded to bf16; l is the
-// sum of e^(s - m). m = -inf where the lane sees no key here.
+// Computes a lane's weights e^(s - m), its m and its l; m = -inf where the lane sees no key here.
+//   fp32     weights replace the scores; l is their sum
+//   bf16     weights are rounded to bf16; l is the sum of the rounded ones
+//   int16    weights times their value's scale, as integers; l is the sum of e^(s - m)
+//   widened  weights times their value's scale, rounded to bf16; l is the sum of e^(s - m)
 template <Way way>
 void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1, int split0,
                  ValueScales& values) {
@@ -97,7 +100,9 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
     uint16_t* weights = set.weights_bf16() + lane * 2 * kSplitKeys - split0;
     float* state = set.split_state + lane * set.state_size;
     const auto [first, last] = set.seen(lane, key0, key1);
-    state[0] = -INFINITY, state[1] = 0, set.units[lane] = 0;
+    state[0] = -INFINITY;
+    state[1] = 0;
+    set.units[lane] = 0;
     if (first >= last) {
         std::memset(set.scores + lane * kSplitKeys, 0, sizeof(float) * kSplitKeys);
         return;
@@ -122,20 +127,22 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
         if constexpr (way == Way::int16)
             store_int16(weights + key, round_to_int(p * load(values.scales + key - split0)));
         if constexpr (way == Way::widened) {
-            const bool read = key >= key0 && key < key1;  // beyond, the block table may end
+            const bool read = key >= key0 && key < key1;  // the block table may end there
             store_bf16(weights + key,
                        read ? select((vi)(p == 0.0f), vf{}, p * load_bf16(set.scales(key / kTile) + kTile))
                             : vf{});  // unseen scales may be NaN
         }
         total += p;
     }
-    state[0] = largest * factor, state[1] = sum_lanes(total), set.units[lane] = values.unit;
+    state[0] = largest * factor;
+    state[1] = sum_lanes(total);
+    set.units[lane] = values.unit;
     if (state[1] != state[1]) state[0] = NAN;
 }
 
 template <Way way>
 void soften(const LaneSet& set, int key0, int key1, int split0) {
-    // Whole vectors of 16-bit weights: what lies around the keys is not seen.
+    // Whole vectors of 16-bit weights; the lanes see nothing around the keys.
     ValueScales values(set, key0 / (2 * kTile) * 2 * kTile, (key1 + 2 * kTile - 1) / (2 * kTile) * 2 * kTile,
                        split0);
     float largest[kMaxLanes];

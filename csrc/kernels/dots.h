@@ -1,5 +1,5 @@
-// Dot products of a few bytes in each of the sixteen lanes: of int8, int16 and bf16, exact in integers at
-// every level; and what makes their operands.
+// Dot products of a few bytes in each of the sixteen lanes (int8, int16 and bf16; exact in integers at every
+// level), and the functions that make their operands.
 #pragma once
 #include "simd.h"
 
@@ -49,10 +49,10 @@ OCTAVO_INLINE vi dot4(vi acc, vi u, vi s) {
 #endif
 }
 
-// As dot4 with signed codes of -127 .. 127, in a form of which `for_dot4_signed` makes what can be shared by
-// several rows. Where the instruction wants unsigned ones, they come with 128 added, and kSignedOffset times
-// the sum of s is too much; elsewhere the sign goes over to s, so that the pair sums of 8-bit products fit 16
-// bits.
+// dot4 with signed codes of -127 .. 127. `for_dot4_signed` does the part of the work that several rows share.
+// Where the instruction wants unsigned codes, they come with 128 added, and the result is too large by
+// kSignedOffset times the sum of s; elsewhere the code's sign goes over to s, so that pair sums of 8-bit
+// products fit 16 bits.
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
 constexpr int kSignedOffset = 0;
 OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes; }
@@ -79,9 +79,9 @@ OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes ^ (int32_t)0x80808080;
 OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) { return dot4(acc, codes, s); }
 #endif
 
-// Two 4-bit codes a byte. The products of the low nibbles are summed as they are; those of the high ones as
-// codes times 16, which saves a shift a vector (`high_sum` undoes it; exact). Where 16-bit pair sums serve
-// (AVX2 without VNNI) the codes are shifted down instead, since 240 * 127 * 2 would not fit 16 bits.
+// Two 4-bit codes in a byte. The products of the low nibbles are summed as they are; those of the high ones
+// as codes times 16, which saves a shift for each vector (`high_sum` undoes it, exactly). Where sums of pairs
+// have 16 bits (AVX2 without VNNI) the codes are shifted down instead, since 240 * 127 * 2 would not fit.
 #if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
 OCTAVO_INLINE vi high_nibbles(vi both) { return (both >> 4) & 0x0f0f0f0f; }
 OCTAVO_INLINE vi high_sum(vi sum) { return sum; }
@@ -109,7 +109,7 @@ OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
 #endif
 }
 
-// Sixteen int16 in a row, widened.
+// Loads sixteen int16, widened.
 OCTAVO_INLINE vi load_int16(const void* p) {
 #if defined(__AVX512F__)
     return (vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
@@ -127,7 +127,7 @@ OCTAVO_INLINE vi load_int16(const void* p) {
 #endif
 }
 
-// Thirty-two int8 as pairs of int16.
+// Loads thirty-two int8 as pairs of int16.
 OCTAVO_INLINE vi int8_to_int16(const int8_t* p) {
 #if defined(__AVX512BW__)
     return (vi)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
@@ -174,7 +174,7 @@ OCTAVO_INLINE vi dot2_int16(vi acc, vi a, vi b) {
 #endif
 }
 
-// Sixteen int32 in -32768 .. 32767 as int16 in a row.
+// Stores sixteen int32 in -32768 .. 32767 as int16.
 OCTAVO_INLINE void store_int16(uint16_t* p, vi v) {
 #if defined(__AVX512F__)
     const __m256i packed = _mm512_cvtepi32_epi16((__m512i)v);
@@ -194,7 +194,7 @@ OCTAVO_INLINE void store_int16(uint16_t* p, vi v) {
 #endif
 }
 
-// Thirty-two int8 as pairs of bf16, of which each is one exactly.
+// Loads thirty-two int8 as pairs of bf16, which hold them exactly.
 OCTAVO_INLINE vi int8_to_bf16(const int8_t* p) {
 #if defined(__AVX512BF16__)
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -207,7 +207,7 @@ OCTAVO_INLINE vi int8_to_bf16(const int8_t* p) {
 #endif
 }
 
-// The first n of 16 values to every second place of `to`; nothing is written between them.
+// Stores the first n of 16 values in every second place of `to`; nothing is written between them.
 OCTAVO_INLINE void store_bf16_pairs(uint16_t* to, const uint16_t* from, int n) {
 #if defined(__AVX512BW__)
     const __mmask32 mask = 0x55555555u & (n == kLanes ? 0xffffffffu : (1u << (2 * n)) - 1);

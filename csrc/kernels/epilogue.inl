@@ -1,4 +1,4 @@
-// Activations, and the way of a product's sums to memory: bias, activation or gate, residual.
+// Activations, and the path of a product's sums to memory: bias, activation or gate, residual.
 #pragma once
 #include "simd.h"
 #include "table.h"

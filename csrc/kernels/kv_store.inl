@@ -1,4 +1,4 @@
-// A token's K and V into its slot of a KV block, in the cache's type. Layouts: KvLayer in table.h.
+// Stores a token's K and V in its slot of a KV block, in the cache's type. Layouts: KvLayer in table.h.
 //
 // int8: per token and head, scale = absmax / 127 rounded to bf16, code = round(x / scale), in fp32 and with
 // true divisions, so that every level and the reference store the same bytes. A row of zeros has scale 0; a
@@ -42,7 +42,7 @@ void store_bf16_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token
     }
 }
 
-// x [n] as codes, each handed to put(d, code); returns their scale as bf16.
+// Converts x [n] to codes, hands each to put(d, code), and returns their scale as bf16.
 template <typename Put>
 uint16_t put_codes(const float* x, int n, const Put& put) {
     vf largest = {}, check = {};
@@ -74,19 +74,19 @@ void store_int8_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, uint16_t*
         put_codes(v, kv.v_width, [&](int d, int8_t code) { first[2 * d] = (uint8_t)code; });
 }
 
-// A token touches every line of its block's K. In a decode step none of them is in a cache, for attention has
-// read other requests' since; asked for together, they arrive together.
-OCTAVO_INLINE void ask_for_keys(const KvLayer& kv, int block) {
+// Prefetches the keys of a block. A token touches every line of its block's K; in a decode step none of them
+// is in a cache, for attention has read other requests' since, and prefetched together they arrive together.
+OCTAVO_INLINE void prefetch_keys(const KvLayer& kv, int block) {
     for (int head = 0; head < kv.num_heads; head++)
         for (size_t line = 0; line < kv.v_offset; line += 64)
             __builtin_prefetch(k_of(kv, block, head) + line, 1, 3);
 }
 
-// k [heads * k_width], v [heads * v_width] of one token into its slot. Other threads may be writing its
+// Stores k [heads * k_width], v [heads * v_width] of one token in its slot. Other threads may be writing its
 // neighbours in the block.
 void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
     const int block = slot / kTile, token = slot % kTile;
-    ask_for_keys(kv, block);
+    prefetch_keys(kv, block);
     for (int head = 0; head < kv.num_heads; head++, k += kv.k_width, v += kv.v_width) {
         uint8_t *k_to = k_of(kv, block, head), *v_to = v_of(kv, block, head);
         switch (kv.type) {

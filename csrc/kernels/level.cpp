@@ -1,6 +1,6 @@
-// One instruction set's kernels: compiled once a level, with that level's flags, into a shared object of its
-// own whose symbols are hidden but for octavo_kernel_table. No wide instruction can so leak into code that a
-// smaller machine runs.
+// One instruction set's kernels: compiled once for each level, with that level's flags, into a shared object
+// whose symbols are hidden but for octavo_kernel_table. So no wide instruction leaks into code that a smaller
+// machine runs.
 #include "attention.inl"
 #include "epilogue.inl"
 #include "linear.inl"
@@ -17,7 +17,7 @@ namespace octavo {
 namespace {
 
 #ifdef __AMX_INT8__
-constexpr int kRowsPerBlock = 128, kRowsPerByte = 128;  // unpacked codes serve so many
+constexpr int kRowsPerBlock = 128, kRowsPerByte = 128;  // enough rows to be worth unpacking codes for
 constexpr auto kProducts = amx_products;
 constexpr auto kScratch = amx_scratch_bytes;
 constexpr auto kBeginStep = forget_configuration;

@@ -4,8 +4,8 @@
 // of 32 inputs, in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where
 // isum is the exact int32 sum of (code - zero_point) * q and sum that of q. Rows beside codes with one scale
 // an output have one d, so that exact sums run over all inputs and are scaled once; their numbers have two
-// digits where the level has the tile unit (`scale_whole`), elsewhere most have one (`product_outliers`).
-// Rows beside 4-bit codes have two digits with the tile unit. fp32 and fp16 run in four chains over k mod 4,
+// int8 terms where the level has the tile unit (`scale_whole`), elsewhere most have one (`product_outliers`).
+// Rows beside 4-bit codes have two terms with the tile unit. fp32 and fp16 run in four chains over k mod 4,
 // added as (c0 + c1) + (c2 + c3); bf16 in one chain over pairs. `M` rows share each weight that is loaded;
 // they never straddle a block of 16 rows.
 #pragma once
@@ -26,7 +26,7 @@ constexpr size_t scale_bytes() {
     return S == ScaleType::fp16 ? 32 : 64;
 }
 
-// Weights stream through once a step; the hardware's prefetcher stops at each page, so a product asks ahead.
+// Weights stream through once a step; the hardware's prefetcher stops at each page, so a product prefetches.
 // Tiles follow one another, so what lies past the end of this one is the next. Measured on a 2-core Xeon with
 // AMX: 2 to 4 KiB ahead into the first-level cache is best; on a 2-core EPYC it is 6 KiB ahead into the
 // second, by less than its neighbours move the memory's rate.
@@ -42,48 +42,51 @@ OCTAVO_INLINE void prefetch_ahead(const uint8_t* p) {
     for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + kAhead + line, 0, kIntoCache);
 }
 
-// One of the turns in which rows, so many at a time, meet the `num_tiles` tiles of a call: the rows done
-// before it, and which of the turns that ask for the next tiles it is, of how many.
+// A call multiplies its tiles with all of its rows in turns of M rows at a time; this is one of them.
 struct Turn {
-    int num_tiles, done, index, askers;
+    int num_tiles;  // tiles of the call
+    int done;  // rows of the turns before
+    int index;  // of this turn
+    int prefetchers;  // number of turns, the first ones, that share the prefetch of the next tiles
 };
 
-// The same where M rows at a time meet the weights, step by step. If they are more than a few, the others
-// find them in a cache, and each turn asks for its share of the tiles after these: a core has room for so
-// many lines under way that the first turn alone would wait for it.
+// Prefetches for one turn, step by step. With one row or two it is what follows in this tile and the next.
+// With more, the later turns find the weights in a cache, and each turn prefetches its share of the tiles
+// behind these: a core has so few lines under way at once that the first turn alone would wait for them.
 template <int M>
 class ReadAhead {
   public:
     ReadAhead(const Turn& turn, const Tiles& w)
         : distance_(turn.num_tiles * w.tile_bytes),
-          askers_(turn.askers),
-          wait_(turn.index < turn.askers ? turn.index : 1 << 30) {}
+          prefetchers_(turn.prefetchers),
+          wait_(turn.index < turn.prefetchers ? turn.index : 1 << 30) {}
     OCTAVO_INLINE void step() {
-        asks_ = wait_ == 0;
-        wait_ = asks_ ? askers_ - 1 : wait_ - 1;
+        is_turn_ = wait_ == 0;
+        wait_ = is_turn_ ? prefetchers_ - 1 : wait_ - 1;
     }
-    // For what follows the kBytes at p that this step reads.
+    // Prefetches what corresponds to the kBytes at p that this step reads.
     template <size_t kBytes>
-    OCTAVO_INLINE void ask(const uint8_t* p) const {
+    OCTAVO_INLINE void prefetch(const uint8_t* p) const {
         if (M <= 2)
             prefetch_ahead<kBytes>(p);
-        else if (asks_)
+        else if (is_turn_)
             for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + distance_ + line, 0, 2);
     }
 
   private:
     const size_t distance_;
-    const int askers_;
-    int wait_;
-    bool asks_ = false;
+    const int prefetchers_;
+    int wait_;  // steps until this turn's next share
+    bool is_turn_ = false;
 };
 
-// Whether rows have two digits beside 4-bit codes and beside codes with one scale an output: where the tile
-// unit makes the second one for next to nothing. On the vector unit it would double the work (decision 0017).
+// Whether rows beside 4-bit codes, and beside codes with one scale an output, have two int8 terms. The tile
+// unit multiplies the second one at almost no cost; on the vector unit it would double the work (decision
+// 0017).
 #if defined(__AMX_INT8__)
-constexpr bool kTwoDigits = true;
+constexpr bool kTwoTerms = true;
 #else
-constexpr bool kTwoDigits = false;
+constexpr bool kTwoTerms = false;
 #endif
 
 // -- 4-bit --
@@ -100,7 +103,7 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < groups; g++, tile += kStep) {
         ahead.step();
-        ahead.template ask<kStep>(tile);
+        ahead.template prefetch<kStep>(tile);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         vi low[4], high[4];
@@ -111,22 +114,22 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
         }
         const vf scale = load_scale<S>(tile + kCodes);
         for (int m = 0; m < M; m++) {
-            const int8_t* digits = q[m] + (kTwoDigits ? 2 : 1) * kGroup * g;
+            const int8_t* terms = q[m] + (kTwoTerms ? 2 : 1) * kGroup * g;
             const vi zeros = splat_i(-w.zero_point * (first[m] + second[m]));
-            vi a = kTwoDigits ? vi{} : zeros, b = {};
-            const auto add_digits = [&] {
+            vi a = kTwoTerms ? vi{} : zeros, b = {};
+            const auto add_terms = [&] {
                 for (int v = 0; v < 4; v++) {
-                    a = dot4_nibbles(a, low[v], broadcast4(digits + 8 * v));
-                    b = dot4_nibbles(b, high[v], broadcast4(digits + 8 * v + 4));
+                    a = dot4_nibbles(a, low[v], broadcast4(terms + 8 * v));
+                    b = dot4_nibbles(b, high[v], broadcast4(terms + 8 * v + 4));
                 }
             };
-            if (kTwoDigits) {
-                add_digits();
-                a = a * kDigit + zeros;
-                b *= kDigit;
-                digits += kGroup;
+            if (kTwoTerms) {
+                add_terms();
+                a = a * kFirstUnit + zeros;
+                b *= kFirstUnit;
+                terms += kGroup;
             }
-            add_digits();
+            add_terms();
             acc[m] = fma(to_float(a + high_sum(b)), scale * d[m], acc[m]);
             if (kMin)
                 acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()),
@@ -153,7 +156,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < groups; g++, tile += kStep) {
         ahead.step();
-        ahead.template ask<kStep>(tile);
+        ahead.template prefetch<kStep>(tile);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         for (int part = 0; part < kParts; part++) {
@@ -184,32 +187,32 @@ OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) {
     return load((const float*)(tile + w.tile_bytes) - kTile);
 }
 
-// Adds the second digits of a row's outliers to `sum`, two quads at a time in a chain each: the list ends in
-// zeros.
+// Adds the products of a row's second terms to `sum`, two quads at a time, each in a chain of its own. The
+// list ends in zeros, so an odd number of quads needs no end of its own.
 template <int T>
 OCTAVO_INLINE void add_outliers(const OutlierList& list, const uint8_t* const (&tile)[T], vi (&sum)[T]) {
     const int count = *list.count;
     vi other[T] = {};
     const auto add = [&](vi(&to)[T], int i) {
-        const vi digits = broadcast4(list.digits + 4 * i);
+        const vi terms = broadcast4(list.terms + 4 * i);
         for (int t = 0; t < T; t++)
-            to[t] = dot4_signed(to[t], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i])), digits);
+            to[t] = dot4_signed(to[t], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i])), terms);
     };
     for (int i = 0; i < count; i += 2) add(sum, i), add(other, i + 1);
     for (int t = 0; t < T; t++) sum[t] += other[t];
 }
 
-// One digit for most numbers of a row, and one d for all. The sums over all inputs of T tiles and M rows stay
-// in registers; then come the few quads with a second digit, row by row. All sums are exact, so that neither
-// T nor M matters. What goes over the sums' rows is unrolled: by places that are constants they stay in
-// registers until the end.
+// One term for most numbers of a row, and one d for all. The sums over all inputs of T tiles and M rows stay
+// in registers; then come the few quads with a second term, row by row. All sums are exact, so neither T nor
+// M changes them. Loops over the sums' rows are unrolled, since only arrays with constant indices stay in
+// registers.
 template <int M, int T>
 void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kChains = M * T >= 8 ? 1 : 8 / (M * T);  // sums that need not wait for one another
     const int inputs = x.num_groups * kGroup;
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
-    const int32_t *first = x.sums + x.half_at(row, 0, 0),
-                  *second = first + kTile;  // sums of digits, which undo the codes' offset
+    const int32_t* first = x.sums + x.half_at(row, 0, 0);  // sums of terms, which undo the codes' offset
+    const int32_t* second = first + kTile;
     const float* d = x.scales + x.at(row, 0);
     const uint8_t* tile[T];
     float* acc[T];
@@ -228,12 +231,12 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Tur
             const size_t at = k + 4 * c;
             vi codes[T];
             for (int t = 0; t < T; t++) {
-                ahead.template ask<64>(tile[t] + 16 * at);
+                ahead.template prefetch<64>(tile[t] + 16 * at);
                 codes[t] = for_dot4_signed(load_i(tile[t] + 16 * at));
             }
             for (int m = 0; m < M; m++) {
-                const vi digits = broadcast4(q + m * x.stride + at);
-                for (int t = 0; t < T; t++) sum[t][m][c] = dot4_signed(sum[t][m][c], codes[t], digits);
+                const vi terms = broadcast4(q + m * x.stride + at);
+                for (int t = 0; t < T; t++) sum[t][m][c] = dot4_signed(sum[t][m][c], codes[t], terms);
             }
         }
     }
@@ -241,7 +244,7 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Tur
     ahead.step();
     for (int t = 0; t < T; t++) {
         scale[t] = scales_of(*refs[t].weight, tile[t]);
-        ahead.template ask<64>(tile[t] + 16 * (size_t)inputs);
+        ahead.template prefetch<64>(tile[t] + 16 * (size_t)inputs);
     }
     vi more[M][T];
     for (int m = 0; m < M; m++) {
@@ -256,19 +259,19 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Tur
             vi whole = sum[t][m][0];
             for (int c = 1; c < kChains; c++) whole += sum[t][m][c];
             store(acc[t] + 16 * m,
-                  fma(to_float(more[m][t]), splat(kOutlierDigit), to_float(whole)) * (scale[t] * by));
+                  fma(to_float(more[m][t]), splat(kOutlierUnit), to_float(whole)) * (scale[t] * by));
         }
     }
 }
 
-// What the sums over all inputs of code * digit, for the two digits of a row, come to.
+// Returns a row's result from its sums of code * first term and code * second term over all inputs.
 OCTAVO_INLINE vf scale_whole(const Rows& x, int64_t row, vf scale, vi first, vi second) {
-    return fma(to_float(first), splat(kWholeDigit), to_float(second)) * (scale * x.scales[x.at(row, 0)]);
+    return fma(to_float(first), splat(kWholeUnit), to_float(second)) * (scale * x.scales[x.at(row, 0)]);
 }
 
-// Two digits and one scale for a whole row. Codes become unsigned for the instruction by adding 128, which
-// 128 times the sum of the digits undoes. Few rows take several vectors of weights at a time, so that sums
-// need not wait for one another.
+// Two terms and one scale for a whole row. Adding 128 makes the codes unsigned, as the instruction wants
+// them; taking 128 times the sum of the terms away undoes it. Few rows take several vectors of weights at a
+// time, so that sums need not wait for one another.
 template <int M>
 void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     const Tiles& w = *ref->weight;
@@ -280,7 +283,7 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
     ReadAhead<M> ahead(turn, w);
     for (int k = 0; k < inputs; k += 4 * kChains) {
         ahead.step();
-        ahead.template ask<64 * kChains>(tile + 16 * (size_t)k);
+        ahead.template prefetch<64 * kChains>(tile + 16 * (size_t)k);
         for (int c = 0; c < kChains; c++) {
             const vi codes = load_i(tile + 16 * (size_t)(k + 4 * c)) ^ (int32_t)0x80808080;
             for (int m = 0; m < M; m++) {
@@ -292,7 +295,7 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
     }
     const vf scale = scales_of(w, tile);
     ahead.step();
-    ahead.template ask<64>(tile + 16 * (size_t)inputs);
+    ahead.template prefetch<64>(tile + 16 * (size_t)inputs);
     for (int m = 0; m < M; m++) {
         for (int c = 1; c < kChains; c++) first[m][0] += first[m][c], second[m][0] += second[m][c];
         const int32_t* sums = x.sums + x.half_at(row + m, 0, 0);
@@ -303,8 +306,8 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
 
 // -- floats --
 
-// One chain of sums a row and output, over pairs of inputs: as many rows and tiles as registers hold hide
-// that each sum waits for the one before.
+// One chain of sums for each row and output, over pairs of inputs. Each sum waits for the one before; working
+// on as many rows and tiles as registers hold hides that.
 template <int M, int T>
 void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
     const auto* values = (const uint16_t*)x.values + row * x.stride;
@@ -317,7 +320,7 @@ void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& t
         ahead.step();
         vi weights[T];
         for (int t = 0; t < T; t++) {
-            ahead.template ask<64>(tile[t] + 64 * (size_t)p);
+            ahead.template prefetch<64>(tile[t] + 64 * (size_t)p);
             weights[t] = load_i(tile[t] + 64 * (size_t)p);
         }
         for (int m = 0; m < M; m++) {
@@ -339,7 +342,7 @@ void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
     ReadAhead<M> ahead(turn, w);
     for (int k = 0; k < inputs; k += 4) {
         ahead.step();
-        ahead.template ask<(kHalf ? 128 : 256)>(tile + (size_t)k * kTile * (kHalf ? 2 : 4));
+        ahead.template prefetch<(kHalf ? 128 : 256)>(tile + (size_t)k * kTile * (kHalf ? 2 : 4));
         for (int c = 0; c < 4; c++) {
             const size_t at = (size_t)(k + c) * kTile;
             const vf weights = kHalf ? load_fp16((const uint16_t*)tile + at) : load((const float*)tile + at);
@@ -353,7 +356,7 @@ void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
 
 // -- choosing --
 
-// M rows, from `row`, times T tiles: to places `turn.done` and on of their `acc`.
+// Multiplies M rows, from `row` on, with T tiles, into rows `turn.done` and on of their `acc`.
 using Product = void (*)(const TileRef* tiles, const Rows& x, int64_t row, const Turn& turn);
 
 template <int M, ScaleType S>
@@ -365,7 +368,7 @@ Product choose_scaled(const Tiles& w) {
 
 template <int M, int T>
 Product choose(const Tiles& w) {
-    if (w.code == Code::i8 && !kTwoDigits) return product_outliers<M, T>;
+    if (w.code == Code::i8 && !kTwoTerms) return product_outliers<M, T>;
     if (w.code == Code::bf16) return product_bf16<M, T>;
     if constexpr (T > 1) return nullptr;
     switch (w.code) {
@@ -378,15 +381,15 @@ Product choose(const Tiles& w) {
     }
 }
 
-// As many rows at a time, and as many sums of rows and pairs of tiles, as registers hold.
+// The rows, rows of floats, and sums of rows times tiles that registers hold at a time.
 #if defined(__AVX512F__)
 constexpr int kMostRows = 8, kMostFloatRows = 4, kMostSums = 16;
 #else
 constexpr int kMostRows = 4, kMostFloatRows = 2, kMostSums = 4;
 #endif
 
-// One tile or two. With a row or two memory is what takes time, and one tile after the other is one stream of
-// it.
+// One tile or two. With one row or two the time goes into reading memory, and one tile after the other makes
+// one stream of it.
 void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
     const Tiles& w = *tiles->weight;
     if (count == 2 && !w.is_laid_out_as(*tiles[1].weight)) {
@@ -414,9 +417,9 @@ void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row
 
 RowType row_type(Code code) {
     switch (code) {
-        case Code::u4: return kTwoDigits ? RowType::digits : RowType::int8;
+        case Code::u4: return kTwoTerms ? RowType::two_terms : RowType::int8;
         case Code::u8: return RowType::int8;
-        case Code::i8: return kTwoDigits ? RowType::whole : RowType::outliers;
+        case Code::i8: return kTwoTerms ? RowType::whole : RowType::outliers;
         case Code::bf16: return RowType::bf16;
         default: return RowType::fp32;
     }
@@ -451,7 +454,7 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     return w.has_min ? value + scale_at(w, scales + scale * parts, lane) : value;
 }
 
-// out [K] = row `row` of w times `factor`: what an embedding table gives.
+// Writes row `row` of w times `factor` to out [K], as an embedding table is read.
 void read_row(const Tiles& w, int row, float factor, float* out) {
     const uint8_t* tile = w.tile(row / kTile);
     const int lane = row % kTile;

@@ -17,12 +17,11 @@ constexpr int kAmxMinRows = 6;  // fewer rows are faster on dpbusd (measured: cr
 
 OCTAVO_INLINE bool is_integer(Code code) { return code == Code::u4 || code == Code::u8; }
 
-// Bytes of a row that one multiplication takes: a group of 32 inputs, with both its digits where the weights
-// have 4 bits.
+// Bytes of a row that one multiplication takes: a group of 32 inputs, with both terms beside 4-bit weights.
 OCTAVO_INLINE constexpr int depth_of(Code code) { return code == Code::u4 ? 2 * kGroup : kGroup; }
 
-// Signed codes of one tile as B tiles, [groups][depth / 4][16 o][4]. 4 bits: the codes times 8 for the first
-// digits, then the codes.
+// Writes the signed codes of one tile as B tiles, [groups][depth / 4][16 o][4]. Codes of 4 bits come twice:
+// times 8 for the first terms, then as they are for the second.
 void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) {
     const __m512i zero = _mm512_set1_epi8((char)w.zero_point), nibble = _mm512_set1_epi8(15),
                   eights = _mm512_set1_epi8((char)0xf8);
@@ -50,7 +49,7 @@ void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) 
 // stay on dpbusd.
 OCTAVO_INLINE bool fits_signed(const Tiles& w) { return w.code == Code::u4 || w.zero_point != 0; }
 
-// Adds the sums of one group, scaled, to the rows' accumulators. `sums [R][16 o]`; R rows, all in registers.
+// Adds the scaled sums [R][16 o] of one group to the R rows' accumulators, which are all in registers.
 template <int R, ScaleType S, bool kMin>
 OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row, int g, const int32_t* sums,
                                vf (&acc)[R]) {
@@ -65,9 +64,9 @@ OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row
     }
 }
 
-// Exact sums of two groups (or the last one alone) into `sums [2][R][16 o]`. The intrinsics take register
-// numbers as literals only, hence a macro: `multiply_even` and `multiply_odd` take turns on registers of
-// their own.
+// Multiplies two groups (or the last one alone) into exact sums [2][R][16 o]. The intrinsics take register
+// numbers as literals only, hence a macro: `multiply_even` and `multiply_odd` take turns, each with its own
+// registers.
 #define OCTAVO_MULTIPLY_PAIR(NAME, FIRST, SECOND)                                            \
     template <int R, int kDepth>                                                             \
     OCTAVO_INLINE void NAME(const int8_t* q, int64_t stride, const int8_t* codes, bool both, \
@@ -153,7 +152,7 @@ void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num
     run(w, data, codes, x, row0, num_rows, acc);
 }
 
-// Asks for 1 KiB of what these two tiles' successors have at the same place, into the second-level cache.
+// Prefetches 1 KiB into the second-level cache: what lies at this place in the two tiles behind these two.
 OCTAVO_INLINE void prefetch_successor(const TileRef* refs, const uint8_t* p) {
     const size_t ahead = 2 * refs->weight->tile_bytes;
     for (size_t line = 0; line < 1024; line += 64) __builtin_prefetch(p + ahead + line, 0, 2);
@@ -161,9 +160,9 @@ OCTAVO_INLINE void prefetch_successor(const TileRef* refs, const uint8_t* p) {
 
 // -- integers with one scale an output --
 
-// Exact sums of two tiles (or one of them alone) with up to 16 rows in two digits, into `sums [2 tiles][2
-// digits][rows][16 o]`: four loads for four multiplications. `kFirst`: the weights come from memory, for the
-// first time in this step. The codes are multiplied as they lie.
+// Multiplies two tiles (or one alone) with up to 16 rows of two terms into exact sums [2 tiles][2
+// terms][rows][16 o]: four loads for four multiplications, the codes as they lie. With `kFirst` the weights
+// come from memory, for the first time in this step.
 template <bool kFirst, bool kBoth>
 OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t row,
                                   int32_t (*sums)[kTile * kTile]) {
@@ -194,7 +193,7 @@ OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t ro
     _tile_stored(3, sums[3], 64);
 }
 
-// Those sums, scaled, to rows done .. of the tiles' accumulators.
+// Writes the scaled sums to rows `done` and on of the tiles' accumulators.
 OCTAVO_INLINE void scale_all(const TileRef* refs, int count, const Rows& x, int64_t row, int rows, int done,
                              const int32_t (*sums)[kTile * kTile]) {
     for (int t = 0; t < count; t++) {
@@ -258,8 +257,8 @@ void bf16_two(const TileRef* refs, const uint16_t* values, int64_t stride, int d
     _tile_stored(1, refs[1].acc + 16 * done, 64);
 }
 
-// Two tiles with 32 rows: four loads for four multiplications, which is what keeps the tile unit busy.
-// `kFirst`: the weights come from memory, for the first time in this step.
+// Two tiles with 32 rows: four loads for four multiplications, which keeps the tile unit busy. With `kFirst`
+// the weights come from memory, for the first time in this step.
 template <bool kFirst>
 void bf16_square(const TileRef* refs, const uint16_t* values, int64_t stride, int done) {
     const uint8_t *first = refs[0].data(), *second = refs[1].data();

@@ -1,4 +1,4 @@
-// Rotary positions.
+// Rotary position embedding of one head, in place.
 #pragma once
 #include "simd.h"
 

@@ -1,5 +1,5 @@
-// Rows before a product: RMS norm, layer norm, and conversion to integers (groups or whole rows, one digit,
-// two, or a second for outliers), bf16 or fp32. One row never sees another.
+// Rows before a product: RMS norm, layer norm, and conversion to integers (with a scale for each group or for
+// the whole row; in one int8 term, two, or a second one for outliers), bf16 or fp32. No row sees another.
 #pragma once
 #include "dots.h"
 #include "table.h"
@@ -7,8 +7,8 @@
 namespace octavo {
 namespace {
 
-// y = (x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * (w + offset), 16 lanes and a tail
-// at a time.
+// Computes y = (x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * (w + offset), 16 lanes at
+// a time.
 struct Normalizer {
     const Norm& norm;
     float mean = 0, inverse = 1;
@@ -70,7 +70,7 @@ OCTAVO_INLINE void store_int8(int8_t* q, vi n) {
 #endif
 }
 
-// Sixty-four numbers of -128 .. 127 as bytes, v[0]'s sixteen first.
+// Packs sixty-four numbers of -128 .. 127 into bytes, v[0]'s sixteen first.
 OCTAVO_INLINE vi pack_int8(const vi (&v)[4]) {
 #if defined(__AVX512BW__)
     const __m512i low = _mm512_packs_epi32((__m512i)v[0], (__m512i)v[1]),
@@ -88,15 +88,15 @@ OCTAVO_INLINE vi pack_int8(const vi (&v)[4]) {
 
 OCTAVO_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
-// One digit of a byte holds numbers of up to so many times their row's mean magnitude.
+// Multiple of a row's mean magnitude that one int8 term holds; larger numbers are outliers.
 constexpr float kOutlierMeans = 6;
 
 // Groups of 32 share d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d NaN, so that
-// it shows downstream. With kDigits d = absmax / 1016, and what is stored are two digits, 8 first + second.
-template <bool kDigits>
+// it shows downstream. With kTwoTermed d = absmax / 1016, and each number is stored as 8 first + second.
+template <bool kTwoTermed>
 OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
-    constexpr float kLargest = kDigits ? 127.0f * kDigit : 127.0f;
-    int8_t* q = (int8_t*)rows.values + index * rows.stride + g * (kDigits ? 2 * kGroup : kGroup);
+    constexpr float kLargest = kTwoTermed ? 127.0f * kFirstUnit : 127.0f;
+    int8_t* q = (int8_t*)rows.values + index * rows.stride + g * (kTwoTermed ? 2 * kGroup : kGroup);
     // As integers, magnitudes are in the same order, with infinities and NaNs above all numbers.
     const int32_t bits = max_lanes_i(max_i((vi)absolute(half[0]), (vi)absolute(half[1])));
     const bool finite = bits < 0x7f800000;
@@ -108,10 +108,10 @@ OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t i
     for (int h = 0; h < 2; h++) {
         const vi whole = finite ? round_to_int(half[h] * inverse) : vi{};
         int32_t half_sum;
-        if (kDigits) {
-            const vi first = (whole + kDigit / 2) >> 3;
+        if (kTwoTermed) {
+            const vi first = (whole + kFirstUnit / 2) >> 3;
             store_int8(q + h * kLanes, first);
-            store_int8(q + kGroup + h * kLanes, whole - first * kDigit);
+            store_int8(q + kGroup + h * kLanes, whole - first * kFirstUnit);
             half_sum = sum_lanes_i(whole);
         } else {
             store_int8(q + h * kLanes, whole);
@@ -124,14 +124,14 @@ OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t i
     rows.scaled_sums[rows.at(index, g)] = d * (float)sum;
 }
 
-// The 32 values of group g of row `index`, converted.
+// Converts the 32 values of group g of row `index`.
 OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
     const int64_t at = index * rows.stride + g * kGroup;
     switch (rows.type) {
         case RowType::int8: return put_integers<false>(half, rows, index, g);
-        case RowType::digits: return put_integers<true>(half, rows, index, g);
+        case RowType::two_terms: return put_integers<true>(half, rows, index, g);
         case RowType::whole:
-        case RowType::outliers: return;  // not by groups: put_whole, put_with_outliers
+        case RowType::outliers: return;  // never by groups: see put_whole, put_with_outliers
         case RowType::bf16:
             store_bf16((uint16_t*)rows.values + at, half[0]);
             return store_bf16((uint16_t*)rows.values + at + kLanes, half[1]);
@@ -141,10 +141,11 @@ OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t inde
     }
 }
 
-// A row that shares d = absmax / 16319, in two digits of a byte. Not-a-numbers show as in put_integers.
+// Converts a row with one d = absmax / 16319 to two int8 terms. A NaN or an infinity shows as in
+// put_integers.
 template <typename Lanes>
 OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int64_t index) {
-    constexpr float kLargest = 127.0f * kWholeDigit + (kWholeDigit / 2 - 1);
+    constexpr float kLargest = 127.0f * kWholeUnit + (kWholeUnit / 2 - 1);
     const int padded = rows.num_groups * kGroup;
     int8_t* q = (int8_t*)rows.values + index * rows.stride;
     vf most{}, bad{};
@@ -158,44 +159,43 @@ OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int
     vi sums[2] = {};
     for (int i = 0; i < padded; i += kLanes) {
         const vi whole = i < k && check == 0 ? round_to_int(lanes_at(i) * inverse) : vi{};
-        const vi first = (whole + kWholeDigit / 2) >> 7, second = whole - first * kWholeDigit;
+        const vi first = (whole + kWholeUnit / 2) >> 7, second = whole - first * kWholeUnit;
         store_int8(q + i, first);
         store_int8(q + padded + i, second);
         sums[0] += first;
         sums[1] += second;
     }
-    for (int digit = 0; digit < 2; digit++)
-        rows.sums[rows.half_at(index, 0, digit)] = sum_lanes_i(sums[digit]);
+    for (int term = 0; term < 2; term++) rows.sums[rows.half_at(index, 0, term)] = sum_lanes_i(sums[term]);
     rows.scales[rows.at(index, 0)] = largest / kLargest + check;
 }
 
-// Appends the quads of sixteen with a second digit, of which the first is quad `first`. No branch: which
-// quads these are cannot be foreseen.
-OCTAVO_INLINE int append_outliers(vi digits, int first, const OutlierList& list, int count) {
+// Appends those of sixteen quads, from quad `first` on, that have a second term. Returns the new count. There
+// is no branch on which quads these are: it could not be predicted.
+OCTAVO_INLINE int append_outliers(vi terms, int first, const OutlierList& list, int count) {
 #if defined(__AVX512F__)
-    const __mmask16 some = _mm512_test_epi32_mask((__m512i)digits, (__m512i)digits);
+    const __mmask16 some = _mm512_test_epi32_mask((__m512i)terms, (__m512i)terms);
     store_i(list.quads + count, (vi)_mm512_maskz_compress_epi32(some, (__m512i)(iota() + first)));
-    store_i(list.digits + 4 * (int64_t)count, (vi)_mm512_maskz_compress_epi32(some, (__m512i)digits));
+    store_i(list.terms + 4 * (int64_t)count, (vi)_mm512_maskz_compress_epi32(some, (__m512i)terms));
     return count + __builtin_popcount(some);
 #else
     int8_t seconds[4 * kLanes];
-    store_i(seconds, digits);
+    store_i(seconds, terms);
     for (int i = 0; i < kLanes; i++) {
         list.quads[count] = first + i;
-        std::memcpy(list.digits + 4 * (int64_t)count, seconds + 4 * i, 4);
+        std::memcpy(list.terms + 4 * (int64_t)count, seconds + 4 * i, 4);
         count += (seconds[4 * i] | seconds[4 * i + 1] | seconds[4 * i + 2] | seconds[4 * i + 3]) != 0;
     }
     return count;
 #endif
 }
 
-// A row that shares a d for which its numbers' mean magnitude is 127 / kOutlierMeans: what is larger than 127
-// d is an outlier. d is smaller where there are none, and larger where one would need a third digit.
-// Not-a-numbers show as in put_integers.
+// Converts a row with one d, for which the mean magnitude of its numbers is 127 / kOutlierMeans; a number
+// larger than 127 d has a second term. d is smaller where no number does, and larger where one would need a
+// third term. A NaN or an infinity shows as in put_integers.
 template <typename Lanes>
 OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& rows, int64_t index) {
-    constexpr float kLargest = 127.0f * (kOutlierDigit + 1);
-    static_assert(kOutlierDigit == 255);  // what the shift below is for
+    constexpr float kLargest = 127.0f * (kOutlierUnit + 1);
+    static_assert(kOutlierUnit == 255);  // the shift by 8 below multiplies with it
     const int padded = rows.num_groups * kGroup;
     int8_t* q = (int8_t*)rows.values + index * rows.stride;
     vf most{}, total{};
@@ -217,7 +217,7 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
         for (int j = 0; j < 4; j++) {
             const int at = i + j * kLanes;
             const vi whole = at < k && finite ? round_to_int(lanes_at(at) * inverse) : vi{};
-            second[j] = round_to_int(to_float(whole) * (1.0f / kOutlierDigit));
+            second[j] = round_to_int(to_float(whole) * (1.0f / kOutlierUnit));
             first[j] = whole - (second[j] << 8) + second[j];
         }
         const vi ones = splat_i(0x01010101), firsts = pack_int8(first), seconds = pack_int8(second);
@@ -227,16 +227,15 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
         count = append_outliers(seconds, i / 4, list, count);
     }
     store_i(list.quads + count, vi{});
-    store_i(list.digits + 4 * (int64_t)count, vi{});
+    store_i(list.terms + 4 * (int64_t)count, vi{});
     *list.count = count;
-    for (int digit = 0; digit < 2; digit++)
-        rows.sums[rows.half_at(index, 0, digit)] = sum_lanes_i(sums[digit]);
+    for (int term = 0; term < 2; term++) rows.sums[rows.half_at(index, 0, term)] = sum_lanes_i(sums[term]);
     rows.scales[rows.at(index, 0)] = d;
 }
 
 void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index) {
     if (rows.type == RowType::whole || rows.type == RowType::outliers) {
-        constexpr int kBuffered = 4096;  // normalised once, not each time that the row is gone through
+        constexpr int kBuffered = 4096;  // the row is read twice, and normalised only once up to this width
         float buffer[kBuffered];
         const bool buffers = norm.weight && k <= kBuffered;
         if (buffers) norm_row(x, k, norm, buffer);
@@ -258,7 +257,7 @@ void prepare_row(const float* x, int k, const Norm& norm, const Rows& rows, int6
     }
 }
 
-// from [num_rows][32], of which `width` columns count, into group g of rows row0 and on.
+// Converts from [num_rows][32], of which `width` columns count, to group g of rows row0 and on.
 void put_rows(const float* from, const Rows& rows, int64_t row0, int num_rows, int g, int width) {
     for (int m = 0; m < num_rows; m++, from += kGroup) {
         vf half[2];

@@ -2,9 +2,9 @@
 // everywhere.
 //
 // `vf` is 16 fp32 lanes, `vi` 16 int32 lanes (vectors.h). On AVX-512 each is one register, on AVX2 two, on
-// SSE2 or NEON four; operators are those of the compiler's vectors, and only what it cannot guess stands
-// here. Kernels are compiled with -ffp-contract=off: a product is fused into a sum where `fma` says so and
-// nowhere else, so that the same arithmetic comes out however many rows a template handles at once.
+// SSE2 or NEON four. Operators are those of the compiler's vectors; here stands what they do not cover.
+// Kernels are compiled with -ffp-contract=off: a product is fused into a sum where `fma` says so and nowhere
+// else, so that the same arithmetic comes out however many rows a template handles at once.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,7 @@ OCTAVO_INLINE vi splat_i(int32_t x) {
 OCTAVO_INLINE vf splat(float x) {
     return each([x](RegisterF zero) { return x - zero; }, vf{});  // x - 0 is x, whatever its sign
 }
-// Four bytes, as int8 or a pair of bf16, in every lane.
+// Loads four bytes, four int8 or a pair of 16 bits, into every lane.
 OCTAVO_INLINE vi broadcast4(const void* p) {
     int32_t bits;
     std::memcpy(&bits, p, 4);
@@ -48,7 +48,7 @@ OCTAVO_INLINE vf select(vi mask, vf yes, vf no) {
 }
 OCTAVO_INLINE vf bits_to_float(vi v) { return (vf)v; }
 
-// The first `n` lanes of memory (0 elsewhere), and back. Nothing behind the n-th is touched.
+// Load and store the first `n` lanes (the others are loaded as 0). Nothing behind the n-th is touched.
 #if defined(__AVX512F__)
 OCTAVO_INLINE vf load_first(const float* p, int n) {
     return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
@@ -149,7 +149,7 @@ OCTAVO_INLINE int32_t max_lanes_i(vi v) {
 OCTAVO_INLINE vi max_i(vi a, vi b) {
     return each([](RegisterI x, RegisterI y) { return x > y ? x : y; }, a, b);
 }
-// Whether any lane of a comparison's result is set.
+// Returns whether any lane of a comparison's result is set.
 OCTAVO_INLINE bool any_lane(vi mask) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -160,7 +160,7 @@ OCTAVO_INLINE bool any_lane(vi mask) {
     return max_lanes_i(mask & 1) != 0;
 #endif
 }
-// Of sixteen int8 in a row.
+// Returns the sum of sixteen int8.
 OCTAVO_INLINE int32_t sum_bytes(const int8_t* p) {
 #if defined(__SSE2__)
     const __m128i biased = _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((char)0x80));
@@ -181,14 +181,14 @@ OCTAVO_INLINE float bf16_to_float(uint16_t h) {
     std::memcpy(&f, &bits, 4);
     return f;
 }
-// Round to nearest even; NaN stays NaN.
+// Rounds to nearest even; NaN stays NaN.
 OCTAVO_INLINE uint16_t float_to_bf16(float f) {
     uint32_t bits;
     std::memcpy(&bits, &f, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
-// Sixteen bf16 in a row as fp32.
+// Loads sixteen bf16 as fp32.
 OCTAVO_INLINE vf load_bf16(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);

@@ -1,5 +1,5 @@
-// What the executor asks of the kernels: plain structs of pointers, and one table of functions an instruction
-// set.
+// What the executor and the kernels share: plain structs of pointers, and a table of functions for each
+// instruction set.
 //
 // Each level (portable ... amx) compiles the same sources into a shared object of its own, which exports one
 // symbol, octavo_kernel_table. Shapes: T rows, N outputs, K inputs; a tile is 16 outputs.
@@ -19,15 +19,15 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 
 // How a tile of 16 outputs lies in memory (k runs over inputs, o over the 16 outputs). Inputs are padded to a
 // multiple of 32 with codes whose activations are zero, outputs to a multiple of 16 with zero scales.
-//   u4   per group of 32 inputs: 4 vectors of [16 o][4 bytes], byte b of vector v = code(k = 8v + b) | code(k
-//   = 8v + 4 + b) << 4;
-//        then scales [16 o], then mins [16 o] where there are any
-//   u8   per group of 32 inputs: 8 vectors of [16 o][4 bytes], byte b of vector v = code(k = 4v + b); then
-//   scales (one
-//        row [16 o] a group of 32, or two where they change every 16 inputs, which then has no mins), then
-//        mins
-//   i8   signed codes alone, ordered as u8's, of inputs padded to a multiple of 64; at the end of the tile
-//   scales [16 o], fp32, one an output bf16 [K/2][16 o][2]      fp16, fp32 [K][16 o]
+//   u4          for each group of 32 inputs 4 vectors of [16 o][4 bytes], byte b of vector v =
+//               code(k = 8v + b) | code(k = 8v + 4 + b) << 4; then scales [16 o]; then mins [16 o], if any
+//   u8          for each group of 32 inputs 8 vectors of [16 o][4 bytes], byte b of vector v =
+//               code(k = 4v + b); then scales [16 o], or two rows of them where they change every 16 inputs;
+//               then mins [16 o], if any (never with two rows of scales)
+//   i8          signed codes alone, in u8's order, of inputs padded to a multiple of 64; at the end of the
+//               tile scales [16 o], fp32, one for each output
+//   bf16        [K/2][16 o][2]
+//   fp16, fp32  [K][16 o]
 // value = (code - zero_point) * scale + min.
 enum class Code : int32_t { u4, u8, i8, bf16, fp16, fp32 };
 constexpr int kNumCodes = 6;
@@ -43,8 +43,9 @@ struct Tiles {
     int32_t num_rows;  // N, outputs
     int32_t num_inputs;  // K as the model has it
     int32_t num_groups;  // ceil(K / 32); even with i8
-    size_t tile_bytes, tile_stride;  // from one tile to the next: more than it has where another weight's
-                                     // tiles lie between (packing.h)
+    size_t tile_bytes;
+    size_t
+        tile_stride;  // bytes to the next tile: twice tile_bytes where two weights lie tile by tile in turns
     const uint8_t* data;  // [ceil(N / 16)] tiles
 
     bool is_laid_out_as(const Tiles& w) const {
@@ -55,8 +56,8 @@ struct Tiles {
     const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }
 };
 
-// One tile of a weight, and where its product goes. Two that are laid out alike (neighbours, or a gate and
-// its up projection) are multiplied together where that loads the rows once instead of twice.
+// One tile of a weight, and the memory for its product. Two tiles that are laid out alike (neighbours, or a
+// gate and its up projection) are multiplied together where that loads the rows once instead of twice.
 struct TileRef {
     const Tiles* weight;
     int tile;
@@ -66,29 +67,34 @@ struct TileRef {
 
 // -- rows on their way into a product
 
-enum class RowType : int32_t { int8, digits, whole, outliers, bf16, fp32 };
+enum class RowType : int32_t { int8, two_terms, whole, outliers, bf16, fp32 };
 constexpr int kNumRowTypes = 6;
-constexpr const char* kRowTypeNames[kNumRowTypes] = {"int8", "digits", "whole", "outliers", "bf16", "fp32"};
-constexpr int kDigit = 8;  // what the first of two digits counts
-constexpr int kWholeDigit = 128;  // and where a whole row shares its scale
-constexpr int kOutlierDigit = 255;  // what the second digit counts of a number that one does not hold
+constexpr const char* kRowTypeNames[kNumRowTypes] = {"int8",     "two_terms", "whole",
+                                                     "outliers", "bf16",      "fp32"};
 
-// Rows as a product reads them. int8, and digits (4-bit weights on the tile unit): per group of 32 inputs d
-// (`scales`), the sums of the group's two halves (`sums`), and d times the whole group's sum (`scaled_sums`).
-// These three lie in blocks of 16 rows, so that a kernel finds the numbers of its rows side by side: [rows /
-// 16][group stride][16] (sums: [rows / 16][group stride][2][16]).
-//   int8    d = absmax / 127, q = x / d:           values [rows][groups][32]
-//   digits  d = absmax / 1016, q = 8 first + second: values [rows][groups][2 digits][32], first in -127 ..
-//   127, second in -4 .. 3
-// whole (weights with one scale an output, on the tile unit): one d for the row, absmax / 16319, and q = 128
-// first + second:
-//   values [rows][2 digits][32 groups], first in -127 .. 127, second in -64 .. 63; `scales` and `sums` (of
-//   each digit) lie where group 0's do
-// outliers (the same weights, without the tile unit): one d for the row, which most numbers of it fit in one
-// digit of, and
-//   q = first + 255 second, both in -127 .. 127: values [rows] of first [32 groups], then an OutlierList's
-//   arrays; `scales` and `sums` as with whole
-// bf16, fp32: values [rows][stride]. Strides count elements.
+// A number of a row is the sum of one or two int8 terms, each times its unit.
+constexpr int kFirstUnit = 8;  // unit of the first term with `two_terms`; the second's is 1
+constexpr int kWholeUnit = 128;  // unit of the first term with `whole`; the second's is 1
+constexpr int kOutlierUnit = 255;  // unit of the second term with `outliers`; the first's is 1
+
+// Rows as a product reads them.
+//
+// Rows in groups have for each group of 32 inputs a scale d (`scales`), the sums of the group's two halves
+// (`sums`), and d times the whole group's sum (`scaled_sums`). These three lie in blocks of 16 rows, so that
+// a kernel finds the numbers of its rows side by side: [rows / 16][group stride][16] (sums: [rows / 16][group
+// stride][2][16]).
+//   int8       d = absmax / 127, q = x / d: values [rows][groups][32]
+//   two_terms  beside 4-bit weights, with the tile unit. d = absmax / 1016, q = 8 first + second, first in
+//              -127 .. 127, second in -4 .. 3: values [rows][groups][2 terms][32]
+// Rows beside weights with one scale an output have one d. It and the terms' sums lie where those of group 0
+// do.
+//   whole      with the tile unit. d = absmax / 16319, q = 128 first + second, first in -127 .. 127, second
+//              in -64 .. 63: values [rows][2 terms][32 groups]
+//   outliers   without it. q = first + 255 second, both in -127 .. 127, with a d for which most numbers have
+//              no second term: values [rows] of first [32 groups], then an OutlierList's arrays
+// Rows of floats are values [rows][stride].
+//   bf16, fp32
+// Strides count elements.
 struct Rows {
     RowType type;
     void* values;
@@ -96,7 +102,8 @@ struct Rows {
     float* scales;
     int32_t* sums;
     float* scaled_sums;
-    int32_t num_groups, group_stride;  // groups of a row, and from one block of 16 rows to the next
+    int32_t num_groups;  // groups of a row
+    int32_t group_stride;  // groups from one block of 16 rows to the next
 
     size_t at(int64_t row, int g) const {
         return ((size_t)(row / kTile) * group_stride + g) * kTile + row % kTile;
@@ -106,26 +113,25 @@ struct Rows {
     }
 };
 
-// Quads (four neighbouring inputs) of a row of which one number at least has a second digit, and their second
-// digits, in memory behind the row's first digits. Behind the last follow zeros, as many as kUnrolled at
-// least.
+// The second terms of a row, in memory behind its first ones: the quads (four neighbouring inputs) in which
+// at least one number has a second term, and these terms. At least kUnrolled zeros follow the last.
 struct OutlierList {
     static constexpr int kUnrolled = 16;
     int32_t* count;
     int32_t* quads;
-    int8_t* digits;  // [..][4]
+    int8_t* terms;  // [..][4]
 
     static int64_t capacity(int64_t inputs) { return inputs / 4 + kUnrolled; }
     static int64_t num_bytes(int64_t inputs) { return 64 + 8 * capacity(inputs); }
     OutlierList(int8_t* row, int64_t inputs)
-        : count((int32_t*)(row + inputs)), quads(count + 16), digits((int8_t*)(quads + capacity(inputs))) {}
+        : count((int32_t*)(row + inputs)), quads(count + 16), terms((int8_t*)(quads + capacity(inputs))) {}
 };
 
-// Elements that one row takes.
+// Returns the elements that one row takes.
 inline int64_t row_elements(RowType type, int num_groups) {
     const int64_t inputs = (int64_t)num_groups * kGroup;
     switch (type) {
-        case RowType::digits:
+        case RowType::two_terms:
         case RowType::whole: return 2 * inputs;
         case RowType::outliers: return inputs + OutlierList::num_bytes(inputs);
         default: return inputs;
@@ -189,16 +195,16 @@ struct AttentionArgs {
     const float* sinks;  // [H] or null
 };
 
-// A row of a piece, and where its lanes' states (m, l, acc) of the piece's first split go, those of the next
-// `split_stride` floats behind. Null: the piece merges its splits and writes out.
+// A row of a piece, and the memory for its lanes' states (m, l, acc): those of the piece's first split, each
+// next split's `split_stride` floats further. Null: the piece merges its splits itself and writes the out.
 struct AttentionRow {
     int32_t row;
     float* partial;  // [query heads of the kv head][2 + v_padded]
     int64_t split_stride;
 };
 
-constexpr int kMaxLanes = 16;  // rows times query heads of the kv head that are attended together, a set
-constexpr int kMaxSets = 4;  // of a piece: they read the same splits one after another
+constexpr int kMaxLanes = 16;  // lanes of a set: rows times query heads of one kv head, attended together
+constexpr int kMaxSets = 4;  // sets of a piece, which read the same splits one after another
 
 // K and V of one kv head, blocks first .. last - 1 of a table.
 struct BlockRange {
@@ -206,20 +212,20 @@ struct BlockRange {
     int32_t kv_head, first, last;
 };
 
-// Rows that see the same blocks (of one request, or of several in what they share), one kv head, splits
-// first_split .. last_split - 1.
+// Rows that see the same blocks, of one request or of several in the prefix that they share; one kv head;
+// splits first_split .. last_split - 1.
 struct AttentionPiece {
     const int32_t* places;  // [T]
     const int32_t* block_table;  // of the request
     int32_t context_len, kv_head, first_split, last_split, num_rows;
     bool is_prefetched;  // whether what its first split reads has been prefetched
-    BlockRange ahead;  // what its thread reads next, perhaps nothing
+    BlockRange ahead;  // what its thread reads next, to be prefetched; may be empty
     AttentionRow rows[kMaxSets * kMaxLanes];
 };
 
-// Asks for bytes `from` .. `to` - 1 of the range's blocks, to come into the second-level cache. A few blocks
-// at a time: blocks lie scattered over pages, where the hardware's prefetcher is of no help and each page has
-// to be found first.
+// Prefetches bytes `from` .. `to` - 1 of each block of the range into the second-level cache. A few blocks at
+// a time: they lie scattered over pages, where the hardware's prefetcher is of no help, and finding several
+// pages at once hides what finding each costs.
 inline void prefetch_blocks(const KvLayer& kv, const BlockRange& range, size_t from, size_t to) {
     constexpr int kTogether = 4;
     for (int block = range.first; block < range.last; block += kTogether)
@@ -235,42 +241,43 @@ struct Best;
 
 struct KernelTable {
     const char* name;
-    // Rows that one thread takes through several stages, so that what they need stays in its second-level
+    // Rows that one thread takes through several stages at a time: their numbers stay in its second-level
     // cache.
     int row_block;
-    // So many rows take as long to multiply with a weight as a byte of it takes to be read: from there on a
-    // thread may read all weights.
+    // Number of rows whose products with a weight take as long as reading one byte of it: with as many rows a
+    // thread may as well read all weights by itself.
     int rows_per_byte;
-    // Called before a step by the thread that asks for it: other code may have used the tile unit on that
-    // thread since.
+    // Called before a step by the thread that starts it: other code may have used the tile unit on that
+    // thread since the last step.
     void (*begin_step)();
-    // Makes `rows` ready in place `index` out of x [K]: norm where one is set, then conversion.
+    // Converts x [K] to row `index` of `rows`, after the norm where one is set.
     void (*prepare_row)(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index);
-    // For each of the `count` (1 or 2) tiles: acc [num_rows][16] = rows row0.. of x times the tile.
-    // `scratch`: scratch_bytes(w).
+    // For each of the `count` tiles, 1 or 2: acc [num_rows][16] = rows row0 and on of x times the tile.
+    // `scratch` has scratch_bytes(w).
     void (*tile_products)(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows,
                           uint8_t* scratch);
     size_t (*scratch_bytes)(const Tiles& w);
-    // Rows row0 .. of `acc` (and `up` where gated), whose columns are column .. column + width - 1 of the
-    // whole (width <= 16), through the epilogue to out [num_rows][out_stride].
+    // Takes acc [num_rows][16] (and `up` where gated), the sums of rows row0 and on in columns column ..
+    // column + width - 1, width <= 16, through the epilogue to out [num_rows][out_stride].
     void (*write_tile)(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows,
                        int column, int width, float* out, int64_t out_stride);
-    // from [num_rows][32], of which `width` columns count, into group g of rows row0 and on: what prepare_row
-    // does without a norm.
+    // Converts from [num_rows][32], of which `width` columns count, to group g of rows row0 and on, as
+    // prepare_row does without a norm.
     void (*put_rows)(const float* from, const Rows& rows, int64_t row0, int num_rows, int g, int width);
     RowType (*row_type)(Code code);
     // out [K] = row `row` of w, times scale.
     void (*read_row)(const Tiles& w, int row, float scale, float* out);
     void (*norm_row)(const float* x, int k, const Norm& norm, float* out);
-    // In place over n values: 0 silu, 1 gelu, 2 gelu_tanh, 3 relu, 4 relu2, 5 sigmoid, 6 tanh.
+    // Applies an activation in place to n values: 0 silu, 1 gelu, 2 gelu_tanh, 3 relu, 4 relu2, 5 sigmoid,
+    // 6 tanh.
     void (*activate)(int kind, float* x, int n);
     // Rotates one head in place. cos, sin [rotary / 2].
     void (*rope_head)(float* x, const float* cos, const float* sin, int rotary, bool interleaved);
     void (*kv_store)(const KvLayer& kv, int32_t slot, const float* k, const float* v);
     void (*attention)(const AttentionArgs& args, const AttentionPiece& piece, float* scratch);
     void (*attention_merge)(const AttentionArgs& args, const AttentionPiece& piece);
-    // Of logits [num_rows][32], of which `width` are the outputs column, column + 1, ..: each row's best so
-    // far.
+    // Updates each row's best logit by logits [num_rows][32], whose first `width` are the outputs column and
+    // on.
     void (*keep_best)(const float* logits, int num_rows, int column, int width, Best* best);
     // Draws one row; see sample.inl.
     void (*sample_row)(const SampleArgs& args, int row, void* scratch);

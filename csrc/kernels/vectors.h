@@ -1,8 +1,8 @@
 // Sixteen lanes as a type: `vf` of fp32, `vi` of int32, with the operators that GCC's vectors have.
 //
-// With AVX-512 both are vectors of the compiler. Where registers are smaller it would keep a vector of 64
-// bytes in memory; the halves of a struct it keeps in registers. So there they are two vectors of 32 bytes
-// (AVX2), or twice two of 16.
+// With AVX-512 both are vectors of the compiler. Where registers are smaller, it would keep a vector of 64
+// bytes in memory, but it keeps the members of a struct in registers. So there they are structs of two
+// vectors of 32 bytes (AVX2), or of four of 16.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ OCTAVO_INLINE Two<T> two(T low, T high) {
     return {low, high};
 }
 
-// fn of the registers of one or several.
+// Applies fn to the registers of one vector or several, and returns a vector of the results.
 template <typename Fn, typename... T>
 OCTAVO_INLINE auto each(const Fn& fn, T... v) {
     return fn(v...);
@@ -111,7 +111,7 @@ struct Doubled<Register, 1> {
 using vf = Doubled<RegisterF, 16 / kRegisterLanes>::type;
 using vi = Doubled<RegisterI, 16 / kRegisterLanes>::type;
 
-// From and to memory, a register at a time.
+// Loads and stores, a register at a time.
 template <typename Vector>
 struct Memory16 {
     static OCTAVO_INLINE Vector load(const void* p) {

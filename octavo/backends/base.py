@@ -165,6 +165,14 @@ class Backend(Protocol):
     """Name of what the last bits of results depend on besides the options: an instruction set, a
     library."""
 
+    def check(self, program: Program, format_of: FormatOf) -> None:
+        """Refuses what `prepare` cannot run, before any weight is read.
+
+        BackendUnavailable names the op, the cache group or the pair of weights, UnsupportedModel
+        the format.
+        """
+        ...
+
     def prepare(self, program: Program, load: LoadWeight) -> Runnable:
         """Packs the weights (each loaded once through `load`) and plans buffers; BackendUnavailable
         names an op that the backend cannot run.

@@ -82,7 +82,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _native() -> Finding:
-    from octavo.backends.native.backend import supported_levels
+    from octavo.backends.native.extension import supported_levels
 
     try:
         levels = supported_levels()

@@ -87,8 +87,10 @@ def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) ->
     config, whole = model.config, model.decoder()
     own = part_of(config, model.checkpoint, whole, 0 if ranks is None else ranks.rank)
     backend = build_backend(config, ranks)
-    footprint = backend.footprint(own, formats_of(config, model.checkpoint, whole))
     # Everything that can be refused is refused before the first weight is read.
+    formats = formats_of(config, model.checkpoint, whole)
+    backend.check(own, formats)
+    footprint = backend.footprint(own, formats)
     _check_cache(config.cache, backend, footprint)
     rows = request_rows(config, backend.options, own)
     _check_fits(model, backend, own, footprint, report)

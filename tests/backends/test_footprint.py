@@ -4,7 +4,7 @@ import pytest
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
-from octavo.backends.native.footprint import CODES
+from octavo.backends.native.formats import FORMATS as TILES
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.footprint import FLOATS, PACKED
@@ -77,8 +77,8 @@ def test_reference(family):
 
 
 def test_every_format_that_is_read_has_a_size():
-    assert set(CODES) == {kind.name for kind in BLOCK_TYPES.values()} | {"I8"}
-    assert {*FLOATS, *PACKED} == set(CODES) | {"F8_E4M3"}
+    assert set(TILES) == {kind.name for kind in BLOCK_TYPES.values()} | {"I8"}
+    assert {*FLOATS, *PACKED} == set(TILES) | {"F8_E4M3"}
 
 
 def test_a_config_alone_says_the_same(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.backends import devices
-from octavo.backends.native.backend import supported_levels
+from octavo.backends.native.extension import supported_levels
 from octavo.worker.machine import Machine
 
 DRIVER = (

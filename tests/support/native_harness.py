@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from octavo.backends.base import BackendOptions, Runnable
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import KvCache
-from octavo.backends.native.backend import NativeBackend, supported_levels
+from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.extension import supported_levels
 from octavo.backends.reference.backend import ReferenceBackend, ReferenceRunnable
 from octavo.errors import BackendUnavailable
 from octavo.program import ops

@@ -19,7 +19,7 @@ from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
-from octavo.checkpoint.weights import WeightReader
+from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.models.registry import build_programs
 from octavo.program.program import Program
 from octavo.worker.loaded_model import common_layouts
@@ -67,7 +67,11 @@ class PagedRunner:
         self.programs = {
             name: rewrite(program) for name, program in build_programs(checkpoint.config).items()
         }
-        load = load or WeightReader(checkpoint).load
+        if load is None:
+            load = WeightReader(checkpoint).load
+            for program in self.programs.values():
+                formats = loaded_formats(checkpoint, "auto", None, program)
+                self.backend.check(program, formats)
         self.runnables = {
             name: self.backend.prepare(program, load) for name, program in self.programs.items()
         }

@@ -6,18 +6,14 @@ csrc/core/executor.h.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
 from octavo.backends.batch import (
-    SAMPLING_RECORD,
     DecodeSteps,
     GoesOn,
     SampleResult,
@@ -26,65 +22,21 @@ from octavo.backends.batch import (
     StepOutput,
 )
 from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
-from octavo.backends.native.footprint import FP8_HINT, native_footprint
-from octavo.backends.native.lower import Lowering, check
+from octavo.backends.native.check import check, check_ops
+from octavo.backends.native.extension import native_module, supported_levels
+from octavo.backends.native.footprint import native_footprint
+from octavo.backends.native.lower import Lowering
+from octavo.backends.native.weights import NativeWeights
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.outputs import OpProfile, Profile
 from octavo.program.ops import Linear
 from octavo.program.passes.optimize import optimize
-from octavo.program.program import CacheGroup, Program, Weight
-from octavo.quant.blocks import BlockWeight, StoredWeight
-from octavo.quant.packed import Levels, PackedWeight
+from octavo.program.program import CacheGroup, Program
 
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
 
-PACKED_AT_ONCE = 64 << 20
-"""Bytes of tiles, which all threads pack without a wait. What they are packed from stays until
-then.
-"""
-
 MANY_ROWS = 32
-"""Of a product whose rate is the machine's: two tiles of rows."""
-
-
-def native_module() -> Any:
-    """Returns the compiled extension; BackendUnavailable names the command that builds it."""
-    try:
-        native = importlib.import_module("octavo.backends.native._native")
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"the native backend is not built: {error}",
-            hint=(
-                "run `pip install .` in the source tree; --backend torch and --backend reference"
-                " run without it"
-            ),
-        ) from error
-    if np.dtype(native.SAMPLING_RECORD) != SAMPLING_RECORD:
-        raise BackendUnavailable(
-            "the native backend was built from other sources: its sampling record is"
-            f" {native.SAMPLING_RECORD}, this source tree's is {SAMPLING_RECORD}",
-            hint="run `pip install .` in the source tree again",
-        )
-    return native
-
-
-def supported_levels() -> list[str]:
-    """Instruction-set levels this machine runs, best last."""
-    levels: list[str] = native_module().supported_levels()
-    return levels
-
-
-@dataclass(frozen=True, slots=True)
-class NativeTiles:
-    """A weight in the kernels' tiles."""
-
-    handle: Any
-    row_type: str
-    """How its products read their rows at this level (`RowType` in csrc/kernels/table.h)."""
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.handle.num_bytes)
+"""Rows of the product whose rate counts as the machine's: two tiles of rows."""
 
 
 def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
@@ -133,10 +85,13 @@ class NativeBackend:
     def level(self) -> str:
         return str(self._device.level)
 
+    def check(self, program: Program, format_of: FormatOf) -> None:
+        check(self._optimize(program), format_of, self._device.row_type)
+
     def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
         optimized = self._optimize(program)
-        check(optimized)
-        weights = _Weights(self._device, load, self.options.dtype)
+        check_ops(optimized)
+        weights = NativeWeights(self._device, load, self.options.dtype)
         executor = native_module().Executor(
             self._device, self.options.max_tokens, program.vocab_size
         )
@@ -294,146 +249,3 @@ def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> Sampl
         result.top_ids = np.zeros((count, most), np.int32)
         result.top_logprobs = np.zeros((count, most), np.float32)
     return result
-
-
-class _Weights:
-    """Loads each weight once and packs it as its readers want: tiles for products and tables,
-    floats for norms and biases.
-    """
-
-    def __init__(self, device: Any, load: LoadWeight, dtype: str) -> None:
-        self._device = device
-        self._load = load
-        self._dtype = dtype
-        self._packer = native_module().Packer(device)
-        self._tiles: dict[tuple[Weight, bool], NativeTiles] = {}
-        self._floats: dict[Weight, NDArray[np.float32]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tiles.num_bytes for tiles in self._tiles.values()) + sum(
-            array.nbytes for array in self._floats.values()
-        )
-
-    def tiles(self, weight: Weight, *, wide: bool = False) -> NativeTiles:
-        """With `wide`, codes of 4 bits lie in bytes, for a product beside a weight of 8."""
-        if self._packer.num_waiting_bytes >= PACKED_AT_ONCE:
-            self._packer.run()
-        return self._added(weight, wide)
-
-    def gate_and_up(self, gate: Weight, up: Weight, *, wide: bool = False) -> list[NativeTiles]:
-        """The two of a gated product, which reads them together: tile by tile in turns, where they
-        are alike and nobody has them yet.
-        """
-        fresh = (gate, wide) not in self._tiles and (up, wide) not in self._tiles
-        pair = [self.tiles(gate, wide=wide), self._added(up, wide)]
-        if fresh:
-            self._packer.interleave(*(tiles.handle for tiles in pair))
-        return pair
-
-    def _added(self, weight: Weight, wide: bool) -> NativeTiles:
-        if (weight, wide) not in self._tiles:
-            self._tiles[weight, wide] = self._pack(weight, self._load(weight), wide)
-        return self._tiles[weight, wide]
-
-    def pack(self) -> None:
-        """What is not packed yet."""
-        self._packer.run()
-
-    def floats(self, weight: Weight) -> NDArray[np.float32]:
-        if weight not in self._floats:
-            self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
-        return self._floats[weight]
-
-    def _pack(self, weight: Weight, packed: StoredWeight, wide: bool) -> NativeTiles:
-        if isinstance(packed, PackedWeight):
-            if packed.is_float:
-                code = {"float32": "fp32", "bfloat16": "bf16"}.get(self._dtype, packed.code)
-                return self._tiles_of(self._packer.values(_typed(packed.codes), code))
-            if packed.lookup is not None or packed.input_permutation is not None:
-                raise BackendUnavailable(
-                    f"the native backend cannot pack {weight.name}: codes through a table or"
-                    " permuted inputs"
-                )
-            if packed.code == "e4m3":
-                raise BackendUnavailable(
-                    f"the native backend cannot pack {weight.name}: fp8 codes", hint=FP8_HINT
-                )
-        try:
-            handle = self._packer.codes(
-                **_fields(packed),
-                group=packed.group,
-                num_inputs=packed.shape[-1],
-                wide=wide,
-                whole_rows=isinstance(packed, PackedWeight) and packed.activation == "per_token",
-            )
-        except ValueError as error:
-            raise BackendUnavailable(
-                f"the native backend cannot pack {weight.name}: {error}"
-            ) from None
-        return self._tiles_of(handle)
-
-    def _tiles_of(self, handle: Any) -> NativeTiles:
-        return NativeTiles(handle, self._device.row_type(handle.code))
-
-
-def _fields(weight: StoredWeight) -> dict[str, Any]:
-    """Codes, scales and mins as `pack_codes` takes them: where they lie in a file's blocks, or in
-    arrays of their own.
-    """
-    if isinstance(weight, BlockWeight):
-        return _block_fields(weight)
-    assert weight.scales is not None
-    half = weight.group // 2 if weight.nibbles == "halves" else 1
-    inputs, plane = (32, (0, 8, 32)) if weight.bits != 4 else (max(2 * half, 32), (0, 4, half))
-    return {
-        "codes": _rows(weight.codes).view(np.uint8),
-        "block": (inputs, inputs * plane[1] // 8),
-        "planes": [plane],
-        "is_signed": weight.codes.dtype == np.int8,
-        "scales": _typed(weight.scales.values),
-        "mins": _values(weight.mins),
-        "super_scales": _supers(weight.scales),
-        "super_mins": _supers(weight.mins),
-        "zero_point": weight.zero_point,
-    }
-
-
-def _block_fields(weight: BlockWeight) -> dict[str, Any]:
-    layout, blocks = weight.layout, weight.blocks
-    numbers = {
-        "scales": layout.scales,
-        "mins": layout.mins,
-        "super_scales": layout.super_scales,
-        "super_mins": layout.super_mins,
-    }
-    return {
-        "codes": blocks.reshape(len(blocks), -1),
-        "block": (weight.block_size, blocks.shape[-1]),
-        "planes": [(plane.start, plane.bits, plane.run) for plane in layout.planes],
-        "is_signed": layout.bits == 8,
-        "zero_point": layout.zero_point,
-    } | {
-        name: None if one is None else (one.view(blocks), one.kind) for name, one in numbers.items()
-    }
-
-
-def _rows(array: NDArray) -> NDArray:
-    """With the numbers of a row side by side."""
-    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
-
-
-def _typed(array: NDArray) -> tuple[NDArray, str]:
-    """The array with its type's name; bfloat16, which DLPack-style exchange does not know here,
-    travels as uint16.
-    """
-    name = array.dtype.name
-    return _rows(array.view(np.uint16) if name == "bfloat16" else array), name
-
-
-def _values(levels: Levels | None) -> tuple[NDArray, str] | None:
-    return None if levels is None else _typed(levels.values)
-
-
-def _supers(levels: Levels | None) -> tuple[NDArray, str] | None:
-    return None if levels is None or levels.super_scale is None else _typed(levels.super_scale)

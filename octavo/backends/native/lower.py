@@ -1,8 +1,7 @@
-"""Lowering: a fused and planned Program becomes calls on the native executor's builder, one method
-an op kind.
+"""Lowering: a fused Program becomes calls on the native executor's builder, one for each op.
 
-Knows how ops are cut into stages (as csrc/core/executor.h does) and which weights want which tiles.
-What the native kernels cannot do is refused here, by name, before anything is packed.
+Decides which op converts a product's rows and which weights stand in one product; the stages are
+those of stages.py. Knows nothing of kernels; what these cannot do check.py has refused.
 """
 
 from __future__ import annotations
@@ -13,20 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.native.stages import ROW_LOCAL, Stage, body_first, plan_arena, stages_of
-from octavo.errors import BackendUnavailable
+from octavo.backends.native.check import ACTIVATIONS
+from octavo.backends.native.stages import Stage, body_first, plan_arena, stages_of
 from octavo.program import ops
 from octavo.program.passes.plan import Plan
 from octavo.program.program import Op, Program, Value, Weight
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
-"""In the order of the kernels' numbers (csrc/kernels/epilogue.inl)."""
-
-MAX_LANES = 16
-"""Query heads of one kv head that the attention kernel takes together (csrc/kernels/table.h)."""
-
-MAX_KEY_WIDTH = 1024
-"""So many products with an int8 cache fit 31 bits (csrc/kernels/attention_lanes.inl)."""
 
 GROUP = 32
 """Inputs that share an activation scale (csrc/kernels/table.h)."""
@@ -41,40 +31,9 @@ LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None]
 class Weights(Protocol):
     """Where an op's weights come from: as tiles (NativeTiles) or as floats."""
 
-    def tiles(self, weight: Weight, *, wide: bool = False) -> Any: ...
-    def gate_and_up(self, gate: Weight, up: Weight, *, wide: bool = False) -> list[Any]: ...
+    def tiles(self, weight: Weight) -> Any: ...
+    def gate_and_up(self, gate: Weight, up: Weight) -> list[Any]: ...
     def floats(self, weight: Weight) -> NDArray[np.float32]: ...
-
-
-def check(program: Program) -> None:
-    """BackendUnavailable names the first thing that the native kernels cannot do."""
-    for op in program.ops:
-        if not isinstance(op, (*ROW_LOCAL, ops.Linear, ops.Attention)):
-            raise _refusal(program, f"the op {op.kind}")
-        if isinstance(op, ops.Attention):
-            _check_attention(program, op)
-    for group in program.groups:
-        if group.kind not in ("full", "window"):
-            raise _refusal(program, f"a cache group of kind {group.kind}")
-    if set(program.outputs) != {"logits"}:
-        raise _refusal(program, f"the outputs {sorted(program.outputs)}")
-
-
-def _check_attention(program: Program, op: ops.Attention) -> None:
-    if op.bias is not None:
-        raise _refusal(program, f"attention with {type(op.bias).__name__}")
-    if op.mask not in ("causal", "window", "full"):
-        raise _refusal(program, f"attention with the mask {op.mask}")
-    if op.num_heads // program.group(op.group).num_kv_heads > MAX_LANES:
-        raise _refusal(program, f"more than {MAX_LANES} query heads for one kv head")
-    if program.group(op.group).k_width > MAX_KEY_WIDTH:
-        raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
-
-
-def _refusal(program: Program, what: str) -> BackendUnavailable:
-    return BackendUnavailable(
-        f"the native backend cannot run {what} (in {program.name})", hint="try --backend reference"
-    )
 
 
 class Lowering:
@@ -164,8 +123,7 @@ class Lowering:
         )
 
     def _lower_KvWrite(self, op: ops.KvWrite) -> None:
-        if len(op.k_parts) != 1 or op.v is None:
-            raise _refusal(self._program, "a KV write of several parts")
+        assert op.v is not None, "check() refuses a KV write without V"
         self._builder.kv_write(
             self._span(op.k_parts[0]),
             self._span(op.v),
@@ -296,21 +254,14 @@ class Lowering:
             )
             found.setdefault(tiles.row_type, []).append(part)
             column += 0 if op.gate is not None else width
-        if op.gate is not None and len(found) > 1:
-            raise _refusal(
-                self._program,
-                f"a gate and its up projection in formats as different as {' and '.join(found)}",
-            )
+        assert op.gate is None or len(found) == 1, "check() refuses a gate and up of two row types"
         return list(found.values())
 
     def _product_tiles(self, op: ops.Linear) -> list[Any]:
-        """Of each weight. Gate and up read their rows in one type."""
+        """Returns the tiles of each weight; gate and up read their rows in one type."""
         if op.gate is None:
             return [self._weights.tiles(weight) for weight in op.weights_]
-        gate, up = op.weights_
-        pair = self._weights.gate_and_up(gate, up)
-        mixed = {tiles.row_type for tiles in pair} == {"digits", "int8"}
-        return self._weights.gate_and_up(gate, up, wide=True) if mixed else pair
+        return self._weights.gate_and_up(*op.weights_)
 
     def _lower_Attention(self, op: ops.Attention) -> None:
         window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)

@@ -83,12 +83,12 @@ class ReferenceBackend:
         self.options = options or BackendOptions()
         self._exchange = exchange
 
+    def check(self, program: Program, format_of: FormatOf) -> None:
+        """Refuses ops and groups; weights of any format are taken, since all become float64."""
+        _check_program(program)
+
     def prepare(self, program: Program, load: LoadWeight) -> ReferenceRunnable:
-        for op in program.ops:
-            _check_op(program, op)
-        for group in program.groups:
-            if group.kind == "state":
-                raise _refused(program, f"cache groups of kind {group.kind}")
+        _check_program(program)
         weights = {weight: _load(weight, load) for weight in program.weights}
         return ReferenceRunnable(program, weights, self._kv_layouts(program), self._exchange)
 
@@ -127,6 +127,14 @@ class ReferenceBackend:
         asked = self.options.kv_cache_dtype
         dtype = "fp64" if asked == "auto" else asked
         return tuple(layout_of(group, dtype) for group in program.groups)
+
+
+def _check_program(program: Program) -> None:
+    for op in program.ops:
+        _check_op(program, op)
+    for group in program.groups:
+        if group.kind == "state":
+            raise _refused(program, f"cache groups of kind {group.kind}")
 
 
 def _check_op(program: Program, op: Op) -> None:

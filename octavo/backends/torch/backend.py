@@ -25,7 +25,7 @@ from octavo.backends.kv import BLOCK_SIZE, KvLayout
 from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.attention.choose import choose_attention, first_that_computes
 from octavo.backends.torch.check import check_program
-from octavo.backends.torch.footprint import graphs_footprint, torch_footprint
+from octavo.backends.torch.footprint import TorchFootprint, graphs_footprint, torch_footprint
 from octavo.backends.torch.fp8 import E4M3
 from octavo.backends.torch.graphs import CudaGraphs, sizes_up_to
 from octavo.backends.torch.invariant import kernels_suffice
@@ -97,6 +97,13 @@ class TorchBackend:
             else f"CPU ({platform.machine()})"
         )
 
+    def check(self, program: Program, format_of: FormatOf) -> None:
+        """Refuses an op, a cache group, a format, or K and V that no kernels of attention take."""
+        optimized = optimize(program)
+        self._check(optimized)
+        dtype = self._footprint(optimized, format_of).dtype
+        first_that_computes(self._attention, optimized, self._kv_dtype(dtype))
+
     def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
         optimized, once = optimize(program), _FirstWeightKept(load)
         self._check(optimized)
@@ -109,12 +116,6 @@ class TorchBackend:
             self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
             self._plan_graphs(prepared, runtime, self._memory)
         return prepared
-
-    def check(self, program: Program) -> None:
-        """Raises BackendUnavailable, naming what this backend cannot run of a Program. Reads no
-        weight, so the kernels of attention, which depend on the type of K and V, are not asked.
-        """
-        self._check(optimize(program))
 
     def _check(self, optimized: Program) -> None:
         check_program(
@@ -199,15 +200,18 @@ class TorchBackend:
         return None if self._memory is None else self._memory.now()
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        found = torch_footprint(
-            optimize(program),
+        found = self._footprint(optimize(program), format_of)
+        layouts = self._kv_layouts(program, found.dtype)
+        return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
+
+    def _footprint(self, optimized: Program, format_of: FormatOf) -> TorchFootprint:
+        return torch_footprint(
+            optimized,
             format_of,
             self.options.max_tokens,
             DTYPES.get(self.options.dtype),
             self._packed_dtype,
         )
-        layouts = self._kv_layouts(program, found.dtype)
-        return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
         return measured_ceilings(

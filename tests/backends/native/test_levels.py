@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.native import backend as native
+from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.extension import native_module, supported_levels
 from tests.support.native_harness import require_native
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +27,7 @@ ALL_LEVELS = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_
 @pytest.fixture(scope="module")
 def directory():
     require_native()
-    return Path(native.native_module().__file__).parent
+    return Path(native_module().__file__).parent
 
 
 def tool(*command):
@@ -86,12 +87,10 @@ def test_every_level_is_built_and_shows_one_symbol(directory):
 
 def test_the_best_level_is_chosen():
     require_native()
-    supported = native.supported_levels()
+    supported = supported_levels()
     assert (
         supported == [level for level in ALL_LEVELS if level in supported]
         and supported[0] == "portable"
     )
-    assert native.NativeBackend(BackendOptions()).level == supported[-1]
-    assert [
-        native.NativeBackend(BackendOptions(), level=level).level for level in supported
-    ] == supported
+    assert NativeBackend(BackendOptions()).level == supported[-1]
+    assert [NativeBackend(BackendOptions(), level=level).level for level in supported] == supported

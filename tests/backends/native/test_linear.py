@@ -3,9 +3,9 @@ the documented arithmetic.
 
 Codes of 8 bits or fewer: each group of 32 inputs of a row is quantised to d = absmax / 127 and q =
 round-half-even(x * (127 / absmax)) in fp32, and y = sum over groups of scale * d * sum(code q) +
-min * d * sum(q). On the tile unit rows have two digits: beside 4 bits d = absmax / 1016, and with
-one scale an output the whole row is a group, with d = absmax / 16319. bf16: the row is rounded to
-bf16. Native stays within 2e-6 of the sum of the terms' magnitudes from that, and within what the
+min * d * sum(q). On the tile unit rows have two int8 terms: beside 4 bits d = absmax / 1016, and
+with one scale an output the whole row is a group, with d = absmax / 16319. bf16: the row is rounded
+to bf16. Native stays within 2e-6 of the sum of the terms' magnitudes from that, and within what the
 rounding of the rows implies from the reference.
 """
 
@@ -90,7 +90,7 @@ def quantised(x, largest_code, group):
 
 
 def with_outliers(x):
-    """`q [T, 1, K]` and `d [T, 1]` of rows whose largest numbers have a second digit (decision
+    """`q [T, 1, K]` and `d [T, 1]` of rows whose largest numbers have a second int8 term (decision
     0018), in fp32 and in the kernels' order.
     """
     magnitudes = np.pad(abs(x), ((0, 0), (0, -x.shape[1] % 16))).astype(np.float32)
@@ -110,14 +110,14 @@ def with_outliers(x):
     )
 
 
-def two_digits(level):
-    """Whether rows beside 4-bit codes, and beside codes with one scale an output, have two digits
-    (decisions 0017 and 0018).
+def two_terms(level):
+    """Returns whether rows beside 4-bit codes, and beside codes with one scale an output, have two
+    int8 terms (decisions 0017 and 0018).
     """
     return level == "amx"
 
 
-def as_multiplied(weight, x, *, two_digits):
+def as_multiplied(weight, x, *, two_terms):
     """The rows that the product sees, `[T, K] fp64`, and the most by which each may differ from
     x."""
     if weight.code == "bf16":
@@ -127,20 +127,20 @@ def as_multiplied(weight, x, *, two_digits):
         return x.astype(np.float64), np.zeros(x.shape)
     if weight.activation == "per_token":
         group = x.shape[1]
-        q, d = quantised(x, 16319, group) if two_digits else with_outliers(x)
+        q, d = quantised(x, 16319, group) if two_terms else with_outliers(x)
     else:
         group = GROUP
-        q, d = quantised(x, 1016 if weight.bits == 4 and two_digits else 127, group)
+        q, d = quantised(x, 1016 if weight.bits == 4 and two_terms else 127, group)
     seen = (q * d[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
     return seen, np.repeat(d, group, axis=1)[:, : x.shape[1]] * 0.5001
 
 
-def product(weight, x, *, two_digits):
+def product(weight, x, *, two_terms):
     """(y, sum of the terms' magnitudes, how far y may lie from the unrounded product): `[T, N]`
     each.
     """
     weight = weight.packed()
-    seen, error = as_multiplied(weight, x, two_digits=two_digits)
+    seen, error = as_multiplied(weight, x, two_terms=two_terms)
     values = weight.dequantize().astype(np.float64)
     terms = abs(seen) @ abs(values).T
     if weight.scales is not None:
@@ -175,7 +175,7 @@ def rows_of(k, seed=3):
     )
     x[4] = 0
     x[6, :GROUP] = 0
-    x[7, ::5] *= 60  # more numbers beyond the others than one digit holds
+    x[7, ::5] *= 60  # more numbers beyond the others than one int8 term holds
     x[8, k // 2] *= 1e4
     return x
 
@@ -184,14 +184,14 @@ def rows_of(k, seed=3):
 
 
 @cache
-def plain_product(kind, n, k, *, two_digits=False):
+def plain_product(kind, n, k, *, two_terms=False):
     x, weight = rows_of(k), weight_of(kind, n, k)
     case = Case(
         {"x": x},
         lambda v: [ops.Linear(v["x"], (Value("y", "tokens", n),), (Weight("w", (n, k)),))],
         {"w": weight},
     )
-    return case, *product(weight, x, two_digits=two_digits)
+    return case, *product(weight, x, two_terms=two_terms)
 
 
 def shapes(kind):
@@ -212,7 +212,7 @@ GRID = [(kind, *shape) for kind in FORMATS for shape in shapes(kind)]
 
 @pytest.mark.parametrize(("kind", "n", "k"), GRID, ids=str)
 def test_product(level, kind, n, k):
-    case, *rest = plain_product(kind, n, k, two_digits=two_digits(level))
+    case, *rest = plain_product(kind, n, k, two_terms=two_terms(level))
     check_product(case, level, *rest)
 
 
@@ -222,7 +222,7 @@ def test_product(level, kind, n, k):
 def test_large_products(level, kind, n, k):
     if kind == "pairs of 128":
         n += 3
-    case, *rest = plain_product(kind, n, k, two_digits=two_digits(level))
+    case, *rest = plain_product(kind, n, k, two_terms=two_terms(level))
     check_product(case, level, *rest)
 
 
@@ -244,7 +244,7 @@ def activated(kind, x):
 
 
 @cache
-def epilogue(kind, activation, *, with_residual, two_digits):
+def epilogue(kind, activation, *, with_residual, two_terms):
     n, k = 37, 256
     x, residual, weight = rows_of(k), normal(NUM_ROWS, n, seed=8), weight_of(kind, n, k)
     if kind in GGUF:
@@ -263,7 +263,7 @@ def epilogue(kind, activation, *, with_residual, two_digits):
             )
         ]
 
-    y, terms, drift = product(weight, x, two_digits=two_digits)
+    y, terms, drift = product(weight, x, two_terms=two_terms)
     y = y + bias
     if activation:
         y, terms, drift = (
@@ -292,13 +292,13 @@ def tamed(weight):
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_bias_activation_residual(level, kind, activation, with_residual):
     case, *rest = epilogue(
-        kind, activation, with_residual=with_residual, two_digits=two_digits(level)
+        kind, activation, with_residual=with_residual, two_terms=two_terms(level)
     )
     check_product(case, level, *rest)
 
 
 @cache
-def gated(kinds, activation, clamp, alpha, up_offset, *, bias, two_digits):
+def gated(kinds, activation, clamp, alpha, up_offset, *, bias, two_terms):
     """`kinds`: of the gate and of its up projection. Where they read their rows otherwise than each
     other, 4-bit codes lie in bytes.
     """
@@ -311,7 +311,7 @@ def gated(kinds, activation, clamp, alpha, up_offset, *, bias, two_digits):
         tamed(weight) if kind in GGUF else weight
         for kind, weight in zip(kinds, weights, strict=True)
     )
-    two_digits = two_digits and (gate.bits == 4) == (up.bits == 4)
+    two_terms = two_terms and (gate.bits == 4) == (up.bits == 4)
     biases = plain({"gb": normal(n, seed=9), "ub": normal(n, seed=10)})
 
     def make(v):
@@ -328,7 +328,7 @@ def gated(kinds, activation, clamp, alpha, up_offset, *, bias, two_digits):
         ]
 
     (g, g_terms, g_drift), (u, u_terms, u_drift) = (
-        product(weight, x, two_digits=two_digits) for weight in (gate, up)
+        product(weight, x, two_terms=two_terms) for weight in (gate, up)
     )
     if bias:
         g, u = g + biases["gb"].codes, u + biases["ub"].codes
@@ -357,7 +357,7 @@ def gated(kinds, activation, clamp, alpha, up_offset, *, bias, two_digits):
 )
 def test_gate(level, kind, activation, clamp, alpha, up_offset, bias):
     case, *rest = gated(
-        (kind, kind), activation, clamp, alpha, up_offset, bias=bias, two_digits=two_digits(level)
+        (kind, kind), activation, clamp, alpha, up_offset, bias=bias, two_terms=two_terms(level)
     )
     check_product(case, level, *rest)
 
@@ -377,12 +377,12 @@ def test_gate(level, kind, activation, clamp, alpha, up_offset, bias):
 )
 def test_gate_and_up_in_two_formats(level, kinds):
     """As files have them in which some layers' tensors are better than others'."""
-    case, *rest = gated(kinds, "silu", None, 1.0, 0.0, bias=False, two_digits=two_digits(level))
+    case, *rest = gated(kinds, "silu", None, 1.0, 0.0, bias=False, two_terms=two_terms(level))
     check_product(case, level, *rest)
 
 
 @cache
-def normed(kind, centered, *, two_digits):
+def normed(kind, centered, *, two_terms):
     """A norm that the product applies: it may round other than NumPy's, so where rows are quantised
     a code may differ by one.
     """
@@ -405,7 +405,7 @@ def normed(kind, centered, *, two_digits):
     rows = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * (
         scale + (0 if centered else 1)
     ) + (shift if centered else 0)
-    y, terms, drift = product(weight, rows.astype(np.float32), two_digits=two_digits)
+    y, terms, drift = product(weight, rows.astype(np.float32), two_terms=two_terms)
 
     def make(v):
         return [ops.Linear(v["x"], (Value("y", "tokens", n),), (Weight("w", (n, k)),), norm=norm)]
@@ -418,7 +418,7 @@ def normed(kind, centered, *, two_digits):
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("centered", [False, True])
 def test_norm_before(level, kind, centered):
-    case, *rest = normed(kind, centered, two_digits=two_digits(level))
+    case, *rest = normed(kind, centered, two_terms=two_terms(level))
     check_product(case, level, *rest)
 
 
@@ -426,7 +426,7 @@ def test_norm_before(level, kind, centered):
 
 
 @cache
-def merged(kinds, out, *, two_digits, one_out=False, with_residual=False):
+def merged(kinds, out, *, two_terms, one_out=False, with_residual=False):
     """Weights of 5, 20 and 33 rows side by side; outs that match them, or cut elsewhere, or one."""
     heights, k = (5, 20, 33), 256
     x, residual = rows_of(k), normal(NUM_ROWS, 58, seed=8)
@@ -446,7 +446,7 @@ def merged(kinds, out, *, two_digits, one_out=False, with_residual=False):
         return [ops.Linear(v["x"], outs, named, biases, residual=v["r"] if with_residual else None)]
 
     bias = normal(20, seed=9)
-    parts = [product(weight, x, two_digits=two_digits) for weight in weights.values()]
+    parts = [product(weight, x, two_terms=two_terms) for weight in weights.values()]
     y, terms, drift = (np.concatenate([part[i] for part in parts], axis=1) for i in range(3))
     y[:, 5:25] += bias
     y += residual if with_residual else 0
@@ -466,13 +466,13 @@ def test_merged(level, kinds, out):
     """Also of formats whose rows are read in different types. Outs 0 to 2 match the weights; 3 and
     4 are two cut across them.
     """
-    case, *rest = merged(kinds, out, two_digits=two_digits(level))
+    case, *rest = merged(kinds, out, two_terms=two_terms(level))
     check_product(case, level, *rest)
 
 
 @pytest.mark.parametrize("kinds", [("fp32",) * 3, ("int8", "bf16", "int8")], ids="+".join)
 def test_merged_into_one_with_a_residual(level, kinds):
-    case, *rest = merged(kinds, 0, two_digits=two_digits(level), one_out=True, with_residual=True)
+    case, *rest = merged(kinds, 0, two_terms=two_terms(level), one_out=True, with_residual=True)
     check_product(case, level, *rest)
 
 

@@ -7,20 +7,19 @@ exponential is involved.
 
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend, supported_levels
+from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.extension import supported_levels
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
-from octavo.program.program import CacheGroup, Program, Value, Weight
-from octavo.quant.packed import PackedWeight
+from octavo.program.program import Value, Weight
 from octavo.wiring.model import build_backend
 from tests.support.native_harness import NUM_ROWS, Case, check_rows, normal, plain, require_native
 
@@ -247,80 +246,6 @@ def test_a_chain_of_row_ops(level):
 # -- what it refuses -------------------------------------------------------------------------------
 
 
-def refused(op, message, *, groups=(), outputs=("logits",), weights=None):
-    require_native()
-    out = op.outputs[0]
-    program = Program(
-        "test",
-        {"token_ids": Value("x", "tokens", 4)},
-        dict.fromkeys(outputs, out),
-        (op,),
-        groups,
-        out.width,
-    )
-    with pytest.raises(BackendUnavailable) as error:
-        NativeBackend(BackendOptions()).prepare(program, (weights or {}).get)
-    assert message in str(error.value)
-
-
-X, Y, KV = Value("x", "tokens", 4), Value("y", "tokens", 4), CacheGroup("kv", "full", 1, 1, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("op", "message", "options"),
-    [
-        (ops.AllReduce(X, Y), "cannot run the op AllReduce (in test)", {}),
-        (ops.PoolRows(X, Y, "last"), "cannot run the op PoolRows", {}),
-        (
-            ops.Attention(X, Y, "kv", 0, 1, 1.0, "tree"),
-            "attention with the mask tree",
-            {"groups": (KV,)},
-        ),
-        (
-            ops.Attention(X, Y, "kv", 0, 1, 1.0, bias=ops.AlibiBias((0.5,))),
-            "attention with AlibiBias",
-            {"groups": (KV,)},
-        ),
-        (
-            ops.Attention(X, Y, "kv", 0, 17, 1.0),
-            "more than 16 query heads for one kv head",
-            {"groups": (KV,)},
-        ),
-        (
-            ops.Attention(X, Y, "kv", 0, 1, 1.0),
-            "keys wider than 1024",
-            {"groups": (replace(KV, k_width=1026),)},
-        ),
-        (
-            ops.Scale(X, Y, 2.0),
-            "a cache group of kind latent",
-            {"groups": (CacheGroup("kv", "latent", 1, 1, 4, 0),)},
-        ),
-        (ops.Scale(X, Y, 2.0), "the outputs ['hidden']", {"outputs": ("hidden",)}),
-    ],
-)
-def test_what_it_cannot_run_it_refuses_by_name(op, message, options):
-    refused(op, message, **options)
-
-
-def test_codes_through_a_table_are_refused():
-    weight = Weight("w", (4, 4))
-    packed = PackedWeight(
-        (4, 4),
-        4,
-        "lookup",
-        np.zeros((4, 2), np.uint8),
-        group=4,
-        scales=rms_norm(1, 0, 0.0).weights["w"],
-        lookup=np.zeros(16, np.float32),
-    )
-    refused(
-        ops.Linear(X, (Y,), (weight,)),
-        "cannot pack w: codes through a table",
-        weights={weight: packed},
-    )
-
-
 def test_an_unknown_level_names_those_there_are():
     require_native()
     with pytest.raises(BackendUnavailable, match="cpu_level 'sse9': this machine runs portable"):
@@ -366,7 +291,8 @@ def test_a_steps_arrays_have_all_their_axes():
 MANY_THREADS = """
 import resource
 from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend, supported_levels
+from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.extension import supported_levels
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.backends import sampling
 from octavo.backends.batch import SAMPLING_RECORD, sampling_records
-from octavo.backends.native.backend import native_module
+from octavo.backends.native.extension import native_module
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Value, Weight

@@ -1,13 +1,16 @@
-"""What the native backend packs, byte for byte: tiles as csrc/kernels/table.h draws them, written
-by NumPy from a weight's arrays.
+"""Tiles as the native backend packs them, byte for byte as csrc/kernels/table.h draws them: the
+tests write them with NumPy from a weight's arrays.
 """
+
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend, _Weights
+from octavo.backends.native.extension import native_module
+from octavo.backends.native.formats import FORMATS as TILE_FORMATS
+from octavo.backends.native.weights import NativeWeights, add_weight
 from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight
 from octavo.quant.packed import PackedWeight
@@ -18,25 +21,29 @@ TILE, GROUP = 16, 32
 SHAPES = [(37, 256), (16, 768), (5, 2304)]
 
 
-def weights_of(arrays, dtype="auto", threads=2):
-    """`arrays` by name as the native backend has them, and their names' Weights."""
+def make_device(threads=2):
     require_native()
-    device = NativeBackend(BackendOptions(num_threads=threads))._device
-    return _Weights(device, lambda weight: arrays[weight.name], dtype), {
-        name: Weight(name, array.shape) for name, array in arrays.items()
-    }
+    native = native_module()
+    directory = str(Path(native.__file__).parent)
+    return native.Device(threads, directory, native.supported_levels()[-1])
+
+
+def weights_of(arrays, row_type_of=None):
+    """Returns `arrays` by name as the native backend has them, and their names' Weights."""
+    weights = NativeWeights(make_device(), lambda weight: arrays[weight.name], "auto", row_type_of)
+    return weights, {name: Weight(name, array.shape) for name, array in arrays.items()}
 
 
 def native_tiles(weight, dtype="auto", threads=2, **wide):
-    weights, named = weights_of({"w": weight}, dtype, threads)
-    tiles = weights.tiles(named["w"], **wide)
-    weights.pack()
-    return tiles.handle.copy()
+    packer = native_module().Packer(make_device(threads))
+    tiles = add_weight(packer, weight, dtype, **wide)
+    packer.run()
+    return tiles.copy()
 
 
 def tiles(array, unit):
-    """`[out, in]` as `[tiles, groups, in / unit of a group, 16 outputs, unit]`, filled up with
-    zeros.
+    """Returns `[out, in]` as `[tiles, groups, in / unit of a group, 16 outputs, unit]`, filled up
+    with zeros.
     """
     n, k = array.shape
     padded = np.zeros((-(-n // TILE) * TILE, -(-k // GROUP) * GROUP), array.dtype)
@@ -47,7 +54,9 @@ def tiles(array, unit):
 
 
 def levels_of(levels, n):
-    """`[out, numbers]` as `[tiles, numbers, 16 outputs]`; two levels, and all but fp16, as fp32."""
+    """Returns `[out, numbers]` as `[tiles, numbers, 16 outputs]`; two levels, and all but fp16, as
+    fp32.
+    """
     one = levels.super_scale is None and levels.values.dtype == np.float16
     numbers = levels.values if one else levels.expand()
     padded = np.zeros((-(-n // TILE) * TILE, numbers.shape[1]), numbers.dtype)
@@ -56,7 +65,7 @@ def levels_of(levels, n):
 
 
 def written(packed, *, wide):
-    """Bytes of the tiles of codes in groups."""
+    """Returns the bytes of the tiles of codes in groups."""
     codes = packed.unpacked_codes()
     codes = (codes.astype(np.int16) + 128).astype(np.uint8) if codes.dtype == np.int8 else codes
     quads = tiles(codes, 4)
@@ -78,6 +87,7 @@ def written(packed, *, wide):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("wide", [False, True])
 def test_codes_in_groups(kind, shape, wide):
+    """Codes lie in tiles in fours of inputs, 4-bit ones two to a byte or, widened, one."""
     weight = weight_of(kind, *shape, seed=1)
     assert isinstance(weight, BlockWeight) == (kind in GGUF)
     assert native_tiles(weight, wide=wide) == written(weight.packed(), wide=wide)
@@ -85,7 +95,7 @@ def test_codes_in_groups(kind, shape, wide):
 
 @pytest.mark.parametrize("kind", sorted(GGUF))
 def test_blocks_of_chosen_rows_and_inputs(kind):
-    """Views of a file, and copies of some of its rows."""
+    """Some rows or inputs of a file's blocks are packed as they would be by themselves."""
     weight = weight_of(kind, 40, 1024, seed=2)
     for part in (
         weight.rows(slice(3, 31)),
@@ -97,6 +107,7 @@ def test_blocks_of_chosen_rows_and_inputs(kind):
 
 @pytest.mark.parametrize("shape", [(37, 100), (16, 192)], ids=str)
 def test_one_scale_an_output(shape):
+    """Codes with one scale an output lie in pairs of groups, with the scales at the tile's end."""
     packed = weight_of("int8", *shape)
     n, k = shape
     codes = np.pad(packed.codes, ((0, 0), (0, -k % (2 * GROUP))))
@@ -113,6 +124,7 @@ def test_one_scale_an_output(shape):
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_floats(kind, dtype):
+    """Floats lie in tiles in the precision that was asked for."""
     values = normal(37, 100, seed=4).astype(FLOATS[kind])
     wanted = values.astype(
         {"auto": values.dtype, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
@@ -129,8 +141,8 @@ def test_floats(kind, dtype):
     [("a", "b"), ("known", "b"), ("a", "known"), ("a", "wider"), ("a", "shorter"), ("a", "a")],
 )
 def test_gate_and_up_in_turns(gate, up):
-    """Tiles that lie in turns are the same tiles; those of weights that others know already, or
-    that are not alike, stay where they are.
+    """Tiles that lie in turns are the same tiles; those of weights that were packed before, or
+    that are not laid out alike, stay where they are.
     """
     arrays = {
         name: weight_of("int4", 40, 256, seed=seed) for seed, name in enumerate(("a", "b", "known"))
@@ -145,3 +157,37 @@ def test_gate_and_up_in_turns(gate, up):
     assert [tiles.handle.is_interleaved for tiles in (*pair, known)] == [fits, fits, False]
     for name, tiles in (gate, pair[0]), (up, pair[1]), ("known", known):
         assert tiles.handle.copy() == native_tiles(arrays[name])
+
+
+def test_gate_and_up_of_two_widths():
+    """Where rows beside 4-bit codes have two terms, a gate of 4 bits beside an up of 8 lies in
+    bytes, and is packed only so.
+    """
+    arrays = {"gate": weight_of("int4", 40, 256), "up": weight_of("Q8_0", 40, 256)}
+    row_types = {"u4": "two_terms", "u8": "int8"}
+    weights, named = weights_of(arrays, row_types.get)
+    pair = weights.gate_and_up(named["gate"], named["up"])
+    weights.pack()
+    assert [tiles.row_type for tiles in pair] == ["int8", "int8"]
+    wanted = written(arrays["gate"].packed(), wide=True)
+    assert pair[0].handle.copy() == wanted
+    assert weights.num_bytes == sum(tiles.num_bytes for tiles in pair) >= len(wanted)
+
+
+NAMES = {"int8": "I8", "int4": "Q4_1", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+"""Names of formats where the tests' kinds of weight have others."""
+
+SIZED = [(kind, shape) for kind in (*FLOATS, *GGUF, "int8", "int4") for shape in SHAPES]
+SIZED += [(kind, shape) for kind in (*FLOATS, "int8") for shape in ((37, 100), (16, 192), (1, 32))]
+
+
+@pytest.mark.parametrize(("kind", "shape"), SIZED, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_extension_answers_the_bytes_that_packing_takes(kind, shape, wide):
+    """A format's tiles have the bytes that were answered for them before anything was read."""
+    packer = native_module().Packer(make_device())
+    taken = add_weight(packer, weight_of(kind, *shape), wide=wide)
+    found = TILE_FORMATS[NAMES.get(kind, kind)]
+    expected = found.widened if wide else found
+    assert expected.num_bytes(shape) == taken.num_bytes
+    assert found.num_bytes((3, *shape)) == 3 * found.num_bytes(shape)

@@ -1,0 +1,107 @@
+"""What the native kernels cannot run, refused by name before anything is read.
+
+Knows ops, cache groups and the names of formats; no weight is loaded here.
+"""
+
+from __future__ import annotations
+
+from octavo.backends.base import FormatOf
+from octavo.backends.native.formats import RowTypeOf, tile_formats
+from octavo.backends.native.stages import ROW_LOCAL
+from octavo.errors import BackendUnavailable
+from octavo.program import ops
+from octavo.program.program import Op, Program
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
+"""The activations that kernels have, in the order of their numbers (csrc/kernels/epilogue.inl)."""
+
+MAX_LANES = 16
+"""Most query heads of one kv head, which the attention kernel takes together
+(csrc/kernels/table.h)."""
+
+MAX_KEY_WIDTH = 1024
+"""Widest key whose products with an int8 cache fit 31 bits (csrc/kernels/attention_lanes.inl)."""
+
+MASKS = ("causal", "window", "full")
+GROUP_KINDS = ("full", "window")
+AXES = ("tokens", "samples")
+"""Rows that the executor has memory for."""
+
+ON_TOKENS = (ops.Embedding, ops.Rope, ops.KvWrite, ops.Attention)
+"""Ops that read the step's arrays of tokens."""
+
+
+def check(program: Program, format_of: FormatOf, row_type_of: RowTypeOf) -> None:
+    """Refuses a fused Program that the kernels cannot run: BackendUnavailable names an op, a group
+    or a pair of formats, UnsupportedModel a format.
+    """
+    check_ops(program)
+    formats = tile_formats(program, format_of, row_type_of)
+    for op in program.ops:
+        if not isinstance(op, ops.Linear) or op.gate is None:
+            continue
+        row_types = sorted({row_type_of(formats[weight].code) for weight in op.weights_})
+        if len(row_types) > 1:
+            names = " and ".join(f"{w.name} ({format_of(w)})" for w in op.weights_)
+            raise _refusal(
+                program,
+                f"a gate and its up projection that read their rows as {' and '.join(row_types)}:"
+                f" {names}",
+            )
+
+
+def check_ops(program: Program) -> None:
+    """Refuses what the kernels cannot run whatever the weights' formats are."""
+    for op in program.ops:
+        if not isinstance(op, (*ROW_LOCAL, ops.Linear, ops.Attention)):
+            raise _refusal(program, f"the op {op.kind}")
+    for op in program.ops:
+        _check_attributes(program, op)
+    for group in program.groups:
+        if group.kind not in GROUP_KINDS:
+            raise _refusal(program, f"a cache group of kind {group.kind}")
+    if set(program.inputs) != {"token_ids"}:
+        raise _refusal(program, f"the inputs {sorted(program.inputs)}")
+    if set(program.outputs) != {"logits"}:
+        raise _refusal(program, f"the outputs {sorted(program.outputs)}")
+    if (axis := program.outputs["logits"].axis) != "samples":
+        raise _refusal(program, f"logits over {axis}")
+
+
+def _check_attributes(program: Program, op: Op) -> None:
+    axes = {value.axis for value in (*op.inputs, *op.outputs)}
+    if unknown := sorted(axes - {"tokens"} if isinstance(op, ON_TOKENS) else axes - {*AXES}):
+        raise _refusal(program, f"the op {op.kind} over {unknown[0]}")
+    if isinstance(op, ops.Attention):
+        _check_attention(program, op)
+    if isinstance(op, ops.KvWrite) and (len(op.k_parts) != 1 or op.v is None):
+        raise _refusal(program, "a KV write of several parts")
+    if isinstance(op, ops.Embedding) and op.first_row is not None:
+        raise _refusal(program, "a part of an embedding table")
+    if isinstance(op, ops.Linear) and op.gate is not None:
+        _check_activation(program, op.gate.activation)
+    if isinstance(op, ops.Linear | ops.Act | ops.ActMul) and op.activation is not None:
+        _check_activation(program, op.activation)
+
+
+def _check_attention(program: Program, op: ops.Attention) -> None:
+    group = program.group(op.group)
+    if op.bias is not None:
+        raise _refusal(program, f"attention with {type(op.bias).__name__}")
+    if op.mask not in MASKS:
+        raise _refusal(program, f"attention with the mask {op.mask}")
+    if op.num_heads // group.num_kv_heads > MAX_LANES:
+        raise _refusal(program, f"more than {MAX_LANES} query heads for one kv head")
+    if group.k_width > MAX_KEY_WIDTH:
+        raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
+
+
+def _check_activation(program: Program, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise _refusal(program, f"the activation {activation}")
+
+
+def _refusal(program: Program, what: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"the native backend cannot run {what} (in {program.name})", hint="try --backend reference"
+    )

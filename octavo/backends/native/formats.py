@@ -1,0 +1,112 @@
+"""The formats of stored weights that the native kernels take, and the tiles that each becomes.
+
+Knows names and sizes, no numbers: nothing here reads a weight. The layouts of tiles are those of
+csrc/kernels/table.h; their bytes are csrc/core/packing.cpp's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from octavo.backends.base import FormatOf
+from octavo.backends.native.extension import native_module
+from octavo.errors import UnsupportedModel
+from octavo.program.ops import Embedding, GroupedLinear, Linear
+from octavo.program.program import Op, Program, Weight
+
+FP8_HINT = (
+    "--dtype bfloat16 turns fp8 weights into floats at load, --quantization int8 packs them to 8"
+    " bits; --backend torch reads them as they are"
+)
+
+RowTypeOf = Callable[[str], str]
+"""The type that products of weights in a code read their rows in, at an instruction-set level."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileFormat:
+    """How a weight lies in tiles."""
+
+    code: str
+    """u4, u8, i8, bf16, fp16 or fp32."""
+    scale_type: str = "fp32"
+    """Type of the scales and mins of groups: fp16 where they have one level of fp16."""
+    has_min: bool = False
+    half_groups: bool = False
+    """Whether scales are of 16 inputs instead of 32."""
+
+    @property
+    def widened(self) -> TileFormat:
+        """The same with each code of 4 bits in a byte."""
+        return replace(self, code="u8") if self.code == "u4" else self
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Returns the bytes that a weight `[..., out, in]` takes in tiles."""
+        *lead, num_rows, num_inputs = shape
+        each = native_module().tile_bytes(
+            code=self.code,
+            scale_type=self.scale_type,
+            has_min=self.has_min,
+            half_groups=self.half_groups,
+            num_rows=num_rows,
+            num_inputs=num_inputs,
+        )
+        return math.prod(lead) * int(each)
+
+
+FORMATS = {
+    "F32": TileFormat("fp32"),
+    "F16": TileFormat("fp16"),
+    "BF16": TileFormat("bf16"),
+    "Q4_0": TileFormat("u4", "fp16"),
+    "Q4_1": TileFormat("u4", "fp16", has_min=True),
+    "Q5_0": TileFormat("u8", "fp16"),
+    "Q5_1": TileFormat("u8", "fp16", has_min=True),
+    "Q8_0": TileFormat("u8", "fp16"),
+    "I8": TileFormat("i8"),
+    "Q4_K": TileFormat("u4", has_min=True),
+    "Q5_K": TileFormat("u8", has_min=True),
+    "Q6_K": TileFormat("u8", half_groups=True),
+}
+"""Tile format of each format of a tensor. "I8" has one scale an output."""
+
+
+def matrices_of(op: Op) -> tuple[Weight, ...]:
+    """Returns the weights of an op that lie in tiles."""
+    if isinstance(op, Linear):
+        return op.weights_
+    if isinstance(op, GroupedLinear):
+        return (op.weight,)
+    return (op.table,) if isinstance(op, Embedding) else ()
+
+
+def tile_formats(
+    program: Program, format_of: FormatOf, row_type_of: RowTypeOf
+) -> dict[Weight, TileFormat]:
+    """Returns the tile format of each matrix; UnsupportedModel names one that has none."""
+    matrices = dict.fromkeys(weight for op in program.ops for weight in matrices_of(op))
+    formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
+    for op in program.ops:
+        if isinstance(op, Linear) and op.gate is not None:
+            row_types = [row_type_of(formats[weight].code) for weight in op.weights_]
+            if needs_widening(row_types):
+                formats |= {weight: formats[weight].widened for weight in op.weights_}
+    return formats
+
+
+def needs_widening(row_types: Iterable[str]) -> bool:
+    """Whether a gate and its up projection read one row in two types which bytes make one: rows
+    beside 4-bit codes may have two int8 terms, rows beside 8-bit codes have one.
+    """
+    return set(row_types) == {"two_terms", "int8"}
+
+
+def _format(weight: Weight, stored: str) -> TileFormat:
+    if stored not in FORMATS:
+        hint = FP8_HINT if stored.startswith("F8_") else None
+        raise UnsupportedModel(
+            f"{weight.name} is stored as {stored}, supported are {', '.join(FORMATS)}", hint=hint
+        )
+    return FORMATS[stored]

@@ -1,0 +1,202 @@
+"""Weights in the kernels' tiles: loads each weight once and packs it as its readers want.
+
+Owns the packed tiles and the floats of norms and biases. Which formats there are is formats.py's
+business, how a tile looks csrc/kernels/table.h's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import LoadWeight
+from octavo.backends.native.extension import native_module
+from octavo.backends.native.formats import RowTypeOf, needs_widening
+from octavo.program.program import Weight
+from octavo.quant.blocks import BlockWeight, StoredWeight
+from octavo.quant.packed import Levels, PackedWeight
+
+PACKED_AT_ONCE = 64 << 20
+"""Bytes of tiles that are packed in one go by all threads; their sources stay in memory until then.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTiles:
+    """A weight in the kernels' tiles."""
+
+    handle: Any
+    """The extension's PackedTiles."""
+    row_type: str
+    """Type in which its products read their rows at this level (`RowType` in
+    csrc/kernels/table.h)."""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.handle.num_bytes)
+
+
+class NativeWeights:
+    """The weights of one Program: tiles for products and tables, floats for norms and biases."""
+
+    def __init__(
+        self, device: Any, load: LoadWeight, dtype: str, row_type_of: RowTypeOf | None = None
+    ) -> None:
+        """`dtype` is what plain weights become, `row_type_of` the device's own unless given."""
+        self._row_type_of: RowTypeOf = row_type_of or device.row_type
+        self._load = load
+        self._dtype = dtype
+        self._packer = native_module().Packer(device)
+        self._tiles: dict[Weight, NativeTiles] = {}
+        self._floats: dict[Weight, NDArray[np.float32]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tiles and floats."""
+        return sum(tiles.num_bytes for tiles in self._tiles.values()) + sum(
+            array.nbytes for array in self._floats.values()
+        )
+
+    def tiles(self, weight: Weight) -> NativeTiles:
+        """Returns a weight's tiles, packed now or at the next `pack`."""
+        self._pack_many()
+        if weight not in self._tiles:
+            self._tiles[weight] = self._tiles_of(self._load(weight))
+        return self._tiles[weight]
+
+    def gate_and_up(self, gate: Weight, up: Weight) -> list[NativeTiles]:
+        """Returns the tiles of the two weights of a gated product, which reads them together.
+
+        They lie tile by tile in turns where they are laid out alike. Codes of 4 bits lie in bytes
+        where the other weight's 8 bits want that.
+        """
+        if gate == up or gate in self._tiles or up in self._tiles:
+            return [self.tiles(gate), self.tiles(up)]
+        self._pack_many()
+        stored = [self._load(weight) for weight in (gate, up)]
+        codes = [_code_of(weight, self._dtype) for weight in stored]
+        wide = needs_widening(map(self._row_type_of, codes))
+        pair = [self._tiles_of(weight, wide=wide) for weight in stored]
+        self._packer.interleave(*(tiles.handle for tiles in pair))
+        self._tiles[gate], self._tiles[up] = pair
+        return pair
+
+    def _pack_many(self) -> None:
+        if self._packer.num_waiting_bytes >= PACKED_AT_ONCE:
+            self._packer.run()
+
+    def pack(self) -> None:
+        """Packs what waits to be packed."""
+        self._packer.run()
+
+    def floats(self, weight: Weight) -> NDArray[np.float32]:
+        """Returns a weight's values."""
+        if weight not in self._floats:
+            self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
+        return self._floats[weight]
+
+    def _tiles_of(self, stored: StoredWeight, *, wide: bool = False) -> NativeTiles:
+        handle = add_weight(self._packer, stored, self._dtype, wide=wide)
+        return NativeTiles(handle, self._row_type_of(handle.code))
+
+
+def add_weight(
+    packer: Any, stored: StoredWeight, dtype: str = "auto", *, wide: bool = False
+) -> Any:
+    """Adds a weight to a packer and returns its PackedTiles, whose bytes the packer's `run` writes.
+
+    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 bits in bytes.
+    """
+    if isinstance(stored, PackedWeight) and stored.is_float:
+        return packer.values(_typed(stored.codes), _code_of(stored, dtype))
+    return packer.codes(
+        **_fields(stored),
+        group=stored.group,
+        num_inputs=stored.shape[-1],
+        wide=wide,
+        whole_rows=_has_whole_rows(stored),
+    )
+
+
+def _code_of(stored: StoredWeight, dtype: str) -> str:
+    """Returns the code that a weight has in tiles, unless it is widened."""
+    if isinstance(stored, PackedWeight) and stored.is_float:
+        return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, stored.code)
+    if _has_whole_rows(stored):
+        return "i8"
+    bits = stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
+    return "u4" if bits == 4 else "u8"
+
+
+def _has_whole_rows(stored: StoredWeight) -> bool:
+    """Whether a weight has one scale for each output."""
+    return isinstance(stored, PackedWeight) and stored.activation == "per_token"
+
+
+def _fields(weight: StoredWeight) -> dict[str, Any]:
+    """Returns codes, scales and mins as `Packer.codes` takes them: views into a file's blocks, or
+    arrays of their own.
+    """
+    if isinstance(weight, PackedWeight):
+        assert weight.lookup is None, "check() refuses codes through a table"
+        assert weight.input_permutation is None, "check() refuses permuted inputs"
+        assert weight.code in ("int", "uint"), f"check() refuses {weight.code} codes"
+    if isinstance(weight, BlockWeight):
+        return _block_fields(weight)
+    assert weight.scales is not None
+    half = weight.group // 2 if weight.nibbles == "halves" else 1
+    inputs, plane = (32, (0, 8, 32)) if weight.bits != 4 else (max(2 * half, 32), (0, 4, half))
+    return {
+        "codes": _rows(weight.codes).view(np.uint8),
+        "block": (inputs, inputs * plane[1] // 8),
+        "planes": [plane],
+        "is_signed": weight.codes.dtype == np.int8,
+        "scales": _typed(weight.scales.values),
+        "mins": _values(weight.mins),
+        "super_scales": _supers(weight.scales),
+        "super_mins": _supers(weight.mins),
+        "zero_point": weight.zero_point,
+    }
+
+
+def _block_fields(weight: BlockWeight) -> dict[str, Any]:
+    layout, blocks = weight.layout, weight.blocks
+    numbers = {
+        "scales": layout.scales,
+        "mins": layout.mins,
+        "super_scales": layout.super_scales,
+        "super_mins": layout.super_mins,
+    }
+    return {
+        "codes": blocks.reshape(len(blocks), -1),
+        "block": (weight.block_size, blocks.shape[-1]),
+        "planes": [(plane.start, plane.bits, plane.run) for plane in layout.planes],
+        "is_signed": layout.bits == 8,
+        "zero_point": layout.zero_point,
+    } | {
+        name: None if one is None else (one.view(blocks), one.kind) for name, one in numbers.items()
+    }
+
+
+def _rows(array: NDArray) -> NDArray:
+    """Returns the array with the numbers of a row side by side."""
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def _typed(array: NDArray) -> tuple[NDArray, str]:
+    """Returns the array with its type's name; bfloat16, which the exchange of arrays does not
+    know, travels as uint16.
+    """
+    name = array.dtype.name
+    return _rows(array.view(np.uint16) if name == "bfloat16" else array), name
+
+
+def _values(levels: Levels | None) -> tuple[NDArray, str] | None:
+    return None if levels is None else _typed(levels.values)
+
+
+def _supers(levels: Levels | None) -> tuple[NDArray, str] | None:
+    return None if levels is None or levels.super_scale is None else _typed(levels.super_scale)
