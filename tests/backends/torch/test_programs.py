@@ -209,9 +209,12 @@ def test_nothing_is_loaded_of_a_program_that_is_refused(monkeypatch):
 
     monkeypatch.setitem(choose.MAKERS, "sdpa", lambda options, device: Refusing())
     backend = torch_backend(dtype="float32", attention_backend="sdpa")
-    backend.check(program)
-    with pytest.raises(BackendUnavailable, match="no attention over"):
-        backend.prepare(program, load)
+    for refuse in (
+        lambda: backend.check(program, lambda weight: "F32"),
+        lambda: backend.prepare(program, load),
+    ):
+        with pytest.raises(BackendUnavailable, match="no attention over"):
+            refuse()
 
 
 def test_a_precision_of_the_cache_that_it_has_not():
