@@ -165,7 +165,7 @@ class WindowLife(GroupLife, frozen=True, tag="window"):
 
 
 class FixedLife(GroupLife, frozen=True, tag="fixed"):
-    """As many blocks as the encoder's input needs, from the start to the end: cross attention.
+    """The blocks of the encoder's input stay from the start to the end: cross attention.
 
     The input is no part of the tokens that name blocks, so nothing is found by a prefix hit. The
     rows of one request share its blocks, since no decoder step writes them.

@@ -1,11 +1,11 @@
-"""Where the blocks of a plan lie in the backend's KV memory: at their ids, or one after another in
-a range of its request's own.
+"""Places of a plan's blocks in the backend's KV memory: at their ids, or one after another in a
+range of the request's own.
 
-The control plane deals in block ids alike for both. Paged, an id is a place. Virtual, an id is the
-right to one block's memory: a running request (a row) has a range of addresses as long as the
-context, its blocks lie there in the order of its tokens, and memory is given to what is written and
-taken back when the request leaves, or the id goes to another. Source: vAttention (Prabhu et al.
-2024).
+The control plane deals in block ids in both layouts. In the paged one an id is a place. In the
+virtual one an id is the right to one block's memory: a running request (a row) has a range of
+addresses as long as the context, and its blocks lie there in the order of its tokens. Memory is
+given to what is written, and taken back when the request leaves or the id goes to another. Source:
+vAttention (Prabhu et al. 2024).
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 
 NOWHERE = -1
+"""Place of a hole, and of a block id that has no memory."""
 
 
 class BlockPlaces(Protocol):
-    """Places are indices of blocks in the backend's `KvCache`."""
+    """Map from block ids to places: indices of blocks in the backend's `KvCache`."""
 
     num_bytes: int | None
-    """Memory given to requests just now; None where it is all given from the start."""
+    """Bytes of memory that requests have now; None where all of it is given at the start."""
 
     def put(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> NDArray[np.int32]:
-        """The places of blocks that stand in the table of `row` from the index `first` on; holes
-        stay holes.
+        """Places blocks that stand in the table of `row` from the index `first` on; returns their
+        places. Holes stay holes.
         """
         ...
 
     def find(self, group: int, block_id: int) -> int:
-        """Where a block lies that was put."""
+        """Returns the place of a block that was put."""
         ...
 
     def clear(self, row: int) -> None:
-        """Its request has left."""
+        """Releases the memory of a row whose request has left."""
         ...
 
 
 class PagedPlaces:
-    """A block lies where its id says."""
+    """The paged layout: a block's id is its place."""
 
     num_bytes: int | None = None
 
@@ -60,38 +61,41 @@ class PagedPlaces:
         return block_id
 
     def clear(self, row: int) -> None:
-        """Whoever gets its blocks writes over them."""
+        """Does nothing: the next request that gets the blocks writes over them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeShape:
     """A request's range in one cache group: whole pages of every piece, so that no two requests
-    share one.
+    share a page.
     """
 
     num_ids: int
     """Blocks of the group that may have memory at once."""
     num_blocks: int
+    """Blocks of one range."""
     pieces: tuple[int, ...]
-    """Bytes of what lies together of a block, in one layer."""
+    """Bytes of a block's contiguous pieces, in one layer."""
     num_layers: int
 
     @staticmethod
     def of(
         num_ids: int, context_blocks: int, pieces: tuple[int, ...], num_layers: int
     ) -> RangeShape:
+        """Returns the shape of ranges that hold at least `context_blocks` blocks."""
+        # As many blocks as make whole pages of every piece.
         step = math.lcm(*(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, piece) for piece in pieces))
         return RangeShape(num_ids, -(-context_blocks // step) * step, pieces, num_layers)
 
     @property
     def most_lost_bytes(self) -> int:
-        """At the end of a request, where a block is no multiple of a page."""
+        """Most bytes lost at the end of a request, where a block is no multiple of a page."""
         return self.num_layers * sum(
             mmap.PAGESIZE - math.gcd(mmap.PAGESIZE, piece) for piece in self.pieces
         )
 
     def bytes_of(self, first: int, end: int) -> int:
-        """Memory of the range's blocks from `first` up to `end`, in whole pages."""
+        """Returns the bytes of the range's blocks from `first` up to `end`, in whole pages."""
         page = mmap.PAGESIZE
         return self.num_layers * sum(
             (-(-end * piece // page) - first * piece // page) * page for piece in self.pieces
@@ -99,8 +103,8 @@ class RangeShape:
 
 
 def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
-    """ConfigError where slots (32 bits) cannot number the ranges' tokens, or the system takes no
-    memory back.
+    """Raises ConfigError where slots (32 bits) cannot number the ranges' tokens, or the system
+    takes no memory back.
     """
     if sys.platform != "linux":
         raise ConfigError(
@@ -119,7 +123,7 @@ def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
 
 
 def describe_ranges(ranges: Sequence[RangeShape], *, num_rows: int) -> str:
-    """The line printed at the start."""
+    """Returns the line printed at the start."""
     addresses = sum(
         num_rows * shape.num_blocks * shape.num_layers * sum(shape.pieces) for shape in ranges
     )
@@ -129,7 +133,7 @@ def describe_ranges(ranges: Sequence[RangeShape], *, num_rows: int) -> str:
 
 
 class VirtualPlaces:
-    """The range of row r and group g begins at the block r * ranges[g].num_blocks."""
+    """The virtual layout: row r's range in group g begins at block r * ranges[g].num_blocks."""
 
     def __init__(self, kv: OnDemandKvCache, ranges: Sequence[RangeShape], *, num_rows: int) -> None:
         self.num_bytes: int | None = 0
@@ -155,19 +159,24 @@ class VirtualPlaces:
 
 
 class _GroupPlaces:
-    """Of one cache group. A block id has at most one place, so no more blocks have memory than
-    there are ids.
+    """The places of one cache group.
+
+    A block id has at most one place, so no more blocks have memory than there are ids.
     """
 
     def __init__(self, kv: OnDemandKvCache, group: int, shape: RangeShape, num_rows: int) -> None:
         self.places = np.full(shape.num_ids, NOWHERE, np.int32)
-        """By block id"""
+        """Place of each block id."""
         self.num_bytes = 0
         self._ids = np.full(num_rows * shape.num_blocks, NOWHERE, np.int32)
-        """By place"""
-        self._firsts, self._ends = [0] * num_rows, [0] * num_rows
-        """Per row the blocks of its range that may have memory"""
-        self._kv, self._group, self._shape = kv, group, shape
+        """Block id at each place."""
+        self._firsts = [0] * num_rows
+        """First block of each row's range that may have memory."""
+        self._ends = [0] * num_rows
+        """One past the last block of each row's range that may have memory."""
+        self._kv = kv
+        self._group = group
+        self._shape = shape
 
     def put(self, row: int, first: int, block_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         found = (
@@ -194,8 +203,9 @@ class _GroupPlaces:
         self._hold(row, 0, 0)
 
     def _leave(self, place: int) -> None:
-        """The id of a block behind a window is given to another: nobody reads it any more, nor what
-        comes before it in its range.
+        """Takes the memory of a block whose id another one gets.
+
+        It lies behind a window: nothing reads it any more, nor what comes before it in its range.
         """
         row, index = divmod(place, self._shape.num_blocks)
         self._ids[place] = NOWHERE
@@ -204,6 +214,8 @@ class _GroupPlaces:
             self._hold(row, index + 1, self._ends[row])
 
     def _hold(self, row: int, first: int, end: int) -> None:
+        """Sets which blocks of a row's range may have memory, and counts their bytes."""
         self.num_bytes -= self._shape.bytes_of(self._firsts[row], self._ends[row])
-        self._firsts[row], self._ends[row] = first, end
+        self._firsts[row] = first
+        self._ends[row] = end
         self.num_bytes += self._shape.bytes_of(first, end)

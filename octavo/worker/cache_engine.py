@@ -21,14 +21,14 @@ from octavo.worker.block_places import BlockPlaces, PagedPlaces
 
 @dataclass(frozen=True, slots=True)
 class HostShape:
-    """Of one cache group's blocks in host memory."""
+    """Sizes of one cache group's blocks in host memory."""
 
     num_blocks: int
     block_bytes: int
 
 
-class OneByOne:
-    """Blocks of a KvCache, at once. Implements `base.BlockMover`."""
+class SingleBlockMover:
+    """Copies blocks of a KvCache one by one, at once. Implements `kv.BlockMover`."""
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
@@ -48,20 +48,21 @@ class OneByOne:
             self._kv.write_block(group, block_id, memory)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
-        """All memory is alike."""
+        """Does nothing: copies from and to any memory take the same way."""
 
     def settle(self) -> float:
         return 0.0
 
 
 def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
-    """Neighbours of one kind and group, in order; a block that was just copied to is read by a
-    later batch only.
+    """Yields runs of moves of one kind and group, in order; a block that was just copied to is read
+    by a later batch only.
     """
     batch: list[BlockMove] = []
     targets: set[int] = set()
     for move in moves:
         follows = batch and (move.kind, move.group) == (batch[0].kind, batch[0].group)
+        # Swaps and loads never touch a block twice; copies on the device may form a chain.
         if not follows or (move.kind == "copy" and targets & {move.source, move.target}):
             if batch:
                 yield batch
@@ -73,9 +74,7 @@ def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
 
 
 class CacheEngine:
-    """`host`: per group, for swapped requests; memory that is never written costs nothing.
-    `places`: where a block of `kv` lies.
-    """
+    """The KV memory of a worker: the device's, and the host's for swapped requests."""
 
     def __init__(
         self,
@@ -84,17 +83,22 @@ class CacheEngine:
         connector: ConnectorWorker | None = None,
         places: BlockPlaces | None = None,
     ) -> None:
+        """`host`: sizes by group; memory that is never written costs nothing. `places`: where a
+        block of `kv` lies.
+        """
         self.kv = kv
         self.connector = connector
         self.places: BlockPlaces = places or PagedPlaces()
-        self._mover: BlockMover = kv.copies if isinstance(kv, BatchedKvCache) else OneByOne(kv)
+        self._mover: BlockMover = (
+            kv.copies if isinstance(kv, BatchedKvCache) else SingleBlockMover(kv)
+        )
         self._host = [np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in host]
-        """Per group `[blocks, bytes of a block in every layer]`"""
+        """Host memory by group, `[blocks, bytes of a block in every layer]`."""
         for memory in self._host:
             self._mover.pin(memory)
 
     def apply(self, moves: Sequence[BlockMove]) -> None:
-        """In the plan's order, before the step computes."""
+        """Makes the moves in the plan's order, before the step computes."""
         find = self.places.find
         for batch in batches(moves):
             group, kind = batch[0].group, batch[0].kind
@@ -110,13 +114,13 @@ class CacheEngine:
                 self._mover.write(group, [find(group, move.target) for move in batch], data)
 
     def settle(self, moves: Sequence[BlockMove]) -> float:
-        """Until what these brought off the device is there; for how many seconds blocks were
-        copied, 0 where nobody has measured.
+        """Waits until what these moves brought off the device is there; returns for how many
+        seconds blocks were copied, 0 where that is not measured.
         """
         return self._mover.settle() if any(move.kind != "copy" for move in moves) else 0.0
 
     def _off_device(self, move: BlockMove, index: int) -> NDArray[np.uint8]:
-        """`[block_bytes]`"""
+        """Returns the memory of a move's end off the device, `[block_bytes]`."""
         if move.kind in ("swap_out", "swap_in"):
             host: NDArray[np.uint8] = self._host[move.group][index]
             return host

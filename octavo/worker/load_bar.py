@@ -1,5 +1,5 @@
-"""A progress bar while weights load: stands between a backend and the reader of its weights, and
-counts.
+"""A progress bar while weights load: it stands between a backend and the reader of its weights, and
+counts them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from octavo.progress import Bar
 from octavo.quant.blocks import StoredWeight
 
 PATIENCE_S = 0.5
-"""A load that is over sooner shows nothing."""
+"""Seconds before the bar appears; a load that is over sooner shows nothing."""
 
 
 class LoadBar:
+    """A bar over `total` weights, shown while it is entered."""
+
     def __init__(self, load: LoadWeight, total: int) -> None:
         self._load = load
         self._bar = Bar("weights", total, patience_s=PATIENCE_S)
 
     def load(self, weight: Weight) -> StoredWeight:
+        """Reads a weight and moves the bar on."""
         packed = self._load(weight)
         self._bar.advance()
         return packed

@@ -1,8 +1,8 @@
 """What this process may use of the machine: compute threads and memory, under affinity masks,
 control groups (v1 and v2), `ulimit -v`.
 
-Only reads; every path is below `root`, so that tests can draw other machines. Source: the kernel's
-documents cgroup-v1, cgroup-v2, sysfs.
+Only reads; every path is below `root`, so that tests can describe other machines. Source: the
+kernel's documents cgroup-v1, cgroup-v2, sysfs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 writes "no limit" as a number near 2^63."""
+"""Bytes from which a limit counts as none: cgroup v1 writes "no limit" as a number near 2^63."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,14 @@ class Machine:
     root: Path = Path("/")
 
     def num_threads(self) -> int:
-        """The smallest of physical cores in the affinity mask and the control groups' quota, at
-        least 1.
+        """Returns the smallest of the physical cores in the affinity mask and the control groups'
+        quotas, at least 1.
         """
         limits = [float(self._num_physical_cores()), *self._cpu_quotas()]
         return max(1, int(min(limits)))
 
     def cpu_name(self) -> str:
+        """Returns the processor's model name."""
         for line in (_read(self.root / "proc/cpuinfo") or "").splitlines():
             name, _, value = line.partition(":")
             if name.strip() == "model name":
@@ -38,8 +39,8 @@ class Machine:
         return "unnamed CPU"
 
     def available_bytes(self) -> int | None:
-        """Memory that can still be taken without swapping or being killed; None where the system
-        does not say.
+        """Returns the memory that can still be taken without swapping or being killed; None where
+        the system does not say.
         """
         limits = [
             value
@@ -62,13 +63,13 @@ class Machine:
         return len(cores)
 
     def _core_of(self, cpu: int) -> str:
-        """The same text for hardware threads of one core."""
+        """Returns a text that is the same for the hardware threads of one core."""
         topology = self.root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
         return siblings or f"cpu{cpu}"
 
     def _cpu_quotas(self) -> Iterator[float]:
-        """In cores."""
+        """Yields the quotas of the control groups, in cores."""
         for group in self._groups(""):
             words = (_read(group / "cpu.max") or "").split()
             if len(words) == 2 and words[0] != "max":
@@ -91,7 +92,7 @@ class Machine:
         return None
 
     def _address_space_bytes(self) -> int | None:
-        """What `ulimit -v` leaves to this process; None where it sets no limit."""
+        """Returns the bytes that `ulimit -v` leaves to this process; None without a limit."""
         limit = re.search(
             r"^Max address space +(\d+)", _read(self.root / "proc/self/limits") or "", re.MULTILINE
         )
@@ -101,7 +102,7 @@ class Machine:
         return int(limit[1]) - int(taken[1]) * 1024 if limit and taken else None
 
     def _group_free_bytes(self) -> Iterator[int]:
-        """Per control group with a limit, what is left of it; pages of files that can be dropped
+        """Yields what is left of each control group's limit; pages of files that can be dropped
         count as free.
         """
         names = {
@@ -115,8 +116,8 @@ class Machine:
                     yield limit - usage + _statistic(group / "memory.stat", cached_name)
 
     def _groups(self, controller: str) -> Iterator[Path]:
-        """This process's control group of a v1 controller ("" is v2) and all above it, as they are
-        mounted here.
+        """Yields this process's control group of a v1 controller ("" is v2) and all above it, as
+        they are mounted here.
         """
         mount = self.root / "sys/fs/cgroup"
         for line in (_read(self.root / "proc/self/cgroup") or "").splitlines():

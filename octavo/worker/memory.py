@@ -86,7 +86,7 @@ def demand_of(config: EngineConfig) -> KvDemand:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """What the KV cache holds."""
+    """The plan of the KV cache: how many blocks each group gets."""
 
     num_blocks: tuple[int, ...]
     """Blocks of each of `groups`."""

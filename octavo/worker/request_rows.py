@@ -1,8 +1,8 @@
 """One permanent row per running request: its tokens, its block tables, its sampling state.
 
 A step's arrays are gathers from these rows, so that Python's work does not grow with the length of
-a request. A row comes with a NewRow and goes when the request finishes or is preempted; who it
-belongs to and what it may compute is the scheduler's business.
+a request. A row comes with a NewRow and goes when the request finishes or is preempted; the
+scheduler decides which request has one, and what it may compute.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RequestRows:
-    """`N` rows of `context` tokens in `G` cache groups."""
+    """The rows of up to `N` requests of `context` tokens in `G` cache groups."""
 
     def __init__(
         self, *, max_rows: int, max_model_len: int, num_groups: int, vocab_size: int
     ) -> None:
         max_blocks = -(-max_model_len // BLOCK_SIZE)
         self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)
-        """[N, context + 1]"""
+        """Token ids known so far, `[N, context + 1]`."""
         self.block_tables = np.full((num_groups, max_rows, max_blocks), -1, np.int32)
-        """[G, N, B], padded with -1"""
+        """Places of the rows' blocks, `[G, N, B]`, padded with -1."""
         self.num_prompt_tokens = [0] * max_rows
         self._end_token_ids = [NO_TOKENS] * max_rows
         self.sampling = SamplingRows(max_rows=max_rows, vocab_size=vocab_size)
@@ -63,7 +63,7 @@ class RequestRows:
         self.sampling.add(row, new)
 
     def update_tables(self, scheduled: ScheduledRow, places: BlockPlaces) -> None:
-        """Takes in the blocks that a plan adds or replaces, by their places."""
+        """Takes in the blocks that a plan adds to a row or replaces, by their places."""
         row = self._row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
             first = self._num_blocks[group][row]
@@ -75,13 +75,14 @@ class RequestRows:
             self.block_tables[group, row, index] = places.put(group, row, index, [block_id])[0]
 
     def indices(self, scheduled: Sequence[ScheduledRow]) -> NDArray[np.intp]:
-        """[R]"""
+        """Returns the rows of a step's requests, `[R]`."""
         row_of = self._row_of
         return np.array([row_of[entry.request_id] for entry in scheduled], np.intp)
 
     def end_tokens(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Of `rows [R]` the tokens that end them, end to end, and `[R+1]` where each one's
-        begin."""
+        """Returns the tokens that end `rows [R]`, all in one array, and `[R+1]` where each row's
+        begin in it.
+        """
         ids = [self._end_token_ids[row] for row in rows.tolist()]
         starts = np.zeros(len(ids) + 1, np.int32)
         np.cumsum([len(some) for some in ids], out=starts[1:])
@@ -90,7 +91,7 @@ class RequestRows:
     def append(
         self, rows: NDArray[np.intp], ends: NDArray[np.int32], token_ids: NDArray[np.int32]
     ) -> None:
-        """The sampled tokens `[S]` of `rows [S]`, at the positions `ends [S]`."""
+        """Takes in the sampled tokens `[S]` of `rows [S]`, at the positions `ends [S]`."""
         self.token_ids[rows, ends] = token_ids
         if self.sampling.has_extras:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):

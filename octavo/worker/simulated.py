@@ -28,18 +28,18 @@ November 2026.
 """
 
 TOKEN = 7
-"""What every row yields."""
+"""Id of the token that every row yields."""
 
 
 LIKELY = TokenLogprobs(
     [TOKEN, *range(TOKEN, TOKEN + 64)], [-1.0, *(-1.0 - i for i in range(64))], [1, *range(1, 65)]
 )
-"""What a beam search chooses from."""
+"""Logprobs that a beam search chooses from."""
 
 
 @dataclass(slots=True)
 class SimulatedClock:
-    """Seconds; called as a clock is."""
+    """A clock in seconds that only the executor moves on."""
 
     now: float = 0.0
 
@@ -49,15 +49,16 @@ class SimulatedClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCosts:
-    """`table`: (tokens, seconds), ascending; straight lines between its points, and beyond the last
-    as before it.
-    """
+    """The time that a step takes."""
 
     table: tuple[tuple[int, float], ...] = SMOLLM2_ON_2_CORES
+    """(tokens in the step, seconds), ascending; straight lines between its points, and beyond the
+    last as before it.
+    """
     context_token_s: float = 1e-6
-    """For each earlier token that a row attends to."""
+    """Seconds for each earlier token that a row attends to."""
     move_s: float = 1e-4
-    """For each block copied, out to the host or in again."""
+    """Seconds for each block copied, out to the host or in again."""
 
     def compute_s(self, num_tokens: int) -> float:
         if num_tokens <= self.table[0][0]:
@@ -68,7 +69,7 @@ class SimulatedCosts:
 
 
 class SimulatedExecutor:
-    """Each step moves the clock on."""
+    """An executor whose steps only move the clock on."""
 
     def __init__(self, clock: SimulatedClock, costs: SimulatedCosts | None = None) -> None:
         self.clock = clock
@@ -93,7 +94,7 @@ class SimulatedExecutor:
 
     @property
     def progress(self) -> int:
-        """A step takes no time that anybody could watch."""
+        """Constant: a step takes no time in which it could hang."""
         return 0
 
     def _compute_s(self, rows: list[ScheduledRow]) -> float:
@@ -106,7 +107,7 @@ class SimulatedExecutor:
         return self.costs.compute_s(num_tokens) + self.costs.context_token_s * num_context
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
 
 def _result(row: ScheduledRow) -> RowResult:

@@ -27,7 +27,8 @@ from octavo.worker.row_faults import PreparedRows, RowFaults, describe
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.005
-"""So long may a step that computes nothing hold up a request that comes."""
+"""Upper bound, in seconds, for which a step that computes nothing holds up a request that arrives.
+"""
 
 
 RunRows = Callable[[Sequence[ScheduledRow]], list[RowResult]]
@@ -43,7 +44,7 @@ class LaunchedStepRows:
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """Implements `ports.Launched`."""
+    """A step that was launched and not taken in. Implements `ports.Launched`."""
 
     plan: StepPlan
     rows: LaunchedStepRows | list[RowResult]
@@ -56,9 +57,7 @@ class LaunchedStep:
 
 
 class Worker:
-    """Runs the plans of one engine on one device. `is_alone`: there are no other ranks, which would
-    not know of a step taken apart.
-    """
+    """Runs the plans of one engine on one device."""
 
     def __init__(
         self,
@@ -69,19 +68,21 @@ class Worker:
         close: Callable[[], None],
         is_alone: bool = True,
     ) -> None:
+        """`is_alone`: there are no other ranks, which would not know of a step taken apart."""
         self._runnable = runnable
         self._rows = rows
         self._cache_engine = cache_engine
         self._runner = ModelRunner(runnable, cache_engine.kv, rows)
         self._launched: deque[LaunchedStep] = deque()
-        """In the order in which they are computed, and taken in."""
+        """Launched steps, in the order in which they are computed and taken in."""
         self._free_since = 0.0
-        """When the device had computed the last step taken in."""
+        """Time at which the device had computed the last step taken in."""
         self._close = close
         self._is_alone = is_alone
         self._faults = RowFaults(is_alone=is_alone)
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+        """Carries out a plan and returns its result."""
         began = time.perf_counter()
         moved_s = max(self._apply(plan), self._cache_engine.settle(plan.moves))
         self._begin_connector(plan)
@@ -99,7 +100,7 @@ class Worker:
         )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Where the runnable is asynchronous."""
+        """Starts a plan on an asynchronous runnable; the result is waited for later."""
         began = time.perf_counter()
         moved_s = self._apply(plan)
         step = LaunchedStep(
@@ -116,6 +117,7 @@ class Worker:
             logger.exception(
                 "a step of %d requests could not be launched; running them one by one", len(rows)
             )
+            # Rows that are `from_device` need the tokens of the steps before on the host.
             for earlier in self._launched:
                 earlier.rows = self._results_of(earlier, [])
             return [result for row in rows for result in self._run([row], self._run_again)]
@@ -149,6 +151,7 @@ class Worker:
         results = self._results_of(step, self._launched)
         moved_s = max(step.moved_s, self._cache_engine.settle(step.plan.moves))
         now = time.perf_counter()
+        # A step waits for the one before it: it is busy from that one's end at the earliest.
         busy_s, self._free_since = now - max(step.began, self._free_since), now
         self._begin_connector(step.plan)
         report, kv_bytes = (
@@ -160,8 +163,8 @@ class Worker:
     def _results_of(
         self, step: LaunchedStep, launched_on_it: Iterable[LaunchedStep]
     ) -> list[RowResult]:
-        """One that fails after its launch is computed again, and so is what was launched on it,
-        whose last tokens were no good.
+        """Waits for a step's results. A step that fails after its launch is computed again, and so
+        are those launched on top of it, whose last tokens were no good.
         """
         if isinstance(step.rows, list):
             return step.rows
@@ -182,8 +185,10 @@ class Worker:
         return self._runnable.progress
 
     def _apply(self, plan: StepPlan) -> float:
-        """Says for how many seconds blocks were moved: out before their places are given up, in
-        when they have new ones.
+        """Brings rows and blocks to where the plan wants them; returns for how many seconds blocks
+        were moved.
+
+        Blocks move out before their places are given up, and in when they have new ones.
         """
         places = self._cache_engine.places
         returning = next(
@@ -202,7 +207,7 @@ class Worker:
         return moved_s + self._move(plan.moves[returning:])
 
     def _begin_connector(self, plan: StepPlan) -> None:
-        """Once the plan's moves are made."""
+        """Hands the connector its part of the plan, once the plan's moves are made."""
         if plan.connector is not None and self._cache_engine.connector is not None:
             self._cache_engine.connector.begin(plan.connector)
 
@@ -212,7 +217,7 @@ class Worker:
         return time.perf_counter() - began
 
     def _report(self, *, waits: bool) -> ConnectorReport | None:
-        """Where a step computes nothing it waits a little for what the connector brings."""
+        """Returns the connector's report; a step that computes nothing `waits` a little for it."""
         connector = self._cache_engine.connector
         return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
 

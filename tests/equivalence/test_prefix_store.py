@@ -109,7 +109,9 @@ def test_found_in_host_memory_is_as_good_as_computed(setup):
 
 
 def kv_bytes(setup: Any, num_blocks: int) -> int:
-    """For so many blocks in every group: no window bounds them where so many requests may run."""
+    """Returns the KV memory of `num_blocks` blocks in every group: where as many requests may run,
+    no window bounds them.
+    """
     with make(setup, kv_cache_memory_bytes=1 << 26, max_num_seqs=4096) as llm:
         return (1 << 26) // (llm.info.kv_capacity_tokens // 16) * num_blocks
 
@@ -141,7 +143,7 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["tampered", "truncated", "gone"])
 @pytest.mark.parametrize("which", [0, 3, 6])
-def test_a_damaged_file_is_computed_anew_reported_and_replaced(tmp_path, caplog, how, which):
+def test_a_damaged_file_is_reported_computed_again_and_replaced(tmp_path, caplog, how, which):
     prompt = PROMPTS[0]
     expected = plain(prompts=prompt, params=GREEDY)
     with make(prefix_cache_dir=str(tmp_path)) as llm:
@@ -178,11 +180,11 @@ with LLM(**given["options"], report=lambda text: None) as llm:
     print("ready", flush=True)
     llm.generate(given["prompts"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
 """
-"""A process of its own, without the tests' imports, which take seconds."""
+"""Code of a process without the tests' imports, which take seconds."""
 
 
 def test_killed_while_it_writes(tmp_path):
-    """Whatever had been written is sound, whatever was half written is not found."""
+    """Every block that had been written is sound, and none that was half written is found."""
     prompts = prompts_of(*range(60, 240, 9))
     expected = plain(prompts=prompts, params=GREEDY)
     options = small_options() | {
@@ -215,8 +217,8 @@ def test_killed_while_it_writes(tmp_path):
 
 
 def test_two_engines_at_once_on_one_directory(tmp_path):
-    """Each finds what the other has written, where it is there; both are small enough to remove
-    each other's blocks all the time.
+    """Each engine finds what the other has written and not removed; the cache is so small that they
+    remove each other's blocks all the time.
     """
     prompts = prompts_of(*range(60, 240, 9))
     expected = plain(prompts=prompts, params=GREEDY)
@@ -255,7 +257,7 @@ def test_a_full_disk_costs_nothing_but_the_cache(small_disk, caplog):
 
 
 def test_a_disk_that_is_full_from_the_start(small_disk, caplog):
-    """Not even what says which weights they are can be written."""
+    """The file with the weights' hashes cannot be written either."""
     (small_disk / "other").write_bytes(bytes(60 << 10))
     with contextlib.suppress(OSError), (small_disk / "more").open("wb", buffering=0) as file:
         while file.write(bytes(512)):
@@ -301,8 +303,8 @@ async def _overtake(tmp_path: Path, slow: threading.Event, expected: list[Any]) 
 
 
 @pytest.mark.parametrize("slots", ["16MiB", "64KiB"])
-def test_a_disk_that_writes_slowly_holds_up_nobody(tmp_path, monkeypatch, slots):
-    """With slots for all, and with five, which are soon held by what has not been written."""
+def test_a_disk_that_writes_slowly_holds_up_no_request(tmp_path, monkeypatch, slots):
+    """The cache has slots for all blocks, or five, which blocks not yet written soon hold."""
     expected = plain()
     slow = threading.Event()
     write = BlockDirectory.write
@@ -374,7 +376,7 @@ def test_resetting_the_device_leaves_the_disk_and_resetting_all_does_not(tmp_pat
 
 
 SMALL = "120KiB"
-"""Nine blocks, of which four may be pinned."""
+"""Size of a cache of nine blocks; four of them may be pinned."""
 
 
 def test_a_pinned_prompt_outlives_what_comes_after_it_and_the_engine(tmp_path):

@@ -17,7 +17,8 @@ FORKED = SamplingParams(n=2, temperature=0.8, seed=7, max_tokens=40, ignore_eos=
 
 
 HELD = [setup for setup in SETUPS if setup[0] != "torch"]
-"""Backends on which chunks, batches and preemption change no bit without an option."""
+"""Backends whose results depend on no option, bitwise, whatever is chunked, batched or preempted.
+"""
 
 
 @pytest.fixture(
@@ -29,7 +30,7 @@ def setup(request):
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_hits_from_disk_then_preempted(setup: Any, tmp_path: Any, mode: str) -> None:
-    """Windows of gemma and full attention alike; the forks' parents are swapped too."""
+    """It holds for gemma's windows and for full attention; the forks' parents are swapped too."""
     system, *users = prompts_of(48, 9, 30, 33, 52)
     prompts = [system + user for user in users]
     params = [LONG, FORKED, LONG, FORKED]
@@ -53,8 +54,8 @@ def test_hits_from_disk_then_preempted(setup: Any, tmp_path: Any, mode: str) -> 
 
 
 def test_a_context_exactly_full(setup: Any, tmp_path: Any) -> None:
-    """Of eight blocks, on a device that has eight: with the prompt's last block full, nearly, or
-    just begun; stored or not.
+    """A context of eight blocks fills a device of eight: with the prompt's last block full, nearly
+    full or just begun, stored or not.
     """
     change = {"max_model_len": 128, "kv_cache_memory_bytes": kv_bytes(setup, 8)}
     rest = SamplingParams(temperature=0.9, seed=11, max_tokens=None, ignore_eos=True, logprobs=2)

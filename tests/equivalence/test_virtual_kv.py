@@ -1,5 +1,5 @@
-"""`kv_layout="virtual"`: bitwise what paged gives, and memory that the system really gives and
-takes back.
+"""The virtual KV layout gives bitwise what the paged one gives, and the system really gives and
+takes back its memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETUPS = [
     ("native", "qwen3", {"kv_cache_dtype": "int8"}),
     ("native", "gemma3_text", {"dtype": "bfloat16"}),
 ]
-"""The last one has windows of 24 tokens beside full attention."""
+"""Backends and models; the last one has windows of 24 tokens beside full attention."""
 
 PROMPTS = prompts_of(5, 33, 47, 20, 150)
 LONG = [
@@ -57,7 +57,9 @@ def setup(request: pytest.FixtureRequest) -> Any:
 def make(
     setup: Any, layout: str = "virtual", *, num_blocks: int | None = None, **options: Any
 ) -> LLM:
-    """`num_blocks`: in every group, since no window bounds it where so many requests may run."""
+    """Makes an engine of `num_blocks` blocks in every group: where as many requests may run, no
+    window bounds them.
+    """
     backend, family, precision = setup
     options = {
         "backend": backend,
@@ -108,7 +110,7 @@ def cache_engine(llm: LLM) -> CacheEngine:
 
 
 def given_bytes(llm: LLM) -> int:
-    """What the system has given for K and V, by its own word (mincore)."""
+    """Returns the bytes that the system says it has given for K and V (mincore)."""
     kv: Any = cache_engine(llm).kv
     groups = range(2 if "gemma" in llm.config.model.model else 1)
     return sum(

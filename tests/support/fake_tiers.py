@@ -1,8 +1,8 @@
-"""A connector's worker half with a dict for a disk: what goes on behind the slots is done a job at
-a time, whenever a report is asked for.
+"""A connector's worker half with a dict for a disk: it does a few jobs behind the slots each time a
+report is asked for.
 
-As `FakeExecutor` has it, a block is its tokens; slots that are still read or written must not be
-touched by moves.
+A block's bytes are its tokens, as in `FakeExecutor`. Moves must not touch slots that are still read
+or written.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from octavo.step import (
 
 BLOCK = 16
 BLOCK_BYTES = 20 << 20
-"""So large that a step may save one and load three."""
+"""Bytes of a block, so large that a step may save one and load three."""
 MAX_PINNED_BLOCKS = 10
 
 
 class Disk(dict[BlockName, tuple[BlockKey, tuple[int, ...]]]):
-    """What outlives engines: the least recently used first, and until when some are pinned."""
+    """Blocks that outlive engines, the least recently used first."""
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self.capacity = capacity
         self.pins: dict[BlockName, float] = {}
+        """Times until which blocks are pinned."""
         self.now = 0.0
 
     def has_room(self) -> bool:
-        """Where there is none, the first that is not pinned goes."""
+        """Makes room for one block: the first that is not pinned goes. False where all are."""
         if len(self) >= self.capacity:
             oldest = next((name for name in self if self.pins.get(name, 0.0) <= self.now), None)
             if oldest is None:
@@ -47,20 +48,21 @@ class Disk(dict[BlockName, tuple[BlockKey, tuple[int, ...]]]):
 
 
 class FakeTiers:
-    """`pace`: jobs done before each report. A disk of None: there is nothing behind the slots."""
+    """Slots that hold tokens, with a disk behind them, or None."""
 
     def __init__(self, num_groups: int, disk: Disk | None, *, pace: int = 1) -> None:
+        """`pace`: jobs done before each report."""
         self.slots: list[dict[tuple[int, int], int]] = [{} for _ in range(num_groups)]
         self.disk = disk
         self.pace = pace
         self.refuses = False
-        """The disk is full."""
+        """Whether the disk refuses writes, as a full one does."""
         self._jobs: deque[tuple[str, Any]] = deque()
         self._known: set[BlockName] = set()
         self._report = ConnectorReport()
 
     def check(self, move: BlockMove) -> None:
-        """Before a move into a slot or out of it."""
+        """Checks that a move touches no slot that is still read or written."""
         slot = move.target if move.kind == "save" else move.source
         for kind, what in self._jobs:
             if isinstance(what, SlotBlock) and (what.group, what.slot) == (move.group, slot):
@@ -88,7 +90,7 @@ class FakeTiers:
         return report if report != ConnectorReport() else None
 
     def look(self) -> None:
-        """What others did to the disk becomes known."""
+        """Reports what others did to the disk."""
         if self.disk is not None:
             self._report.found += sorted(set(self.disk) - self._known)
             self._report.gone += sorted(self._known - set(self.disk))
@@ -142,7 +144,7 @@ class FakeTiers:
 
 
 def tiers_of(num_groups: int, tiers: FakeTiers, num_slots: int) -> Tiers:
-    """What a connector is made of that knows what is on the disk."""
+    """Returns the sizes from which a connector is made that knows what is on the disk."""
     tiers.look()
     return Tiers(
         [BLOCK_BYTES] * num_groups,

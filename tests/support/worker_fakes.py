@@ -1,5 +1,5 @@
-"""A Runnable with the pseudo-model of `tests.support.engine_fakes`: it reads its tokens back
-through slots and block tables, as kernels do.
+"""A Runnable with the pseudo-model of `tests.support.engine_fakes`, which reads its tokens back
+through slots and block tables as kernels do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.engine_fakes import VOCAB, pseudo_token
 
 
 class FakeKv:
-    """Memory that is not written, or was given back, holds -7."""
+    """KV memory that holds tokens; -7 where nothing is written, or where it was given back."""
 
     def __init__(self, num_groups: int, num_blocks: int) -> None:
         self.tokens = np.full((num_groups, num_blocks * BLOCK_SIZE), -7, np.int64)
@@ -46,8 +46,8 @@ class FakeRunnable:
     progress = 0
 
     def __init__(self, windows: Sequence[int | None] | None = None) -> None:
-        """`windows`: per group the keys that a query reads, None for all; at least one group reads
-        all.
+        """`windows`: keys that a query reads, by group; None for all, which at least one group
+        reads.
         """
         self.windows = windows
         self.batches: list[StepBatch] = []

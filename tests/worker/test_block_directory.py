@@ -1,5 +1,5 @@
-"""Blocks in files: what is read is what was written or nothing; the least recently used go, the
-pinned stay; engines share a directory.
+"""Blocks in files: a read gives what was written or nothing, the least recently used go, the pinned
+stay, and engines share a directory.
 """
 
 import errno
@@ -239,7 +239,9 @@ def test_both_may_write_the_same_block(tmp_path, clock):
     np.testing.assert_array_equal(read(one, 1), data(1))
 
 
-def test_a_file_left_half_written_is_removed_once_nobody_can_be_writing_it(tmp_path, clock, caplog):
+def test_a_file_left_half_written_is_removed_once_no_engine_can_be_writing_it(
+    tmp_path, clock, caplog
+):
     clock.now = os.stat(tmp_path).st_mtime
     directory = make(tmp_path, clock)
     torn = tmp_path / "tmp" / "99-1-0"

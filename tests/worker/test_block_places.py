@@ -1,5 +1,5 @@
-"""The virtual KV layout under the real scheduler and worker, with memory that forgets what is given
-back; then its arithmetic.
+"""The virtual KV layout under the real scheduler and worker, with memory that is lost when it is
+given back; then its arithmetic.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def test_samples_of_one_prompt_share_no_block():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_requests_come_and_go_in_any_order(seed):
-    """A window beside full attention, swaps, aborts: what is read is what was written, and nothing
-    stays.
+    """With a window beside full attention, swaps and aborts, requests read what they wrote, and no
+    memory stays taken.
     """
     rng = np.random.default_rng(seed)
     windows = (None, 24)
@@ -157,7 +157,7 @@ def test_memory_is_counted_in_whole_pages_and_given_back_when_the_request_leaves
 
 
 def test_an_id_that_goes_elsewhere_takes_its_memory_along():
-    """A block behind a window, and what lies before it, is read by nobody."""
+    """The id is that of a block behind a window; no query reads it, nor what lies before it."""
     kv, places = places_of(PAGESIZE)
     places.put(0, 0, 0, [0, 1, 2, 3])
     places.put(0, 1, 0, [1])

@@ -1,6 +1,4 @@
-"""What calibration measures, against hooks in transformers' models in float64, and that every run
-gives the same bits.
-"""
+"""Calibration against hooks in transformers' models in float64; every run gives the same bits."""
 
 import numpy as np
 import pytest
@@ -28,7 +26,7 @@ def program_and_load(tiny: TinyModel):
 
 
 def hooked_powers(tiny: TinyModel, token_ids: np.ndarray) -> dict[str, np.ndarray]:
-    """The mean square of each plain linear's inputs by its weight's name."""
+    """Returns the mean square of each plain linear's inputs by its weight's name."""
     network, powers = in_float64(tiny.model), {}
     for name, module in network.named_modules():
         if isinstance(module, torch.nn.Linear | Conv1D):
@@ -43,7 +41,7 @@ def hooked_powers(tiny: TinyModel, token_ids: np.ndarray) -> dict[str, np.ndarra
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_what_the_model_multiplies(family):
-    """The last of them is measured behind everything else that the model computes."""
+    """The last input is measured behind everything else that the model computes."""
     tiny = tiny_model(family)
     token_ids = np.random.default_rng(2).integers(0, tiny.config["vocab_size"], 70).astype(np.int32)
     expected, found = (

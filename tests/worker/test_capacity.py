@@ -1,4 +1,4 @@
-"""What fits, what is missing, and how fast it could be."""
+"""Capacity and roofline: what fits, what is missing, and how fast it could be."""
 
 import pytest
 
@@ -19,8 +19,8 @@ MIB = 1 << 20
 def capacity(
     *windows, memory=1000, weights=100, step=20, wanted=None, max_model_len=160, max_num_seqs=8
 ):
-    """In MiB, besides the processes. A full group of blocks of 1 MiB, and one with each of the
-    windows.
+    """Returns an engine whose sizes are in MiB, the processes not counted: a growing group with
+    blocks of 1 MiB, and one with each of the windows.
     """
     groups = (GroupSize(MIB), *(GroupSize(MIB, WindowLife(window)) for window in windows))
     sizes = {
@@ -74,7 +74,7 @@ def test_a_shortfall_is_named():
 
 
 def test_what_the_kv_budget_refuses_is_refused_before_loading():
-    """By default the KV cache takes half of what is free."""
+    """The KV cache takes half of what is free by default."""
     with pytest.raises(ConfigError, match="too little memory: 50% of what is free"):
         capacity(memory=135).check("it")
     capacity(memory=140).check("it")

@@ -1,4 +1,4 @@
-"""Limits read from drawn machines."""
+"""Limits of machines that are described by files."""
 
 import os
 

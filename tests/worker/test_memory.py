@@ -17,7 +17,7 @@ def plan(
     wanted_bytes=None,
     available_bytes=1 << 40,
 ):
-    """A full group of blocks of 1 MiB, and one with each of the windows."""
+    """Plans a growing group with blocks of 1 MiB, and one with each of the windows."""
     groups = [GroupSize(MIB), *(GroupSize(MIB, WindowLife(window)) for window in windows)]
     demand = KvDemand(max_model_len, max_num_seqs, max_step_tokens)
     return plan_kv(groups, demand, wanted_bytes=wanted_bytes, available_bytes=available_bytes)
@@ -55,7 +55,7 @@ def test_too_little_free():
 
 
 def test_a_window_gets_what_its_requests_can_hold_and_no_more():
-    """4 requests with 2 blocks of 32 tokens and 3 more, and a step of 2 blocks and 1."""
+    """Four requests need 2 blocks of 32 tokens and 3 more each, and a step needs 2 blocks and 1."""
     budget = plan(32, wanted_bytes=123 * MIB)
     assert budget.num_blocks == (100, 23)
     assert (budget.num_tokens, budget.num_bytes) == (1600, 123 * MIB)

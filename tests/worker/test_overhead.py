@@ -38,8 +38,8 @@ def _draws(num):
 
 
 def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
-    """The 20th percentile of decode steps, or of calls with several: what else runs on the machine
-    is not ours.
+    """Returns the 20th percentile of the microseconds of a decode step; with several steps a call,
+    of each. Slower ones are due to other processes.
     """
     worker = make_worker(InstantRunnable(), num_blocks=4, max_rows=num_requests, max_model_len=1024)
     core = make_core(
@@ -86,8 +86,8 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
 
 @pytest.mark.alone
 def test_pythons_share_of_a_step():
-    """150 microseconds for one running request, 10 for each further one; measured are about 90 and
-    6 (2 cores of an EPYC, 2026).
+    """Python takes at most 150 microseconds of a step for one running request and 10 for each
+    further one; measured were about 90 and 6 (2 cores of an EPYC, 2026).
     """
     for _ in range(5):  # a noisy neighbour gets four more chances
         before, one, many, after = (
@@ -106,8 +106,8 @@ def test_pythons_share_of_a_step():
 
 
 def test_several_steps_of_a_call_share_it(monkeypatch):
-    """Each token is handed on when it is made, for less than half of what a step by itself takes;
-    measured is a third.
+    """Each token of a call is handed on when it is made, for less than half of Python's time of a
+    step by itself; measured was a third.
     """
     monkeypatch.setattr(multi_step, "MAX_CALL_S", 1e9)
     for _ in range(5):

@@ -303,6 +303,7 @@ class BlockManager:
                 ):
                     self.connector.offer(group, key)
         names = self._finder.read_after(keys)
+        # A chain is of use only from its first block on: it is cut where the first is missing.
         while not all(map(self.connector.knows, names)):
             num_blocks -= 1
             names = self._finder.read_after(keys[:num_blocks])

@@ -23,7 +23,7 @@ BLOCK_DOMAIN = b"octavo block"
 
 @dataclass(frozen=True, slots=True)
 class BlockNaming:
-    """What the names of a request's blocks depend on, besides its tokens."""
+    """Everything but its tokens that the names of a request's blocks depend on."""
 
     salt: str = ""
     """A text that separates tenants: blocks are shared among equal salts only."""

@@ -22,7 +22,7 @@ has to be taken.
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a request's tables gained."""
+    """Changes of a request's tables that make room for its next tokens."""
 
     new_block_ids: list[list[int]] = field(default_factory=list)
     """Block ids appended, by group; [] where no group gained any."""
@@ -73,6 +73,7 @@ class BlockTables:
             for pool, table, num_blocks in entries
         ):
             return False
+        # A spared block is free but for this hold, and filling takes free blocks.
         for pool, block_id in zip(self._pools, spared, strict=False):
             pool.hold_all([block_id])
         self.of[request_id] = [pool.fill(table, num_blocks) for pool, table, num_blocks in entries]
@@ -151,7 +152,7 @@ class BlockTables:
         }
 
     def release_unread(self, request_id: str, num_computed_tokens: int, *, in_flight: bool) -> None:
-        """Releases the blocks that nothing reads any more once so many tokens are computed.
+        """Releases the blocks that nothing reads any more behind the computed tokens.
 
         `in_flight`: another step of the request is being computed.
         """

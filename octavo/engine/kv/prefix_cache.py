@@ -23,7 +23,7 @@ class PartialMatch(NamedTuple):
 
 
 class PrefixCache:
-    """Which block holds which key; one block a key, one key a block."""
+    """Map between keys and the blocks that hold them: one block a key, one key a block."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}

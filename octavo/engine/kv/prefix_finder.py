@@ -85,6 +85,7 @@ class PrefixFinder:
         num_blocks = len(kept[0])
         num_tokens = num_blocks * self._block_size
         wanted = keys[num_blocks].token_ids if num_blocks < len(keys) else rest
+        # The block at which the hit ends may share its beginning with one that is known.
         parent = keys[num_blocks - 1].digest if num_blocks else root
         sources, num_common = self._partial_block(parent, wanted)
         return Hit(kept, num_blocks, num_tokens + num_common, sources)

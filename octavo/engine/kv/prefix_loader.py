@@ -17,7 +17,7 @@ from octavo.step import BlockKey, BlockMove
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What was done ahead of a request's start for the stored part of its prompt."""
+    """Outcome of fetching the stored part of a prompt ahead of its request's start."""
 
     is_waiting: bool
     """Whether the request is to wait for it."""
@@ -80,6 +80,7 @@ class PrefixLoader:
             if not self._connector.may_load([(group, index)]):
                 break
             moves.append(self._load_block(group, keys[index], pool.take()))
+            # Free at once, but named: the request finds it when it starts.
             pool.release(moves[-1].target)
         return Prefetch(is_waiting=bool(moves), moves=moves)
 

@@ -49,12 +49,12 @@ class Tiers(msgspec.Struct):
     """Whether there are files behind the slots."""
     max_pinned_bytes: int = 0
     first: ConnectorReport | None = None
-    """What is stored at the start."""
+    """Report of the blocks that are stored at the start."""
 
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """What goes with one step whose result has not come."""
+    """Saves and plan of one step whose result has not come."""
 
     saving: dict[BlockName, Slot] = field(default_factory=dict)
     """Blocks that its moves copy into slots."""
@@ -83,7 +83,7 @@ class TierConnector:
         self.held: dict[str, list[tuple[int, Slot]]] = {}
         """(group, slot) by request, of those that wait, or have waited and not yet started."""
         self._plan = ConnectorPlan()
-        """What goes with the next step."""
+        """Plan that goes with the next step."""
         self.under_way: deque[StepUnderWay] = deque()
         """Steps whose results have not come, the oldest first."""
         self._load_budget = LOADED_BYTES_PER_STEP
@@ -97,7 +97,7 @@ class TierConnector:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is to be made for its sake: to take a plan along, or to bring a report."""
+        """Whether it wants a step though no request runs: to take a plan along, or bring a report."""
         return bool(self._unsaved or self.keeping or _is_any(self._plan))
 
     # -- what is there -----------------------------------------------------------------------------

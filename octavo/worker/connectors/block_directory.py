@@ -1,12 +1,12 @@
 """A directory of KV blocks in files, named by what they hold, for any number of engines at once;
-the least recently used go first.
+the least recently used are removed first.
 
-    ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv        ROOT/tmp/ for files
-    being written
+    ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv
+    ROOT/tmp/ for files being written
 
-A file's time of change says when it was last used; one in the future, until when it is pinned. So
-nothing has to agree with anything else after a crash, or between engines: each sees what is there,
-and a file that another one removed is a miss.
+A file's time of change says when it was last used; a time in the future, until when it is pinned.
+So nothing has to agree with anything else after a crash, or between engines: each sees what is
+there, and a file that another one removed is a miss.
 """
 
 from __future__ import annotations
@@ -35,30 +35,35 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
 TOUCH_S = 60.0
-"""A file's time of use is not written anew within so many seconds."""
+"""Seconds within which a file's time of use is not written a second time."""
 ABANDONED_S = 60.0
-"""A file that has been being written for so long is a crashed engine's."""
+"""Seconds after which a file that is still being written counts as a crashed engine's."""
 ROOM = 0.1
-"""Of the size is freed at a time, so that the directory is not listed for every block."""
+"""Share of the size that is freed at a time, so that the directory is not listed for every block.
+"""
 
 
 class DirectoryFull(Exception):
-    """What is pinned leaves no room."""
+    """Pinned files leave no room."""
 
 
 @dataclass(slots=True)
-class Stored:
+class StoredFile:
+    """One block's file."""
+
     num_bytes: int
     used_at: float
+    """Time of its last use, or until which it is pinned, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """Since the directory was last looked at, of this fingerprint, and all of its pins."""
+class DirectoryChanges:
+    """Changes of this fingerprint's blocks since the directory was last looked at."""
 
     found: list[BlockName] = field(default_factory=list)
     gone: list[BlockName] = field(default_factory=list)
     pinned: list[BlockPin] = field(default_factory=list)
+    """All pins of this fingerprint's blocks."""
 
 
 class BlockDirectory:
@@ -79,30 +84,30 @@ class BlockDirectory:
         self._temporary = root / "tmp"
         self._clock = clock
         self._counter = itertools.count()
-        self._files: dict[Path, Stored] = {}
+        self._files: dict[Path, StoredFile] = {}
         self._num_bytes = 0
         self._pinned_bytes = self._foreign_pinned_bytes = 0
         self._pins: dict[BlockName, float] = {}
-        """Of blocks that are not there yet."""
+        """Pins of blocks that are not there yet."""
         self._num_damaged = 0
         self._num_write_errors = 0
         self._make_folders()
 
     def _make_folders(self) -> None:
-        """Where that fails, because the disk is full, the next write says why."""
+        # Where that fails, because the disk is full, the next write says why.
         with contextlib.suppress(OSError):
             for folder in (self._root, self._folder, self._temporary):
                 folder.mkdir(mode=0o700, exist_ok=True)
 
-    def look(self) -> Changes:
-        """Lists the directory, removes what crashed engines left half written, and the oldest where
-        there is too much.
+    def look(self) -> DirectoryChanges:
+        """Lists the directory, removes what crashed engines left half written, and the least
+        recently used files where there is too much.
 
-        Somebody may have removed it all, and then it is made again.
+        A directory that was removed is made again.
         """
         before = self._names()
         self._make_folders()
-        self._list_anew()
+        self._list_again()
         self._remove_abandoned()
         self._make_room(0)
         now = self._names()
@@ -111,20 +116,20 @@ class BlockDirectory:
             for path, entry in self._pinned()
             if (name := self._name_of(path)) is not None
         ]
-        return Changes(sorted(now - before), sorted(before - now), pins)
+        return DirectoryChanges(sorted(now - before), sorted(before - now), pins)
 
     def stored(self) -> StoredBytes:
-        """As far as this engine knows without looking."""
+        """Returns the sizes as far as this engine knows without looking."""
         pinned = (self._pinned_bytes, self._foreign_pinned_bytes)
         return StoredBytes(self._num_bytes, *pinned, self._num_damaged, self._num_write_errors)
 
     # -- one block ---------------------------------------------------------------------------------
 
     def write(self, block: SlotBlock, data: memoryview) -> list[BlockName]:
-        """Says which others had to go. OSError or DirectoryFull where it cannot be kept; then
-        nothing of it is left.
+        """Writes a block's file; returns the names of those that had to go. OSError or
+        DirectoryFull where it cannot be kept, and then nothing of it is left.
 
-        Where another engine has written it, and pinned it, it stays pinned.
+        A file that another engine has written and pinned stays pinned.
         """
         path = self._path_of(block.name)
         until = max(self._pins.get(block.name, 0.0), _time_of(path))
@@ -136,7 +141,7 @@ class BlockDirectory:
             self._num_write_errors += 1
             raise
         self._drop(path)
-        self._files[path] = Stored(num_bytes, self._clock())
+        self._files[path] = StoredFile(num_bytes, self._clock())
         self._num_bytes += num_bytes
         self._pins.pop(block.name, None)
         if until > self._clock() and self._set_time(path, until):
@@ -144,7 +149,9 @@ class BlockDirectory:
         return gone
 
     def read(self, block: SlotBlock, into: memoryview) -> bool:
-        """False where it is not there, or damaged; a damaged file is reported and removed."""
+        """Reads a block's bytes; False where its file is not there, or damaged, which is reported
+        and ends with its removal.
+        """
         path = self._path_of(block.name)
         try:
             read_block_file(
@@ -163,14 +170,16 @@ class BlockDirectory:
         return True
 
     def touch(self, name: BlockName) -> None:
-        """Used now."""
+        """Notes that a block is used now."""
         path, now = self._path_of(name), self._clock()
         entry = self._files.get(path)
         if entry is not None and entry.used_at < now - TOUCH_S:
             self._set_time(path, now)
 
     def pin(self, pins: Iterable[BlockPin]) -> None:
-        """A time that is past unpins a block; one that is not there yet is pinned once it is."""
+        """Pins blocks; a time that is past unpins one, and a block that is not there yet is pinned
+        once it is.
+        """
         for name, until in pins:
             path = self._path_of(name)
             if path not in self._files or not self._set_time(path, max(until, self._clock())):
@@ -178,14 +187,15 @@ class BlockDirectory:
         self._count_pinned()
 
     def remove(self, name: BlockName) -> None:
+        """Removes a block's file and its pin."""
         path = self._path_of(name)
         self._pins.pop(name, None)
         self._drop(path)
         _unlink(path)
 
     def remove_all(self) -> None:
-        """Of this fingerprint."""
-        self._list_anew()
+        """Removes all files of this fingerprint."""
+        self._list_again()
         for path in [path for path in self._files if self._name_of(path) is not None]:
             self._drop(path)
             _unlink(path)
@@ -194,16 +204,16 @@ class BlockDirectory:
 
     # -- the files ---------------------------------------------------------------------------------
 
-    def _list(self) -> Iterator[tuple[Path, Stored]]:
+    def _list(self) -> Iterator[tuple[Path, StoredFile]]:
         for folder in _folders(self._root):
             if folder == self._temporary:
                 continue
             for part in _folders(folder):
                 for entry in _entries(part):
                     if entry.name.endswith(SUFFIX) and (status := _status(entry)) is not None:
-                        yield Path(entry.path), Stored(status.st_size, status.st_mtime)
+                        yield Path(entry.path), StoredFile(status.st_size, status.st_mtime)
 
-    def _list_anew(self) -> None:
+    def _list_again(self) -> None:
         self._files = dict(self._list())
         self._num_bytes = sum(entry.num_bytes for entry in self._files.values())
         self._count_pinned()
@@ -215,7 +225,7 @@ class BlockDirectory:
             entry.num_bytes for path, entry in pinned if self._name_of(path) is None
         )
 
-    def _pinned(self) -> list[tuple[Path, Stored]]:
+    def _pinned(self) -> list[tuple[Path, StoredFile]]:
         now = self._clock()
         return [(path, entry) for path, entry in self._files.items() if entry.used_at > now]
 
@@ -236,17 +246,18 @@ class BlockDirectory:
                 _unlink(Path(entry.path))
 
     def _make_room(self, num_bytes: int) -> list[BlockName]:
-        """Removes the least recently used until so many bytes more fit, and some room besides;
-        DirectoryFull where they cannot.
+        """Removes the least recently used files until `num_bytes` more fit, and some room besides;
+        DirectoryFull where they cannot. Returns the names of those that went.
         """
         if self._num_bytes + num_bytes <= self.max_bytes:
             return []
         before = self._names()
         if num_bytes:
-            self._list_anew()  # others use and remove blocks too
-        now, room_for = self._clock(), self.max_bytes * (1 - ROOM) - num_bytes
+            self._list_again()  # others use and remove blocks too
+        now = self._clock()
+        bytes_left = self.max_bytes * (1 - ROOM) - num_bytes
         for path, entry in sorted(self._files.items(), key=lambda item: item[1].used_at):
-            if self._num_bytes <= room_for or entry.used_at > now:
+            if self._num_bytes <= bytes_left or entry.used_at > now:
                 break
             _unlink(path)
             self._drop(path)
@@ -255,7 +266,9 @@ class BlockDirectory:
         return sorted(before - self._names())
 
     def _set_time(self, path: Path, when: float) -> bool:
-        """False where it is gone: another engine has removed it, or it was damaged."""
+        """Sets a file's time; False where it is gone: another engine has removed it, or it was
+        damaged.
+        """
         try:
             os.utime(path, (when, when))
         except OSError:
@@ -272,7 +285,9 @@ class BlockDirectory:
         return self._folder / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
 
     def _name_of(self, path: Path) -> BlockName | None:
-        """None for another fingerprint's, and for what is no block at all."""
+        """Returns the block that a file holds; None for another fingerprint's, and for what is no
+        block at all.
+        """
         if path.parent.parent != self._folder:
             return None
         digest, _, group = path.stem.partition("-")
@@ -283,8 +298,8 @@ class BlockDirectory:
 
 
 def open_root(text: str) -> Path:
-    """The directory that an option names, made where it is not there; ConfigError where nothing can
-    be written into it.
+    """Returns the directory that an option names, made where it is not there; ConfigError where
+    nothing can be written into it.
     """
     root = user_path(text).absolute()
     try:
@@ -299,6 +314,7 @@ def open_root(text: str) -> Path:
 
 
 def check_size(max_bytes: int, block_bytes: Sequence[int]) -> None:
+    """Raises ConfigError where not even one block of each cache group fits."""
     if max_bytes < sum(block_bytes):
         raise ConfigError(
             f"prefix_cache_size: got {max_bytes}, allowed is at least one block of each cache"
@@ -319,7 +335,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """None where another engine has removed it meanwhile."""
+    """Reads a file's status; None where another engine has removed it since it was listed."""
     try:
         return entry.stat(follow_symlinks=False)
     except OSError:
@@ -327,7 +343,7 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _time_of(path: Path) -> float:
-    """0 where there is none."""
+    """Returns a file's time of change; 0 where there is none."""
     try:
         return path.stat().st_mtime
     except OSError:

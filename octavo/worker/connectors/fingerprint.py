@@ -1,8 +1,8 @@
-"""What a stored block's bytes depend on, as one number: the weights, and everything about how they
-are computed with and laid out.
+"""The fingerprint of stored blocks: one number for all that their bytes depend on, the weights and
+everything about how they are computed with and laid out.
 
-The weights are known by a hash of their files' contents. It is kept beside the blocks, for as long
-as a file's size, time and place on its disk are the same, so that a second start reads nothing.
+Weights are known by a hash of their files' contents. It is kept beside the blocks, and holds for as
+long as a file's size, time and inode are the same, so that a second start reads no weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def fingerprint(parts: Mapping[str, Any], weight_files: Sequence[Path], *, cache: Path) -> bytes:
-    """32 bytes. `cache`: the directory in which the files' hashes are kept."""
+    """Returns 32 bytes for these parts and files. `cache`: the directory in which the files' hashes
+    are kept.
+    """
     known = _read(cache / DIGESTS)
     with ThreadPoolExecutor() as pool:
         entries = list(pool.map(lambda path: _entry(path, known), weight_files))
@@ -50,7 +52,7 @@ def _entry(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """{} where there is none, or none that can be read: it is made anew."""
+    """Reads the hashes that were kept; {} where there are none that can be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -59,8 +61,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, entries: Mapping[str, Any]) -> None:
-    """Whole or not at all; several engines, of this process or of others, may write at once, and
-    the last one stays.
+    """Writes the hashes, whole or not at all; several engines, of this process or of others, may
+    write at once, and the last one stays.
 
     Where the disk is full the next start reads the weights again, and nothing else is lost.
     """

@@ -1,9 +1,9 @@
 """The worker half of the prefix cache's lower tiers: blocks in slots of host memory, and behind
 them files on disk.
 
-Owns the slots' bytes and two threads: one reads ahead, one writes behind. What is written stays in
-its slot until it is, so the memory is bounded. Decides nothing: which block lies in which slot is
-the scheduler half's (`engine/connector.py`).
+Owns the slots' bytes and two threads: one prefetches from files, one writes to them. A block stays
+in its slot until it is written, so the memory is bounded. Decides nothing: the scheduler half
+(`engine/kv/tier_connector.py`) says which block lies in which slot.
 """
 
 from __future__ import annotations
@@ -22,27 +22,31 @@ from numpy.typing import NDArray
 
 from octavo.step import BlockName, ConnectorPlan, ConnectorReport, SlotBlock
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.connectors.block_directory import BlockDirectory, Changes, DirectoryFull
+from octavo.worker.connectors.block_directory import (
+    BlockDirectory,
+    DirectoryChanges,
+    DirectoryFull,
+)
 
 logger = logging.getLogger(__name__)
 
 LATE_S = 5.0
-"""Whoever waits longer for a file computes instead."""
+"""Seconds after which a request that waits for a file computes instead."""
 LOOK_S = 30.0
-"""How often the directory is listed for what other engines have done, while there is something to
-do.
+"""Seconds between two listings of the directory for what other engines have done, while there is
+something to do.
 """
 PAUSE_S = 30.0
-"""For how long nothing is written after the disk has refused it."""
+"""Seconds for which nothing is written after the disk has refused a write."""
 CLOSE_S = 3.0
-"""How long writes may go on after the end."""
+"""Seconds for which writes may go on after the engine has closed."""
 NICENESS = 10
-"""Of the thread that writes: computing goes first."""
+"""Niceness of the thread that writes: computing goes first."""
 
 
 class TierWorker:
-    """Implements `ports.ConnectorWorker`. `shapes`: per cache group its slots. Without a directory
-    nothing lies behind them.
+    """Slots of host memory with a directory of files behind them, or none. Implements
+    `ports.ConnectorWorker`.
     """
 
     def __init__(
@@ -54,15 +58,15 @@ class TierWorker:
         self._directory = directory
         self._report = ConnectorReport()
         self._changed = threading.Condition()
-        """Guards the report; told whenever something is added."""
+        """Guards the report; notified when something is added."""
         self._fetching: dict[BlockName, float] = {}
-        """And since when. What is late is no longer in it."""
+        """Start of each fetch, on the monotonic clock; a late one is no longer in it."""
         self._num_under_way = 0
         self._closing = False
         self._paused_until = 0.0
         self._looked_at = float("-inf")
-        self._reader = _Lane("octavo-cache-read")
-        self._writer = _Lane("octavo-cache-write", niceness=NICENESS)
+        self._reader = _JobThread("octavo-cache-read")
+        self._writer = _JobThread("octavo-cache-write", niceness=NICENESS)
         if directory is not None:
             self._look()
 
@@ -140,7 +144,9 @@ class TierWorker:
                 (report.not_kept if gone is None else report.kept).append(block.name)
 
     def _write(self, block: SlotBlock) -> list[BlockName] | None:
-        """The names of those that went for it; None where it could not be written."""
+        """Writes a block's file; returns the names of those that went for it, None where it could
+        not be written.
+        """
         assert self._directory is not None
         if time.monotonic() < self._paused_until:
             return None
@@ -154,9 +160,9 @@ class TierWorker:
             return None
 
     def _look(self) -> None:
-        """At what there is now; the list itself is made every few seconds at most."""
+        """Reports how the directory has changed; it is listed every LOOK_S seconds at most."""
         assert self._directory is not None
-        changes = Changes()
+        changes = DirectoryChanges()
         if time.monotonic() - self._looked_at > LOOK_S:
             changes = self._directory.look()
             self._looked_at = time.monotonic()
@@ -176,8 +182,8 @@ class TierWorker:
 EMPTY = ConnectorReport()
 
 
-class _Lane:
-    """A thread that does one thing after another."""
+class _JobThread:
+    """A thread that does jobs one after another; started with the first."""
 
     def __init__(self, name: str, *, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -197,6 +203,7 @@ class _Lane:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        # On Linux a priority belongs to a thread, not to its process.
         if self._niceness and hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)

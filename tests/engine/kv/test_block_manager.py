@@ -30,8 +30,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     """Requests of a small alphabet (so that prefixes meet) start, grow, fork anywhere, are swapped,
     end and are found again.
 
-    `contents` is the truth beside it, what the worker would have written into each block; `host`
-    that of the host's. The second group has a window.
+    `contents` is the truth beside the manager: what the worker would have written into each block;
+    `host` is the same of the host's blocks. The second group has a window.
     """
 
     requests = Bundle("requests")
@@ -54,7 +54,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.count = 0
 
     def compute(self, request_id: str, end: int) -> None:
-        """What a step does: writes the tokens not yet computed, through the tables."""
+        """Writes the tokens not yet computed through the tables, as a step does."""
         for position in range(self.computed[request_id], end):
             for contents, table, pool in zip(
                 self.contents, self.blocks.tables[request_id], self.blocks.pools, strict=True
@@ -116,8 +116,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(target=requests, parent=requests, share=st.floats(0, 1))
     def fork(self, parent, share):
-        """At any of its tokens; the child writes when it is appended to, be its parent there or
-        gone.
+        """Forks a request at any of its tokens; the child writes when it is appended to, whether
+        its parent is still there or gone.
         """
         request_id = str(self.count)
         self.count += 1
@@ -130,7 +130,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(rows=st.lists(requests, min_size=1, max_size=3, unique=True))
     def swap_out(self, rows):
-        """Rows that leave together, as the beams of a search do: what they share is moved once."""
+        """Swaps rows out together, as the beams of a search: blocks that they share move once."""
         rows = [row for row in rows if row in self.blocks.tables]
         before = [self.blocks.block_ids(row) for row in rows]
         moves = self.blocks.swap_out({row: self.computed[row] for row in rows})
@@ -246,7 +246,7 @@ def manager(num_blocks=8, **options):
 
 
 def start(blocks, request_id, tokens, **limits):
-    """How many tokens were found; None where there was no room."""
+    """Returns how many tokens were found; None where there was no room."""
     started = blocks.start(request_id, tokens, **{"reserve": 0, **limits})
     return None if started is None else started.num_cached_tokens
 

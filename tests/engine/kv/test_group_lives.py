@@ -108,7 +108,7 @@ class LivesMachine(RuleBasedStateMachine):
         return True
 
     def check_written(self, request_id, first, end):
-        """The blocks that a step writes are there, and its own; those it reads are there."""
+        """Checks that the blocks which a step writes are its own, and those it reads are there."""
         for life, pool, table in zip(
             self.lives, self.blocks.pools, self.blocks.tables[request_id], strict=True
         ):
@@ -120,7 +120,7 @@ class LivesMachine(RuleBasedStateMachine):
         self.check_read(request_id, first)
 
     def check_read(self, request_id, position):
-        """Every block that a query at `position` reads of earlier steps is there."""
+        """Checks that every block which a query at `position` reads is there."""
         num_read = {GROWING: position, WindowLife(WINDOW): min(position, WINDOW - 1)}
         for life, table in zip(self.lives, self.blocks.tables[request_id], strict=True):
             if read := num_read.get(life):

@@ -1,5 +1,5 @@
-"""Cache groups with a window: what no query sees any more is let go, and all that shares blocks
-knows it.
+"""Cache groups with a window: blocks that no query sees any more are released, and all that shares
+blocks takes account of it.
 """
 
 import pytest
@@ -111,7 +111,7 @@ def test_a_fork_is_made_only_where_the_parent_still_has_its_window():
 
 
 def test_siblings_whose_prompt_has_passed_the_window_start_by_themselves():
-    """There is no place for them until the first is far beyond its prompt."""
+    """The siblings find no place until the first sample is far beyond its prompt."""
     core = make_core(windows=[None, 20], max_num_seqs=2, caching=False)
     prompt = list(range(30))
     core.add(make_request("other", [1, 2, 3], max_tokens=60))
