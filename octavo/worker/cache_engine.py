@@ -62,7 +62,7 @@ def batches(moves: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
     targets: set[int] = set()
     for move in moves:
         follows = batch and (move.kind, move.group) == (batch[0].kind, batch[0].group)
-        # Swaps and loads never touch a block twice; copies on the device may form a chain.
+        # Only a copy on the device can read what an earlier move of its kind has written.
         if not follows or (move.kind == "copy" and targets & {move.source, move.target}):
             if batch:
                 yield batch

@@ -97,7 +97,7 @@ class TierConnector:
 
     @property
     def has_work(self) -> bool:
-        """Whether it wants a step though no request runs: to take a plan along, or bring a report."""
+        """Whether it wants a step though no request runs: to send a plan or to get a report."""
         return bool(self._unsaved or self.keeping or _is_any(self._plan))
 
     # -- what is there -----------------------------------------------------------------------------
