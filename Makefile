@@ -5,7 +5,7 @@
 #   make test      install what tests need; check a seeded sample of each property (minutes)
 #   make test-all  ten times that, and the slow tests (about an hour)
 #   make soak      the full counts; goes on where it was stopped (hours)
-#   make check     lint, formatting, types, who may import whom
+#   make check     lint, formatting (Python and C++), types, who may import whom
 #   make bench     tokens/s of the default model on this machine
 #   make wheel     a wheel, in dist/
 #   make sanitize  the native tests under the thread and address sanitizers
@@ -21,6 +21,7 @@ MODEL ?= smollm2
 PORT ?= 8000
 
 BUILT_FROM := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
+CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
 
 PYTEST = $(DEV_VENV)/bin/python -m pytest
@@ -57,6 +58,7 @@ soak: $(DEV_VENV)/.stamp
 check: $(DEV_VENV)/.stamp
 	$(DEV_VENV)/bin/ruff check .
 	$(DEV_VENV)/bin/ruff format --check .
+	$(DEV_VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 	$(DEV_VENV)/bin/mypy
 	$(DEV_VENV)/bin/python -m pytest -q tests/arch
 
