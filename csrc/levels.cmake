@@ -1,4 +1,5 @@
-# The instruction-set levels, each the flags of the one before and its own. What a level needs of a machine is in core/levels.cpp.
+# The instruction-set levels: each has the flags of the one before and its own. What a level needs of a machine is
+# in core/levels.cpp.
 set(OCTAVO_LEVELS portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(OCTAVO_FLAGS_portable -march=x86-64)
@@ -10,7 +11,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(OCTAVO_FLAGS_amx ${OCTAVO_FLAGS_avx512_bf16} -mamx-tile -mamx-int8 -mamx-bf16)
   set(OCTAVO_LEVELS portable avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 amx)
   foreach(level IN LISTS OCTAVO_LEVELS)
-    # GCC 12 takes the intrinsics' undefined values, in its own headers, for mistakes of ours.
+    # GCC 12 warns of the intrinsics' undefined values in its own headers.
     list(APPEND OCTAVO_FLAGS_${level} -Wno-maybe-uninitialized -Wno-uninitialized)
   endforeach()
 endif()

@@ -7,7 +7,8 @@ namespace octavo {
 namespace {
 
 constexpr int kSplitBlocks = kSplitKeys / kTile;
-constexpr int kPiecesAThread = 8;  // about: the more, the less one waits for another at the end
+// Pieces to aim at for each thread: the more there are, the less one thread waits for another at the end.
+constexpr int kPiecesAThread = 8;
 
 }  // namespace
 
@@ -22,7 +23,8 @@ void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads, boo
     order_pieces(kv.num_heads);
 }
 
-// Four sets of lanes read their keys from far once, but make a quarter of the pieces.
+// Returns the rows of one set of lanes, or of four where these make pieces enough: four sets read their keys
+// from memory only once.
 int AttentionPlan::choose_rows_a_run(const Batch& batch, const KvGroup& kv, int threads) const {
     const int rows_a_set = kMaxLanes / (num_heads / kv.num_heads), rows = rows_a_set * kMaxSets;
     int64_t pieces = 0;
@@ -47,8 +49,8 @@ void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
     }
 }
 
-// Requests of one run only: those with more rows fill their lanes by themselves. All rows of a sharer see
-// every key of the splits that it may share.
+// Lets requests of one run share the splits that they begin with; requests with more rows fill their lanes by
+// themselves. All rows of a sharer see every key of the splits that it may share.
 void AttentionPlan::share_prefixes(const Batch& batch, int rows_a_run) {
     std::vector<Sharer> found;
     for (int i = 0; i < (int)runs.size(); i++) {
@@ -69,14 +71,14 @@ void AttentionPlan::share_prefixes(const Batch& batch, int rows_a_run) {
     for (const Division& division : divisions) pack(found, division, rows_a_run);
 }
 
-// Whole splits in which two tables begin alike.
+// Returns the number of whole splits in which two tables begin alike.
 int AttentionPlan::common(const Sharer& a, const Sharer& b) {
     const int32_t* end = a.table + std::min(a.splits, b.splits) * kSplitBlocks;
     return (int)(std::mismatch(a.table, end, b.table).first - a.table) / kSplitBlocks;
 }
 
-// Divides sorted sharers so that the fewest splits are read: all with what all have in common, or each part
-// that has more in common by itself. Returns how many reads of a split that spares.
+// Divides sorted sharers so that the fewest splits are read: either all share what all have in common, or
+// each part that has more in common shares by itself. Returns the reads of a split that this saves.
 int64_t AttentionPlan::divide(const std::vector<Sharer>& sharers, size_t first, size_t last,
                               std::vector<Division>& out) {
     if (last - first < 2) return 0;
@@ -111,7 +113,7 @@ void AttentionPlan::pack(const std::vector<Sharer>& all, const Division& divisio
     }
 }
 
-// Runs that are more than their share of all are cut into parts of a few splits.
+// Makes the works; a run that is more than a piece's share of all is cut into parts of a few splits.
 void AttentionPlan::make_works(const KvGroup& kv, int threads) {
     int64_t all = 0;
     for (const SharedRun& run : shared) all += run.num_splits;
@@ -124,12 +126,13 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
     const auto add = [&](bool is_shared, int run, int first, int last) {
         const int64_t parts = (last - first + share - 1) / share;
         for (int64_t i = 0; i < parts; i++) {
-            const int split0 = first + (int)(i * (last - first) / parts),
-                      split1 = first + (int)((i + 1) * (last - first) / parts);
+            const int split0 = first + (int)(i * (last - first) / parts);
+            const int split1 = first + (int)((i + 1) * (last - first) / parts);
             int block0 = split0 * kSplitBlocks, block1 = block0 + kSplitBlocks;
-            if (!is_shared)
-                block0 = std::max(block0, runs[run].first_key / kTile),
+            if (!is_shared) {
+                block0 = std::max(block0, runs[run].first_key / kTile);
                 block1 = std::min(block1, (runs[run].last_key + kTile - 1) / kTile);
+            }
             works.push_back(AttentionWork{is_shared, run, split0, split1, block0, block1});
         }
         return parts;
@@ -146,8 +149,8 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
     }
 }
 
-// One request after another, so that a thread has rows that it computed before; of a request one kv head
-// after another, so that what a head's works share stays near.
+// Orders the pieces by request, so that a thread gets rows that it computed before, and within a request by
+// kv head, so that the keys which a head's works share stay in the cache.
 void AttentionPlan::order_pieces(int num_kv_heads) {
     pieces.clear();
     const auto request = [&](const AttentionWork& w) { return w.shared ? -1 : runs[w.run].request; };

@@ -3,7 +3,7 @@
 // Requests whose block tables begin with the same blocks read these together (ChunkAttention, Ye et al.
 // 2024): whole splits of 256 keys that all their rows see, up to kMaxSets sets of lanes at a time. Such a
 // row's states of splits go to memory, the shared ones from one piece, its own from another, and a second
-// stage merges them left to right, which is what a piece by itself does. So it is the same, bit for bit.
+// stage merges them left to right, as a piece by itself does. So the results are the same, bit for bit.
 #pragma once
 
 #include <vector>
@@ -16,8 +16,9 @@ namespace octavo {
 // with other requests.
 struct QueryRun {
     int request, row0, num_rows, first_key, last_key, first_split, own_split, last_split;
-    int64_t partial = -1;  // where its states lie among the partials, in floats: [kv heads][splits][lanes][2
-    // + v_padded]; -1: it has none
+    // Place of its states [kv heads][splits][lanes][2 + v_padded] among the partials, in floats; -1: it has
+    // none.
+    int64_t partial = -1;
 };
 
 // Runs of several requests, sharers[first] and on, that begin with the same `num_splits` splits.
@@ -25,8 +26,8 @@ struct SharedRun {
     int first, num_runs, num_splits;
 };
 
-// What one thread does for one kv head: some splits of a run, or of a shared one. It reads blocks first_block
-// .. last_block - 1 first.
+// One thread's work for one kv head: some splits of a run, or of a shared run. It reads blocks first_block ..
+// last_block - 1 first.
 struct AttentionWork {
     bool shared;
     int run, first_split, last_split, first_block, last_block;
@@ -39,13 +40,13 @@ struct HeadWork {
 struct AttentionPlan {
     int group, window, num_heads;
     std::vector<QueryRun> runs;
-    std::vector<int> sharers;  // runs, by shared run
+    std::vector<int> sharers;  // indices of runs, grouped by shared run
     std::vector<SharedRun> shared;
     std::vector<AttentionWork> works;
     std::vector<HeadWork> pieces;  // every work for every kv head
     std::vector<int> merged;  // runs with partials
     size_t partial_floats = 0;
-    int64_t saved_keys = 0;  // that sharing spares reading, of each kv head
+    int64_t saved_keys = 0;  // keys of each kv head that need not be read since they are shared
 
     void make(const Batch& batch, const KvGroup& kv, int threads, bool share);
 

@@ -1,6 +1,6 @@
-// What Python sees of the native backend: pool, packed weights, an executor to build and run, KV memory.
-// Arrays cross as NumPy arrays that live at least as long as the call; the interpreter's lock is released
-// while a step runs.
+// The extension's Python names: the device with its threads, the packer of weights, the executor to build and
+// run, and KV memory. Arrays cross as NumPy arrays that live at least as long as the call; the interpreter's
+// lock is released while a step runs.
 #include "arrays.h"
 #include "builder.h"
 #include "ceilings.h"
@@ -22,8 +22,8 @@ Matrix::Kind kind_of(const std::string& name) {
     throw std::invalid_argument("numbers of the type " + name);
 }
 
-// [rows][columns], or [rows][columns][bytes or numbers of a column]; `kind` names the numbers' type, for
-// bfloat16 arrives as uint16.
+// Reads an array [rows][columns], or [rows][columns][bytes or numbers of a column]; `kind` names the type of
+// the numbers, since bfloat16 arrives as uint16.
 Matrix matrix_of(const AnyArray& a, const std::string& kind) {
     Matrix m;
     m.kind = kind_of(kind);
@@ -58,14 +58,14 @@ KvType kv_type_of(const std::string& name) {
     throw std::invalid_argument("KV type " + name + ": allowed are fp32, bf16, int8");
 }
 
-// Weights on their way into tiles, and the arrays that they are read from.
+// A packer with the NumPy arrays that it reads, which it keeps alive until they are packed.
 class ArrayPacker {
   public:
     explicit ArrayPacker(std::shared_ptr<Device> device)
         : device_(std::move(device)), packer_(device_->weights) {}
 
-    // codes [rows][bytes], block (inputs, bytes), planes (start, bits, run); scales, mins and super ones
-    // (array, type's name)
+    // codes [rows][bytes], block (inputs, bytes), planes (start, bits, run) each; scales, mins, and those of
+    // the second level as pairs (array, its type's name).
     std::shared_ptr<PackedTiles> codes(const nb::object& codes, std::tuple<int, int> block,
                                        const std::vector<std::tuple<int, int, int>>& planes, bool is_signed,
                                        const nb::tuple& scales, const nb::object& mins,
@@ -73,25 +73,24 @@ class ArrayPacker {
                                        int group, int zero_point, int num_inputs, bool wide,
                                        bool whole_rows) {
         const auto bytes = nb::cast<ByteRows>(codes);
-        CodeRows rows{bytes.data(),
-                      (int64_t)bytes.shape(0),
-                      bytes.stride(0),
-                      (int64_t)bytes.shape(1),
-                      std::get<0>(block),
-                      std::get<1>(block),
-                      {},
-                      is_signed};
+        CodeRows rows{.data = bytes.data(),
+                      .rows = (int64_t)bytes.shape(0),
+                      .row_stride = bytes.stride(0),
+                      .row_bytes = (int64_t)bytes.shape(1),
+                      .block_inputs = std::get<0>(block),
+                      .block_bytes = std::get<1>(block),
+                      .is_signed = is_signed};
         for (const auto& [start, bits, run] : planes) rows.planes.push_back({start, bits, run});
-        const QuantisedSource source{std::move(rows),
-                                     group,
-                                     zero_point,
-                                     num_inputs,
-                                     matrix_or_none(scales),
-                                     matrix_or_none(mins),
-                                     matrix_or_none(super_scales),
-                                     matrix_or_none(super_mins),
-                                     wide,
-                                     whole_rows};
+        const QuantisedSource source{.codes = std::move(rows),
+                                     .group = group,
+                                     .zero_point = zero_point,
+                                     .num_inputs = num_inputs,
+                                     .scales = matrix_or_none(scales),
+                                     .mins = matrix_or_none(mins),
+                                     .super_scales = matrix_or_none(super_scales),
+                                     .super_mins = matrix_or_none(super_mins),
+                                     .wide = wide,
+                                     .whole_rows = whole_rows};
         sources_.push_back(nb::make_tuple(codes, scales, mins, super_scales, super_mins));
         return std::make_shared<PackedTiles>(packer_.add(source));
     }

@@ -14,8 +14,9 @@ namespace octavo {
 
 namespace {
 
-constexpr int kInputs = 1024;  // of a product: as many as in a model, so that what comes after the last one
-// weighs no more than there; from the second-level cache
+// Inputs of a product: as many as in a model, so that the work after the last one weighs no more than there;
+// few enough for the second-level cache.
+constexpr int kInputs = 1024;
 constexpr int kRepeats = 5;
 
 template <typename Fn>
@@ -30,27 +31,36 @@ double best_seconds(const Fn& fn) {
     return best;
 }
 
-// Zero codes or values serve: no instruction here depends on what it multiplies.
+// Makes tiles of zeros: no instruction here takes longer for other numbers.
 PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     WeightMemory memory;
     std::vector<float> zeros((size_t)2 * kTile * kInputs);
     Matrix m{};
     m.data = (const uint8_t*)zeros.data();
-    m.rows = 2 * kTile, m.columns = kInputs;
+    m.rows = 2 * kTile;
+    m.columns = kInputs;
     if (code != Code::u4 && code != Code::u8 && code != Code::i8) {
         m.kind = Matrix::Kind::fp32;
-        m.row_stride = kInputs * sizeof(float), m.column_stride = sizeof(float);
+        m.row_stride = kInputs * sizeof(float);
+        m.column_stride = sizeof(float);
         return pack(pool, memory, m, code);
     }
     const CodeRows codes =
         CodeRows::plain(m.data, m.rows, kInputs, code == Code::u4 ? 4 : 8, code != Code::u4);
     Matrix levels{};
     levels.kind = Matrix::Kind::fp16;
-    levels.data = m.data, levels.rows = 2 * kTile, levels.columns = kInputs / kGroup;
-    levels.row_stride = levels.columns * 2, levels.column_stride = 2;
-    const QuantisedSource source{
-        codes,    kGroup,   0,     kInputs,         levels, code == Code::u4 ? levels : Matrix{},
-        Matrix{}, Matrix{}, false, code == Code::i8};
+    levels.data = m.data;
+    levels.rows = 2 * kTile;
+    levels.columns = kInputs / kGroup;
+    levels.row_stride = levels.columns * 2;
+    levels.column_stride = 2;
+    const QuantisedSource source{.codes = codes,
+                                 .group = kGroup,
+                                 .zero_point = 0,
+                                 .num_inputs = kInputs,
+                                 .scales = levels,
+                                 .mins = code == Code::u4 ? levels : Matrix{},
+                                 .whole_rows = code == Code::i8};
     return pack(pool, memory, source);
 }
 
@@ -69,14 +79,15 @@ struct Bench {
           acc((size_t)4 * kTile * kTile) {
         const size_t each = (size_t)2 * kTile * (kInputs / kGroup);
         float* at = (float*)scales.data();
-        rows = Rows{kernels.row_type(tiles.tiles.code),
-                    values.data(),
-                    row_elements(kernels.row_type(tiles.tiles.code), kInputs / kGroup),
-                    at,
-                    (int32_t*)(at + 2 * each),
-                    at + each,
-                    kInputs / kGroup,
-                    kInputs / kGroup};
+        const RowType type = kernels.row_type(tiles.tiles.code);
+        rows = Rows{.type = type,
+                    .values = values.data(),
+                    .stride = row_elements(type, kInputs / kGroup),
+                    .scales = at,
+                    .sums = (int32_t*)(at + 2 * each),
+                    .scaled_sums = at + each,
+                    .num_groups = kInputs / kGroup,
+                    .group_stride = kInputs / kGroup};
     }
     void run(const KernelTable& kernels, int num_rows) {
         const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()},
@@ -117,7 +128,7 @@ double hop_seconds(ThreadPool& pool) {
             for (int hop = piece; hop < kHops; hop += 2) {
                 for (int tries = 1; ball.load(std::memory_order_acquire) != hop; tries++)
                     if (tries % 256 == 0)
-                        std::this_thread::yield();  // the other may want this very processor
+                        std::this_thread::yield();  // the other thread may need this very processor
                 ball.store(hop + 1, std::memory_order_release);
             }
         });

@@ -18,9 +18,9 @@ struct EndTokens {
 
 class DecodeBatch {
   public:
-    // first: one row for each request, in order, and each draws. Results of step i go to the places i *
-    // num_requests and on. invalid_argument where it is another kind of batch, or a table does not reach to
-    // the last of `num_steps`.
+    // `first` has one row for each request, in order, and each draws. Step i writes its results from index i
+    // * num_requests on. Throws invalid_argument where the batch is another, or a block table ends before the
+    // last of `num_steps`.
     DecodeBatch(const Batch& first, int num_groups, int num_steps, const EndTokens& ends);
     DecodeBatch(const DecodeBatch&) = delete;
     DecodeBatch& operator=(const DecodeBatch&) = delete;

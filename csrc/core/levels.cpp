@@ -18,12 +18,16 @@ namespace {
 #if defined(__x86_64__)
 struct Cpu {
     uint32_t leaf1_c = 0, leaf7_b = 0, leaf7_c = 0, leaf7_d = 0, leaf71_a = 0;
-    uint64_t saved_state = 0;  // XCR0: registers that the operating system saves
+    uint64_t saved_state = 0;  // XCR0: the registers that the operating system saves
 
     Cpu() {
         uint32_t a, b, c, d;
         if (__get_cpuid(1, &a, &b, &c, &d)) leaf1_c = c;
-        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) leaf7_b = b, leaf7_c = c, leaf7_d = d;
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+            leaf7_b = b;
+            leaf7_c = c;
+            leaf7_d = d;
+        }
         if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) leaf71_a = a;
         if (leaf1_c & (1u << 27)) {
             uint32_t low, high;
@@ -40,7 +44,8 @@ struct Cpu {
     }
 };
 
-// Linux gives a process the tile registers only when it asks (ARCH_REQ_XCOMP_PERM, feature 18).
+// Requests the tile registers, which Linux grants a process only on request (ARCH_REQ_XCOMP_PERM, feature
+// 18).
 bool request_tiles() {
 #if defined(__linux__)
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;

@@ -1,4 +1,4 @@
-// Instruction sets: which of the kernels' shared objects this machine can run, and loading one of them.
+// Instruction-set levels: finds which of the kernels' shared objects this machine can run, and loads one.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace octavo {
 
-// Names of the levels this machine runs, best last: portable, avx2, avx2_vnni, avx512, avx512_vnni,
-// avx512_bf16, amx.
+// Returns the names of the levels that this machine runs, best last: portable, avx2, avx2_vnni, avx512,
+// avx512_vnni, avx512_bf16, amx.
 std::vector<std::string> supported_levels();
 
 // Loads `directory`/liboctavo_<name>.so. Throws std::runtime_error where it is missing or this machine cannot

@@ -11,7 +11,7 @@
 namespace octavo {
 
 #ifdef __SANITIZE_ADDRESS__
-// The sanitizer sees who steps over the end of a heap block, not over that of mapped pages.
+// The sanitizer sees a step over the end of a heap block, but not over that of mapped pages.
 Memory::Memory(size_t bytes, bool)
     : data_((uint8_t*)::operator new(bytes, std::align_val_t(64))), size_(bytes) {
     std::memset(data_, 0, size_);
@@ -32,21 +32,23 @@ Memory::~Memory() { munmap(data_, size_); }
 
 void Memory::give_back(size_t offset, size_t bytes) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const uintptr_t first = ((uintptr_t)data_ + offset + page - 1) / page * page,
-                    end = ((uintptr_t)data_ + offset + bytes) / page * page;
+    const uintptr_t first = ((uintptr_t)data_ + offset + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)data_ + offset + bytes) / page * page;
     if (first < end && madvise((void*)first, end - first, MADV_DONTNEED))
         throw std::runtime_error("the system does not take memory back");
 }
 
 std::shared_ptr<uint8_t> WeightMemory::take(size_t bytes) {
 #ifdef __SANITIZE_ADDRESS__
-    constexpr size_t kPiece = 0;  // each by itself, so that a step over its end is seen
+    constexpr size_t kPiece = 0;  // each weight by itself, so that a step over its end is seen
 #else
     constexpr size_t kPiece = 32u << 20;
 #endif
     bytes = (bytes + 63) / 64 * 64;
-    if (!piece_ || used_ + bytes > piece_->size())
-        piece_ = std::make_shared<Memory>(std::max(bytes, kPiece)), used_ = 0;
+    if (!piece_ || used_ + bytes > piece_->size()) {
+        piece_ = std::make_shared<Memory>(std::max(bytes, kPiece));
+        used_ = 0;
+    }
     used_ += bytes;
     return {piece_, piece_->data() + used_ - bytes};
 }

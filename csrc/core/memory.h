@@ -1,4 +1,4 @@
-// Memory of our own, aligned and in large pages, and where in it weights lie.
+// Aligned memory in large pages, and the pieces of it that weights lie in.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace octavo {
 
-// 64-byte aligned memory that costs nothing until it is touched, in huge pages where the system gives them,
-// or always in small ones, so that no more is given than what is touched.
+// 64-byte aligned memory that costs nothing until it is touched: in huge pages where the system gives them,
+// or always in small ones, so that it costs no more than what is touched.
 class Memory {
   public:
     explicit Memory(size_t bytes, bool small_pages = false);
@@ -17,7 +17,7 @@ class Memory {
     Memory& operator=(const Memory&) = delete;
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
-    // The system takes back the whole pages within these bytes; read again they are zeros.
+    // Gives the whole pages within these bytes back to the system; read again they are zeros.
     void give_back(size_t offset, size_t bytes);
 
   private:
@@ -25,12 +25,12 @@ class Memory {
     size_t size_;
 };
 
-// Where weights lie: side by side in large pieces of memory, in the order they are packed, which is that in
-// which a step reads them. A matrix of a small model alone would be too small for a large page, and then a
-// core waits for the table of pages, not for memory.
+// Memory for weights: they lie side by side in large pieces, in the order in which they are packed, which is
+// that in which a step reads them. A matrix of a small model alone would be too small for a large page, and
+// then a core waits for the table of pages, not for memory.
 class WeightMemory {
   public:
-    // `bytes` zeros at a multiple of 64; they stay as long as somebody holds them.
+    // Returns `bytes` zeros at a multiple of 64, which live as long as the pointer is held.
     std::shared_ptr<uint8_t> take(size_t bytes);
 
   private:

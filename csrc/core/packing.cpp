@@ -33,11 +33,12 @@ uint16_t float_to_bf16_bits(float f) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-// Sixteen bytes, shifted as two words.
+// Sixteen bytes, which shifts take as two words.
 typedef uint64_t Bytes __attribute__((vector_size(16)));
 
 // Source of the layout: ggml's get_scale_min_k4. Scales and mins 0 to 3 lie in the low six bits of bytes 0-3
-// and 4-7; of 4 to 7 bytes 8-11 hold four bits each, the tops of bytes 0-3 and 4-7 the other two.
+// and 4-7. Bytes 8-11 hold the low four bits of scales and mins 4 to 7, the tops of bytes 0-3 and 4-7 the
+// high two.
 int six_bits(const uint8_t* p, int index, bool is_min) {
     const int own = is_min ? 4 : 0;
     if (index < 4) return p[own + index] & 63;
@@ -58,7 +59,7 @@ float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
     return 0;
 }
 
-// Codes of groups of 32 inputs out of rows of blocks.
+// Reads the codes of groups of 32 inputs out of rows of blocks.
 class CodeReader {
   public:
     CodeReader(const CodeRows& rows, int num_inputs, int padding)
@@ -74,7 +75,7 @@ class CodeReader {
                 for (int half = 0; half < 2; half++) places_.push_back(place_of(plane, first + half * kHalf));
     }
 
-    // 32 bytes. What lies past the last input is padding.
+    // Reads a group's 32 codes as bytes; those past the last input are padding.
     void read(int64_t row, int g, Bytes (&codes)[2]) const {
         const uint8_t* from = rows_.data + row * rows_.row_stride;
         if (num_inputs_ - g * kGroup < kGroup) return read_end(from, g, codes);
@@ -82,13 +83,13 @@ class CodeReader {
     }
 
   private:
-    // A plane: its bits in a byte each, how many bits the planes before have, and its own where neighbouring
-    // inputs share a byte.
+    // A plane: the mask of its bits in each byte, the number of bits of the planes before, and its own number
+    // of bits where neighbouring inputs share a byte, else 0.
     struct Part {
         Bytes mask;
         int low, spread;
     };
-    // Of half a group in a plane: where in a row its bytes begin, and how far its bits are from their lowest.
+    // Half a group in a plane: the index in a row at which its bytes begin, and the shift of its bits.
     struct Place {
         int64_t at;
         int shift;
@@ -109,10 +110,11 @@ class CodeReader {
             second |= bits_of(part, row, place[1]) << part.low;
             place += 2;
         }
-        codes[0] = first, codes[1] = second;
+        codes[0] = first;
+        codes[1] = second;
     }
 
-    // The last inputs of a row, or none.
+    // Reads a group that ends past the last input, or begins there.
     [[gnu::noinline]] void read_end(const uint8_t* row, int g, Bytes (&codes)[2]) const {
         const int left = std::max(num_inputs_ - g * kGroup, 0);
         if (left) {
@@ -129,7 +131,7 @@ class CodeReader {
         return load<Bytes>(from) >> place.shift & part.mask;
     }
 
-    // Eight neighbouring codes in as many bytes as each has bits.
+    // Spreads eight neighbouring codes, which lie in as many bytes as each has bits, to a byte each.
     [[gnu::noinline]] static uint64_t spread(const uint8_t* from, int bits) {
         uint64_t codes = 0;
         for (int i = 0; i < bits; i++) codes |= (uint64_t)from[i] << 8 * i;
@@ -146,11 +148,11 @@ class CodeReader {
     std::vector<Place> places_;  // [groups][planes][2]
 };
 
-// Scales or mins as a tile holds them: one level of fp16 stays fp16, everything else becomes fp32 (exact for
-// both).
+// Writes scales or mins as a tile holds them: one level of fp16 stays fp16, everything else becomes fp32,
+// which is exact.
 class LevelReader {
   public:
-    // For numbers of `unit` inputs each, in the tile; of `group` in the source.
+    // The tile has a number for every `unit` inputs, the source for every `group`.
     LevelReader(const Matrix& values, const Matrix& supers, bool fp16, int unit, int group, int num_inputs)
         : values_(values), supers_(supers), fp16_(fp16) {
         for (int first = 0; values.data && first < num_inputs; first += unit) {
@@ -161,7 +163,7 @@ class LevelReader {
         }
     }
 
-    // Number `index` of a row, if it has so many.
+    // Writes number `index` of a row, if the row has it.
     void write(int64_t row, int index, uint8_t* to) const {
         if (index >= (int)places_.size()) return;
         const Place& place = places_[index];
@@ -210,7 +212,7 @@ GroupLayout group_of(const Tiles& t) {
     }
 }
 
-// One output's codes of a group.
+// Writes one output's codes of a group.
 void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     for (int i = 0; i < 4; i++) {
         const uint64_t eight = codes[i / 2][i % 2];
@@ -224,9 +226,9 @@ void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     }
 }
 
-// A tile that begins with groups: write(row, lane, group, its bytes) adds a row's part of a group to zeros.
-// Some groups at a time are put together in the nearest cache and then copied, for memory takes whole lines
-// in their order several times as fast as words here and there.
+// Packs a tile's groups: write(row, lane, group, its bytes) adds a row's part of a group to zeros. A few
+// groups at a time are put together in the first-level cache and then copied, since memory takes whole lines
+// in their order several times as fast as scattered words.
 template <typename Write>
 void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, const Write& write) {
     constexpr size_t kNear = 8 << 10;
@@ -253,7 +255,7 @@ void check(const QuantisedSource& s) {
         throw std::invalid_argument("weights in groups of 16 are packed without mins");
 }
 
-// Numbers side by side as floats.
+// Calls to(i, value) for each of some numbers that lie side by side.
 template <typename To>
 void read_floats(Matrix::Kind kind, const uint8_t* from, int count, const To& to) {
     const auto each = [&]<Matrix::Kind K>() {
@@ -266,7 +268,8 @@ void read_floats(Matrix::Kind kind, const uint8_t* from, int count, const To& to
     }
 }
 
-// A group's floats of one output, `count` of them and then zeros, in the tile's own type: 2 or 4 bytes each.
+// Reads a group's floats of one output, `count` of them and then zeros, in the tile's own type of 2 or 4
+// bytes.
 void read_values(Matrix::Kind kind, Code code, const uint8_t* from, int count, uint32_t (&words)[kGroup]) {
     if (code == Code::fp32) {
         std::fill(words + count, words + kGroup, 0);
@@ -338,8 +341,8 @@ bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
     if (!waiting || first.tiles.tile_stride != bytes || !first.tiles.is_laid_out_as(second.tiles) ||
         first.tiles.num_rows != second.tiles.num_rows)
         return false;
-    // Where they lie side by side they stay; where a piece of memory ended between them, or a gap fills up a
-    // line, both lie anew.
+    // If they lie side by side they stay there. If a piece of memory ended between them, or a gap that fills
+    // up a line is between them, both get new memory.
     const bool one_piece =
         !first.memory.owner_before(second.memory) && !second.memory.owner_before(first.memory);
     const bool side_by_side = one_piece && first.tiles.data + first.num_bytes() == second.tiles.data;
@@ -365,10 +368,11 @@ void Packer::run(ThreadPool& pool) {
         job.pack(tile, job.packed.memory.get() + tile * job.packed.tiles.tile_stride);
     });
     jobs_.clear();
-    num_tiles_ = 0, num_waiting_bytes_ = 0;
+    num_tiles_ = 0;
+    num_waiting_bytes_ = 0;
 }
 
-// Codes with one scale an output.
+// Adds codes with one scale for each output.
 PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
     if (s.codes.bits() != 8 || !s.codes.is_signed || s.zero_point || s.mins.data || s.super_scales.data)
         throw std::invalid_argument(

@@ -1,5 +1,5 @@
-// Weights in the kernels' tiles: memory of our own, filled once from a PackedWeight's arrays
-// (quant/packed.py) or a file's blocks (quant/blocks.py).
+// Packs weights into the kernels' tiles, in memory of its own, from a PackedWeight's arrays (quant/packed.py)
+// or a file's blocks (quant/blocks.py).
 #pragma once
 
 #include <cstdint>
@@ -32,10 +32,9 @@ struct PackedTiles {
     size_t num_bytes() const { return total_bytes(tiles); }
 };
 
-// Numbers [rows][columns][per_column] with strides in bytes, those of a column side by side; `kind` says what
-// one is.
-//   scales6, mins6   columns of 12 bytes with 8 scales and 8 mins of six bits each, as ggml's Q4_K and Q5_K
-//   have them; of mins6 the negative is meant
+// Numbers [rows][columns][per_column] of a kind, with strides in bytes; those of a column lie side by side.
+//   scales6, mins6   columns of 12 bytes with 8 scales and 8 mins of six bits each, as in ggml's Q4_K and
+//                    Q5_K; a number of mins6 stands for its negative
 struct Matrix {
     enum class Kind { u8, i8, fp16, bf16, fp32, scales6, mins6 } kind = Kind::u8;
     const uint8_t* data = nullptr;
@@ -45,51 +44,50 @@ struct Matrix {
     int64_t numbers() const { return columns * per_column; }
 };
 
-// Some bits of each code of a block, lower ones than those of the next plane. `run` bytes from `start` on
-// hold run * 8 / bits neighbouring inputs: input i of these `bits` bits of byte i % run, from bit i / run *
-// bits up. The next inputs have the run behind it.
+// Some bits of each code of a block; the next plane has higher bits. A run of `run` bytes, the first at
+// `start`, holds `bits` bits of each of run * 8 / bits neighbouring inputs: those of input i in byte i % run,
+// from bit i / run * bits up. The next inputs are in the run behind it.
 struct Plane {
     int start, bits, run;
 };
 
 // Rows of blocks: `block_bytes` bytes hold the codes of `block_inputs` neighbouring inputs in planes, and
-// perhaps other things. The last block of a row may end before its codes do.
+// possibly other data. The last block of a row may be cut short.
 struct CodeRows {
     const uint8_t* data = nullptr;
     int64_t rows = 0, row_stride = 0, row_bytes = 0;
     int block_inputs = 0, block_bytes = 0;
     std::vector<Plane> planes;
-    bool is_signed = false;  // of 8 bits
+    bool is_signed = false;  // only codes of 8 bits may be
     int bits() const;
-    // Rows of nothing but codes: one a byte, or two, of which byte j of 2 * half inputs holds inputs j and j
-    // + half.
+    // Makes rows of codes alone: one in each byte, or two, where byte j of 2 * half inputs holds inputs j and
+    // j + half.
     static CodeRows plain(const uint8_t* data, int64_t rows, int num_inputs, int bits, bool is_signed,
                           int half = 1);
 };
 
-// Codes of up to 8 bits with the scales, and mins, of groups of `group` inputs: number i is super number i *
-// supers / numbers times number i.
+// Codes of up to 8 bits, with the scales and mins of groups of `group` inputs. Where there is a second level,
+// scale i is multiplied by super scale i * (number of super scales) / (number of scales); mins likewise.
 struct QuantisedSource {
     CodeRows codes;
     int group, zero_point, num_inputs;
     Matrix scales, mins, super_scales, super_mins;  // `data` null where there is none
-    bool wide = false;  // 4-bit codes as bytes: for a product beside one that has 8 bits
-    bool whole_rows = false;  // one scale an output, in scales [rows][1]; signed codes of 8 bits
+    bool wide = false;  // lays 4-bit codes in bytes, for a product beside a weight of 8 bits
+    bool whole_rows = false;  // signed codes of 8 bits with one scale for each output, scales [rows][1]
 };
 
-// What is to be packed. Where each weight will lie is known at once; `run` writes their bytes. Sources must
-// live until then.
+// Weights to be packed. `add` decides where each will lie, `run` writes their bytes; sources must live until
+// then.
 class Packer {
   public:
     explicit Packer(WeightMemory& memory) : memory_(memory) {}
     PackedTiles add(const QuantisedSource& source);
     PackedTiles add(const Matrix& values, Code code);
-    // Two weights that a product reads together, the last that were added, lie tile by tile in turns: one
-    // stream of memory is faster than two. Where their tiles are not alike they stay as they are, and the
-    // answer is false.
+    // Lets two weights that a product reads together, the last two added, lie tile by tile in turns: one
+    // stream of memory is faster than two. Returns false, and does nothing, where their tiles are not laid
+    // out alike.
     bool interleave(PackedTiles& first, PackedTiles& second);
-    // All that was added since the last time, shared out evenly over the threads, each of which writes
-    // neighbouring tiles.
+    // Packs all that was added since the last call. Each thread writes an equal share of neighbouring tiles.
     void run(ThreadPool& pool);
     size_t num_waiting_bytes() const { return num_waiting_bytes_; }
 
@@ -110,7 +108,7 @@ class Packer {
     size_t num_waiting_bytes_ = 0;
 };
 
-// One weight, at once.
+// Packs one weight at once.
 template <typename... Source>
 PackedTiles pack(ThreadPool& pool, WeightMemory& memory, const Source&... source) {
     Packer packer(memory);

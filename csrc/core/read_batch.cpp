@@ -19,7 +19,7 @@ const T* numbers(const nb::object& object, const char* name) {
     return array_of<Array<T>>(object, name).data();
 }
 
-// Null where the attribute is None: nothing was asked of it.
+// Returns null where the attribute is None, since its numbers are not wanted.
 template <typename T>
 T* out_numbers(const nb::object& object, const char* name) {
     return object.attr(name).is_none() ? nullptr : array_of<Out<T>>(object, name).data();
@@ -39,7 +39,7 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
     a.max_top = (int)top_ids.shape(1);
 }
 
-// NumPy's code of a number of 4 or 8 bytes.
+// Returns NumPy's name of a type of 4 or 8 bytes.
 template <typename T>
 const char* format_of() {
     if (std::is_same_v<T, float>) return "f4";
@@ -47,7 +47,7 @@ const char* format_of() {
     return std::is_signed_v<T> ? "i4" : "u4";
 }
 
-// NumPy's structured types do not cross as arrays; their bytes do.
+// Returns the records; NumPy's structured arrays do not cross as such, but their bytes do.
 const SamplingRecord* records_of(const nb::object& sampling, size_t num_draws) {
     const nb::object records = sampling.attr("records"), bytes = records.attr("view")("uint8");
     Array<uint8_t> array;

@@ -1,6 +1,6 @@
 // Reads a step out of the data classes of backends/batch.py, attribute by attribute.
 //
-// What is read points into the objects' NumPy arrays: it is good for as long as the objects live.
+// What it returns points into the objects' NumPy arrays, and is valid for as long as the objects live.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,14 +10,14 @@
 
 namespace octavo {
 
-// A StepBatch, and the StepOutput that it fills in: the samples of `num_steps` steps where the batch draws,
-// the array "logits" otherwise. TypeError names an attribute that is not an array as its field says.
+// Reads a StepBatch, and the StepOutput to fill in: the samples of `num_steps` steps where the batch draws,
+// the array "logits" otherwise. TypeError names an attribute that is not the array that its field describes.
 Batch read_batch(const nanobind::object& batch, const nanobind::object& output, int num_steps = 1);
 
-// The tokens that end the `num_requests` requests of a DecodeSteps.
+// Reads the tokens that end each of the `num_requests` requests of a DecodeSteps.
 EndTokens read_end_tokens(const nanobind::object& steps, int num_requests);
 
-// SamplingRecord as the dict that numpy.dtype takes, for Python to compare with its own.
+// Describes SamplingRecord as the dict that numpy.dtype takes, so that Python can compare it with its own.
 nanobind::dict sampling_record();
 
 }  // namespace octavo

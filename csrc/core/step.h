@@ -1,5 +1,5 @@
-// One step as the executor sees it: the batch's arrays, and the KV blocks. Shapes are those of
-// backends/batch.py StepBatch.
+// One step as the executor sees it: the batch's arrays, and the KV blocks. Shapes are those of StepBatch in
+// backends/batch.py.
 #pragma once
 
 #include <memory>
@@ -60,13 +60,13 @@ class KvMemory {
 
 struct Batch {
     int num_tokens, num_requests, num_samples, table_width;
-    int num_axes;  // of `positions` [num_axes][num_tokens]
+    int num_axes;  // axes of `positions` [num_axes][num_tokens]
     // `places` [num_tokens]: each row's index among its request's keys, for masks. Rope and learned
     // embeddings read the first axis of `positions`.
     const int32_t *token_ids, *places, *positions, *query_starts, *context_lens, *slots, *block_tables,
         *sample_rows;
-    bool draws;  // `sampling` is set; else logits go to out_logits [S][V]
-    SampleArgs sampling;  // without logits, stride and first
+    bool draws;  // whether `sampling` is set; otherwise logits go to out_logits [S][V]
+    SampleArgs sampling;  // all but logits, stride, vocab and first, which the stage of draws knows
     float* out_logits;
 
     // Whether each draw is its row's best logit and no other logit is needed.

@@ -16,21 +16,21 @@ void relax() {
 #endif
 }
 
-// Spins at most this long before it sleeps: longer than any wait between the stages of a decode step on idle
-// cores (about 1 to 10 us), and the bound that the design gives for spinning after a step.
+// Upper bound on spinning before a thread sleeps: longer than any wait between the stages of a decode step on
+// idle cores (about 1 to 10 us), and the most that a thread may spin after a step.
 constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr size_t kLine = 64;  // bytes that are fetched together
+constexpr size_t kLine = 64;  // bytes of a cache line
 
-// Returns when ready() holds; false where the time for spinning is over. Asks for the lines of `meanwhile`,
-// one a turn.
+// Spins until ready() holds; returns false once the time for spinning is over. Prefetches the lines of
+// `to_prefetch`, one each turn.
 template <typename Ready>
-bool spin_until(const Ready& ready, Span meanwhile = {}) {
+bool spin_until(const Ready& ready, Span to_prefetch = {}) {
     const auto start = std::chrono::steady_clock::now();
     for (int i = 1;; i++) {
         if (ready()) return true;
-        if (meanwhile.first < meanwhile.last) {
-            __builtin_prefetch(meanwhile.first, 0, 2);
-            meanwhile.first += kLine;
+        if (to_prefetch.first < to_prefetch.last) {
+            __builtin_prefetch(to_prefetch.first, 0, 2);
+            to_prefetch.first += kLine;
         } else {
             relax();
         }
@@ -44,7 +44,8 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num
     gate_.value = kClosed;
     try {
         for (int t = 1; t < num_threads_; t++) threads_.emplace_back([this, t] { serve(t); });
-    } catch (...) {  // the system gives no more threads; those that run must end before they are destroyed
+    } catch (
+        ...) {  // the system gives no more threads; those that run must be joined before they are destroyed
         stop();
         throw;
     }
@@ -120,8 +121,8 @@ void ThreadPool::walk_as(int thread) {
     }
 }
 
-// Runs pieces of the stage until none is left to take; returns how many. Thread t's own range is pieces t/n
-// .. (t+1)/n.
+// Runs pieces of the stage until none is left to take; returns how many. Thread t of n has as its own range
+// the pieces from t/n to (t+1)/n of all.
 int ThreadPool::take_all(int stage, int pieces, int thread) {
     int taken = 0;
     for (int i = 0; i < num_threads_; i++) {
@@ -138,8 +139,8 @@ int ThreadPool::take_all(int stage, int pieces, int thread) {
     return taken;
 }
 
-void ThreadPool::wait_for(std::atomic<int>& counter, int goal, Span meanwhile) {
-    if (spin_until([&] { return counter.load(std::memory_order_acquire) == goal; }, meanwhile)) return;
+void ThreadPool::wait_for(std::atomic<int>& counter, int goal, Span to_prefetch) {
+    if (spin_until([&] { return counter.load(std::memory_order_acquire) == goal; }, to_prefetch)) return;
     for (int seen; (seen = counter.load(std::memory_order_acquire)) != goal;)
         counter.wait(seen, std::memory_order_acquire);
 }

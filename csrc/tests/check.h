@@ -1,4 +1,4 @@
-// What the native tests share: a check that says where it failed, and seeded numbers.
+// A check that says where it failed, and seeded numbers, for all native tests.
 #pragma once
 
 #include <cmath>

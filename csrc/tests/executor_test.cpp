@@ -19,13 +19,13 @@ constexpr int kQ = kHeads * kWidth, kKv = kKvHeads * kWidth;
 enum class Format { fp32, bf16, int8, int4 };
 const char* kFormatNames[] = {"fp32", "bf16", "int8", "int4"};
 
-// A matrix [rows][columns] in a format; `values` are what the format makes of the drawn ones.
-struct Matrix2 {
+// A matrix [rows][columns] in a format; `values` are the drawn numbers as the format rounds them.
+struct TestMatrix {
     int rows, columns;
     Floats values;
     PackedTiles packed;
 
-    Matrix2(int n, int k, uint32_t seed, Format format, ThreadPool& pool)
+    TestMatrix(int n, int k, uint32_t seed, Format format, ThreadPool& pool)
         : rows(n), columns(k), values(normal((size_t)n * k, seed, 1 / std::sqrt((float)k))) {
         WeightMemory memory;
         if (format == Format::fp32 || format == Format::bf16) {
@@ -48,7 +48,8 @@ struct Matrix2 {
                 values[(size_t)r * k + i] = (float)code * scale;
             }
         QuantisedSource source{};
-        source.num_inputs = k, source.group = kGroup;
+        source.num_inputs = k;
+        source.group = kGroup;
         source.scales = Matrix{Matrix::Kind::fp32, (const uint8_t*)scales.data(), n, groups, groups * 4, 4};
         std::vector<uint8_t> nibbles((size_t)n * k / 2);
         if (format == Format::int8) {
@@ -70,12 +71,12 @@ struct Matrix2 {
 };
 
 struct Layer {
-    Matrix2 q, k, v, o, gate, up, down;
+    TestMatrix q, k, v, o, gate, up, down;
     Floats norm, inner_norm;
 };
 
 struct Model {
-    Matrix2 table, head;
+    TestMatrix table, head;
     Floats final_norm;
     std::vector<double> inv_freq;
     std::vector<Layer> layers;
@@ -124,7 +125,8 @@ void rotate(Row& x, int heads, int position, const std::vector<double>& inv_freq
             double &a = x[h * kWidth + i], &b = x[h * kWidth + kWidth / 2 + i];
             const double c = std::cos(position * inv_freq[i]), s = std::sin(position * inv_freq[i]),
                          first = a;
-            a = a * c - b * s, b = b * c + first * s;
+            a = a * c - b * s;
+            b = b * c + first * s;
         }
 }
 
@@ -192,7 +194,7 @@ Place columns(const Place& whole, int first, int width) {
     return Place{whole.axis, whole.offset + first, width};
 }
 
-LinearPart part(const Matrix2& m, const Place& out, const Place* residual = nullptr) {
+LinearPart part(const TestMatrix& m, const Place& out, const Place* residual = nullptr) {
     LinearPart p{m.packed.tiles, m.packed.memory, out};
     p.has_residual = residual != nullptr;
     if (residual) p.residual = *residual;
@@ -339,7 +341,8 @@ struct Engine {
             for (int t = s.start; t < s.stop; t++) {
                 rows.push_back((int)ids.size());
                 ids.push_back(s.request->tokens[t]);
-                places.push_back(t), positions.push_back(t + kAhead);
+                places.push_back(t);
+                positions.push_back(t + kAhead);
                 slots.push_back(s.request->blocks[t / 16] * 16 + t % 16);
             }
             starts.push_back((int)ids.size());
@@ -347,15 +350,27 @@ struct Engine {
             std::copy(s.request->blocks.begin(), s.request->blocks.end(),
                       tables.begin() + (int64_t)(r * width));
         }
-        for (int i = 0; i < padding; i++)
-            ids.push_back(1 << 30), places.push_back(-7), positions.push_back(-7), slots.push_back(-1);
+        for (int i = 0; i < padding; i++) {
+            ids.push_back(1 << 30);
+            places.push_back(-7);
+            positions.push_back(-7);
+            slots.push_back(-1);
+        }
         Floats logits(rows.size() * kVocab);
         Batch b{};
-        b.num_tokens = (int)ids.size(), b.num_requests = (int)spans.size(), b.num_samples = (int)rows.size(),
-        b.table_width = (int)width, b.num_axes = 1;
-        b.token_ids = ids.data(), b.places = places.data(), b.positions = positions.data(),
-        b.query_starts = starts.data(), b.context_lens = contexts.data();
-        b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
+        b.num_tokens = (int)ids.size();
+        b.num_requests = (int)spans.size();
+        b.num_samples = (int)rows.size();
+        b.table_width = (int)width;
+        b.num_axes = 1;
+        b.token_ids = ids.data();
+        b.places = places.data();
+        b.positions = positions.data();
+        b.query_starts = starts.data();
+        b.context_lens = contexts.data();
+        b.slots = slots.data();
+        b.block_tables = tables.data();
+        b.sample_rows = rows.data();
         b.out_logits = logits.data();
         executor.run(b, kv);
         return logits;
@@ -393,8 +408,10 @@ void check_against_plain(const Floats& found, const Model& model, const Request&
     const auto wanted = plain_logits(model, r.tokens);
     double error = 0, size = 0;
     for (size_t t = 0; t < wanted.size(); t++)
-        for (int i = 0; i < kVocab; i++)
-            error += std::pow(found[t * kVocab + i] - wanted[t][i], 2), size += std::pow(wanted[t][i], 2);
+        for (int i = 0; i < kVocab; i++) {
+            error += std::pow(found[t * kVocab + i] - wanted[t][i], 2);
+            size += std::pow(wanted[t][i], 2);
+        }
     const double bounds[] = {1e-5, 0.02, 0.03, 0.04},
                  bound = bounds[(int)format] + (cache == KvType::int8 ? 0.02 : 0);
     CHECK(std::sqrt(error / size) < bound, "%s: off by %g of the logits' size", kFormatNames[(int)format],
@@ -497,9 +514,13 @@ struct Draws {
         SampleArgs a{};
         a.records = records.data();
         a.history_starts = a.bias_starts = starts.data();
-        a.out_ids = ids.data(), a.out_ranks = ranks.data(), a.out_top_ids = top_ids.data();
-        a.out_failed = failed.data(), a.out_logprobs = logprobs.data();
-        a.out_top_logprobs = top_logprobs.data(), a.max_top = 3;
+        a.out_ids = ids.data();
+        a.out_ranks = ranks.data();
+        a.out_top_ids = top_ids.data();
+        a.out_failed = failed.data();
+        a.out_logprobs = logprobs.data();
+        a.out_top_logprobs = top_logprobs.data();
+        a.max_top = 3;
         return a;
     }
 };
@@ -508,7 +529,7 @@ void test_draws(const KernelTable& kernels) {
     constexpr int kRows = 150;  // over three chunks of sampled rows
     ThreadPool pool(4);
     Executor executor(pool, kernels, 200, kVocab);
-    const Matrix2 table(kRows, kVocab, 77, Format::fp32, pool);
+    const TestMatrix table(kRows, kVocab, 77, Format::fp32, pool);
     Arena tokens{Axis::tokens}, samples{Axis::samples};
     const Place x = tokens.place(kVocab), logits = samples.place(kVocab);
     executor.begin_stage(false, 0);
@@ -523,10 +544,14 @@ void test_draws(const KernelTable& kernels) {
     KvMemory kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}});
     Draws draws(kRows);
     Batch b{};
-    b.num_tokens = b.num_samples = kRows, b.num_requests = 1, b.table_width = b.num_axes = 1;
-    b.token_ids = b.places = b.positions = b.sample_rows = ids.data(), b.query_starts = starts.data(),
+    b.num_tokens = b.num_samples = kRows;
+    b.num_requests = 1;
+    b.table_width = b.num_axes = 1;
+    b.token_ids = b.places = b.positions = b.sample_rows = ids.data();
+    b.query_starts = starts.data();
     b.context_lens = context.data();
-    b.slots = slots.data(), b.block_tables = block.data();
+    b.slots = slots.data();
+    b.block_tables = block.data();
     b.draws = true;
     b.sampling = draws.args();
     executor.run(b, kv);
@@ -568,16 +593,21 @@ struct DecodeArrays {
         for (size_t i = 0; i < requests.size(); i++) {
             const Request& r = requests[i];
             const int last = (int)r.tokens.size() - 1;
-            ids.push_back(r.tokens[last]), places.push_back(last), positions.push_back(last + kAhead),
-                contexts.push_back(last + 1), rows.push_back((int)i), starts.push_back((int)i + 1);
+            ids.push_back(r.tokens[last]);
+            places.push_back(last);
+            positions.push_back(last + kAhead);
+            contexts.push_back(last + 1);
+            rows.push_back((int)i);
+            starts.push_back((int)i + 1);
             slots.push_back(r.blocks[last / 16] * 16 + last % 16);
             tables.insert(tables.end(), r.blocks.begin(), r.blocks.end());
             tables.resize((i + 1) * width, -1);
             for (size_t t = prompts[i]; i == 1 && t < r.tokens.size(); t++) {
                 const auto at = std::find(history_ids.begin(), history_ids.end(), r.tokens[t]);
-                if (at == history_ids.end())
-                    history_ids.push_back(r.tokens[t]), history_counts.push_back(1);
-                else
+                if (at == history_ids.end()) {
+                    history_ids.push_back(r.tokens[t]);
+                    history_counts.push_back(1);
+                } else
                     history_counts[at - history_ids.begin()]++;
             }
             history_starts.push_back((int)history_ids.size());
@@ -585,16 +615,23 @@ struct DecodeArrays {
     }
     Batch batch(Draws& draws) const {
         Batch b{};
-        b.num_tokens = b.num_requests = b.num_samples = (int)ids.size(), b.table_width = (int)width,
+        b.num_tokens = b.num_requests = b.num_samples = (int)ids.size();
+        b.table_width = (int)width;
         b.num_axes = 1;
-        b.token_ids = ids.data(), b.places = places.data(), b.positions = positions.data(),
-        b.query_starts = starts.data(), b.context_lens = contexts.data();
-        b.slots = slots.data(), b.block_tables = tables.data(), b.sample_rows = rows.data();
+        b.token_ids = ids.data();
+        b.places = places.data();
+        b.positions = positions.data();
+        b.query_starts = starts.data();
+        b.context_lens = contexts.data();
+        b.slots = slots.data();
+        b.block_tables = tables.data();
+        b.sample_rows = rows.data();
         b.draws = true;
         for (size_t i = 0; i < ids.size(); i++) draws.records[i].position = (uint32_t)places[i] + 1;
         b.sampling = draws.args();
         b.sampling.history_starts = history_starts.data();
-        b.sampling.history_ids = history_ids.data(), b.sampling.history_counts = history_counts.data();
+        b.sampling.history_ids = history_ids.data();
+        b.sampling.history_counts = history_counts.data();
         return b;
     }
 };
@@ -602,7 +639,8 @@ struct DecodeArrays {
 Draws draws_of(size_t rows) {
     Draws draws((int)rows);
     SamplingRecord& second = draws.records[1];
-    second.repetition_penalty = 1.7f, second.presence_penalty = second.frequency_penalty = 0.4f;
+    second.repetition_penalty = 1.7f;
+    second.presence_penalty = second.frequency_penalty = 0.4f;
     return draws;
 }
 
@@ -615,8 +653,10 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     std::vector<Request> requests = make_requests();
     std::vector<size_t> prompts;
     int next = 24;  // blocks that make_requests has given away
-    for (Request& r : requests)
-        prompts.push_back(r.tokens.size() - 1), r.blocks.push_back(next++ * 37 % kBlocks);
+    for (Request& r : requests) {
+        prompts.push_back(r.tokens.size() - 1);
+        r.blocks.push_back(next++ * 37 % kBlocks);
+    }
     const size_t num = requests.size();
     Engine engine(kernels, model, threads, KvType::bf16);
     for (const Request& r : requests)
@@ -658,7 +698,7 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     }
 }
 
-// The output product keeps the best of rows that want nothing else; it is that of logits in memory.
+// Where rows want nothing but their best logit, the output product keeps it: the same as of logits in memory.
 void test_greedy(const KernelTable& kernels, int threads) {
     ThreadPool packers(1);
     const Model model(Format::int8, packers);
@@ -666,8 +706,10 @@ void test_greedy(const KernelTable& kernels, int threads) {
     Engine engine(kernels, model, threads, KvType::bf16);
     std::vector<size_t> prompts;
     std::vector<Floats> logits;
-    for (const Request& r : requests)
-        prompts.push_back(r.tokens.size()), logits.push_back(alone(engine, r, 600));
+    for (const Request& r : requests) {
+        prompts.push_back(r.tokens.size());
+        logits.push_back(alone(engine, r, 600));
+    }
     const DecodeArrays arrays(requests, prompts);
     Draws draws((int)requests.size());
     for (SamplingRecord& r : draws.records) r.temperature = 0, r.num_logprobs = -1;
@@ -694,7 +736,7 @@ bool is_refused(const Fn& fn) {
 // An executor that is told of stages which contradict one another says so, before any memory is at risk.
 void test_contradictory_stages(const KernelTable& kernels) {
     ThreadPool pool(1);
-    const Matrix2 table(4, 16, 5, Format::fp32, pool);
+    const TestMatrix table(4, 16, 5, Format::fp32, pool);
     const Place x{Axis::tokens, 0, 16}, y{Axis::tokens, 16, 16}, logits{Axis::samples, 0, 16};
     const auto embedding = [&] { return make_embedding({table.packed.tiles, table.packed.memory, x}); };
     const AttentionSpec attention{x, y, 0, 0, 1, 0, 1, 0, nullptr};

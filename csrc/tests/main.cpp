@@ -1,5 +1,5 @@
-// The native tests: `native_tests KERNELS LEVEL...` runs all of them at each level, whose shared objects lie
-// in the directory KERNELS. `native_tests --levels` prints the levels that this machine runs, best last.
+// The native tests. `native_tests KERNELS LEVEL...` runs all of them at each level, with the shared objects
+// of the directory KERNELS. `native_tests --levels` prints the levels that this machine runs, best last.
 #include "check.h"
 
 using namespace octavo;

@@ -1,5 +1,5 @@
-// Weights in tiles: a row read back is the format's own value, bit for bit, and products are those of the
-// values.
+// Weights in tiles: a row that is read back has the format's own values, bit for bit, and products are those
+// of these values.
 #include "../core/packing.h"
 
 #include "check.h"
@@ -12,13 +12,13 @@ float from_half(uint16_t h) {  // positive, normal
     return std::ldexp(1.0f + (float)(h & 1023) / 1024, (h >> 10 & 31) - 15);
 }
 
-// A weight of random codes, and what its numbers mean.
+// A weight of random codes, and the values that they stand for.
 struct Example {
     int rows, inputs, bits, group, zero_point;
     bool halves, is_signed, mins, supers;
     std::vector<uint8_t> codes;
     std::vector<uint16_t> scales;  // fp16
-    std::vector<int8_t> small;  // of two levels: the scales of groups
+    std::vector<int8_t> small;  // the scales of groups, where there are two levels
     Floats least;
 
     Example(int n, int k, int b, int g, int zero, bool h, bool s, bool m, bool two)
@@ -60,7 +60,9 @@ struct Example {
             return Matrix{kind, (const uint8_t*)data, rows, columns, (int64_t)columns * item, item};
         };
         QuantisedSource s{};
-        s.group = group, s.zero_point = zero_point, s.num_inputs = inputs;
+        s.group = group;
+        s.zero_point = zero_point;
+        s.num_inputs = inputs;
         s.codes = CodeRows::plain(codes.data(), rows, inputs, bits, is_signed, halves ? group / 2 : 1);
         s.scales = supers ? matrix(Matrix::Kind::i8, small.data(), groups(), 1)
                           : matrix(Matrix::Kind::fp16, scales.data(), groups(), 2);
@@ -80,8 +82,8 @@ void check_rows(const KernelTable& kernels, const PackedTiles& packed, const Exa
     }
 }
 
-// Rows whose quantisation is exact (codes times a power of two), so that a product is known to fp32's
-// rounding.
+// Checks products with rows whose quantisation is exact (codes times a power of two), so that the right
+// result is known to fp32's rounding.
 void check_products(const KernelTable& kernels, const PackedTiles& packed, const Example& e) {
     constexpr int kRows = 37;
     const int blocks = (kRows + kTile - 1) / kTile * kTile;
@@ -94,14 +96,14 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
     const int stride = (int)row_elements(type, packed.tiles.num_groups);
     Memory values((size_t)blocks * stride), scales((size_t)blocks * packed.tiles.num_groups * 4),
         sums(scales.size() * 2), scaled(scales.size());
-    const Rows rows{type,
-                    values.data(),
-                    stride,
-                    (float*)scales.data(),
-                    (int32_t*)sums.data(),
-                    (float*)scaled.data(),
-                    packed.tiles.num_groups,
-                    packed.tiles.num_groups};
+    const Rows rows{.type = type,
+                    .values = values.data(),
+                    .stride = stride,
+                    .scales = (float*)scales.data(),
+                    .sums = (int32_t*)sums.data(),
+                    .scaled_sums = (float*)scaled.data(),
+                    .num_groups = packed.tiles.num_groups,
+                    .group_stride = packed.tiles.num_groups};
     for (int r = 0; r < kRows; r++)
         kernels.prepare_row(x.data() + (size_t)r * e.inputs, e.inputs, Norm{}, rows, r);
     Memory scratch(kernels.scratch_bytes(packed.tiles));
@@ -114,7 +116,8 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
                 double sum = 0, size = 0;
                 for (int k = 0; k < e.inputs; k++) {
                     const double term = (double)x[(size_t)r * e.inputs + k] * e.value(tile * kTile + o, k);
-                    sum += term, size += std::fabs(term);
+                    sum += term;
+                    size += std::fabs(term);
                 }
                 CHECK(std::fabs(product[(size_t)r * kTile + o] - sum) <= 2e-5 * size,
                       "row %d output %d: %g, not %g", r, tile * kTile + o, product[r * kTile + o], sum);
@@ -149,8 +152,8 @@ Example other_codes(Example e) {
     return e;
 }
 
-// Two weights whose tiles lie in turns give what they give apart; nothing happens where they are not alike,
-// or not the last two.
+// Two weights whose tiles lie in turns give the same products as apart; nothing is moved where they are not
+// laid out alike, or are not the last two.
 void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
     const Example gate(40, 96, 4, 32, 8, true, false, true, false);
     const Example up = other_codes(gate);
@@ -158,15 +161,18 @@ void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
         other(40, 96, 8, 32, 0, false, true, false, false);
     WeightMemory memory;
     Packer packer(memory);
-    PackedTiles a = packer.add(gate.source()), b = packer.add(up.source());
+    PackedTiles a = packer.add(gate.source());
+    PackedTiles b = packer.add(up.source());
     CHECK(!packer.interleave(b, a));
     CHECK(packer.interleave(a, b));
     CHECK(b.tiles.data == a.tiles.data + a.tiles.tile_bytes &&
           a.tiles.tile(1) == b.tiles.data + b.tiles.tile_bytes);
     CHECK(!packer.interleave(a, b));
-    PackedTiles c = packer.add(shorter.source()), d = packer.add(other.source());
+    PackedTiles c = packer.add(shorter.source());
+    PackedTiles d = packer.add(other.source());
     CHECK(!packer.interleave(a, b) && !packer.interleave(b, c) && !packer.interleave(c, d));
-    PackedTiles e = packer.add(gate.source()), f = packer.add(up.source());
+    PackedTiles e = packer.add(gate.source());
+    PackedTiles f = packer.add(up.source());
     packer.run(pool);
     CHECK(!packer.interleave(e, f));
     const std::pair<const PackedTiles&, const Example&> all[] = {{a, gate},  {b, up},   {c, shorter},
@@ -177,7 +183,7 @@ void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
-// A piece of memory that ends between two weights: both lie in the next.
+// Where a piece of memory ends between two weights, both move to the next one.
 void test_interleaved_in_two_pieces(const KernelTable& kernels, ThreadPool& pool) {
     const Example gate(40, 96, 4, 32, 8, true, false, true, false);
     const Example up = other_codes(gate);

@@ -1,4 +1,4 @@
-// The pool does each piece of each stage once, and no piece before the stage ahead of it is done.
+// The pool runs each piece of each stage once, and no piece before the stage ahead of it is done.
 #include "../core/thread_pool.h"
 
 #include <atomic>
@@ -13,13 +13,13 @@ namespace {
 
 using Micros = std::chrono::microseconds;
 
-// Stages of random sizes, none at all among them. `values` are plain memory: a race on them is the pool's,
-// and the sanitizer's to see.
+// Stages of random sizes, some of them empty. `values` are plain memory: a race on them is the pool's fault,
+// which the sanitizer sees.
 struct Recorder : ThreadPool::Work {
     std::vector<int> sizes;
     std::vector<std::vector<int>> values;  // [stages][pieces]
-    int slow_stage = -1;  // its piece 0 lasts longer than anybody spins
-    std::vector<std::atomic<int>> takers;  // pieces that each thread has done of the slow stage
+    int slow_stage = -1;  // its piece 0 lasts longer than any thread spins
+    std::vector<std::atomic<int>> takers;  // pieces of the slow stage that each thread has run
 
     Recorder(int stages, int threads, uint32_t seed) : takers(threads) {
         std::mt19937 generator(seed);
@@ -30,13 +30,13 @@ struct Recorder : ThreadPool::Work {
     }
     int num_stages() const override { return (int)sizes.size(); }
     int pieces(int stage) const override { return sizes[stage]; }
-    // All there is, none, or bytes beyond any piece: asking ahead changes nothing.
+    // Names the next stage's values or no bytes: prefetching changes nothing.
     Span waits(int stage, int) override {
         const std::vector<int>& next = values[(stage + 1) % values.size()];
         const auto* first = (const uint8_t*)next.data();
         return {first, first + (stage % 2 ? next.size() * sizeof(int) : 0)};
     }
-    // A piece counts on from what the last non-empty stage left in its first place.
+    // Adds one to the largest value of the last stage that was not empty.
     void run(int stage, int piece, int thread) override {
         if (stage == slow_stage) {
             takers[thread]++;
@@ -66,7 +66,7 @@ void test_walks(int threads) {
         Recorder work((int)(walk % 50), threads, walk);
         pool.walk(work);
         work.verify();
-        if (walk % 60 == 0) std::this_thread::sleep_for(Micros(300));  // long enough for the others to sleep
+        if (walk % 60 == 0) std::this_thread::sleep_for(Micros(300));  // long enough that the threads sleep
     }
 }
 
@@ -81,7 +81,7 @@ void test_waiting_and_stealing(int threads) {
         work.verify();
         int most = 0;
         for (const auto& count : work.takers) most = std::max(most, count.load());
-        if (threads > 1) CHECK(most > 64 / threads, "nobody took what the slow thread left");
+        if (threads > 1) CHECK(most > 64 / threads, "no thread took what the slow one left");
     }
 }
 

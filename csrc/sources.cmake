@@ -1,0 +1,13 @@
+# The sources of the executor, which both the extension and the native tests are built from.
+set(OCTAVO_CORE
+    attention_plan.cpp
+    ceilings.cpp
+    decode_batch.cpp
+    executor.cpp
+    levels.cpp
+    memory.cpp
+    packing.cpp
+    row_ops.cpp
+    step.cpp
+    thread_pool.cpp)
+list(TRANSFORM OCTAVO_CORE PREPEND "${CMAKE_CURRENT_LIST_DIR}/core/")
