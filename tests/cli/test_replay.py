@@ -26,7 +26,7 @@ def test_the_same_tokens(octavo, log):
 
 def test_another_plan(octavo, log):
     lines = log.read_text().splitlines()
-    index = next(i for i, line in enumerate(lines) if json.loads(line)["type"] == "Planned")
+    index = next(i for i, line in enumerate(lines) if json.loads(line)["type"] == "StepPlanned")
     changed = json.loads(lines[index])
     changed["plan"]["rows"][0]["num_tokens"] += 1
     log.write_text("\n".join([*lines[:index], json.dumps(changed), *lines[index + 1 :]]) + "\n")
@@ -37,7 +37,8 @@ def test_another_plan(octavo, log):
 def test_what_follows_another_plan_is_not_looked_at(octavo, log):
     """Without the recorded request its results fit no plan."""
     lines = log.read_text().splitlines()
-    log.write_text("\n".join(line for line in lines if json.loads(line)["type"] != "Added") + "\n")
+    others = [line for line in lines if json.loads(line)["type"] != "RequestAdded"]
+    log.write_text("\n".join(others) + "\n")
     ended = octavo("replay", log)
     assert (
         (ended.code, ended.err) == (1, "")
