@@ -1,6 +1,6 @@
 // The native executor: a Program as an array of stages that the thread pool walks, one call a step.
 //
-// Whoever builds it (octavo/backends/native/lower.py) decides the stages: row-local ops that follow one
+// The lowering (octavo/backends/native/lower.py) decides the stages: row-local ops that follow one
 // another (norms, rope, KV writes, a product's conversion of its rows) share one, which takes each row
 // through all of them; a product, an attention, a draw is a stage of its own. A barrier stands between stages
 // and nowhere else. The stages are grouped in ranges: with many rows there is no barrier within a range
@@ -26,17 +26,17 @@
 namespace octavo {
 
 constexpr int kSampleChunk = 64;
-// Up to this many rows each thread converts a product's rows for itself: cheaper than a barrier.
+// Number of rows up to which each thread converts a product's rows for itself: cheaper than a barrier.
 constexpr int kFewRows = 4;
 // Rows that one piece of a product takes together where threads share the product's outputs.
 constexpr int kRowBlock = 256;
 
-// What a Value has rows for. `block`: tokens as well, for a Value that is read only in the range that makes
-// it; it needs no more rows than the threads have on their way at once.
+// The rows of a Value. `block` is tokens as well, for a Value that is read only in the range that makes it;
+// it needs only as many rows as the threads compute at once.
 enum class Axis : int32_t { tokens, block, samples };
 constexpr int kNumAxes = 3;
 
-// Where a Value lies, in floats: at `offset` of each row of its axis. A row holds all its Values, so that
+// The place of a Value, in floats: at `offset` of each row of its axis. A row holds all its Values, so that
 // threads may be at different stages with different rows.
 struct Place {
     Axis axis = Axis::tokens;
@@ -48,7 +48,7 @@ struct Place {
 class Executor;
 struct Stage;
 
-// What a stage sees of the step that is running.
+// A stage's view of the running step.
 struct View {
     const Executor& executor;
     const Batch& batch;
@@ -81,7 +81,7 @@ struct ThreadState {
     std::vector<double> seconds;  // by stage of the range that is walked, while profiling
 };
 
-// What a stage moves and computes in one step: bytes of weights or of K and V, multiplications and additions.
+// The work of a stage in one step: bytes of weights or of K and V, multiplications and additions.
 struct Cost {
     double bytes = 0, operations = 0;
 };

@@ -341,8 +341,8 @@ bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
     if (!waiting || first.tiles.tile_stride != bytes || !first.tiles.is_laid_out_as(second.tiles) ||
         first.tiles.num_rows != second.tiles.num_rows)
         return false;
-    // If they lie side by side they stay there. If a piece of memory ended between them, or a gap that fills
-    // up a line is between them, both get new memory.
+    // Weights side by side stay there. Both get new memory where a piece of memory ends between them, or a
+    // gap that fills up a line.
     const bool one_piece =
         !first.memory.owner_before(second.memory) && !second.memory.owner_before(first.memory);
     const bool side_by_side = one_piece && first.tiles.data + first.num_bytes() == second.tiles.data;

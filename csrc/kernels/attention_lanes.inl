@@ -60,7 +60,7 @@ struct AttentionScratch {
     size_t set_size() const { return (size_t)kMaxLanes * (width + state_size); }
 };
 
-// Up to 16 lanes of a piece.
+// A set of up to 16 lanes of a piece.
 struct LaneSet {
     const AttentionArgs* args = nullptr;
     const AttentionPiece* piece = nullptr;

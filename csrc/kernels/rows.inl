@@ -97,7 +97,7 @@ template <bool kTwoTermed>
 OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
     constexpr float kLargest = kTwoTermed ? 127.0f * kFirstUnit : 127.0f;
     int8_t* q = (int8_t*)rows.values + index * rows.stride + g * (kTwoTermed ? 2 * kGroup : kGroup);
-    // As integers, magnitudes are in the same order, with infinities and NaNs above all numbers.
+    // Magnitudes have the same order as integers, with infinities and NaNs above all numbers.
     const int32_t bits = max_lanes_i(max_i((vi)absolute(half[0]), (vi)absolute(half[1])));
     const bool finite = bits < 0x7f800000;
     float largest;

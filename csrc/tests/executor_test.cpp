@@ -698,7 +698,7 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     }
 }
 
-// Where rows want nothing but their best logit, the output product keeps it: the same as of logits in memory.
+// The output product keeps the best logit of rows that want nothing else: the same as of logits in memory.
 void test_greedy(const KernelTable& kernels, int threads) {
     ThreadPool packers(1);
     const Model model(Format::int8, packers);

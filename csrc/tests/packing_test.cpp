@@ -183,7 +183,7 @@ void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
-// Where a piece of memory ends between two weights, both move to the next one.
+// Both weights move to the next piece of memory where one ends between them.
 void test_interleaved_in_two_pieces(const KernelTable& kernels, ThreadPool& pool) {
     const Example gate(40, 96, 4, 32, 8, true, false, true, false);
     const Example up = other_codes(gate);

@@ -64,7 +64,7 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> NDArray[np.float32
 
 
 def table(name: str, width: int, num_rows: int = NUM_ROWS) -> Weight:
-    """The embedding table of an input: its rows, then one of NaN."""
+    """Returns the embedding table of an input: its rows, then one of NaN."""
     return Weight(f"{name}.table", (num_rows + 1, width))
 
 
@@ -137,7 +137,7 @@ class Case:
         return NativeBackend(options, level=level).prepare(self.program, self.load)
 
     def run(self, runnable: Runnable, rows: int, *, pad: int = 0) -> NDArray[Any]:
-        """The first `rows` rows, with `pad` rows of NaN behind them."""
+        """Returns the first `rows` rows, followed by `pad` rows of NaN."""
         return runnable.run(self.batch(rows, pad), self.memory(runnable)).arrays["logits"]
 
     def memory(self, runnable: Runnable) -> KvCache:

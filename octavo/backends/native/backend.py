@@ -166,7 +166,9 @@ class NativeBackend:
         """Threads end with the last prepared program."""
 
     def _optimize(self, program: Program) -> Program:
-        """The last one is kept: what is asked for its footprint is prepared next."""
+        """Returns the optimized Program; keeps the last one, as a footprint is followed by its
+        preparation.
+        """
         if self._optimized is None or self._optimized[0] is not program:
             self._optimized = (program, optimize(program))
         return self._optimized[1]

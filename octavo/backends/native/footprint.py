@@ -23,7 +23,7 @@ FP32_CODES = ("fp32", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class NativeFootprint:
-    """What a Program takes of memory, and how its products compute."""
+    """The memory that a Program takes, and the way its products compute."""
 
     weight_bytes: dict[Weight, int]
     step_bytes: int

@@ -29,7 +29,7 @@ LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None]
 
 
 class Weights(Protocol):
-    """Where an op's weights come from: as tiles (NativeTiles) or as floats."""
+    """The source of an op's weights, as tiles (NativeTiles) or as floats."""
 
     def tiles(self, weight: Weight) -> Any: ...
     def gate_and_up(self, gate: Weight, up: Weight) -> list[Any]: ...
@@ -208,8 +208,10 @@ class Lowering:
         return int(self._builder.conversion(self._span(op.x), norm, tiles))
 
     def _comes_converted(self, op: ops.Linear) -> bool:
-        """Whether the op before may write x as this product reads it: where nobody else reads x, it
-        is converted in groups of 32, and these are whole there."""
+        """Returns whether the op before may write x as this product reads it.
+
+        It may where no other op reads x, x is converted in groups of 32, and these are whole there.
+        """
         before = self._before
         if (
             op.norm is not None
@@ -236,7 +238,9 @@ class Lowering:
         return fits
 
     def _parts_by_rows(self, op: ops.Linear) -> list[list[LinearPart]]:
-        """The parts of each weight, together where they read their rows in the same type."""
+        """Returns the parts of each weight; parts that read their rows in the same type are
+        together.
+        """
         out, residual = (
             self._span(op.outs[0]),
             None if op.residual is None else self._span(op.residual),

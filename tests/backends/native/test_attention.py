@@ -43,7 +43,7 @@ fp32.
 
 @dataclass(frozen=True)
 class Shape:
-    """Of attention: heads, widths, mask."""
+    """The shape of an attention: heads, widths, mask."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -58,7 +58,7 @@ class Shape:
 
     @cached_property
     def program(self) -> Program:
-        """q, k and v of a token are rows of three tables."""
+        """A Program of one attention, whose q, k and v are rows of three tables."""
         ids = Value("ids", "tokens", 1, "int")
         widths = {
             "q": self.heads * self.k_width,
@@ -108,7 +108,9 @@ class Shape:
         return PackedWeight.plain(rows)
 
     def load_rounded(self, weight: Weight) -> PackedWeight:
-        """The same with queries as a bf16 cache's attention reads them: rounded."""
+        """Returns a weight whose queries are rounded, as the attention of a bf16 cache reads
+        them.
+        """
         packed = self.load(weight)
         return (
             packed
@@ -145,7 +147,7 @@ class Run:
         ]
 
     def step(self, spans: list[Span], *, pad: int = 0) -> np.ndarray:
-        """Every row's output."""
+        """Computes one step; returns every row's output."""
         return self.runnable.run(self.batch(spans, pad), self.kv).arrays["logits"]
 
     def batch(self, spans: list[Span], pad: int) -> StepBatch:
@@ -171,11 +173,11 @@ class Run:
         )
 
     def whole(self, *, pad: int = 0) -> np.ndarray:
-        """All rows of all requests in one step."""
+        """Computes all rows of all requests in one step."""
         return self.step([(r, 0, n) for r, n in enumerate(self.shape.contexts)], pad=pad)
 
     def steps(self, steps: list[list[Span]], *, pad: int = 0) -> np.ndarray:
-        """The rows of `whole`, computed in these steps."""
+        """Computes the rows of `whole` in the given steps."""
         out = np.full((self.shape.num_tokens, self.shape.program.vocab_size), np.nan, np.float32)
         for spans in steps:
             made = self.step(spans, pad=pad)
@@ -267,7 +269,7 @@ ORDERS = {
 
 
 def chunks(shape: Shape, size: int) -> list[list[Span]]:
-    """Each request alone, so many rows a step."""
+    """Returns steps of `size` rows at most, each of one request alone."""
     return [
         [(r, start, min(start + size, n))]
         for r, n in enumerate(shape.contexts)

@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2"]
 PRECISIONS = ["fp32", "bf16", "int8", "int4"]
 LENGTH = 530
-"""Over three splits of 256 keys."""
+"""Number of tokens; more than two splits of 256 keys."""
 
 
 def model_of(family, precision):
@@ -40,7 +40,7 @@ def tokens(family, length=LENGTH, seed=4):
 
 
 def runner(family, precision, *, threads=1, level=None, backend=None, seed=0, padding=0):
-    """The tiny model in a precision: fp32 as its file has it, bf16, or packed at load."""
+    """Returns the tiny model in a precision: fp32 as its file has it, bf16, or packed at load."""
     require_native()
     path = model_of(family, precision).path
     checkpoint = open_checkpoint(path)
@@ -57,7 +57,7 @@ def runner(family, precision, *, threads=1, level=None, backend=None, seed=0, pa
 
 @cache
 def whole(family, precision):
-    """One request alone in one step on one thread."""
+    """Computes one request alone, in one step on one thread."""
     return runner(family, precision).logits(tokens(family))
 
 
@@ -67,7 +67,7 @@ GRID = [(family, precision) for family in FAMILIES for precision in PRECISIONS]
 @pytest.mark.parametrize(("family", "precision"), GRID)
 @pytest.mark.parametrize(("chunk", "threads"), [(1, 2), (7, 1), (16, 3), (255, 7), (257, 2)])
 def test_chunked_is_whole(family, precision, chunk, threads):
-    """In other blocks too, and with padded rows."""
+    """Chunks give the bits of the whole, in other blocks and beside padded rows too."""
     found = runner(family, precision, threads=threads, seed=chunk, padding=chunk % 3).logits(
         tokens(family), chunk
     )
@@ -146,8 +146,8 @@ llama's throughout.
 
 @pytest.mark.parametrize(("family", "precision"), GRID)
 def test_is_the_reference(family, precision):
-    """On the same packed weights; the reference rounds neither rows nor the cache, hence the
-    bounds.
+    """The native backend computes the reference's logits over the same packed weights, within
+    bounds: the reference rounds neither rows nor the cache.
     """
     wanted = runner(family, precision, backend=ReferenceBackend()).logits(tokens(family))
     error = whole(family, precision) - wanted

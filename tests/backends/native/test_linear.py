@@ -44,8 +44,8 @@ TOLERANCE = 2e-6
 
 
 def weight_of(kind, n, k, seed=0):
-    """A random weight `[n, k]` of a format; GGUF's from random bytes, so that every code and scale
-    occurs.
+    """Returns a random weight `[n, k]` of a format; GGUF's are random bytes, so that every code and
+    scale occurs.
     """
     if kind in FLOATS:
         return PackedWeight.plain(normal(n, k, seed=seed).astype(FLOATS[kind]))
@@ -118,8 +118,9 @@ def two_terms(level):
 
 
 def as_multiplied(weight, x, *, two_terms):
-    """The rows that the product sees, `[T, K] fp64`, and the most by which each may differ from
-    x."""
+    """Returns the rows as the product reads them, `[T, K] fp64`, and the largest allowed difference
+    from x.
+    """
     if weight.code == "bf16":
         rounded = x.astype(ml_dtypes.bfloat16).astype(np.float64)
         return rounded, abs(x) * 2.0**-8
@@ -376,15 +377,17 @@ def test_gate(level, kind, activation, clamp, alpha, up_offset, bias):
     ids="+".join,
 )
 def test_gate_and_up_in_two_formats(level, kinds):
-    """As files have them in which some layers' tensors are better than others'."""
+    """A gate and its up projection may have two formats, as in files whose layers differ in
+    quality.
+    """
     case, *rest = gated(kinds, "silu", None, 1.0, 0.0, bias=False, two_terms=two_terms(level))
     check_product(case, level, *rest)
 
 
 @cache
 def normed(kind, centered, *, two_terms):
-    """A norm that the product applies: it may round other than NumPy's, so where rows are quantised
-    a code may differ by one.
+    """Returns a product that applies a norm; it may round otherwise than NumPy's, so that quantised
+    rows may differ by one code.
     """
     n, k = 20, 160
     x, weight, scale, shift = (
@@ -480,8 +483,8 @@ def test_merged_into_one_with_a_residual(level, kinds):
 
 
 def extreme_weight(bits, signed, fill, n, k):
-    """Every code lowest or highest, or either at random; scales are powers of two, so that the
-    arithmetic in fp32 is exact.
+    """Returns a weight whose codes are all lowest, all highest, or either at random; scales are
+    powers of two, so that fp32 arithmetic is exact.
     """
     top = 255 if bits == 8 else 31 if bits == 5 else 15
     codes = {
@@ -562,7 +565,9 @@ def test_what_is_not_finite_shows_in_its_row_alone(level, kind, bad):
 
 
 def test_others_may_use_the_tile_unit_between_steps(level):
-    """PyTorch's products of bf16 configure it anew on the thread that calls."""
+    """The tile unit is configured again where PyTorch's bf16 products have changed its
+    configuration.
+    """
     torch.set_num_threads(1)
     case = plain_product("bf16", 50, 100)[0]
     runnable = case.native(level)

@@ -308,7 +308,7 @@ NativeBackend(BackendOptions(num_threads=2))
 
 
 def test_more_threads_than_the_system_gives():
-    """Those that were made have ended again."""
+    """Threads that were made before the system refused one have ended."""
     ended = subprocess.run(
         [sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, check=True
     )

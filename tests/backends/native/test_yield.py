@@ -14,7 +14,7 @@ from tests.support.native_harness import require_native
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "yield.py"
 ATTEMPTS = 3
-"""What else runs on the machine disturbs the measurement; a spinning barrier would fail all of
+"""Number of tries: other work disturbs the measurement, but a spinning barrier would fail all of
 them.
 """
 
