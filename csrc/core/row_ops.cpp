@@ -83,7 +83,7 @@ struct ElementwiseOp : RowOp {
             case Elementwise::gate: return open_gate(view, x, y, to);
         }
     }
-    // Through the products' epilogue, 16 columns at a time, so that a gate means the same there and here.
+    // The products' epilogue opens the gate, 16 columns at a time, so that it means the same there and here.
     void open_gate(const View& view, const float* x, const float* y, float* to) const {
         for (int i = 0; i < spec.out.width; i += kTile) {
             const int n = std::min(spec.out.width - i, kTile);

@@ -127,7 +127,7 @@ struct LinearStage : Stage {
         write_tiles(view, thread, spec.rows->rows, Output{row0, row1 - row0, 0, num_tiles});
     }
 
-    // What a piece computes: tiles tile0 .. tile1 - 1 of rows row0 and on.
+    // The output of a piece: tiles tile0 .. tile1 - 1 of rows row0 and on.
     struct Output {
         int row0, num_rows, tile0, tile1;
     };
@@ -164,7 +164,7 @@ struct LinearStage : Stage {
     struct TilePair {
         int tile, count, row0, num_rows;
     };
-    // They go to the out, to the next product's rows, or to the best logit of each row.
+    // Sums go to the out, to the next product's rows, or to the best logit of each row.
     void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part,
                const TilePair& tiles) const {
         const KernelTable& k = view.executor.kernels();

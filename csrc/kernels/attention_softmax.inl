@@ -1,4 +1,4 @@
-// From a split's scores to weights: masks, caps, exponentials, and each lane's maximum m and sum l.
+// Weights from a split's scores: masks, caps, exponentials, and each lane's maximum m and sum l.
 #pragma once
 #include "attention_lanes.inl"
 

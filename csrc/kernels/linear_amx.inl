@@ -204,7 +204,7 @@ OCTAVO_INLINE void scale_all(const TileRef* refs, int count, const Rows& x, int6
     }
 }
 
-// While the tile unit multiplies 16 rows, the vector unit scales the 16 before them.
+// The vector unit scales 16 rows while the tile unit multiplies the next 16.
 void whole_products(const TileRef* refs, int count, const Rows& x, int64_t row0, int num_rows) {
     alignas(64) int32_t sums[2][4][kTile * kTile];
     const auto rows_at = [&](int done) { return num_rows - done < kTile ? num_rows - done : kTile; };

@@ -1,4 +1,4 @@
-// What the executor and the kernels share: plain structs of pointers, and a table of functions for each
+// The interface of executor and kernels: plain structs of pointers, and a table of functions for each
 // instruction set.
 //
 // Each level (portable ... amx) compiles the same sources into a shared object of its own, which exports one
@@ -146,7 +146,7 @@ struct Norm {
     bool is_layer_norm;
 };
 
-// What happens to a tile of sums on its way to memory, in this order: bias, activation (or gate), residual.
+// The operations on a tile of sums on its way to memory, in this order: bias, activation (or gate), residual.
 // With `gated`: out = f(gate) * (up + up_offset), f the activation, or g * sigmoid(alpha * g) where alpha is
 // not 1.
 struct Epilogue {
@@ -252,7 +252,7 @@ struct KernelTable {
     void (*begin_step)();
     // Converts x [K] to row `index` of `rows`, after the norm where one is set.
     void (*prepare_row)(const float* x, int k, const Norm& norm, const Rows& rows, int64_t index);
-    // For each of the `count` tiles, 1 or 2: acc [num_rows][16] = rows row0 and on of x times the tile.
+    // Multiplies rows row0 and on of x by each of the `count` tiles, 1 or 2, into acc [num_rows][16].
     // `scratch` has scratch_bytes(w).
     void (*tile_products)(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows,
                           uint8_t* scratch);

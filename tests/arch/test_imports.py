@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,44 @@ def test_imports_go_downwards(file):
     assert part in BELOW or part in LEAVES, f"{file} belongs to no part of the house"
     others = {name.split(".")[1] for name in imported(file) if name.startswith("octavo.")}
     assert others <= allowed(part), f"{part} may not import {sorted(others - allowed(part))}"
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_by_module() -> dict[str, set[str]]:
+    """Returns every module's imports of the package: lazy and TYPE_CHECKING ones too."""
+    modules = {module_of(file): file for file in FILES}
+    found: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    names.add(inner if inner in modules else node.module)
+        found[module] = (names & set(modules)) - {module}
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    try:
+        TopologicalSorter(imports_by_module()).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_a_class_name_means_one_thing():
+    homes: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
 
 
 def test_the_engine_and_the_text_know_no_arrays():
