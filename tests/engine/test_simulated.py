@@ -54,13 +54,14 @@ def test_costs_are_lines_between_the_tables_points():
     ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("policy", "count"),
     [("fcfs", 5000), ("fair", 5000), pytest.param("fcfs", 100_000, marks=pytest.mark.slow)],
 )
 def test_a_hundred_thousand_requests_in_a_minute(policy, count):
     """All requests end, each with as many tokens as it asked for, within a bound on processor
-    time.
+    time that is scaled by the machine's slowness.
     """
     draw = random.Random(0)
     sizes = [(draw.randrange(1, 128), draw.randrange(1, 64)) for _ in range(count)]
@@ -72,7 +73,7 @@ def test_a_hundred_thousand_requests_in_a_minute(policy, count):
     sim.run(requests)
     elapsed = time.thread_time() - began
     assert [sim.records[str(i)].num_tokens for i in range(count)] == [output for _, output in sizes]
-    assert elapsed < 60 * count / 100_000 + 1
+    assert elapsed < slowness() * (60 * count / 100_000 + 1)
 
 
 def test_one_that_floods_holds_up_no_other():
