@@ -16,6 +16,7 @@ from octavo.backends.batch import StepBatch
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
+from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.builder import Builder
 from octavo.program.ops import RopeTable
@@ -125,13 +126,27 @@ ATTENTION = {
 }
 
 
-@BACKENDS
-@pytest.mark.parametrize("kind", ATTENTION)
+BIASED = ("alibi", "t5")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        (backend, kind)
+        for backend in ("reference", "native", "torch")
+        for kind in ATTENTION
+        if not (backend == "native" and kind in BIASED)
+    ],
+)
 def test_attention_depends_on_places_alone(backend, kind):
-    if backend == "native" and kind in ("alibi", "t5"):
-        pytest.skip("the native backend has no attention with a bias")
     found = logits(backend, ATTENTION[kind], shifted_positions)
     np.testing.assert_array_equal(found, logits(backend, ATTENTION[kind]))
+
+
+@pytest.mark.parametrize("kind", BIASED)
+def test_native_refuses_a_bias_by_name(kind):
+    with pytest.raises(BackendUnavailable, match=r"attention with (Alibi|T5)Bias"):
+        logits("native", ATTENTION[kind])
 
 
 @BACKENDS

@@ -25,7 +25,7 @@ STAGING_BYTES = 64 << 20
 
 
 class BlockCopies:
-    """The copies of one KV cache. Implements `base.BlockMover`."""
+    """The copies of one KV cache. Implements `kv.BlockMover`."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], streams: Streams) -> None:
         """`tensors` are those of each cache group whose `[L, blocks, ...]` make up a block's bytes,
