@@ -51,10 +51,10 @@ def chat(
     check_sampling(sampling)
     with LLM(**fetched(options)) as llm:
         print(HELP, file=sys.stderr)
-        Conversation(llm, sampling_for(llm, sampling), system).talk()
+        ChatSession(llm, sampling_for(llm, sampling), system).talk()
 
 
-class Conversation:
+class ChatSession:
     """The messages so far, and the loop that adds to them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:

@@ -16,7 +16,7 @@ from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.state.metrics import ServerMetrics
+from octavo.server.state.served_model import ServedModel
 from octavo.text.unicode import LONG_TEXT_CHARACTERS
 
 Prompt = str | list[int]
@@ -27,8 +27,7 @@ class Generation:
 
     def __init__(
         self,
-        llm: AsyncLLM,
-        metrics: ServerMetrics,
+        model: ServedModel,
         prompts: Sequence[EnginePrompt],
         params: SamplingParams,
         name: str,
@@ -38,11 +37,11 @@ class Generation:
     ) -> None:
         """Submits all prompts; with `deltas`, `outputs` yields only what is new."""
         self._params = params
-        self._metrics = metrics
+        self._metrics = model.metrics
         self._streams: list[RequestStream] = []
         try:
             for index, prompt in enumerate(prompts):
-                stream = llm.submit(
+                stream = model.llm.submit(
                     prompt,
                     params,
                     f"{name}-{index}",

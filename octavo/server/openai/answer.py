@@ -18,8 +18,8 @@ import msgspec
 from octavo.outputs import CompletionOutput, RequestOutput, Timings
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
+from octavo.server.deltas import Cursor, Delta
 from octavo.server.generation import Generation
-from octavo.server.openai.deltas import Cursor, Delta
 from octavo.server.openai.logprobs import TokenNames
 from octavo.server.openai.protocol import (
     PromptTokensDetails,

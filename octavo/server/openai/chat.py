@@ -16,9 +16,9 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.auth import tenant_of
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
-from octavo.server.generation import Generation, chat_prompt_of
+from octavo.server.deltas import Delta
+from octavo.server.generation import Generation
 from octavo.server.openai.answer import Answer, usage_of, whole_of
-from octavo.server.openai.deltas import Delta
 from octavo.server.openai.logprobs import chat_logprobs, plain_logprobs
 from octavo.server.openai.protocol import (
     ChatBody,
@@ -33,7 +33,7 @@ from octavo.server.openai.protocol import (
 from octavo.server.openai.sampling import check_stream_options, sampling_params
 from octavo.server.sse import EventStream
 from octavo.server.state.service import Service, service_of
-from octavo.server.state.slot import tokenizer_of
+from octavo.server.turn import Conversation
 
 ROLE = "assistant"
 
@@ -46,21 +46,20 @@ async def chat(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ChatBody, Depends(body_of(ChatBody))],
 ) -> Response:
-    model = service.check_model(body.model)
-    llm = service.slot.llm
+    model = service.model(body.model)
     _check(body)
-    params = _params(body, llm.get_default_sampling_params())
-    prompt = await chat_prompt_of(
-        llm,
+    params = _params(body, model.llm.get_default_sampling_params())
+    conversation = Conversation(
         plain_messages(body.messages),
-        cache_salt=body.cache_salt,
-        add_generation_prompt=body.add_generation_prompt,
-        chat_template_kwargs=body.chat_template_kwargs,
+        body.cache_salt,
+        body.add_generation_prompt,
+        body.chat_template_kwargs,
     )
-    answer = ChatAnswer(body, params, model, tokenizer_of(llm))
+    answer = ChatAnswer(body, params, model.name, model.tokenizer)
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
+    prompt = await conversation.prompt(model)
     generation = Generation(
-        llm, service.metrics, [prompt], params, answer.id, origin=origin, deltas=bool(body.stream)
+        model, [prompt], params, answer.id, origin=origin, deltas=bool(body.stream)
     )
     if body.stream:
         return EventStream(answer.events(generation), body.headers)

@@ -16,9 +16,9 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.auth import tenant_of
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
+from octavo.server.deltas import Delta
 from octavo.server.generation import Generation, as_prompts, prompt_of
 from octavo.server.openai.answer import Answer, usage_of, whole_of
-from octavo.server.openai.deltas import Delta
 from octavo.server.openai.logprobs import completion_logprobs, plain_logprobs
 from octavo.server.openai.protocol import (
     Completion,
@@ -30,7 +30,6 @@ from octavo.server.openai.protocol import (
 from octavo.server.openai.sampling import check_stream_options, sampling_params
 from octavo.server.sse import EventStream
 from octavo.server.state.service import Service, service_of
-from octavo.server.state.slot import tokenizer_of
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -43,8 +42,8 @@ async def complete(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[CompletionBody, Depends(body_of(CompletionBody))],
 ) -> Response:
-    model = service.check_model(body.model)
-    llm = service.slot.llm
+    model = service.model(body.model)
+    llm = model.llm
     _check(body)
     params = _params(body, llm.get_default_sampling_params())
     prompts = [
@@ -53,10 +52,10 @@ async def complete(
         )
         for prompt in as_prompts(body.prompt)
     ]
-    answer = CompletionAnswer(body, params, model, tokenizer_of(llm))
+    answer = CompletionAnswer(body, params, model.name, model.tokenizer)
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
     generation = Generation(
-        llm, service.metrics, prompts, params, answer.id, origin=origin, deltas=bool(body.stream)
+        model, prompts, params, answer.id, origin=origin, deltas=bool(body.stream)
     )
     if body.stream:
         return EventStream(answer.events(generation), body.headers)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
+from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 
 router = APIRouter()
@@ -13,23 +14,21 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(service)]}
+    return {"object": "list", "data": [_card(service, service.model())]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    service.check_model(name)
-    return _card(service)
+    return _card(service, service.model(name))
 
 
-def _card(service: Service) -> dict[str, Any]:
-    name = service.model_name
+def _card(service: Service, model: ServedModel) -> dict[str, Any]:
     return {
-        "id": name,
+        "id": model.name,
         "object": "model",
         "created": service.created,
         "owned_by": "octavo",
-        "root": name,
+        "root": model.name,
         "parent": None,
-        "max_model_len": service.slot.llm.info.max_model_len,
+        "max_model_len": model.llm.info.max_model_len,
     }

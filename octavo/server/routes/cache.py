@@ -54,14 +54,14 @@ async def pin(
     body: Annotated[PinBody, Depends(body_of(PinBody))],
 ) -> dict[str, Any]:
     """Computes a prompt prefix where it is not cached yet, and pins it on disk."""
-    model = service.check_model(body.model)
-    llm = service.slot.llm
+    model = service.model(body.model)
+    llm = model.llm
     prompt = await _prompt_of(llm, body)
     num_tokens = await unless_gone(request.receive, llm.pin_prefix(prompt, ttl_s=body.ttl_s))
     expires_at = None if body.ttl_s is None else int(time.time() + body.ttl_s)
     return {
         "object": "cache.pin",
-        "model": model,
+        "model": model.name,
         "pinned_tokens": num_tokens,
         "expires_at": expires_at,
     }
@@ -70,7 +70,7 @@ async def pin(
 @router.get("/v1/cache")
 async def read(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
     """Reports the prefix cache's contents tier by tier, and its hits."""
-    llm = service.slot.llm
+    llm = service.model().llm
     return describe(
         llm.stats(),
         llm.config.cache.prefix_cache_size if llm.config.cache.prefix_cache_dir else None,
@@ -84,7 +84,7 @@ async def reset(
 ) -> dict[str, bool]:
     """Forgets all cached prefixes; answers false, and forgets nothing, while requests run."""
     return {
-        "reset": await service.slot.llm.reset_prefix_cache(reset_connector=body.reset_connector)
+        "reset": await service.model().llm.reset_prefix_cache(reset_connector=body.reset_connector)
     }
 
 

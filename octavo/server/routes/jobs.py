@@ -45,14 +45,14 @@ async def generate(
     body: Annotated[GenerateBody, Depends(body_of(GenerateBody))],
 ) -> dict[str, str]:
     """Starts a job and answers with its request id."""
-    service.check_model(body.model)
-    llm = service.slot.llm
+    model = service.model(body.model)
+    llm = model.llm
     params = _params(body, llm)
     prompt = await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
     request_id = body.request_id or f"job-{secrets.token_hex(12)}"
     origin = Origin(body.priority or 0, tenant_of(request, body.user))
     service.jobs.make_room()  # after the last await: room found before it could be gone by now
-    generation = Generation(llm, service.metrics, [prompt], params, request_id, origin=origin)
+    generation = Generation(model, [prompt], params, request_id, origin=origin)
     job = service.jobs.start(generation, request_id, wants_timings=body.timings)
     return {"request_id": job.request_id, "state": job.state}
 

@@ -14,6 +14,7 @@ from octavo.errors import ModelNotFound
 from octavo.server.settings import ServerSettings
 from octavo.server.state.jobs import Jobs
 from octavo.server.state.metrics import ServerMetrics
+from octavo.server.state.served_model import ServedModel
 from octavo.server.state.slot import EngineSlot, served_name
 
 
@@ -28,24 +29,20 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the server's start, in seconds."""
 
-    @property
-    def model_name(self) -> str:
-        """The served model's public name."""
-        return served_name(self.slot.llm)
+    def model(self, name: str | None = None) -> ServedModel:
+        """Returns the model that a request names; raises ModelNotFound for an unknown one.
 
-    def check_model(self, name: str | None) -> str:
-        """Returns the served model's name; raises ModelNotFound for another one.
-
-        None means the served model, and so does the name or path that the server was started with.
+        None means the only model, and so does the name or path that the server was started with.
         """
-        served = self.model_name
-        if name not in (None, served, self.slot.llm.config.model.model):
+        llm = self.slot.llm
+        served = served_name(llm)
+        if name not in (None, served, llm.config.model.model):
             raise ModelNotFound(
                 f"The model `{name}` does not exist.",
                 hint=f"this server has `{served}`",
                 param="model",
             )
-        return served
+        return ServedModel(served, llm, self.metrics)
 
 
 async def service_of(request: Request) -> Service:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from octavo.async_llm import AsyncLLM
 from octavo.errors import Unavailable
-from octavo.ports import Tokenizer
 
 
 class EngineSlot:
@@ -60,8 +59,3 @@ class EngineSlot:
 def served_name(llm: AsyncLLM) -> str:
     """Returns the model's public name, which clients send."""
     return llm.config.model.served_model_name or llm.config.model.model
-
-
-def tokenizer_of(llm: AsyncLLM) -> Tokenizer | None:
-    """Returns the engine's tokenizer; None with skip_tokenizer_init."""
-    return None if llm.config.model.skip_tokenizer_init else llm.get_tokenizer()

@@ -1,0 +1,29 @@
+"""One served model, as a route works with it: its public name, its engine, its metrics.
+
+Made for one HTTP request by `Service.model`; knows no wire format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.async_llm import AsyncLLM
+from octavo.ports import Tokenizer
+from octavo.server.state.metrics import ServerMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is ready for new requests."""
+
+    name: str
+    """Public name, which clients send and answers repeat."""
+    llm: AsyncLLM
+    metrics: ServerMetrics
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with skip_tokenizer_init."""
+        if self.llm.config.model.skip_tokenizer_init:
+            return None
+        return self.llm.get_tokenizer()
