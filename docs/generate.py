@@ -26,6 +26,7 @@ from octavo.server.errors import TABLE
 from octavo.server.openai.protocol import ChatBody, CompletionBody, SamplingBody
 from octavo.server.routes.cache import PinBody, ResetBody
 from octavo.server.routes.jobs import GenerateBody
+from octavo.server.routes.requests import ChangeBody, ForkBody
 from octavo.server.settings import ServerSettings
 from octavo.server.state.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from octavo.server.state.slot import EngineSlot
@@ -44,8 +45,13 @@ BODIES = {
     "POST /v1/completions": CompletionBody,
     "POST /v1/chat/completions": ChatBody,
     "POST /generate": GenerateBody,
+    "POST /v1/requests/{request_id}/fork": ForkBody,
 }
-OTHER_BODIES = {"POST /v1/cache/pin": PinBody, "POST /v1/cache/reset": ResetBody}
+OTHER_BODIES = {
+    "POST /v1/cache/pin": PinBody,
+    "POST /v1/cache/reset": ResetBody,
+    "PATCH /v1/requests/{request_id}": ChangeBody,
+}
 
 
 def pages() -> dict[str, str]:

@@ -18,10 +18,13 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.core import CoreOutputs
 from octavo.engine.front.arguments import Messages, Prompt, text_of
+from octavo.engine.front.changes import Fork, RequestUpdate
 from octavo.engine.front.front import Front
-from octavo.engine.front.input_processor import Origin
+from octavo.engine.front.input_processor import FrontRequest, Origin
 from octavo.engine.front.queue_limit import QueueLimit, Size
 from octavo.engine.front.request_stream import RequestStream
+from octavo.engine.live.feed import EngineFeed, FeedReader
+from octavo.engine.live.requests import LiveRequest
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest
 from octavo.outputs import RequestOutput
@@ -45,6 +48,7 @@ class AsyncLLM:
         """Streams whose final output has not come, by request id; touched in the loop's thread."""
         self._request_ids = itertools.count()
         self._queue = QueueLimit(front.config.scheduler)
+        self._feed = EngineFeed(front.client.watch, front.outputs.name_of)
         self._dead: EngineDead | None = None
         """Error that ended the engine, once it has ended; set by any thread."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -99,6 +103,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        owner: str = "",
         deltas: bool = False,
     ) -> RequestStream:
         """Starts a request; a user's fault is raised here, before anything runs, and Overloaded
@@ -111,14 +116,18 @@ class AsyncLLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self._check_queue(Size(params.num_samples))
         request_id = request_id or f"request-{next(self._request_ids)}"
-        request = self._front.prepare(request_id, prompt, params, Origin(priority, tenant))
+        request = self._front.prepare(request_id, prompt, params, Origin(priority, tenant, owner))
+        return self.submit_prepared(request, deltas=deltas)
+
+    def submit_prepared(self, request: FrontRequest, *, deltas: bool) -> RequestStream:
+        """Starts a prepared request, unless too many wait."""
         size = Size(len(request.samples), len(request.samples) * len(request.prompt_token_ids))
         self._check_queue(size)
         self.start()
         self._front.submit(request)
         self._queue.sent(size)
-        stream = RequestStream(self._front, request_id, self._drop, deltas=deltas)
-        self._streams[request_id] = stream
+        stream = RequestStream(self._front, request.request_id, self._drop, deltas=deltas)
+        self._streams[request.request_id] = stream
         return stream
 
     async def generate(
@@ -168,6 +177,60 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gets a final output with finish_reason "abort"."""
         self._front.abort(request_id)
+
+    # -- requests that run -------------------------------------------------------------------------
+
+    async def requests(self, *, recent: bool = False) -> list[LiveRequest]:
+        """Returns the requests that wait or run, and why; with `recent` also those that have just
+        finished.
+        """
+        self._check_alive()
+        view = None
+        if self.num_unfinished:
+            self.start()
+            view = await asyncio.to_thread(self._front.view)
+        found = self._front.requests(view)
+        return found + self._front.recent_requests() if recent else found
+
+    async def update(
+        self,
+        request_id: str,
+        *,
+        max_tokens: int | None = None,
+        priority: int | None = None,
+        stop: str | list[str] | None = None,
+    ) -> None:
+        """Changes a request while it waits or runs, between two steps. InvalidRequest where a value
+        is out of its range, RequestNotFound where the request is unknown.
+        """
+        self._front.change(request_id, RequestUpdate(max_tokens, priority, stop))
+
+    def fork(self, parent_id: str, fork: Fork, *, deltas: bool = False) -> RequestStream:
+        """Starts a request that goes on from a point of one that runs or has just finished, on the
+        KV blocks that both share.
+        """
+        return self.submit_prepared(self.prepare_fork(parent_id, fork), deltas=deltas)
+
+    def prepare_fork(self, parent_id: str, fork: Fork) -> FrontRequest:
+        """Checks a fork and returns it for `submit_prepared`; nothing runs yet."""
+        self._check_alive()
+        return self._front.fork(parent_id, fork)
+
+    async def watch(self) -> FeedReader:
+        """Returns the engine's live events: a snapshot, then what changes. Close the reader at the
+        end: an engine that nothing watches makes no events.
+        """
+        self.check_health()
+        self.start()
+        self._feed.begin()
+        try:
+            view = await asyncio.to_thread(self._front.client.view, with_blocks=True)
+        except BaseException:
+            self._feed.end_if_unread()
+            raise
+        return self._feed.join(view, self._front.stats)
+
+    # -- the engine as a whole ---------------------------------------------------------------------
 
     def check_health(self) -> None:
         """Raises EngineDead once the core has ended for good, Unavailable while one is replaced."""
@@ -246,6 +309,8 @@ class AsyncLLM:
     def _take(self, step: CoreOutputs) -> None:
         """Wakes the streams of the requests to which a step gave something."""
         self._queue.take(step.stats, time.monotonic())
+        if step.view is not None:
+            self._feed.offer(step.view, step.stats)
         for request_id in self._front.take(step):
             # Streams that were ended with the engine may still get what was on its way.
             stream = self._streams.get(request_id)
@@ -259,6 +324,8 @@ class AsyncLLM:
         for stream in self._streams.values():
             stream.wake(self._dead)
         self._streams.clear()
+        if self._dead is not None:
+            self._feed.fail(self._dead)
 
     # -- from the streams --------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@
     |  |- ContextTooLong      400
     |  |- Unauthorized        401
     |  |- ModelNotFound       404
+    |  |- RequestNotFound     404
     |  `- Overloaded          429, with retry_after_s
     |- ServerError            our fault, or the machine's, while serving
     |  |- EngineDead          the engine process is gone
@@ -110,6 +111,12 @@ class Unauthorized(ClientError):
 
 class ModelNotFound(ClientError):
     """A model name that this server does not serve."""
+
+    status = 404
+
+
+class RequestNotFound(ClientError):
+    """A request id that is unknown, that has expired, or that another key has made."""
 
     status = 404
 

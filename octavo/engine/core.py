@@ -17,6 +17,8 @@ import msgspec
 from octavo.engine.early_outputs import EarlyOutputs
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv_meter import KvMeter
+from octavo.engine.live.view import EngineView
+from octavo.engine.live.watch import EngineWatch, view_of
 from octavo.engine.recording.recorder import (
     Log,
     NoLog,
@@ -24,10 +26,12 @@ from octavo.engine.recording.recorder import (
     PrefixPinned,
     RequestAborted,
     RequestAdded,
+    RequestChanged,
     RequestFailed,
     StepComputed,
     StepPlanned,
 )
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
@@ -44,6 +48,8 @@ class CoreOutputs(msgspec.Struct):
 
     outputs: list[EngineOutput]
     stats: EngineStats
+    view: EngineView | None = None
+    """The engine after the step, now and then while it is watched."""
 
 
 TakeEarly = Callable[[CoreOutputs], bool]
@@ -121,6 +127,7 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         self._early: list[EngineOutput] = []
         """Outputs of steps that were taken in between two calls of `step`."""
+        self._watch: EngineWatch | None = None
 
     @property
     def has_work(self) -> bool:
@@ -156,6 +163,21 @@ class EngineCore:
         self._log.write(RequestFailed(request_id, error))
         self.scheduler.fail(request_id, error)
 
+    def change(self, change: RequestChange) -> None:
+        """Gives a request that waits or runs other params and another priority."""
+        self._log.write(RequestChanged(change))
+        self.scheduler.change(change)
+
+    def watch(self, period_s: float) -> None:
+        """Adds a view to the outputs every `period_s` seconds in which steps are made, and to
+        those of the last step; 0 ends it.
+        """
+        self._watch = EngineWatch(self.scheduler, period_s) if period_s else None
+
+    def view(self, *, with_blocks: bool) -> EngineView:
+        """Returns the engine as it is now, without steps."""
+        return view_of(self.scheduler, self._clock(), with_blocks=with_blocks)
+
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         self.settle()
         self._log.write(PrefixCacheReset(reset_connector))
@@ -189,7 +211,7 @@ class EngineCore:
                 return CoreOutputs(outputs, self._stats())
         taken = self._take_in(self._in_flight.popleft())
         outputs += taken if early is None else early.rest(taken)
-        return CoreOutputs(outputs, self._stats())
+        return CoreOutputs(outputs, self._stats(), self._view_if_due())
 
     @property
     def _may_plan(self) -> bool:
@@ -235,14 +257,27 @@ class EngineCore:
         self._holds_memory = bool(result.kv_bytes)
         outputs = self.scheduler.update(plan, result)
         now = self._clock()
-        self._meter.observe(plan, result, now - max(step.began, self._measured_until))
+        elapsed_s = now - max(step.began, self._measured_until)
+        self._meter.observe(plan, result, elapsed_s)
         self._measured_until = now
+        if self._watch is not None:
+            self._watch.note(plan, result, elapsed_s)
         return outputs
 
     def settle(self) -> None:
         """Takes in all steps in flight; their outputs come with the next step."""
         while self._in_flight:
             self._early += self._take_in(self._in_flight.popleft())
+
+    def _view_if_due(self) -> EngineView | None:
+        if self._watch is None:
+            return None
+        began = self._clock()
+        view = self._watch.view(began, is_last=not self.has_work)
+        if view is not None:
+            now = self._clock()
+            self._watch.spent(now, now - began)
+        return view
 
     def _stats(self) -> EngineStats:
         stats = self.scheduler.stats()

@@ -11,10 +11,12 @@ import hmac
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.errors import Unauthorized
+from octavo.engine.front.input_processor import Origin
+from octavo.errors import OctavoError, Unauthorized
 from octavo.server.errors import error_response
 
 OPEN_PATHS = ("/health",)
@@ -65,6 +67,31 @@ class ApiKeys:
 def tenant_of(request: Request, user: str | None) -> str:
     """Returns the tenant of a request: its key where the server has several, else its `user`."""
     return request.scope.get(KEY_NAME) or user or ""
+
+
+def owner_of(request: Request) -> str:
+    """Returns the name of the key that makes a request; "" where there is no more than one."""
+    return str(request.scope.get(KEY_NAME, ""))
+
+
+def require_operator(request: Request) -> None:
+    """Raises 403 where the server has several keys, and the request's is not the operator's."""
+    if request.scope.get(KEY_NAME):
+        raise HTTPException(403, "the operator's key is needed")
+
+
+def is_operator(request: Request) -> bool:
+    """Returns whether a request may see and change what others' keys have made."""
+    try:
+        require_operator(request)
+    except (HTTPException, OctavoError):
+        return False
+    return True
+
+
+def origin_of(request: Request, priority: int | None, user: str | None) -> Origin:
+    """Returns where a request comes from, as the engine is told."""
+    return Origin(priority or 0, tenant_of(request, user), owner_of(request))
 
 
 def _digest(key: str) -> bytes:

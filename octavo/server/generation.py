@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.async_llm import AsyncLLM
 from octavo.engine.front.arguments import Prompt as EnginePrompt
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
 from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
@@ -44,15 +44,23 @@ class Generation:
                 stream = model.llm.submit(
                     prompt,
                     params,
-                    f"{name}-{index}",
+                    member_name(name, index),
                     priority=origin.priority,
                     tenant=origin.tenant,
+                    owner=origin.owner,
                     deltas=deltas,
                 )
                 self._streams.append(stream)
         except BaseException:
             self._give_up()
             raise
+
+    @classmethod
+    def of_request(cls, model: ServedModel, request: FrontRequest, *, deltas: bool) -> Generation:
+        """Submits a request that is prepared."""
+        generation = cls(model, [], request.params, request.request_id)
+        generation._streams.append(model.llm.submit_prepared(request, deltas=deltas))
+        return generation
 
     async def results(self) -> list[RequestOutput]:
         """Returns the final outputs in the order of the prompts; cancelling it aborts them."""
@@ -88,6 +96,17 @@ class Generation:
         for stream in self._streams:
             if stream.abandon():
                 self._metrics.count_abort()
+
+
+def member_name(name: str, index: int) -> str:
+    """Returns the engine's id of the prompt at `index` of an HTTP request."""
+    return f"{name}-{index}"
+
+
+def split_member(request_id: str) -> tuple[str, int]:
+    """Returns the HTTP request, and the prompt's index in it, of an id that `member_name` made."""
+    name, _, index = request_id.rpartition("-")
+    return (name, int(index)) if index.isdecimal() else (request_id, 0)
 
 
 async def prompt_of(

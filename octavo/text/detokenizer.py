@@ -26,7 +26,7 @@ class Detokenizer:
         self._stops = params.stop_strings
         self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._reach = max(map(len, self._stops), default=1) - 1
+        self._reach = _reach(self._stops)
         """Number of characters before a new piece in which a stop string that ends in the piece may
         begin.
         """
@@ -51,6 +51,12 @@ class Detokenizer:
             if token_id not in self._skipped:
                 self._add(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return self.stop
+
+    def change_stops(self, stops: list[str]) -> None:
+        """Looks for other stop strings in what comes next; one may have begun before."""
+        self._stops = stops
+        self._reach = _reach(stops)
+        self._recent = self._tail(max(0, self._length - self._reach)) if self._reach else ""
 
     @property
     def num_tokens(self) -> int:
@@ -124,3 +130,8 @@ class Detokenizer:
             pieces.append(part[-missing:])
             missing -= len(part)
         return "".join(reversed(pieces))
+
+
+def _reach(stops: Iterable[str]) -> int:
+    """Returns the length of the longest stop string, less one."""
+    return max(map(len, stops), default=1) - 1

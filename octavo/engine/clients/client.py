@@ -13,6 +13,8 @@ import msgspec
 
 from octavo.engine.core import CoreOutputs, EngineCore, TakeEarly
 from octavo.engine.kv.pin import Pin
+from octavo.engine.live.view import EngineView
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
 
 
@@ -45,6 +47,20 @@ class EngineClient(Protocol):
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends each request that is still known with finish_reason "abort"."""
+        ...
+
+    def change(self, changes: list[RequestChange]) -> None:
+        """Changes each request that is still known, between two steps."""
+        ...
+
+    def watch(self, period_s: float) -> None:
+        """Has the core add a view to its outputs every `period_s` seconds while it computes; 0
+        ends it.
+        """
+        ...
+
+    def view(self, *, with_blocks: bool) -> EngineView:
+        """Returns what the core holds now."""
         ...
 
     def receive(
@@ -87,13 +103,33 @@ class AbortRequests(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
+class ChangeRequests(msgspec.Struct, tag=True):
+    """Command: change these requests while they wait or run."""
+
+    changes: list[RequestChange]
+
+
+class WatchEngine(msgspec.Struct, tag=True):
+    """Command: add views to the outputs."""
+
+    period_s: float
+    """Least seconds between two of them; 0 for none."""
+
+
+class ViewEngine(msgspec.Struct, tag=True):
+    """Query: the engine as it is now."""
+
+    with_blocks: bool
+
+
 class ResetPrefixCache(msgspec.Struct, tag=True):
     """Query: forget what earlier prompts computed; the answer is 0 or 1."""
 
     reset_connector: bool = False
 
 
-Query = ResetPrefixCache | Pin
+Query = ResetPrefixCache | Pin | ViewEngine
+QueryAnswer = int | EngineView
 
 
 class RunQuery(msgspec.Struct, tag=True):
@@ -107,13 +143,15 @@ class CloseCore(msgspec.Struct, tag=True):
     """Command: end."""
 
 
-Command = AddRequests | AbortRequests | RunQuery | CloseCore
+Command = AddRequests | AbortRequests | ChangeRequests | WatchEngine | RunQuery | CloseCore
 
 
-def run_query(core: EngineCore, query: Query) -> int:
+def run_query(core: EngineCore, query: Query) -> QueryAnswer:
     """Returns the core's answer; raises InvalidRequest if the sender is at fault."""
     if isinstance(query, Pin):
         return core.pin_prefix(query)
+    if isinstance(query, ViewEngine):
+        return core.view(with_blocks=query.with_blocks)
     return int(core.reset_prefix_cache(reset_connector=query.reset_connector))
 
 
@@ -125,3 +163,20 @@ def apply_command(core: EngineCore, command: Command) -> None:
     elif isinstance(command, AbortRequests):
         for request_id in command.request_ids:
             core.abort(request_id)
+    elif isinstance(command, ChangeRequests):
+        for change in command.changes:
+            core.change(change)
+    elif isinstance(command, WatchEngine):
+        core.watch(command.period_s)
+
+
+def as_number(answer: QueryAnswer) -> int:
+    """Returns the answer to a query for a number."""
+    assert isinstance(answer, int), "this query is answered with a number"
+    return answer
+
+
+def as_view(answer: QueryAnswer) -> EngineView:
+    """Returns the answer to ViewEngine."""
+    assert isinstance(answer, EngineView), "this query is answered with a view"
+    return answer

@@ -12,16 +12,24 @@ import time
 from octavo.engine.clients.client import (
     AbortRequests,
     AddRequests,
+    ChangeRequests,
     CloseCore,
     Command,
     EngineInfo,
     Query,
+    QueryAnswer,
     ResetPrefixCache,
+    ViewEngine,
+    WatchEngine,
     apply_command,
+    as_number,
+    as_view,
     run_query,
 )
 from octavo.engine.core import CoreOutputs, EngineCore, TakeEarly
 from octavo.engine.kv.pin import Pin
+from octavo.engine.live.view import EngineView
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
 
 
@@ -44,6 +52,12 @@ class InProcessClient:
     def abort(self, request_ids: list[str]) -> None:
         self._inbox.put(AbortRequests(request_ids))
 
+    def change(self, changes: list[RequestChange]) -> None:
+        self._inbox.put(ChangeRequests(changes))
+
+    def watch(self, period_s: float) -> None:
+        self._inbox.put(WatchEngine(period_s))
+
     def receive(
         self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
     ) -> CoreOutputs | None:
@@ -65,10 +79,13 @@ class InProcessClient:
             )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        return bool(self._query(ResetPrefixCache(reset_connector)))
+        return bool(as_number(self._query(ResetPrefixCache(reset_connector))))
 
     def pin_prefix(self, pin: Pin) -> int:
-        return self._query(pin)
+        return as_number(self._query(pin))
+
+    def view(self, *, with_blocks: bool) -> EngineView:
+        return as_view(self._query(ViewEngine(with_blocks)))
 
     def close(self) -> None:
         """Ends a `receive` that waits, then the core."""
@@ -78,7 +95,7 @@ class InProcessClient:
                 self._closed = True
                 self._core.close()
 
-    def _query(self, query: Query) -> int:
+    def _query(self, query: Query) -> QueryAnswer:
         self._take_commands(wait=False, timeout_s=None)
         with self._lock:
             return run_query(self._core, query)

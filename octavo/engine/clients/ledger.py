@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
 from octavo.engine.stats import COUNTS, EngineStats
 
@@ -40,6 +41,15 @@ class RequestLedger:
             self.unfinished[request.request_id] = UnfinishedRequest(request)
             self._num_sent += 1
             self._num_sent_tokens += len(request.prompt_token_ids)
+
+    def change(self, changes: Iterable[RequestChange]) -> None:
+        """Notes how unfinished requests were changed, for a core that resumes them."""
+        for change in changes:
+            found = self.unfinished.get(change.request_id)
+            if found is not None:
+                found.request = msgspec.structs.replace(
+                    found.request, params=change.params, priority=change.priority
+                )
 
     def known(self, request_ids: Iterable[str]) -> list[str]:
         return [name for name in request_ids if name in self.unfinished]

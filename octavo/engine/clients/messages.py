@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from octavo.child_process import ChildFailed
-from octavo.engine.clients.client import AddRequests, Command, EngineInfo
+from octavo.engine.clients.client import AddRequests, Command, EngineInfo, QueryAnswer
 from octavo.engine.core import CoreOutputs
 from octavo.engine.requests.request import EngineRequest
 from octavo.errors import InvalidRequest
@@ -51,7 +51,7 @@ class QueryResult(msgspec.Struct, tag=True):
     """The reply to the RunQuery of the same number."""
 
     number: int
-    value: int = 0
+    value: QueryAnswer = 0
     refusal: str | None = None
     """Message of an InvalidRequest, instead of a value."""
     hint: str | None = None

@@ -23,12 +23,18 @@ import zmq
 from octavo.child_process import ChildFailed, describe_exit, end_process, start_bound
 from octavo.engine.clients.client import (
     AbortRequests,
+    ChangeRequests,
     CloseCore,
     Command,
     EngineInfo,
     Query,
+    QueryAnswer,
     ResetPrefixCache,
     RunQuery,
+    ViewEngine,
+    WatchEngine,
+    as_number,
+    as_view,
 )
 from octavo.engine.clients.heartbeat import PAGE_BYTES, HeartbeatPage
 from octavo.engine.clients.messages import (
@@ -43,6 +49,8 @@ from octavo.engine.clients.messages import (
 )
 from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.kv.pin import Pin
+from octavo.engine.live.view import EngineView
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
 from octavo.progress import Report
@@ -133,6 +141,12 @@ class ProcessClient:
     def abort(self, request_ids: list[str]) -> None:
         self._command(AbortRequests(request_ids))
 
+    def change(self, changes: list[RequestChange]) -> None:
+        self._command(ChangeRequests(changes))
+
+    def watch(self, period_s: float) -> None:
+        self._command(WatchEngine(period_s))
+
     def receive(
         self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
     ) -> CoreOutputs | None:
@@ -149,11 +163,15 @@ class ProcessClient:
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Does what the protocol says; another thread must be in `receive`."""
-        return bool(self._query(ResetPrefixCache(reset_connector)))
+        return bool(as_number(self._query(ResetPrefixCache(reset_connector))))
 
     def pin_prefix(self, pin: Pin) -> int:
         """Does what the protocol says; another thread must be in `receive`."""
-        return self._query(pin)
+        return as_number(self._query(pin))
+
+    def view(self, *, with_blocks: bool) -> EngineView:
+        """Does what the protocol says; another thread must be in `receive`."""
+        return as_view(self._query(ViewEngine(with_blocks)))
 
     def kill(self) -> list[CoreOutputs]:
         """Ends a process that hangs or has died, and the client; returns its last outputs."""
@@ -202,7 +220,7 @@ class ProcessClient:
             if not self._closing:
                 self._commands.send(message)
 
-    def _query(self, query: Query) -> int:
+    def _query(self, query: Query) -> QueryAnswer:
         with self._querying:
             self._num_queries += 1
             self._command(RunQuery(self._num_queries, query))

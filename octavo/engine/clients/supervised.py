@@ -21,6 +21,8 @@ from octavo.engine.clients.suspects import Suspects
 from octavo.engine.clients.watchdog import RestartBackoff, Watchdog
 from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.kv.pin import Pin
+from octavo.engine.live.view import EngineView
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.stats import EngineStats
 from octavo.errors import OctavoError
@@ -75,6 +77,7 @@ class SupervisedClient:
         """Time of the next start while there is no core, on the monotonic clock."""
         self._trying = False
         """Whether the core is told of no request but the one on trial."""
+        self._watch_period_s = 0.0
         self._stats = EngineStats()
         self._before: EngineStats | None = None
         """Counts of all earlier cores."""
@@ -110,6 +113,22 @@ class SupervisedClient:
             if self._restart_at is None:
                 self._core.abort(request_ids)
         self._wake.set()
+
+    def change(self, changes: list[RequestChange]) -> None:
+        """Changes requests; one that the core has not been told of yet is told with the change."""
+        with self._lock:
+            self._ledger.change(changes)
+            if self._restart_at is None:
+                self._core.change(changes)
+
+    def watch(self, period_s: float) -> None:
+        with self._lock:
+            self._watch_period_s = period_s
+            if self._restart_at is None:
+                self._core.watch(period_s)
+
+    def view(self, *, with_blocks: bool) -> EngineView:
+        return self._core.view(with_blocks=with_blocks)
 
     def receive(
         self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
@@ -181,7 +200,7 @@ class SupervisedClient:
         self._stats = step.stats if self._before is None else step.stats.after(self._before)
         if self._trying:
             self._go_on()
-        return CoreOutputs(step.outputs, self._stats)
+        return CoreOutputs(step.outputs, self._stats, step.view)
 
     def _note_end(self, request: UnfinishedRequest, output: EngineOutput) -> None:
         """Forgets a request that has ended; one whose trial ends is cleared and goes on.
@@ -311,4 +330,6 @@ class SupervisedClient:
             except OSError as error:
                 return CoreFailure(f"no process can be started: {error}", was_ready=False)
             self._restart_at = None
+            if self._watch_period_s:
+                self._core.watch(self._watch_period_s)
         return None

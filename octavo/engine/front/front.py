@@ -17,6 +17,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.core import CoreOutputs
 from octavo.engine.front.arguments import Messages, Prompt
+from octavo.engine.front.changes import Fork, RequestUpdate, changed, forked
 from octavo.engine.front.input_processor import (
     DEFAULT_ORIGIN,
     FrontRequest,
@@ -24,10 +25,14 @@ from octavo.engine.front.input_processor import (
     Origin,
     default_sampling_params,
 )
-from octavo.engine.front.output_processor import OutputProcessor
+from octavo.engine.front.output_processor import OutputProcessor, RequestState
+from octavo.engine.front.recent_requests import KEPT_S
 from octavo.engine.kv.pin import COMPUTE, check_pin, pin_of
+from octavo.engine.live.requests import LiveRequest, live_request, views_by_id
+from octavo.engine.live.view import EngineView
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.stats import EngineStats
-from octavo.errors import InvalidRequest, Unavailable
+from octavo.errors import InvalidRequest, RequestNotFound, Unavailable
 from octavo.outputs import RequestOutput
 from octavo.ports import Profiler, Tokenizer
 from octavo.sampling_params import SamplingParams
@@ -134,6 +139,49 @@ class Front:
         """Ends a request whose outputs are not read any more, and forgets it."""
         self.abort(request_id)
         self.outputs.forget(request_id)
+
+    # -- requests that run -------------------------------------------------------------------------
+
+    def view(self, *, with_blocks: bool = False) -> EngineView | None:
+        """Returns the core as it is now; None while one is replaced. Any thread may call it."""
+        return None if self.client.trouble else self.client.view(with_blocks=with_blocks)
+
+    def requests(self, view: EngineView | None) -> list[LiveRequest]:
+        """Returns the requests that wait or run, the oldest first."""
+        views, trouble = views_by_id(view), self.client.trouble
+        return [live_request(one, views, trouble=trouble) for one in self.outputs.unfinished()]
+
+    def recent_requests(self) -> list[LiveRequest]:
+        """Returns the requests that have just finished."""
+        return [live_request(one, {}) for one in self.outputs.recent(time.monotonic())]
+
+    def change(self, request_id: str, update: RequestUpdate) -> None:
+        """Changes a request that waits or runs; the core applies it between two steps."""
+        state = self._find(request_id)
+        if not state.num_unfinished:
+            raise InvalidRequest(f"request {request_id!r} has finished, and can be forked only")
+        request = changed(self.inputs, state, update)
+        unfinished = set(self.outputs.unfinished_ids(request_id))
+        self.outputs.change(request)
+        self.client.change(
+            [
+                RequestChange(one.request_id, one.params, one.priority)
+                for one in request.samples
+                if one.request_id in unfinished
+            ]
+        )
+
+    def fork(self, parent_id: str, fork: Fork) -> FrontRequest:
+        """Prepares a request that goes on from a point of one that runs or has just finished."""
+        return forked(self.inputs, self._find(parent_id), fork)
+
+    def _find(self, request_id: str) -> RequestState:
+        state = self.outputs.find(request_id, time.monotonic())
+        if state is None:
+            raise RequestNotFound(
+                f"no request {request_id!r}: unknown, or finished more than {KEPT_S:g} seconds ago"
+            )
+        return state
 
     # -- conversations -----------------------------------------------------------------------------
 

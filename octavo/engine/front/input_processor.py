@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -37,6 +37,22 @@ class ModelLimits:
     max_logprobs: int
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Tenant that a request comes from, and its priority: lower ones go first, and a fair policy
+    shares among tenants.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    owner: str = ""
+    """Name of the key that made it; requests are shown to their owner. "" where there are no keys.
+    """
+
+
+DEFAULT_ORIGIN = Origin()
+
+
 @dataclass(slots=True)
 class FrontRequest:
     """A user's request, ready to be sent: its prompt and params, and one EngineRequest for each of
@@ -49,19 +65,7 @@ class FrontRequest:
     params: SamplingParams
     samples: list[EngineRequest]
     arrival_time: float
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Tenant that a request comes from, and its priority: lower ones go first, and a fair policy
-    shares among tenants.
-    """
-
-    priority: int = 0
-    tenant: str = ""
-
-
-DEFAULT_ORIGIN = Origin()
+    origin: Origin = DEFAULT_ORIGIN
 
 
 class InputProcessor:
@@ -99,11 +103,11 @@ class InputProcessor:
         origin: Origin = DEFAULT_ORIGIN,
     ) -> FrontRequest:
         """Checks a request and tokenizes its prompt."""
-        origin = self._checked_origin(origin)
+        origin = self.checked_origin(origin)
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         self._check_beams(len(token_ids), params)
-        params = self._resolve_params(params)
+        params = self.resolve_params(params)
         _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
         arrival_time = time.monotonic()
         first = EngineRequest(
@@ -118,7 +122,7 @@ class InputProcessor:
             arrival_time=arrival_time,
         )
         return FrontRequest(
-            request_id, text, token_ids, params, _samples(first, params), arrival_time
+            request_id, text, token_ids, params, _samples(first, params), arrival_time, origin
         )
 
     def chat_prompt(
@@ -136,7 +140,7 @@ class InputProcessor:
             if name in TEMPLATE_ARGUMENTS:
                 message = f"chat_template_kwargs: got {name!r}, which has a field of its own"
                 raise InvalidRequest(message, param="chat_template_kwargs")
-        tokenizer = self._need_tokenizer(
+        tokenizer = self.need_tokenizer(
             "a conversation needs the model's tokenizer and chat template", "prompt"
         )
         return {
@@ -174,7 +178,7 @@ class InputProcessor:
         return text, _whole_ids(token_ids), salt
 
     def _encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        tokenizer = self._need_tokenizer(
+        tokenizer = self.need_tokenizer(
             "a text prompt needs a tokenizer, and this engine has none", "prompt"
         )
         self._check_length(text)
@@ -234,7 +238,7 @@ class InputProcessor:
             raise ContextTooLong(answer.reason, hint=answer.hint, param="prompt")
         lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= self.limits.vocab_size:
-            self._check_ids("prompt", [lowest, highest])
+            self.check_ids("prompt", [lowest, highest])
 
     def _check_beams(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         answer = self.limits.prompts.judge(num_prompt_tokens, params.beam_width)
@@ -243,7 +247,7 @@ class InputProcessor:
 
     # -- sampling params ---------------------------------------------------------------------------
 
-    def _resolve_params(self, params: SamplingParams) -> SamplingParams:
+    def resolve_params(self, params: SamplingParams) -> SamplingParams:
         """Checks the params against the model and returns a copy of them.
 
         They are checked as when they were made, too: a field may have been set since.
@@ -257,13 +261,13 @@ class InputProcessor:
         for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
             for text in texts:
                 check_unicode(text, name)
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
+        self.check_ids("stop_token_ids", params.stop_token_ids or ())
+        self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self.check_ids("logit_bias", params.logit_bias or ())
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         if params.stop_strings:
-            self._need_tokenizer(
+            self.need_tokenizer(
                 "stop: stop texts need a tokenizer, and this engine has none", "stop"
             )
         if params.bad_words:
@@ -272,7 +276,7 @@ class InputProcessor:
             )
         return params
 
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+    def check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token in token_ids:
             if not 0 <= token < self.limits.vocab_size:
                 raise InvalidRequest(
@@ -294,7 +298,7 @@ class InputProcessor:
 
     def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
         """Returns the token ids of each word, at the start of a text and after a space."""
-        tokenizer = self._need_tokenizer(
+        tokenizer = self.need_tokenizer(
             "bad_words: words need a tokenizer, and this engine has none", "bad_words"
         )
         found: dict[tuple[int, ...], None] = {}
@@ -303,7 +307,7 @@ class InputProcessor:
                 found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
         return [list(token_ids) for token_ids in found if token_ids]
 
-    def _need_tokenizer(self, message: str, param: str) -> Tokenizer:
+    def need_tokenizer(self, message: str, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(
                 message,
@@ -314,7 +318,7 @@ class InputProcessor:
 
     # -- who asks, and seeds -----------------------------------------------------------------------
 
-    def _checked_origin(self, origin: Origin) -> Origin:
+    def checked_origin(self, origin: Origin) -> Origin:
         priority = whole_number(origin.priority)
         if priority is None or abs(priority) >= 1 << 31:
             raise InvalidRequest(
@@ -334,7 +338,7 @@ class InputProcessor:
                 f"tenant: got {shown(origin.tenant)}, allowed is a text", param="tenant"
             )
         check_unicode(origin.tenant, "tenant")
-        return Origin(priority, origin.tenant)
+        return replace(origin, priority=priority)
 
     def _draw_seed(self) -> int:
         """Returns a seed that follows from the engine's and the number of seeds drawn before."""
@@ -370,21 +374,21 @@ def _samples(first: EngineRequest, params: SamplingParams) -> list[EngineRequest
     """Makes a request for each sample: the first computes the prompt (and its logprobs), the others
     wait to share it. A beam search is one request; its beams are the core's business.
     """
-    replace = msgspec.structs.replace
+    copy = msgspec.structs.replace
     if params.beam_width is not None:
         return [first]
     if params.is_ranked and params.logprobs is None:
-        params = replace(params, logprobs=0)
-        first = replace(first, params=params)
+        params = copy(params, logprobs=0)
+        first = copy(first, params=params)
     if params.num_samples == 1:
         return [first]
     others = (
         params
         if params.prompt_logprobs is None
-        else replace(params, prompt_logprobs=None, prompt_logprob_start=None)
+        else copy(params, prompt_logprobs=None, prompt_logprob_start=None)
     )
     return [first] + [
-        replace(
+        copy(
             first,
             request_id=f"{first.request_id}#{index}",
             params=others,

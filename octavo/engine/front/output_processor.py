@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from octavo.engine.front.input_processor import FrontRequest
+from octavo.engine.front.recent_requests import RecentRequests
 from octavo.engine.requests.request import EngineOutput
 from octavo.errors import InvalidRequest
 from octavo.outputs import (
@@ -47,6 +48,18 @@ class Sample:
     end_given: bool = False
     """Whether a reader of deltas has got the sample's end."""
 
+    def text(self) -> str:
+        """Returns the text so far; "" where none is made of the tokens."""
+        self.catch_up()
+        finished = self.finish_reason is not None
+        return "" if self.detokenizer is None else self.detokenizer.text(finished=finished)
+
+    def change_stops(self, params: SamplingParams) -> None:
+        """Looks for other stop strings from now on."""
+        self.catch_up()
+        if self.detokenizer is not None:
+            self.detokenizer.change_stops(params.stop_strings)
+
     def catch_up(self, *, hide_last: bool = False) -> str | None:
         """Detokenizes what is new; returns the stop string that ends the text, if one does. With
         `hide_last` the last token is no text.
@@ -79,6 +92,19 @@ class RequestState:
     error: str | None = None
     timings: list[Timings] = field(default_factory=list)
     """Timings of the samples that have ended."""
+    ended_at: float = 0.0
+    """Moment of its end on the monotonic clock, in seconds; 0 before."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of tokens of its longest sample."""
+        return max((len(sample.token_ids) for sample in self.samples), default=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of its tokens, prompt and samples together."""
+        num_new = sum(len(sample.token_ids) for sample in self.samples)
+        return len(self.request.prompt_token_ids) + num_new
 
     @property
     def is_readable(self) -> bool:
@@ -119,6 +145,7 @@ class OutputProcessor:
         self._states: dict[str, RequestState] = {}
         self._samples: dict[str, tuple[RequestState, Sample]] = {}
         """Samples that have not ended, with their requests, by the core's request id."""
+        self._recent: RecentRequests[RequestState] = RecentRequests()
 
     @property
     def num_unfinished(self) -> int:
@@ -138,6 +165,7 @@ class OutputProcessor:
             request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time)
         )
         self._states[request.request_id] = state
+        self._recent.drop(request.request_id)
         for engine_request, sample in zip(request.samples, samples, strict=True):
             self._samples[engine_request.request_id] = (state, sample)
 
@@ -153,6 +181,32 @@ class OutputProcessor:
                 if entry.request_id in self._samples
             ]
         )
+
+    def unfinished(self) -> list[RequestState]:
+        """Returns the requests of which some sample waits or runs, the oldest first."""
+        return [state for state in self._states.values() if state.num_unfinished]
+
+    def find(self, request_id: str, now: float) -> RequestState | None:
+        """Returns a request that waits or runs, or has just finished; None for an unknown one."""
+        return self._states.get(request_id) or self._recent.find(request_id, now)
+
+    def recent(self, now: float) -> list[RequestState]:
+        """Returns the requests that have just finished."""
+        ended = [state for state in self._states.values() if not state.num_unfinished]
+        return ended + self._recent.all(now)
+
+    def name_of(self, core_id: str) -> tuple[str, int] | None:
+        """Returns the request and the index of an unfinished sample, by the core's id."""
+        found = self._samples.get(core_id)
+        return None if found is None else (found[0].request.request_id, found[1].index)
+
+    def change(self, request: FrontRequest) -> None:
+        """Puts a changed request in the place of the unfinished one of its id."""
+        state = self._states[request.request_id]
+        if request.params.stop_strings != state.request.params.stop_strings:
+            for sample in state.samples:
+                sample.change_stops(request.params)
+        state.request = request
 
     def is_finished(self, request_id: str) -> bool:
         """Tells whether all samples of a request have ended; its final output was not taken yet."""
@@ -179,7 +233,7 @@ class OutputProcessor:
         if finished:
             del self._states[request_id]
         request = state.request
-        return RequestOutput(
+        made = RequestOutput(
             request_id,
             request.prompt,
             request.prompt_token_ids,
@@ -195,6 +249,11 @@ class OutputProcessor:
             state.error,
             Timings.merged(state.timings) if finished and state.timings else None,
         )
+        if finished:
+            samples = [replace(sample, logprobs=None) for sample in state.samples]
+            kept = replace(state, samples=samples, prompt_logprobs=None)
+            self._recent.add(request_id, kept)
+        return made
 
     def forget(self, request_id: str) -> None:
         """Drops a request whose outputs are not read any more."""
@@ -238,6 +297,7 @@ class OutputProcessor:
                 state.metrics.num_preemptions += output.timings.num_preemptions
             del self._samples[output.request_id]
             state.num_unfinished -= 1
+            state.ended_at = now
 
     def _search_stop(
         self, params: SamplingParams, sample: Sample, output: EngineOutput, effects: StepEffects
@@ -324,11 +384,9 @@ def _first_tokens(output: EngineOutput, count: int) -> EngineOutput:
 
 
 def _completion(sample: Sample) -> CompletionOutput:
-    sample.catch_up()
-    finished = sample.finish_reason is not None
     return CompletionOutput(
         sample.index,
-        "" if sample.detokenizer is None else sample.detokenizer.text(finished=finished),
+        sample.text(),
         list(sample.token_ids),
         sample.cumulative_logprob,
         None if sample.logprobs is None else list(sample.logprobs),

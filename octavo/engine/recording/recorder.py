@@ -18,6 +18,7 @@ from octavo.config.engine_config import CacheOptions, SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv.tier_connector import Tiers
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
 from octavo.engine.step_costs import StepCosts
 from octavo.errors import ConfigError
@@ -58,6 +59,12 @@ class RequestAborted(msgspec.Struct, tag=True):
     """A request that its caller ended."""
 
     request_id: str
+
+
+class RequestChanged(msgspec.Struct, tag=True):
+    """A request that was changed while it waited or ran, or after its end."""
+
+    change: RequestChange
 
 
 class RequestFailed(msgspec.Struct, tag=True):
@@ -101,6 +108,7 @@ Event = (
     RecordingHeader
     | RequestAdded
     | RequestAborted
+    | RequestChanged
     | RequestFailed
     | PrefixCacheReset
     | PrefixPinned

@@ -24,6 +24,7 @@ from octavo.engine.recording.recorder import (
     RecordingHeader,
     RequestAborted,
     RequestAdded,
+    RequestChanged,
     RequestFailed,
     StepComputed,
     StepPlanned,
@@ -88,6 +89,8 @@ class Replay:
             self._scheduler.add(event.request)
         elif isinstance(event, RequestAborted):
             self._scheduler.abort(event.request_id)
+        elif isinstance(event, RequestChanged):
+            self._scheduler.change(event.change)
         elif isinstance(event, RequestFailed):
             self._scheduler.fail(event.request_id, event.error)
         elif isinstance(event, PrefixCacheReset):

@@ -117,6 +117,10 @@ class BeamSearch:
         """Most beams that are live at once."""
         return self._width.beams
 
+    def set_max_num_tokens(self, max_num_tokens: int) -> None:
+        """Refuses: how likely each beam still is to win was judged by the length."""
+        raise AssertionError("the front changes no length of a beam search")
+
     def rows(self, request: TokenRow) -> Sequence[TokenRow]:
         """Returns the live beams; the request itself, their trunk, while there are none."""
         return self.beams or (request,)

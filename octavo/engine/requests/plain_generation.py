@@ -7,7 +7,7 @@ stop tokens, length); stop strings are the front's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.engine.requests.result_consumer import RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
@@ -53,6 +53,9 @@ class PlainGeneration:
         self._rules = rules
         self._watched = rules.one_token or bool(params.bad_words_token_ids)
         """Whether something has to be done for each of its tokens."""
+
+    def set_max_num_tokens(self, max_num_tokens: int) -> None:
+        self._rules = replace(self._rules, max_num_tokens=max_num_tokens)
 
     def rows(self, request: TokenRow) -> Sequence[TokenRow]:
         return (request,)

@@ -35,8 +35,10 @@ class EngineRequest(msgspec.Struct):
     """End-of-sequence ids; empty where the request ignores them."""
     sample_index: int = 0
     fork_of: str | None = None
-    """Request that computes the same prompt, and shares its blocks with this one once they hold it;
-    None for the first sample.
+    """Request that shares its blocks with this one; None for a request by itself."""
+    fork_tokens: int | None = None
+    """Number of its first tokens that are `fork_of`'s too: it shares the blocks of those that are
+    computed when it starts. None: the request computes the same prompt.
     """
     cache_salt: str = ""
     """Salt of the names of its blocks; prefix hits happen among equal salts only."""
@@ -161,6 +163,18 @@ class Request(TokenRow):
             one_token=source.one_token,
         )
         return PlainGeneration(params, rules)
+
+    def change(self, params: SamplingParams, *, max_num_tokens: int) -> None:
+        """Takes over what `params` say of its end; `max_num_tokens` is the most that the context
+        and the KV cache allow.
+        """
+        if params == self.params:
+            return
+        self.params = params
+        self.max_num_tokens = max_num_tokens
+        if params.max_tokens is not None:
+            self.max_num_tokens = min(max_num_tokens, self.num_prompt_tokens + params.max_tokens)
+        self.consumer.set_max_num_tokens(self.max_num_tokens)
 
     @property
     def rows(self) -> Sequence[TokenRow]:

@@ -88,6 +88,10 @@ class ResultConsumer(Protocol):
         """
         ...
 
+    def set_max_num_tokens(self, max_num_tokens: int) -> None:
+        """Changes the most tokens that a row may come to hold, prompt included."""
+        ...
+
     def rows(self, request: TokenRow) -> Sequence[TokenRow]:
         """Returns what is computed of the request: its one row, or the rows that branched off."""
         ...

@@ -102,7 +102,7 @@ class Placement:
         """
         if parent is not None and not self._is_shareable(request, parent):
             parent = None
-        if parent is not None and not _has_prompt(parent):
+        if parent is not None and not _has_shared_tokens(request, parent):
             return NO_PROMPT
         if parent is None:
             prefetch = self.prefetch(request, num_running, at_once=not num_running)
@@ -117,7 +117,7 @@ class Placement:
         if parent is None:
             moves = self._take_blocks(request, builder, num_running)
         else:
-            moves = self._fork(request, parent)
+            moves = self._fork(request, parent, builder)
         if moves is None:
             return NO_BLOCKS
         builder.moves += moves
@@ -137,16 +137,16 @@ class Placement:
         )
 
     def _is_shareable(self, request: Request, parent: Request) -> bool:
-        """Returns whether the parent has the prompt's blocks, or computes them for the first time;
-        it may have been preempted, or have let go of those outside a window.
+        """Returns whether the parent has blocks to share, or computes the same prompt for the first
+        time; it may have been preempted, or have let go of those outside a window.
         """
         if not self._blocks.shares_blocks or (
             parent.status is RequestStatus.WAITING and parent.num_preemptions
         ):
             return False
-        return not _has_prompt(parent) or self._blocks.can_fork(
-            parent.request_id, request.num_prompt_tokens - 1
-        )
+        if not _has_shared_tokens(request, parent):
+            return request.source.fork_tokens is None
+        return self._blocks.can_fork(parent.request_id, _num_shared_tokens(request, parent))
 
     def _take_blocks(
         self, request: Request, builder: StepBuilder, num_running: int
@@ -177,13 +177,17 @@ class Placement:
             return 0
         return request.num_seqs - (request.num_tokens % self._blocks.block_size != 0)
 
-    def _fork(self, request: Request, parent: Request) -> list[BlockMove] | None:
-        """Shares the parent's prompt, and returns the moves that copy its last block: the last
-        token is computed again for its logits. None where no block is free for the copy.
+    def _fork(
+        self, request: Request, parent: Request, builder: StepBuilder
+    ) -> list[BlockMove] | None:
+        """Shares what the parent has computed of the request's tokens, and returns the moves that
+        copy its last block: the last token is computed again for its logits. None where no block
+        is free for the copy.
         """
-        num_computed = request.num_prompt_tokens - 1
+        num_computed = _num_shared_tokens(request, parent)
         self._blocks.fork(parent.request_id, request.request_id, num_computed)
-        grant = self._blocks.grow(request.request_id, num_computed, request.num_tokens)
+        end = min(request.num_tokens, num_computed + builder.budget)
+        grant = self._blocks.grow(request.request_id, num_computed, end)
         if grant is None:
             self._blocks.free(request.request_id)
             return None
@@ -250,9 +254,24 @@ class Placement:
             self.freed_rows.append(row.request_id)
 
 
-def _has_prompt(parent: Request) -> bool:
-    """Returns whether a parent has its prompt on the device, but for the last token."""
-    return (
-        parent.status is RequestStatus.RUNNING
-        and parent.num_computed_tokens >= parent.num_prompt_tokens - 1
+def _num_shared_tokens(request: Request, parent: Request) -> int:
+    """Returns how many tokens a request shares with its running parent: the prompt that both have,
+    but for the last token; or, where it goes on from the parent's own, those that are computed.
+    """
+    if request.source.fork_tokens is None:
+        return request.num_prompt_tokens - 1
+    return min(
+        request.source.fork_tokens,
+        parent.num_computed_tokens,
+        request.num_tokens - 1,
+        request.max_cached_tokens,
     )
+
+
+def _has_shared_tokens(request: Request, parent: Request) -> bool:
+    """Returns whether the parent has the tokens to share on the device."""
+    if parent.status is not RequestStatus.RUNNING:
+        return False
+    if request.source.fork_tokens is None:
+        return parent.num_computed_tokens >= parent.num_prompt_tokens - 1
+    return _num_shared_tokens(request, parent) > 0

@@ -6,6 +6,8 @@ order the waiting ones start is the policy's business.
 
 from __future__ import annotations
 
+import msgspec
+
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.scheduling.policy import Policy
 
@@ -55,6 +57,19 @@ class RequestQueues:
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         self.num_running_seqs += request.num_seqs
+
+    def set_priority(self, request: Request, priority: int) -> None:
+        """Gives a request another priority; where it waits, it goes behind those that wait with
+        that one, a preempted one before them.
+        """
+        if priority == request.source.priority:
+            return
+        waits = request.status is RequestStatus.WAITING
+        if waits:
+            self.waiting.leave(request)
+        request.source = msgspec.structs.replace(request.source, priority=priority)
+        if waits:
+            self.waiting.join(request, first=request.num_preemptions > 0)
 
     def leave_waiting(self, request: Request) -> None:
         """Takes a request that has started or ended out of the waiting."""

@@ -15,10 +15,11 @@ import msgspec
 
 from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineOutput, EngineRequest, Request, RequestStatus
-from octavo.engine.requests.timings import Timekeeper
+from octavo.engine.requests.timings import STEP_RUNNING, Timekeeper
 from octavo.engine.requests.token_row import Finish
-from octavo.engine.scheduling.admission import Admission, Verdict
+from octavo.engine.scheduling.admission import NO_BLOCKS, Admission, Verdict
 from octavo.engine.scheduling.batching import Batching
 from octavo.engine.scheduling.multi_step import MultiStepPolicy
 from octavo.engine.scheduling.placement import Placement
@@ -29,6 +30,7 @@ from octavo.engine.scheduling.step_planner import StepLimits, StepPlanner
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import UNMEASURED, StepCosts
+from octavo.outputs import Timings
 from octavo.step import RowResult, StepPlan, StepResult
 
 
@@ -143,9 +145,26 @@ class Scheduler:
             finish = Finish("error", error=decision.reason)
             self._outputs.append(self._intake.final_output(request, finish))
             return
+        if source.output_token_ids and request.num_tokens >= request.max_num_tokens:
+            # It was shortened before an earlier core was lost, which did not end it any more.
+            self._outputs.append(self._intake.final_output(request, Finish("length")))
+            return
         self.queues.add(request)
         if request.fork_of is None:
             self.placement.prefetch(request, self.queues.num_running_seqs, at_once=True)
+
+    def change(self, change: RequestChange) -> None:
+        """Gives an unfinished request other params and another priority; an unknown one (it may
+        have just finished) is left alone. One that has reached its new length ends.
+        """
+        request = self.queues.find(change.request_id)
+        if request is None:
+            return
+        self.queues.set_priority(request, change.priority)
+        most = self.admission.limits.max_num_tokens(request.num_prompt_tokens)
+        request.change(change.params, max_num_tokens=most)
+        if request.num_tokens >= request.max_num_tokens:
+            self._end(request.request_id, Finish("length"))
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its blocks at once; an unknown one (it may have just finished)
@@ -202,6 +221,16 @@ class Scheduler:
         waits.
         """
         return self._times.waits_for
+
+    def reason_to_wait(self, request: Request) -> str:
+        """Returns why an unfinished request does not run."""
+        if request.status is RequestStatus.SWAPPED:
+            return NO_BLOCKS.reason
+        return self._times.waits_for or STEP_RUNNING
+
+    def times_of(self, request: Request) -> Timings:
+        """Returns where an unfinished request's time went so far."""
+        return request.timings(self._times.so_far(request.watch))
 
     @property
     def waits_for_results(self) -> str:

@@ -9,11 +9,10 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UNSET, UnsetType
 
-from octavo.engine.front.input_processor import Origin
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.auth import tenant_of
+from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Delta
@@ -56,7 +55,7 @@ async def chat(
         body.chat_template_kwargs,
     )
     answer = ChatAnswer(body, params, model.name, model.tokenizer)
-    origin = Origin(body.priority or 0, tenant_of(request, body.user))
+    origin = origin_of(request, body.priority, body.user)
     prompt = await conversation.prompt(model)
     generation = Generation(
         model, [prompt], params, answer.id, origin=origin, deltas=bool(body.stream)

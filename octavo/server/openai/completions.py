@@ -8,12 +8,11 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.engine.front.input_processor import Origin
 from octavo.errors import InvalidRequest
 from octavo.outputs import Logprob, RequestOutput
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
-from octavo.server.auth import tenant_of
+from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Delta
@@ -53,7 +52,7 @@ async def complete(
         for prompt in as_prompts(body.prompt)
     ]
     answer = CompletionAnswer(body, params, model.name, model.tokenizer)
-    origin = Origin(body.priority or 0, tenant_of(request, body.user))
+    origin = origin_of(request, body.priority, body.user)
     generation = Generation(
         model, prompts, params, answer.id, origin=origin, deltas=bool(body.stream)
     )

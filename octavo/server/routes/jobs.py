@@ -14,10 +14,9 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 
 from octavo.async_llm import AsyncLLM
-from octavo.engine.front.input_processor import Origin
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
-from octavo.server.auth import tenant_of
+from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.errors import error_body
 from octavo.server.generation import Generation, prompt_of
@@ -50,7 +49,7 @@ async def generate(
     params = _params(body, llm)
     prompt = await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
     request_id = body.request_id or f"job-{secrets.token_hex(12)}"
-    origin = Origin(body.priority or 0, tenant_of(request, body.user))
+    origin = origin_of(request, body.priority, body.user)
     service.jobs.make_room()  # after the last await: room found before it could be gone by now
     generation = Generation(model, [prompt], params, request_id, origin=origin)
     job = service.jobs.start(generation, request_id, wants_timings=body.timings)

@@ -44,6 +44,11 @@ class Service:
             )
         return ServedModel(served, llm, self.metrics)
 
+    def ready_models(self) -> list[ServedModel]:
+        """Returns every model whose requests can be seen and changed, draining ones too."""
+        llm = self.slot.loaded
+        return [] if llm is None else [ServedModel(served_name(llm), llm, self.metrics)]
+
 
 async def service_of(request: Request) -> Service:
     """Returns the state of the server that a request came to."""

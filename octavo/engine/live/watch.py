@@ -1,0 +1,190 @@
+"""Makes views of a running engine: one on request, and several a second while it is watched.
+
+Reads the scheduler's state and changes none of it. Without a watch no step costs anything more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby, islice
+
+from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.live.view import (
+    CACHED,
+    FREE,
+    HELD,
+    MAX_BLOCKS,
+    MAX_REQUESTS,
+    MAX_STEPS,
+    SHARED,
+    SWAPPED,
+    BlockCounts,
+    BlockMap,
+    BlockRun,
+    EngineView,
+    RequestView,
+    StepMark,
+)
+from octavo.engine.requests.request import Request, RequestStatus
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.step import StepPlan, StepResult
+
+MAX_SHARE = 0.02
+"""Largest share of the time that goes into views."""
+
+
+class EngineWatch:
+    """The steps since the last view, and when the next one is due."""
+
+    def __init__(self, scheduler: Scheduler, period_s: float) -> None:
+        """Takes the least seconds between two views."""
+        self._scheduler = scheduler
+        self._period_s = period_s
+        self._due = 0.0
+        self._steps: deque[StepMark] = deque(maxlen=MAX_STEPS)
+
+    def note(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
+        """Takes in a step that was computed."""
+        if plan.rows:
+            self._steps.append(mark_of(plan, result, elapsed_s))
+
+    def spent(self, now: float, seconds: float) -> None:
+        """Plans the next view after one that took so long: no more than MAX_SHARE of the time is
+        spent on them.
+        """
+        self._due = now + max(self._period_s, seconds / MAX_SHARE)
+
+    def view(self, now: float, *, is_last: bool) -> EngineView | None:
+        """Returns a view where one is due, or with `is_last` in any case; else None."""
+        if now < self._due and not is_last:
+            return None
+        view = view_of(self._scheduler, now, with_blocks=True)
+        view.steps = list(self._steps)
+        self._steps.clear()
+        return view
+
+
+def mark_of(plan: StepPlan, result: StepResult, elapsed_s: float) -> StepMark:
+    """Returns what is shown of a step."""
+    num_decode = sum(row.samples and row.num_tokens == 1 for row in plan.rows)
+    return StepMark(
+        plan.step,
+        round(1000 * elapsed_s, 3),
+        num_prefill_tokens=plan.num_tokens - num_decode,
+        num_decode_tokens=num_decode * result.num_steps,
+        num_rows=len(plan.rows),
+        num_steps=result.num_steps,
+    )
+
+
+def view_of(scheduler: Scheduler, now: float, *, with_blocks: bool) -> EngineView:
+    """Returns an engine as it is now; with its blocks at most MAX_REQUESTS of its requests."""
+    queues = scheduler.queues
+    requests: Iterable[Request] = chain(queues.running, queues.swapped, scheduler.waiting)
+    if with_blocks:
+        requests = islice(requests, MAX_REQUESTS)
+    return EngineView(
+        now,
+        scheduler.blocks.block_size,
+        len(queues.by_id),
+        [_request_view(scheduler, request, now) for request in requests],
+        scheduler.waits_for,
+        _block_maps(scheduler.blocks, queues.by_id.values()) if with_blocks else [],
+    )
+
+
+def _request_view(scheduler: Scheduler, request: Request, now: float) -> RequestView:
+    runs = request.status is RequestStatus.RUNNING
+    tables = scheduler.blocks.tables
+    return RequestView(
+        request.request_id,
+        request.status.value,
+        waits_for="" if runs else scheduler.reason_to_wait(request),
+        waited_s=_waited_s(request, now),
+        waits=scheduler.times_of(request).waits,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_computed_tokens=max(row.num_computed_tokens for row in request.rows),
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        num_blocks=sum(
+            len(table) for row in request.rows for table in tables.get(row.request_id, ())
+        ),
+        priority=request.source.priority,
+    )
+
+
+def _waited_s(request: Request, now: float) -> float:
+    watch = request.watch
+    until = now if watch.started is None else watch.started
+    since = watch.arrival if watch.paused is None else watch.paused
+    return max(0.0, (until if watch.paused is None else now) - since)
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+def _block_maps(blocks: BlockManager, requests: Iterable[Request]) -> list[BlockMap]:
+    owners = {row.request_id: request.request_id for request in requests for row in request.rows}
+    return [_block_map(blocks, group, owners) for group in range(len(blocks.pools))]
+
+
+def _block_map(blocks: BlockManager, group: int, owners: dict[str, str]) -> BlockMap:
+    pool, host = blocks.pools[group], blocks.host
+    num_shown = min(pool.num_blocks, MAX_BLOCKS)
+    held_by = _holders(num_shown, ((name, tables[group]) for name, tables in blocks.tables.items()))
+    cells = [
+        (_state(count, named=block in pool.cache), owners.get(name, ""))
+        for block, (count, name) in enumerate(
+            zip(islice(pool.ref_counts, num_shown), held_by, strict=True)
+        )
+    ]
+    in_host = _holders(MAX_BLOCKS, ((name, tables[group]) for name, tables in host.tables.items()))
+    swapped = [(SWAPPED if name else FREE, owners.get(name, "")) for name in in_host]
+    return BlockMap(
+        pool.life.window_tokens,
+        pool.num_blocks,
+        _counts(blocks, group),
+        num_shown,
+        list(_runs(cells)),
+        host.num_blocks[group],
+        [run for run in _runs(swapped) if run.state == SWAPPED],
+    )
+
+
+def _counts(blocks: BlockManager, group: int) -> BlockCounts:
+    pool, host = blocks.pools[group], blocks.host
+    used = pool.counts()
+    num_cached = sum(block in pool.cache for block in pool.free)
+    return BlockCounts(
+        free=len(pool.free) - num_cached,
+        cached=num_cached,
+        held=used.num_held - used.num_shared,
+        shared=used.num_shared,
+        swapped=host.num_blocks[group] - len(host.free[group]),
+    )
+
+
+def _holders(num_shown: int, tables: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
+    """Returns the row that holds each of the first blocks, the first of several; "" for none."""
+    found = [""] * num_shown
+    for name, table in tables:
+        for block in table:
+            if 0 <= block < num_shown and not found[block]:
+                found[block] = name
+    return found
+
+
+def _state(num_references: int, *, named: bool) -> int:
+    if num_references:
+        return SHARED if num_references > 1 else HELD
+    return CACHED if named else FREE
+
+
+def _runs(cells: Sequence[tuple[int, str]]) -> Iterator[BlockRun]:
+    first = 0
+    for (state, name), members in groupby(cells):
+        count = sum(1 for _ in members)
+        yield BlockRun(first, count, state, name)
+        first += count

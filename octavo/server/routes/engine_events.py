@@ -1,0 +1,48 @@
+"""GET /v1/engine/events: the engine as it works, as a stream of server-sent events.
+
+A snapshot, then at most ten updates a second; docs/concepts/engine-events.md lists the fields. An
+engine at which nothing looks makes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.engine.live.feed import FeedReader
+from octavo.server.auth import require_operator
+from octavo.server.sse import EventStream
+from octavo.server.state.served_model import ServedModel
+from octavo.server.state.service import Service, service_of
+
+router = APIRouter()
+
+
+@router.get("/v1/engine/events")
+async def events(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    model: str | None = None,
+) -> Response:
+    """Streams what the engine of a model does, to the operator."""
+    require_operator(request)
+    served = service.model(model)
+    return EventStream(_events(served, await served.llm.watch()), {})
+
+
+async def _events(model: ServedModel, reader: FeedReader) -> AsyncGenerator[list[Any], None]:
+    scheduler = model.llm.config.scheduler
+    about = {
+        "model": model.name,
+        "max_model_len": model.llm.info.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "scheduling_policy": scheduler.scheduling_policy,
+    }
+    try:
+        async for event in reader:
+            yield [event | about if event["type"] == "snapshot" else event]
+    finally:
+        reader.close()

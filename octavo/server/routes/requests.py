@@ -1,0 +1,305 @@
+"""Requests that can be seen and changed while they run: GET, PATCH and DELETE /v1/requests/ID, and
+POST /v1/requests/ID/fork, which goes on from one in another direction.
+
+An id is the `id` of an answer. It is known to the key that made it, and to the operator's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
+
+from octavo.engine.front.changes import Fork
+from octavo.engine.front.input_processor import FrontRequest
+from octavo.engine.live.requests import STATES, LiveRequest
+from octavo.errors import InvalidRequest, RequestNotFound
+from octavo.server.auth import is_operator, origin_of, owner_of
+from octavo.server.body import Body, body_of
+from octavo.server.connection import unless_gone
+from octavo.server.generation import Generation, member_name, split_member
+from octavo.server.openai.answer import Answer
+from octavo.server.openai.chat import ChatAnswer
+from octavo.server.openai.completions import CompletionAnswer
+from octavo.server.openai.protocol import (
+    SAMPLING_FIELDS,
+    CompletionBody,
+    SamplingBody,
+    Text,
+    TokenId,
+    Whole,
+)
+from octavo.server.openai.sampling import check_stream_options
+from octavo.server.sse import EventStream
+from octavo.server.state.served_model import ServedModel
+from octavo.server.state.service import Service, service_of
+
+router = APIRouter()
+
+
+class ChangeBody(Body):
+    """Body of PATCH /v1/requests/{request_id}."""
+
+    max_tokens: Annotated[
+        int | None,
+        Field(description="a whole number, from the tokens generated to what the context holds"),
+    ] = None
+    priority: Annotated[
+        int | None, Field(description="a whole number of at most 32 bits; lower goes first")
+    ] = None
+    stop: Text = None
+
+
+class ForkBody(SamplingBody):
+    """Body of POST /v1/requests/{request_id}/fork. Sampling fields that are not given are those of
+    the request that it leaves.
+    """
+
+    index: Annotated[int, Field(description="the index of a choice; default 0")] = 0
+    keep: Annotated[
+        int | None, Field(description="how many tokens of the choice stay; null for all")
+    ] = None
+    then: Annotated[
+        str | list[TokenId] | None, Field(description="a text or token ids to go on with")
+    ] = None
+    logprobs: Annotated[
+        Whole, Field(description="a whole number: how many alternatives for each token")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The engine's requests that one HTTP request made."""
+
+    name: str
+    """Public id."""
+    model: ServedModel
+    members: Sequence[LiveRequest]
+    """One for each prompt, in their order; those that have ended long ago are missing."""
+
+    @property
+    def state(self) -> str:
+        return min((one.state for one in self.members), key=STATES.index)
+
+
+# -- routes ----------------------------------------------------------------------------------------
+
+
+@router.get("/v1/requests")
+async def list_requests(
+    request: Request, service: Annotated[Service, Depends(service_of)]
+) -> Response:
+    """Lists the key's requests that wait or run, the operator's key all of them; without texts."""
+    found = await _visible(request, service, recent=False)
+    return _json({"object": "list", "data": [_describe(one) for one in found]})
+
+
+@router.get("/v1/requests/{request_id}")
+async def show(
+    request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
+) -> Response:
+    """Shows one request that waits, runs or has just finished, with its prompt and text so far."""
+    found = await _find(request, service, request_id)
+    return _json(_describe(found, texts=True))
+
+
+@router.delete("/v1/requests/{request_id}")
+async def abort(
+    request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
+) -> dict[str, Any]:
+    """Ends a request: its stream ends with the finish_reason "abort"."""
+    found = await _find(request, service, request_id)
+    for member in found.members:
+        await found.model.llm.abort(member.request_id)
+    return {"id": found.name, "object": "request", "aborted": found.state != "finished"}
+
+
+@router.patch("/v1/requests/{request_id}")
+async def change(
+    request_id: str,
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[ChangeBody, Depends(body_of(ChangeBody))],
+) -> Response:
+    """Changes the length, the priority or the stop texts of a request while it waits or runs."""
+    found = await _find(request, service, request_id)
+    running = [one for one in found.members if one.state != "finished"]
+    for member in running or found.members:
+        await found.model.llm.update(
+            member.request_id, max_tokens=body.max_tokens, priority=body.priority, stop=body.stop
+        )
+    return _json(_describe(await _find(request, service, request_id)))
+
+
+@router.post("/v1/requests/{request_id}/fork")
+async def fork(
+    request_id: str,
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[ForkBody, Depends(body_of(ForkBody))],
+) -> Response:
+    """Goes on from a point of a request that runs or has just finished, on shared KV blocks. The
+    answer has the form of the request's own.
+    """
+    found = await _find(request, service, request_id)
+    check_stream_options(body)
+    body.request_id = body.request_id or secrets.token_hex(12)
+    kind = CompletionAnswer if request_id.startswith(CompletionAnswer.prefix) else ChatAnswer
+    made = _prepare(request, found, body, member_name(f"{kind.prefix}-{body.request_id}", 0))
+    answer = _answer(kind, found.model, made, body)
+    generation = Generation.of_request(found.model, made, deltas=bool(body.stream))
+    if body.stream:
+        return EventStream(answer.events(generation), body.headers)
+    outputs = await unless_gone(request.receive, generation.results())
+    return Response(
+        msgspec.json.encode(answer.whole(outputs)),
+        headers=body.headers,
+        media_type="application/json",
+    )
+
+
+# -- who may see what ------------------------------------------------------------------------------
+
+
+async def _visible(request: Request, service: Service, *, recent: bool) -> list[Found]:
+    """Returns the requests that the key may see, the oldest first."""
+    owner, sees_all = owner_of(request), is_operator(request)
+    found = []
+    for model in service.ready_models():
+        by_name: dict[str, list[LiveRequest]] = {}
+        for one in await model.llm.requests(recent=recent):
+            if sees_all or one.owner == owner:
+                by_name.setdefault(split_member(one.request_id)[0], []).append(one)
+        found += [Found(name, model, members) for name, members in by_name.items()]
+    return found
+
+
+async def _find(request: Request, service: Service, request_id: str) -> Found:
+    """Returns a request by its public id; RequestNotFound where the key may not see it either."""
+    for found in await _visible(request, service, recent=True):
+        if found.name == request_id:
+            return found
+    raise RequestNotFound(
+        f"no request {request_id!r}",
+        hint="an id answers to the key that made it, while its request runs and a minute after",
+    )
+
+
+# -- forks -----------------------------------------------------------------------------------------
+
+
+def _prepare(request: Request, found: Found, body: ForkBody, name: str) -> FrontRequest:
+    """Checks a fork against the request that it leaves."""
+    if body.use_beam_search or body.beam_width is not None:
+        raise InvalidRequest("use_beam_search: a fork draws its tokens", param="use_beam_search")
+    if body.cache_salt is not None:
+        raise InvalidRequest(
+            "cache_salt: a fork has that of the request it leaves", param="cache_salt"
+        )
+    member, index = _member(found, body.index)
+    changes = {
+        field: value for field in SAMPLING_FIELDS if (value := getattr(body, field)) is not None
+    }
+    for field in ("max_tokens", "logprobs"):
+        if (value := getattr(body, field)) is not None:
+            changes[field] = value
+    priority = member.priority if body.priority is None else body.priority
+    return found.model.llm.prepare_fork(
+        member.request_id,
+        Fork(
+            name,
+            index=index,
+            keep=body.keep,
+            then=body.then or (),
+            changes=changes,
+            origin=origin_of(request, priority, body.user or member.tenant),
+        ),
+    )
+
+
+def _member(found: Found, index: int) -> tuple[LiveRequest, int]:
+    """Returns the request and the sample of a choice."""
+    num_samples = found.members[0].params.n
+    prompt_index, sample_index = divmod(index, num_samples)
+    for member in found.members:
+        if split_member(member.request_id)[1] == prompt_index:
+            return member, sample_index
+    raise InvalidRequest(
+        f"index: got {index}, allowed are the indices of the request's choices, as"
+        f" GET /v1/requests/{found.name} lists them",
+        param="index",
+    )
+
+
+def _answer(
+    kind: type[ChatAnswer | CompletionAnswer],
+    model: ServedModel,
+    made: FrontRequest,
+    body: ForkBody,
+) -> Answer:
+    if issubclass(kind, ChatAnswer):
+        return ChatAnswer(body, made.params, model.name, model.tokenizer)
+    fields = {name: getattr(body, name) for name in SamplingBody.model_fields}
+    plain = CompletionBody.model_construct(**fields, prompt=[], logprobs=made.params.logprobs)
+    return CompletionAnswer(plain, made.params, model.name, model.tokenizer)
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _describe(found: Found, *, texts: bool = False) -> dict[str, Any]:
+    """Returns a request as JSON has it; with `texts` its prompts and answers too."""
+    first = min(found.members, key=lambda one: STATES.index(one.state))
+    shown: dict[str, Any] = {
+        "id": found.name,
+        "object": "request",
+        "model": found.model.name,
+        "state": first.state,
+        "waits_for": first.waits_for,
+        "waited_s": round(first.waited_s, 4),
+        "waits": {reason: round(seconds, 4) for reason, seconds in first.waits.items()},
+        "age_s": round(time.monotonic() - first.arrival_time, 4),
+        "prompt_tokens": sum(len(one.prompt_token_ids) for one in found.members),
+        "cached_tokens": sum(one.num_cached_tokens for one in found.members),
+        "tokens": sum(len(sample.token_ids) for one in found.members for sample in one.samples),
+        "max_tokens": first.params.max_tokens,
+        "stop": first.params.stop_strings,
+        "priority": first.priority,
+        "preemptions": sum(one.num_preemptions for one in found.members),
+        "owner": first.owner,
+        "user": first.tenant,
+        "choices": [choice for one in found.members for choice in _choices(one, texts=texts)],
+    }
+    if texts:
+        shown["prompts"] = [
+            {"text": one.prompt, "token_ids": one.prompt_token_ids} for one in found.members
+        ]
+    return shown
+
+
+def _choices(member: LiveRequest, *, texts: bool) -> list[dict[str, Any]]:
+    first = split_member(member.request_id)[1] * member.params.n
+    choices = []
+    for sample in member.samples:
+        choice = {
+            "index": first + sample.index,
+            "state": sample.state,
+            "tokens": len(sample.token_ids),
+            "computed_tokens": sample.num_computed_tokens,
+            "blocks": sample.num_blocks,
+            "finish_reason": sample.finish_reason,
+        }
+        if texts:
+            choice |= {"text": sample.text, "token_ids": sample.token_ids}
+        choices.append(choice)
+    return choices
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
