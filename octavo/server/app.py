@@ -13,7 +13,7 @@ from octavo.server.auth import ApiKeys
 from octavo.server.errors import add_error_handlers
 from octavo.server.head_requests import HeadAsGet
 from octavo.server.openai import chat, completions, models
-from octavo.server.routes import admin, cache, engine_events, jobs, metrics, requests
+from octavo.server.routes import admin, cache, engine_events, jobs, metrics, page, requests
 from octavo.server.settings import ServerSettings
 from octavo.server.state.jobs import Jobs
 from octavo.server.state.metrics import ServerMetrics
@@ -34,7 +34,8 @@ def create_app(
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan)
     kept_jobs = Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s)
     app.state.service = Service(slot, settings, ServerMetrics(slot), kept_jobs)
-    for part in (admin, models, completions, chat, jobs, cache, metrics, requests, engine_events):
+    routes = (admin, models, completions, chat, jobs, cache, metrics, requests, engine_events, page)
+    for part in routes:
         app.include_router(part.router)
     add_error_handlers(app)
     if settings.api_key:

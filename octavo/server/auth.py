@@ -1,4 +1,4 @@
-"""API keys: every route but /health needs one when the server has any.
+"""API keys: every route but /health and the page's own files needs one when the server has any.
 
 Plain ASGI, so that it stands before routing and costs nothing per streamed token. Keys are compared
 by digest, in constant time. Each of several keys is a tenant of its own under the fair policy.
@@ -19,7 +19,10 @@ from octavo.engine.front.input_processor import Origin
 from octavo.errors import OctavoError, Unauthorized
 from octavo.server.errors import error_response
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/")
+"""Paths that need no key: what is served there is the same for everyone."""
+OPEN_FOLDER = "/web/"
+"""Beginning of the paths of the page's files, which need none either."""
 KEY_NAME = "octavo_key_name"
 """Key of the ASGI scope whose value names the key that was sent, by its index ("key-1"); the key
 itself is never kept.
@@ -34,7 +37,7 @@ class ApiKeys:
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
         number = self._number(Headers(scope=scope).get("authorization"))
@@ -92,6 +95,10 @@ def is_operator(request: Request) -> bool:
 def origin_of(request: Request, priority: int | None, user: str | None) -> Origin:
     """Returns where a request comes from, as the engine is told."""
     return Origin(priority or 0, tenant_of(request, user), owner_of(request))
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def _digest(key: str) -> bytes:

@@ -1,0 +1,285 @@
+// The chat view: sends what is written, shows what comes, and can stop, repeat, edit and branch.
+
+import { ApiError } from "./api.js";
+import { Conversation, shown } from "./conversation.js";
+import { announce, byId, eachFrame, h, keep, kept } from "./dom.js";
+import { AnswerMessage, UserMessage } from "./message.js";
+import { Settings } from "./settings.js";
+import { showPrompt } from "./prompt.js";
+import { popover, textOf, tokenOf } from "./tokens.js";
+
+const NUM_ALTERNATIVES = 5;
+const NEAR_END_PX = 90;
+const SUGGESTIONS = [
+  "Write a haiku about memory.",
+  "Explain continuous batching to a student.",
+  "Sort a list of words in Python.",
+];
+
+export class ChatView {
+  constructor(api, model) {
+    this.api = api;
+    this.model = model;
+    this.settings = new Settings();
+    this.conversation = new Conversation(kept("conversation", []));
+    this.views = new Map();
+    this.running = null;
+    this.transcript = byId("transcript");
+    this.draft = byId("draft");
+    this.bind();
+    this.show();
+  }
+
+  bind() {
+    byId("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
+    this.draft.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.send();
+      }
+    });
+    byId("stop-button").addEventListener("click", () => this.stop());
+    byId("new-button").addEventListener("click", () => this.begin());
+    byId("prompt-button").addEventListener("click", () => this.prompt());
+    byId("settings-button").addEventListener("click", () => this.toggleSettings());
+    byId("settings-close").addEventListener("click", () => this.toggleSettings());
+  }
+
+  focus() {
+    this.draft.focus({ preventScroll: true });
+  }
+
+  toggleSettings() {
+    const isOpen = byId("settings").classList.toggle("open");
+    const button = byId("settings-button");
+    button.setAttribute("aria-expanded", String(isOpen));
+    (isOpen ? byId("system-prompt") : button).focus();
+  }
+
+  // -- what the user does --
+
+  send() {
+    const text = this.draft.value.trim();
+    if (!text || this.running) return;
+    this.draft.value = "";
+    this.run(this.conversation.ask(text));
+  }
+
+  edit(turn, text) {
+    this.stop();
+    this.run(this.conversation.edit(turn, text));
+  }
+
+  retry(turn) {
+    this.stop();
+    this.run(this.conversation.again(turn));
+  }
+
+  /** Goes on from an alternative: keeps the tokens before it, and lets the model write the rest. */
+  goOn(turn, at, alternative) {
+    const before = shown(turn);
+    const kept = [...before.tokens.slice(0, at), { ...before.tokens[at], ...alternative, top: before.tokens[at].top, wasChosen: true }];
+    if (textOf(kept) === null) {
+      announce("That token is part of a character; choose another.");
+      return;
+    }
+    this.stop();
+    this.views.get(turn).asTokens = true;
+    this.run(this.conversation.again(turn, kept), { source: before, kept });
+  }
+
+  showVersion(turn, at) {
+    this.stop();
+    turn.at = at;
+    this.views.get(turn).update();
+    this.save();
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  begin() {
+    this.stop();
+    this.conversation = new Conversation();
+    this.save();
+    this.show();
+    this.focus();
+    announce("New conversation");
+  }
+
+  prompt() {
+    const draft = this.draft.value.trim();
+    const messages = this.conversation.messages(this.settings.system.value);
+    if (draft) messages.push({ role: "user", content: draft });
+    showPrompt(this.api, this.model.name, messages);
+  }
+
+  // -- an answer --
+
+  async run(turn, branch = null) {
+    const version = shown(turn);
+    const stopper = new AbortController();
+    this.running = stopper;
+    version.isRunning = true;
+    this.show();
+    this.scrollToEnd();
+    announce("The model answers");
+    const update = eachFrame(() => this.follow(turn));
+    const watch = new Stopwatch();
+    try {
+      for await (const event of this.chunks(turn, version, branch, stopper.signal)) {
+        watch.take(event.payload);
+        take(event.payload, version, watch);
+        update();
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") version.fault = faultOf(error);
+      else version.finishReason = "abort";
+    }
+    version.isRunning = false;
+    version.facts = watch.facts(version);
+    if (this.running === stopper) this.running = null;
+    this.show();
+    this.save();
+    announce(version.fault || version.text || "No answer");
+  }
+
+  /** Returns the events of an answer; a branch is a request that goes on from a beginning. */
+  chunks(turn, version, branch, signal) {
+    const body = {
+      model: this.model.name,
+      messages: this.conversation.messages(this.settings.system.value, turn),
+      stream: true,
+      stream_options: { include_usage: true },
+      ...this.settings.chosen(),
+    };
+    if (this.settings.tokens.checked) {
+      Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
+    }
+    if (branch) {
+      body.messages.push({ role: "assistant", content: textOf(branch.kept) });
+      Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+    }
+    return this.api.events("v1/chat/completions", { method: "POST", body, signal });
+  }
+
+  // -- what is seen --
+
+  /** Makes the page's messages those of the conversation; what is there already stays. */
+  show() {
+    const turns = this.conversation.turns;
+    const actions = {
+      edit: (turn, text) => this.edit(turn, text),
+      retry: (turn) => this.retry(turn),
+      goOn: (turn, at, other) => this.goOn(turn, at, other),
+      show: (turn, at) => this.showVersion(turn, at),
+    };
+    const views = new Map();
+    for (const turn of turns) {
+      const Kind = turn.role === "user" ? UserMessage : AnswerMessage;
+      views.set(turn, this.views.get(turn) ?? new Kind(turn, actions));
+      views.get(turn).update();
+    }
+    this.views = views;
+    const elements = turns.length ? [...views.values()].map((view) => view.element) : [this.opening()];
+    for (const old of [...this.transcript.children]) if (!elements.includes(old)) old.remove();
+    elements.forEach((element, at) => {
+      if (this.transcript.children[at] !== element) this.transcript.append(element);
+    });
+    byId("stop-button").hidden = !this.running;
+    byId("send-button").hidden = Boolean(this.running);
+  }
+
+  opening() {
+    const say = (text) => () => {
+      this.draft.value = text;
+      this.send();
+    };
+    const items = SUGGESTIONS.map((text) =>
+      h("li", {}, h("button", { type: "button", onclick: say(text) }, text)),
+    );
+    return h(
+      "div",
+      { class: "opening" },
+      h("h1", {}, "What shall the model write?"),
+      h("p", {}, "Choose Tokens below its answer, and point at one, to see what else it weighed."),
+      h("ul", { class: "suggestions" }, ...items),
+    );
+  }
+
+  follow(turn) {
+    const isNear = this.distanceToEnd() < NEAR_END_PX;
+    this.views.get(turn)?.update();
+    if (isNear) this.scrollToEnd();
+  }
+
+  distanceToEnd() {
+    const { scrollHeight, scrollTop, clientHeight } = this.transcript;
+    return scrollHeight - scrollTop - clientHeight;
+  }
+
+  scrollToEnd() {
+    this.transcript.scrollTop = this.transcript.scrollHeight;
+  }
+
+  save() {
+    popover.hide();
+    keep("conversation", this.conversation.saved());
+  }
+}
+
+/** Adds what an event brings to the version that it belongs to. */
+function take(payload, version, watch) {
+  version.id ||= payload.id;
+  if (payload.usage) watch.usage = payload.usage;
+  for (const choice of payload.choices ?? []) {
+    const delta = choice.delta ?? {};
+    version.text += delta.content ?? "";
+    version.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
+    const ids = choice.token_ids ?? [];
+    (choice.logprobs?.content ?? []).forEach((entry, at) => {
+      version.tokens.push(tokenOf(entry, ids[at] ?? null));
+    });
+    version.finishReason = choice.finish_reason ?? version.finishReason;
+  }
+}
+
+/** Times an answer as its reader sees it. */
+class Stopwatch {
+  constructor() {
+    this.started = performance.now();
+    this.first = null;
+    this.latest = null;
+    this.usage = null;
+  }
+
+  take(payload) {
+    const brings = (payload.choices ?? []).some(({ delta }) => delta?.content || delta?.reasoning_content);
+    if (!brings) return;
+    this.latest = performance.now();
+    this.first ??= this.latest;
+  }
+
+  facts(version) {
+    if (this.first === null) return null;
+    const tokens = this.usage?.completion_tokens ?? version.tokens.length;
+    const seconds = (this.latest - this.first) / 1000;
+    return {
+      tokens,
+      rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null,
+      first: (this.first - this.started) / 1000,
+      prompt: this.usage?.prompt_tokens ?? null,
+      cached: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
+    };
+  }
+}
+
+function faultOf(error) {
+  if (error instanceof ApiError) return error.message;
+  if (error instanceof TypeError) return "The server cannot be reached. Is it still running?";
+  return String(error.message ?? error);
+}
