@@ -26,9 +26,11 @@ from octavo.server.errors import TABLE
 from octavo.server.openai.protocol import ChatBody, CompletionBody, SamplingBody
 from octavo.server.routes.cache import PinBody, ResetBody
 from octavo.server.routes.jobs import GenerateBody
+from octavo.server.routes.model_loading import OPTIONS, LoadBody, UnloadBody
 from octavo.server.routes.requests import ChangeBody, ForkBody
 from octavo.server.settings import ServerSettings
-from octavo.server.state.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from octavo.server.state.metrics import COUNTERS, GAUGES, READINESS
+from octavo.server.state.model_metrics import HISTOGRAMS
 from octavo.server.state.slot import EngineSlot
 
 FOLDER = Path(__file__).parent / "reference"
@@ -51,6 +53,8 @@ OTHER_BODIES = {
     "POST /v1/cache/pin": PinBody,
     "POST /v1/cache/reset": ResetBody,
     "PATCH /v1/requests/{request_id}": ChangeBody,
+    "POST /v1/models/load": LoadBody,
+    "POST /v1/models/unload": UnloadBody,
 }
 
 
@@ -265,6 +269,9 @@ def http() -> str:
         parts += [f"## {route}", field_table(body, SamplingBody.model_fields)]
     for route, body in OTHER_BODIES.items():
         parts += [f"## {route}", field_table(body, ())]
+        if body is LoadBody:
+            names = ", ".join(f"`{name}`" for name in OPTIONS)
+            parts.append(f"`options` may hold, for the new engine alone: {names}.")
     return "\n\n".join(parts)
 
 
@@ -299,7 +306,8 @@ def metrics() -> str:
         " dashboards that exist, once more `vllm:`. Labels: `model_name`, `engine`; counters end in"
         " `_total`."
     )
-    rows = [(f"`{name}`", "gauge", text) for name, (text, _) in GAUGES.items()]
+    rows = [(f"`{READINESS[0]}`", "gauge", READINESS[1])]
+    rows += [(f"`{name}`", "gauge", text) for name, (text, _) in GAUGES.items()]
     rows += [(f"`{name}_total`", "counter", text) for name, (text, _) in COUNTERS.items()]
     rows += [
         (

@@ -32,7 +32,7 @@ from octavo.ports import Tokenizer
 from octavo.progress import Report, quiet
 from octavo.sampling_params import SamplingParams
 from octavo.text.unicode import is_long
-from octavo.wiring.engine import build_in_process, build_with_process
+from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
 
 
 class AsyncLLM:
@@ -57,13 +57,21 @@ class AsyncLLM:
 
     @staticmethod
     def from_options(
-        *, in_process: bool = False, report: Report = quiet, **options: Any
+        *,
+        in_process: bool = False,
+        report: Report = quiet,
+        when_started: WhenStarted = lambda end: None,
+        **options: Any,
     ) -> AsyncLLM:
         """Loads a model; its core runs in a process of its own, or with `in_process` in a thread of
         this one.
+
+        `when_started` is given a function that ends the process while it loads.
         """
-        build = build_in_process if in_process else build_with_process
-        return AsyncLLM(build(EngineConfig.from_options(**options), report))
+        config = EngineConfig.from_options(**options)
+        if in_process:
+            return AsyncLLM(build_in_process(config, report))
+        return AsyncLLM(build_with_process(config, report, when_started))
 
     @property
     def config(self) -> EngineConfig:

@@ -220,6 +220,11 @@ class Tokenizer(Protocol):
     """Ids that `skip_special_tokens` leaves out of texts."""
     vocab_size: int
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it renders conversations."""
+        ...
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special_text: bool = False
     ) -> list[int]:

@@ -1,42 +1,55 @@
-"""`octavo serve [MODEL]`: the OpenAI-compatible server."""
+"""`octavo serve [MODEL ...]`: the server of OpenAI's API, with an engine for each model."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octavo.cli.flags import with_engine_flags, with_flags
-from octavo.cli.model import fetched
+from octavo.cli.serve_config import ServeConfig, read_config
 from octavo.config.engine_config import options_of
 from octavo.server.settings import ServerSettings
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
+OPERATOR_VARIABLE = "OCTAVO_OPERATOR_KEY"
 
 
 @with_flags("settings", options_of(ServerSettings))
 @with_engine_flags(without=("model",))
 def serve(
     *,
-    model: Annotated[
-        str | None,
+    models: Annotated[
+        list[str] | None,
         typer.Argument(
-            help="Short name, local path or Hugging Face repository.", show_default="smollm2"
+            metavar="[MODEL]...",
+            help="Short name, local path or Hugging Face repository, or NAME=MODEL; several are"
+            " served side by side.",
+            show_default="smollm2",
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="YAML file with flags' names as keys and a list `models`; the command line wins.",
+            metavar="FILE",
         ),
     ] = None,
     options: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Serve a model over HTTP, the way OpenAI's API is spoken. Stops on SIGTERM or Ctrl-C."""
+    """Serve models over HTTP, the way OpenAI's API is spoken. Stops on SIGTERM or Ctrl-C."""
     from octavo.server.run import serve as run_server
 
-    if model is not None:
-        options["model"] = model
-    run_server(lambda: fetched(options), _settings(settings))
+    file = ServeConfig() if config is None else read_config(Path(config))
+    specs = file.specs(models or [], options)
+    run_server(specs, _settings(file.settings | settings), file.engine_defaults(options))
 
 
 def _settings(given: dict[str, Any]) -> ServerSettings:
     """Returns the settings; keys also come from the environment, which other users cannot see."""
     keys = (*given.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
-    return ServerSettings(**{**given, "api_key": keys})
+    operator_key = given.get("operator_key") or os.environ.get(OPERATOR_VARIABLE) or None
+    return ServerSettings(**{**given, "api_key": keys, "operator_key": operator_key})

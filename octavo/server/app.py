@@ -12,33 +12,65 @@ from octavo.async_llm import AsyncLLM
 from octavo.server.auth import ApiKeys
 from octavo.server.errors import add_error_handlers
 from octavo.server.head_requests import HeadAsGet
+from octavo.server.loader import ModelLoader
 from octavo.server.openai import chat, completions, models
-from octavo.server.routes import admin, cache, engine_events, jobs, metrics, page, requests
+from octavo.server.routes import (
+    admin,
+    cache,
+    engine_events,
+    jobs,
+    metrics,
+    model_loading,
+    page,
+    requests,
+)
 from octavo.server.settings import ServerSettings
+from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
 from octavo.server.state.metrics import ServerMetrics
 from octavo.server.state.service import Service
 from octavo.server.state.slot import EngineSlot
 from octavo.version import __version__
 
+ROUTES = (
+    admin,
+    models,
+    model_loading,
+    completions,
+    chat,
+    jobs,
+    cache,
+    metrics,
+    requests,
+    engine_events,
+    page,
+)
+"""Modules of all routes; the first that matches a path answers."""
+
 
 def create_app(
-    engine: AsyncLLM | EngineSlot,
+    engine: AsyncLLM | EngineSlot | ModelDirectory,
     settings: ServerSettings | None = None,
     *,
+    loader: ModelLoader | None = None,
     lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
-    """Returns the application around an engine that is ready, or around the slot of one to come."""
+    """Returns the application around an engine that is ready, or around slots of some to come."""
     settings = settings or ServerSettings()
-    slot = engine if isinstance(engine, EngineSlot) else EngineSlot(engine)
+    directory = ModelDirectory.of(engine)
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan)
     kept_jobs = Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s)
-    app.state.service = Service(slot, settings, ServerMetrics(slot), kept_jobs)
-    routes = (admin, models, completions, chat, jobs, cache, metrics, requests, engine_events, page)
-    for part in routes:
+    app.state.service = Service(
+        models=directory,
+        loader=loader or ModelLoader(directory),
+        settings=settings,
+        metrics=ServerMetrics(directory),
+        jobs=kept_jobs,
+    )
+    for part in ROUTES:
         app.include_router(part.router)
     add_error_handlers(app)
-    if settings.api_key:
-        app.add_middleware(ApiKeys, keys=settings.api_key)
+    if settings.has_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_key, operator_key=settings.operator_key)
     app.add_middleware(HeadAsGet)
     return app

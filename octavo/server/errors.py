@@ -31,8 +31,10 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
 """Rows of (error, status, type); the first that fits counts."""
 
 TYPES_BY_STATUS = {
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    409: "ConflictError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",

@@ -1,7 +1,7 @@
-"""`octavo serve`: takes the port, loads the model, serves until told to stop.
+"""`octavo serve`: takes the port, loads the models, serves until told to stop.
 
-The port is taken first, so that one in use is known before a model is loaded. While the model
-loads, and while the server drains, requests are answered with 503.
+The port is taken first, so that one in use is known before a model is loaded. While models
+load, and while the server drains, requests are answered with 503.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import shlex
 import signal
 import socket
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -22,39 +21,52 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from octavo.async_llm import AsyncLLM
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.server.app import create_app
 from octavo.server.batched_writes import WriteBatch
+from octavo.server.loader import ModelLoader
 from octavo.server.request_timeout import TimedHttp
 from octavo.server.settings import ServerSettings
-from octavo.server.state.slot import EngineSlot, served_name
+from octavo.server.state.directory import ModelDirectory
+from octavo.server.state.model_spec import ModelSpec
+from octavo.server.state.slot import EngineSlot
 
 BACKLOG = 2048
 
-Options = Callable[[], dict[str, Any]]
-"""Function that returns the engine's options; it may first fetch a model."""
+logger = logging.getLogger(__name__)
 
 
-def serve(options: Options, settings: ServerSettings) -> None:
-    """Serves until SIGTERM or SIGINT; raises the error that keeps the engine from starting."""
+def serve(
+    specs: Sequence[ModelSpec], settings: ServerSettings, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Serves until SIGTERM or SIGINT; raises the error of a start at which every model fails.
+
+    `defaults` are engine options of models that are loaded later.
+    """
     listener = take_port(settings.host, settings.port)
     if settings.is_open_to_all:
         _say(
             f"warning: {settings.host} can be reached from other machines and no --api-key is set:"
             " anyone may use this server"
         )
-    slot = EngineSlot()
-    port = listener.getsockname()[1]
-    loader = Loader(slot, options, when_ready=lambda llm: _say(_greeting(llm, settings, port)))
+    models = ModelDirectory(map(EngineSlot, specs))
+    start = Start(models, settings, listener.getsockname()[1])
+    loader = ModelLoader(
+        models,
+        defaults=defaults,
+        memory_budget=settings.memory_budget,
+        report=_say,
+        when_ready=start.note_ready,
+        when_failed=start.note_failure,
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        loader.start(asyncio.get_running_loop(), when_failed=server.stop)
+        loader.start(list(models), when_done=lambda: start.end(server.stop))
         yield
-        await asyncio.to_thread(slot.close)
+        await asyncio.to_thread(models.close)
 
-    app = create_app(slot, settings, lifespan=lifespan)
+    app = create_app(models, settings, loader=loader, lifespan=lifespan)
     http = TimedHttp.for_server(WriteBatch(), settings.request_timeout_s)
     config = uvicorn.Config(
         app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"
@@ -62,59 +74,60 @@ def serve(options: Options, settings: ServerSettings) -> None:
     if settings.access_log:
         # Config sets the level of uvicorn's own messages here too, and requests are logged at INFO.
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    server = Server(config, slot, settings)
+    server = Server(config, models, settings)
     server.run(sockets=[listener])
-    if loader.failure is not None:
-        raise loader.failure
+    if start.failure is not None:
+        raise start.failure
 
 
-class Loader:
-    """Builds the engine in a daemon thread, and puts it into its slot."""
+class Start:
+    """The start of a server: says what its models do, and ends it where every one fails."""
 
-    def __init__(
-        self, slot: EngineSlot, options: Options, *, when_ready: Callable[[AsyncLLM], None]
-    ) -> None:
+    def __init__(self, models: ModelDirectory, settings: ServerSettings, port: int) -> None:
         self.failure: Exception | None = None
-        self._slot = slot
-        self._options = options
-        self._when_ready = when_ready
+        """Error that ends the server: that of the first model, where all fail."""
+        self._models = models
+        self._settings = settings
+        self._port = port
+        self._is_over = False
+        self._errors: list[Exception] = []
 
-    def start(self, loop: asyncio.AbstractEventLoop, *, when_failed: Callable[[], None]) -> None:
-        threading.Thread(
-            target=self._load, args=(loop, when_failed), name="octavo-loader", daemon=True
-        ).start()
+    def note_ready(self, slot: EngineSlot) -> None:
+        if self._is_over or len(self._models) > 1:
+            _say(f"{slot.name} is ready")
 
-    def _load(self, loop: asyncio.AbstractEventLoop, when_failed: Callable[[], None]) -> None:
-        try:
-            llm = AsyncLLM.from_options(report=self._report, **self._options())
-        except Exception as error:
-            self.failure = error
-            _call(loop, when_failed)
-        else:
-            _call(loop, lambda: self._put(llm))
+    def note_failure(self, slot: EngineSlot, error: Exception) -> None:
+        """Says why a model cannot be served; the only one's error is said by the command."""
+        self._errors.append(error)
+        if self._is_over or len(self._models) > 1:
+            hint = f" (hint: {error.hint})" if isinstance(error, OctavoError) and error.hint else ""
+            _say(f"{slot.name} failed to load: {slot.reason}{hint}")
+        if not isinstance(error, OctavoError | MemoryError):
+            logger.error("%s failed to load", slot.name, exc_info=error)
 
-    def _put(self, llm: AsyncLLM) -> None:
-        """Fills the slot, in the event loop; the server may be stopping already."""
-        self._slot.fill(llm)
-        if not self._slot.is_draining:
-            llm.start()
-            self._when_ready(llm)
-
-    def _report(self, text: str) -> None:
-        _say(text)
-        self._slot.report(text)
+    def end(self, stop: Callable[[], None]) -> None:
+        """Greets once all models are ready or have failed; stops the server where none is ready."""
+        self._is_over = True
+        ready = [slot for slot in self._models if slot.loaded is not None]
+        if ready and not self._models.is_stopping:
+            _say(_greeting(ready, self._settings, self._port))
+        elif self._errors and not self._models.is_stopping:
+            self.failure = self._errors[0]
+            stop()
 
 
 class Server(uvicorn.Server):
     """The server of uvicorn, which drains on a signal and then ends with exit code 0."""
 
-    def __init__(self, config: uvicorn.Config, slot: EngineSlot, settings: ServerSettings) -> None:
+    def __init__(
+        self, config: uvicorn.Config, models: ModelDirectory, settings: ServerSettings
+    ) -> None:
         super().__init__(config)
-        self._slot = slot
+        self._models = models
         self._timeout_s = settings.shutdown_timeout_s
 
     def stop(self) -> None:
-        self._slot.drain()
+        self._models.drain()
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -130,7 +143,7 @@ class Server(uvicorn.Server):
 
     async def _close_late(self) -> None:
         await asyncio.sleep(self._timeout_s)
-        await asyncio.to_thread(self._slot.close)
+        await asyncio.to_thread(self._models.close)
 
 
 def take_port(host: str, port: int) -> socket.socket:
@@ -150,15 +163,15 @@ def take_port(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _greeting(llm: AsyncLLM, settings: ServerSettings, port: int) -> str:
-    """Returns the line that names model and URL, and a command to try."""
+def _greeting(slots: Sequence[EngineSlot], settings: ServerSettings, port: int) -> str:
+    """Returns the line that names models and URL, and a command to try with the first of them."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    options = llm.config.model
-    model = served_name(llm)
+    names = ", ".join(slot.name for slot in slots)
+    model = slots[0].name
     body: dict[str, Any] = {"prompt": [1, 2, 3]}
     path = "/v1/completions"
-    if not options.skip_tokenizer_init:
+    if not slots[0].spec.options.get("skip_tokenizer_init"):
         path, body = (
             "/v1/chat/completions",
             {
@@ -166,18 +179,12 @@ def _greeting(llm: AsyncLLM, settings: ServerSettings, port: int) -> str:
                 "temperature": 0,
             },
         )
-    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.api_key else ""
+    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.has_keys else ""
     curl = (
         f"curl {url}{path} -H 'Content-Type: application/json'{key} -d"
         f" {shlex.quote(json.dumps({'model': model, **body}))}"
     )
-    return f"serving {model} on {url}\ntry: {curl}"
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Calls a function in the loop's thread, unless the loop has ended."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function)
+    return f"serving {names} on {url}\ntry: {curl}"
 
 
 def _say(text: str) -> None:

@@ -23,6 +23,9 @@ class ServerSettings:
     api_key: tuple[str, ...] = option(
         (), "key that clients must send as a bearer token; may be given several times"
     )
+    operator_key: str | None = option(
+        None, "key of the operator, who may load and unload models; it opens every other route too"
+    )
     lenient: bool = option(
         False,
         "ignore unknown request fields and name them in a response header, instead of"
@@ -34,6 +37,13 @@ class ServerSettings:
     )
     max_jobs: int = option(1000, "most jobs (POST /generate) kept at once", low=1)
     job_ttl_s: int = option(600, "seconds for which a finished job's result is kept", low=1)
+    max_models: int = option(16, "most models at once, loading and failed ones too", low=1)
+    memory_budget: int | None = option(
+        None,
+        "memory that the engines of all models may take together, e.g. 16GiB; default what is free",
+        unit="bytes",
+        low=1,
+    )
     shutdown_timeout_s: int = option(
         5, "seconds that running requests get to finish when the server is told to stop", low=0
     )
@@ -46,8 +56,15 @@ class ServerSettings:
             raise ConfigError(
                 "api_key: got an empty one", hint="leave the option out to serve without keys"
             )
+        if self.operator_key is not None and not self.operator_key.strip():
+            raise ConfigError("operator_key: got an empty one", hint="leave the option out")
 
     @property
     def is_open_to_all(self) -> bool:
         """Whether other machines can reach the server and no key is needed."""
-        return self.host not in LOCAL_HOSTS and not self.api_key
+        return self.host not in LOCAL_HOSTS and not self.has_keys
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_key or self.operator_key)

@@ -26,6 +26,10 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
 
+    @property
+    def exists(self) -> bool:
+        return self._source is not None
+
     def render(
         self, messages: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:

@@ -125,6 +125,11 @@ class TextTokenizer:
         """Returns the bytes that a token adds to a text; none for an id without a token."""
         return self._bytes[token_id]
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it renders conversations."""
+        return self._template.exists
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -7,9 +7,10 @@ executor of a recording (`octavo replay`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.backends.base import AsyncBackend, Backend
 from octavo.backends.kv import BLOCK_SIZE
@@ -54,6 +55,10 @@ if TYPE_CHECKING:
     from octavo.worker.ranks.ranked_worker import RankedWorker
 
 
+WhenStarted: TypeAlias = Callable[[Callable[[], None]], None]
+"""Function that is told how to end a process that is loading a model."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltCore:
     """A core ready to step, what fronts must know of it, and the worker that it steps."""
@@ -75,13 +80,16 @@ def build_in_process(config: EngineConfig, report: Report) -> Front:
     return _build_front(model, client, built.info, tokenizer, built.worker)
 
 
-def build_with_process(config: EngineConfig, report: Report) -> Front:
+def build_with_process(
+    config: EngineConfig, report: Report, when_started: WhenStarted = lambda end: None
+) -> Front:
     """Builds an engine whose core is in a process of its own, which loads while this one reads the
     tokenizer.
     """
     model = open_model(config)
     client = _start_process(model, report)
     try:
+        when_started(client.close)
         tokenizer = build_tokenizer(model)
         info = client.wait_until_ready(report)
     except BaseException:
@@ -207,7 +215,13 @@ def _build_core(
         runs_ahead=_runs_ahead(config, loaded.backend),
     )
     capacity_tokens = scheduler.blocks.capacity_tokens
-    info = EngineInfo(loaded.program.vocab_size, max_model_len, capacity_tokens, budget.describe())
+    info = EngineInfo(
+        loaded.program.vocab_size,
+        max_model_len,
+        capacity_tokens,
+        budget.describe(),
+        kv_bytes=budget.num_bytes if memory is None else 0,
+    )
     return BuiltCore(core, info, worker)
 
 

@@ -16,6 +16,7 @@ from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.supervised import SupervisedClient
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
+from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.slot import EngineSlot
 from octavo.wiring.engine import build_in_process
 from tests.support.engine_fakes import expected_tokens
@@ -204,14 +205,15 @@ def test_a_bug_shows_nothing_of_the_inside():
 )
 def test_before_and_after_there_is_an_engine_the_answer_is_503(method, path, body):
     slot = EngineSlot()
+    models = ModelDirectory.of(slot)
     slot.report("loading tiny")
-    loading = ask_app(create_app(slot), method, path, json=body)
+    loading = ask_app(create_app(models), method, path, json=body)
     assert (
         loading.status_code == 503
         and "not ready yet: loading tiny" in loading.json()["error"]["message"]
     )
-    slot.drain()
-    stopping = ask_app(create_app(slot), method, path, json=body)
+    models.drain()
+    stopping = ask_app(create_app(models), method, path, json=body)
     assert (
         stopping.status_code == 503
         and stopping.json()["error"]["message"] == "the server is stopping"

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from octavo.server.state.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from octavo.server.state.metrics import COUNTERS, GAUGES
+from octavo.server.state.model_metrics import HISTOGRAMS
 
 BODY = {"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
 

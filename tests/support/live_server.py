@@ -63,7 +63,7 @@ class LiveServer:
 
     @property
     def url(self) -> str:
-        found = re.search(r"^serving \S+ on (\S+)$", "\n".join(self.lines), re.MULTILINE)
+        found = re.search(r"^serving .+ on (\S+)$", "\n".join(self.lines), re.MULTILINE)
         return found[1] if found else ""
 
     @property

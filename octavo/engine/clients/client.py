@@ -26,6 +26,8 @@ class EngineInfo(msgspec.Struct):
     kv_capacity_tokens: int
     description: str
     """Line printed at the start that says how many requests fit."""
+    kv_bytes: int = 0
+    """Memory of the machine that the KV cache may take, in bytes; 0 on a device with its own."""
 
 
 class EngineClient(Protocol):

@@ -57,7 +57,7 @@ from octavo.progress import Report
 
 MAIN = "octavo.engine.clients.core_process:main"
 END_S = 5.0
-"""Time that a closed core has to end before it is killed, in seconds."""
+"""Time that a closed core has to end before it is killed, in seconds; one that loads has none."""
 ANSWER_S = 60.0
 """Time that a core has to answer a query, in seconds."""
 LAST_WORDS_MS = 200
@@ -192,7 +192,7 @@ class ProcessClient:
         self._results.put(None)
         with self._sending:
             self._commands.send(self._encoder.encode(CloseCore()))
-        end_process(self._process, END_S)
+        end_process(self._process, END_S if self.is_ready else 0.0)
         with self._sending, self._receiving:
             self._context.destroy(linger=0)
             self._life.close()

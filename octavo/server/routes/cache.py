@@ -42,6 +42,7 @@ class PinBody(Body):
 class ResetBody(Body):
     """Body of POST /v1/cache/reset."""
 
+    model: Annotated[str | None, Field(description="the served model's name")] = None
     reset_connector: Annotated[bool, Field(description="true: in host memory and on disk too")] = (
         False
     )
@@ -68,9 +69,11 @@ async def pin(
 
 
 @router.get("/v1/cache")
-async def read(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """Reports the prefix cache's contents tier by tier, and its hits."""
-    llm = service.model().llm
+async def read(
+    service: Annotated[Service, Depends(service_of)], model: str | None = None
+) -> dict[str, Any]:
+    """Reports the contents of a model's prefix cache tier by tier, and its hits."""
+    llm = service.model(model).llm
     return describe(
         llm.stats(),
         llm.config.cache.prefix_cache_size if llm.config.cache.prefix_cache_dir else None,
@@ -83,9 +86,8 @@ async def reset(
     body: Annotated[ResetBody, Depends(body_of(ResetBody))],
 ) -> dict[str, bool]:
     """Forgets all cached prefixes; answers false, and forgets nothing, while requests run."""
-    return {
-        "reset": await service.model().llm.reset_prefix_cache(reset_connector=body.reset_connector)
-    }
+    llm = service.model(body.model).llm
+    return {"reset": await llm.reset_prefix_cache(reset_connector=body.reset_connector)}
 
 
 def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:

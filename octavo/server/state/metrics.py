@@ -1,17 +1,15 @@
-"""The server's metrics: the engine's counters, and histograms over finished requests.
+"""The server's metrics: every engine's counters, and histograms over finished requests, by model.
 
 Every series has an `octavo:` name and, as an alias for dashboards that exist, the `vllm:` name.
-Counters come from the engine's last snapshot; histograms are filled when a request ends.
+Counters come from each engine's last snapshot; histograms are those of `model_metrics.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -20,30 +18,15 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
 
 from octavo.engine.stats import EngineStats
-from octavo.outputs import RequestMetrics, RequestOutput
-from octavo.sampling_params import SamplingParams
-from octavo.server.state.slot import EngineSlot, served_name
+from octavo.server.state.directory import ModelDirectory
+from octavo.server.state.model_metrics import HISTOGRAMS
 
 PREFIXES = ("octavo:", "vllm:")
 LABELS = ("model_name", "engine")
-
-REQUEST_SECONDS = (
-    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
-    *(120, 240, 480, 960, 1920, 7680),
-)
-"""Upper bounds of the latency buckets, in seconds; vLLM's."""
-
-TOKEN_SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
-    *(1, 2.5, 5, 10, 40, 160),
-)
-"""Upper bounds of the buckets of times between tokens, in seconds."""
-
-TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-SAMPLE_COUNTS = (1, 2, 5, 10, 20)
+ENGINE = "0"
+"""Value of the label `engine`: each model has one."""
 
 GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": (
@@ -133,106 +116,53 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda stats: stats.num_restarts,
     ),
 }
-HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", TOKEN_SECONDS),
-    "inter_token_latency_seconds": ("From one token to the next.", TOKEN_SECONDS),
-    "request_time_per_output_token_seconds": (
-        "Mean of a request's time from one token to the next.",
-        TOKEN_SECONDS,
-    ),
-    "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_SECONDS),
-    "request_queue_time_seconds": ("From arrival to the first step.", REQUEST_SECONDS),
-    "request_prefill_time_seconds": ("From the first step to the first token.", REQUEST_SECONDS),
-    "request_decode_time_seconds": ("From the first token to the last.", REQUEST_SECONDS),
-    "request_inference_time_seconds": ("From the first step to the last token.", REQUEST_SECONDS),
-    "request_prompt_tokens": ("Tokens of the prompt.", TOKEN_COUNTS),
-    "request_generation_tokens": ("Tokens generated.", TOKEN_COUNTS),
-    "request_params_n": ("Samples asked for.", SAMPLE_COUNTS),
-    "request_params_max_tokens": ("Most tokens asked for.", TOKEN_COUNTS),
-    "request_num_preemptions": ("Preemptions of a request.", SAMPLE_COUNTS),
-}
-
-
-class Tally:
-    """A histogram's counts.
-
-    prometheus_client's own takes ten times as long for a value, and at a stream's end all other
-    streams wait for it.
-    """
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """Takes the buckets' inclusive upper bounds, ascending; a last bucket has none."""
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def add(self, values: Iterable[float]) -> None:
-        for value in values:
-            self._counts[bisect_left(self._bounds, value)] += 1
-            self._sum += value
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns (bound, number of values up to it) by bucket, and the sum of all values."""
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        return list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum
+READINESS = ("model_ready", "Whether the model's engine takes requests: 1, or 0.")
+ENDINGS = ("request_success", "Requests by how they ended.")
 
 
 class ServerMetrics:
-    """Histograms and counts of the server's requests, and a view of the engine's counters."""
+    """All series of the models in a directory, as they are when they are read."""
 
-    def __init__(self, slot: EngineSlot) -> None:
-        self._slot = slot
-        self._tallies = {name: Tally(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        self._endings = Counter(
-            "request_success",
-            "Requests by how they ended.",
-            (*LABELS, "finished_reason"),
-            registry=None,
-        )
+    def __init__(self, models: ModelDirectory) -> None:
+        self._models = models
         self._registry = CollectorRegistry()
         self._registry.register(_Aliased(self._families))
-
-    def observe(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Takes in a request that has ended."""
-        for sample in output.outputs:
-            self._end(sample.finish_reason or "error")
-        if output.metrics is not None and output.error is None:
-            for name, values in _measures(output, output.metrics, params, time.monotonic()):
-                self._tallies[name].add(values)
-
-    def count_abort(self) -> None:
-        """Counts a request that was aborted before its end."""
-        self._end("abort")
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def _end(self, reason: str) -> None:
-        self._endings.labels(*self._labels(), reason).inc()
-
-    def _labels(self) -> tuple[str, str]:
-        """Returns the values of the labels model_name and engine."""
-        llm = self._slot.loaded
-        return "" if llm is None else served_name(llm), "0"
-
     def _families(self) -> Iterator[Metric]:
-        llm = self._slot.loaded
-        if llm is None:
+        yield self._readiness()
+        loaded = [(slot, slot.loaded.stats()) for slot in self._models if slot.loaded is not None]
+        if not loaded:
             return
-        stats = llm.stats()
         for name, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            gauge.add_metric(self._labels(), read(stats))
+            for slot, stats in loaded:
+                gauge.add_metric((slot.name, ENGINE), read(stats))
             yield gauge
         for name, (text, read) in COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=LABELS)
-            counter.add_metric(self._labels(), read(stats))
+            for slot, stats in loaded:
+                counter.add_metric((slot.name, ENGINE), read(stats))
             yield counter
-        yield from self._endings.collect()
-        for name, tally in self._tallies.items():
-            histogram = HistogramMetricFamily(name, HISTOGRAMS[name][0], labels=LABELS)
-            histogram.add_metric(self._labels(), *tally.buckets())
+        endings = CounterMetricFamily(*ENDINGS, labels=(*LABELS, "finished_reason"))
+        for slot, _ in loaded:
+            for reason, count in slot.metrics.endings.items():
+                endings.add_metric((slot.name, ENGINE, reason), count)
+        yield endings
+        for name, (text, _) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+            for slot, _ in loaded:
+                buckets = slot.metrics.tallies[name].buckets()
+                histogram.add_metric((slot.name, ENGINE), *buckets)
             yield histogram
+
+    def _readiness(self) -> Metric:
+        family = GaugeMetricFamily(*READINESS, labels=LABELS)
+        for slot in self._models:
+            family.add_metric((slot.name, ENGINE), not slot.trouble)
+        return family
 
 
 class _Aliased(Collector):
@@ -250,32 +180,3 @@ class _Aliased(Collector):
                 if not sample.name.endswith("_created")
             ]
             yield named
-
-
-def _measures(
-    output: RequestOutput, metrics: RequestMetrics, params: SamplingParams, now: float
-) -> Iterator[tuple[str, Iterable[float]]]:
-    yield "e2e_request_latency_seconds", [now - metrics.arrival_time]
-    yield "request_prompt_tokens", [len(output.prompt_token_ids)]
-    yield "request_generation_tokens", [metrics.num_generation_tokens]
-    yield "request_params_n", [params.n]
-    yield "request_num_preemptions", [metrics.num_preemptions]
-    if params.max_tokens is not None:
-        yield "request_params_max_tokens", [params.max_tokens]
-    times = metrics.token_times
-    if times:
-        yield "time_to_first_token_seconds", [times[0] - metrics.arrival_time]
-        yield "request_decode_time_seconds", [times[-1] - times[0]]
-        yield (
-            "inter_token_latency_seconds",
-            (later - earlier for earlier, later in itertools.pairwise(times)),
-        )
-        if len(times) > 1:
-            yield (
-                "request_time_per_output_token_seconds",
-                [(times[-1] - times[0]) / (len(times) - 1)],
-            )
-    if times and metrics.scheduled_ts is not None:
-        yield "request_queue_time_seconds", [metrics.scheduled_ts - metrics.arrival_time]
-        yield "request_prefill_time_seconds", [times[0] - metrics.scheduled_ts]
-        yield "request_inference_time_seconds", [times[-1] - metrics.scheduled_ts]

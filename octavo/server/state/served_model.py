@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from octavo.async_llm import AsyncLLM
 from octavo.ports import Tokenizer
-from octavo.server.state.metrics import ServerMetrics
+from octavo.server.state.model_metrics import ModelMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ServedModel:
     name: str
     """Public name, which clients send and answers repeat."""
     llm: AsyncLLM
-    metrics: ServerMetrics
+    metrics: ModelMetrics
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -1,53 +1,47 @@
-"""The state that every route works with: the engine's slot, the settings, the metrics, the jobs.
+"""The state that every route works with: the models, the settings, the metrics, the jobs.
 
 Holds no route and knows no wire format.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastapi import Request
 
-from octavo.errors import ModelNotFound
+from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
+from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
 from octavo.server.state.metrics import ServerMetrics
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.slot import EngineSlot, served_name
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """One server's state, shared by its routes."""
 
-    slot: EngineSlot
+    models: ModelDirectory
+    loader: ModelLoader
     settings: ServerSettings
     metrics: ServerMetrics
     jobs: Jobs
-    created: int = field(default_factory=lambda: int(time.time()))
-    """Unix time of the server's start, in seconds."""
 
     def model(self, name: str | None = None) -> ServedModel:
-        """Returns the model that a request names; raises ModelNotFound for an unknown one.
+        """Returns the model that a request names, for new work; None stands for the only one.
 
-        None means the only model, and so does the name or path that the server was started with.
+        Raises ModelNotFound for an unknown one, and Unavailable for one that is not ready.
         """
-        llm = self.slot.llm
-        served = served_name(llm)
-        if name not in (None, served, llm.config.model.model):
-            raise ModelNotFound(
-                f"The model `{name}` does not exist.",
-                hint=f"this server has `{served}`",
-                param="model",
-            )
-        return ServedModel(served, llm, self.metrics)
+        slot = self.models.find(name)
+        return ServedModel(slot.name, slot.llm, slot.metrics)
 
     def ready_models(self) -> list[ServedModel]:
         """Returns every model whose requests can be seen and changed, draining ones too."""
-        llm = self.slot.loaded
-        return [] if llm is None else [ServedModel(served_name(llm), llm, self.metrics)]
+        return [
+            ServedModel(slot.name, slot.loaded, slot.metrics)
+            for slot in self.models
+            if slot.loaded is not None
+        ]
 
 
 async def service_of(request: Request) -> Service:

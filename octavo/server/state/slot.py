@@ -1,61 +1,138 @@
-"""The slot of the server's engine: loading, ready or draining.
+"""The slot of one model's engine: loading, ready, draining or failed.
 
-The engine comes some time after the server has begun to listen, and goes before it ends; requests
-in between get a 503.
+An engine comes some time after the server has begun to listen, and may go before the server ends;
+requests in between get a 503.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Literal
+
 from octavo.async_llm import AsyncLLM
-from octavo.errors import Unavailable
+from octavo.errors import EngineDead, OctavoError, Unavailable
+from octavo.server.state.model_metrics import ModelMetrics
+from octavo.server.state.model_spec import ModelSpec
+
+SlotState = Literal["loading", "ready", "draining", "failed"]
 
 
 class EngineSlot:
-    """An engine that is loading, ready or draining."""
+    """A served model: its name, its engine once there is one, and its requests' metrics."""
 
-    def __init__(self, llm: AsyncLLM | None = None) -> None:
+    def __init__(self, spec: ModelSpec | None = None, llm: AsyncLLM | None = None) -> None:
+        self.spec = spec or ModelSpec()
+        self.created = int(time.time())
+        """Unix time at which the model was asked for, in seconds."""
+        self.metrics = ModelMetrics()
+        self.memory_bytes = 0
+        """Memory set aside for the engine, in bytes; 0 where none was planned."""
         self._llm = llm
         self._progress = "starting"
-        self._draining = False
+        self._refusal = ""
+        """Reason why no new work is taken while it drains."""
+        self._failure = ""
+        self._cancel: Callable[[], None] | None = None
+
+    @staticmethod
+    def of(llm: AsyncLLM) -> EngineSlot:
+        """Returns the slot of an engine that is ready."""
+        return EngineSlot(ModelSpec.of(llm.config.to_options()), llm)
+
+    @property
+    def name(self) -> str:
+        """Public name of the model, which clients send and answers repeat."""
+        return self.spec.name
+
+    @property
+    def state(self) -> SlotState:
+        if self._failure:
+            return "failed"
+        if self._refusal:
+            return "draining"
+        return "loading" if self._llm is None else "ready"
+
+    @property
+    def reason(self) -> str:
+        """Progress of its load, or why it takes no requests; "" where it is ready."""
+        words = {"failed": self._failure, "draining": self._refusal, "loading": self._progress}
+        return words.get(self.state, "")
 
     @property
     def llm(self) -> AsyncLLM:
-        """The engine, for new work; raises Unavailable while loading and while draining."""
-        if self._draining:
-            raise Unavailable("the server is stopping")
+        """The engine, for new work; raises Unavailable unless it is ready."""
+        if self._refusal:
+            raise Unavailable(self._refusal)
+        if self._failure:
+            raise Unavailable(
+                f"the model `{self.name}` failed to load: {self._failure}",
+                hint="an operator may load it again by POST /v1/models/load",
+            )
         if self._llm is None:
             raise Unavailable(
-                f"the server is not ready yet: {self._progress}", hint="try again in a few seconds"
+                f"the model `{self.name}` is not ready yet: {self._progress}",
+                hint="try again in a few seconds",
             )
         return self._llm
 
     @property
     def loaded(self) -> AsyncLLM | None:
-        """The engine for readers of its state, ready or draining; None while it loads."""
+        """The engine for readers of its state, ready or draining; None where there is none."""
         return self._llm
 
     @property
+    def trouble(self) -> str:
+        """Reason why a request would not be computed at the moment; "" if all is well."""
+        try:
+            self.llm.check_health()
+        except (Unavailable, EngineDead) as error:
+            return error.message
+        return ""
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Kinds of requests that the model takes; [] before it has been loaded."""
+        if self._llm is None:
+            return []
+        has_text = not self._llm.config.model.skip_tokenizer_init
+        chats = has_text and self._llm.get_tokenizer().has_chat_template
+        return ["completions", "chat"] if chats else ["completions"]
+
+    @property
     def is_draining(self) -> bool:
-        return self._draining
+        return bool(self._refusal)
+
+    def answers_to(self, name: str) -> bool:
+        """Tells whether a request's model is this one: by public name, or as it was asked for."""
+        return name in (self.name, self.spec.model)
 
     def report(self, text: str) -> None:
-        """Notes the progress of the load, which a 503 quotes."""
+        """Notes the progress of the load, which a 503 and the model's card quote."""
         self._progress = text
+
+    def on_its_way(self, cancel: Callable[[], None]) -> None:
+        """Notes how to end an engine that loads; ends it where it is no longer wanted."""
+        self._cancel = cancel
+        if self._refusal:
+            cancel()
 
     def fill(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    def drain(self) -> None:
+    def fail(self, error: Exception) -> None:
+        """Notes why the load failed; what is not ours shows nothing of its inside."""
+        unknown = f"an internal error ({type(error).__name__})"
+        self._failure = error.message if isinstance(error, OctavoError) else unknown
+
+    def drain(self, reason: str = "the server is stopping") -> None:
         """Refuses new work from now on; running requests go on."""
-        self._draining = True
+        self._refusal = reason
 
     def close(self) -> None:
-        """Ends the engine; streams that still run get an error."""
-        self.drain()
+        """Ends the engine, also one that is being loaded; streams that still run get an error."""
+        self._refusal = self._refusal or "the server is stopping"
         if self._llm is not None:
             self._llm.close()
-
-
-def served_name(llm: AsyncLLM) -> str:
-    """Returns the model's public name, which clients send."""
-    return llm.config.model.served_model_name or llm.config.model.model
+        elif self._cancel is not None:
+            self._cancel()

@@ -1,0 +1,228 @@
+"""Loads models into their slots and unloads them, in threads beside the server's event loop.
+
+Models are fetched side by side, and loaded one after the other, so that each is planned for the
+memory that the ones before have left. Owns the sharing of memory among engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+from octavo.async_llm import AsyncLLM
+from octavo.backends.devices import default_backend
+from octavo.checkpoint.catalogue import resolve
+from octavo.config.engine_config import EngineConfig
+from octavo.config.sizes import format_bytes
+from octavo.errors import ConfigError
+from octavo.progress import Report, quiet
+from octavo.server.state.directory import ModelDirectory
+from octavo.server.state.slot import EngineSlot
+from octavo.wiring.budget import describe_shares, share_memory
+from octavo.wiring.plan import plan_model
+from octavo.worker.capacity import Capacity
+from octavo.worker.machine import Machine
+from octavo.worker.memory import UNKNOWN_BYTES
+
+WhenReady: TypeAlias = Callable[[EngineSlot], None]
+WhenFailed: TypeAlias = Callable[[EngineSlot, Exception], None]
+
+DRAIN_INTERVAL_S = 0.05
+"""Period at which a draining engine is asked whether it has finished, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTask:
+    """A slot to fill, and the options of its engine as they are known so far."""
+
+    slot: EngineSlot
+    loop: asyncio.AbstractEventLoop
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.slot.state == "loading"
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function in the loop's thread, unless the loop has ended."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+
+class ModelLoader:
+    """Fills and empties the slots of a directory."""
+
+    def __init__(
+        self,
+        models: ModelDirectory,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        memory_budget: int | None = None,
+        report: Report = quiet,
+        when_ready: WhenReady = lambda slot: None,
+        when_failed: WhenFailed = lambda slot, error: None,
+    ) -> None:
+        """`when_ready` and `when_failed` are called in the event loop, once for each load."""
+        self._models = models
+        self.defaults = dict(defaults or {})
+        """Engine options of the command line, which apply to every model."""
+        self._memory_budget = memory_budget
+        self._report = report
+        self._when_ready = when_ready
+        self._when_failed = when_failed
+        self._turn = threading.Lock()
+        """Held while models are planned and loaded."""
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def start(
+        self, slots: Sequence[EngineSlot], when_done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Loads the models of these slots in a thread, as one lot that shares the free memory.
+
+        `when_done` is called in the event loop when each of them is ready or has failed.
+        """
+        loop = asyncio.get_running_loop()
+        tasks = [LoadTask(slot, loop, dict(slot.spec.options)) for slot in slots]
+        run = partial(self._run, tasks, partial(loop.call_soon_threadsafe, when_done))
+        threading.Thread(target=run, name="octavo-loader", daemon=True).start()
+
+    def _run(self, tasks: list[LoadTask], done: Callable[[], object]) -> None:
+        fetched = [task for task in tasks if self._attempt(task, partial(_fetch, task))]
+        with self._turn:
+            for task in self._planned([task for task in fetched if task.is_wanted]):
+                if task.is_wanted:
+                    self._attempt(task, partial(self._build, task))
+        if not (tasks and tasks[0].loop.is_closed()):
+            done()
+
+    def _attempt(self, task: LoadTask, step: Callable[[], None]) -> bool:
+        """Carries out a step of a load; returns whether it succeeded, and notes why not."""
+        try:
+            step()
+        except Exception as error:
+            task.post(self._fail, task.slot, error)
+            return False
+        return True
+
+    def _fail(self, slot: EngineSlot, error: Exception) -> None:
+        """Notes why a model cannot be served, unless it is no longer wanted."""
+        if not slot.is_draining:
+            slot.fail(error)
+            self._when_failed(slot, error)
+
+    def _build(self, task: LoadTask) -> None:
+        slot = task.slot
+
+        def report(text: str) -> None:
+            self._say(slot, text)
+            slot.report(text)
+
+        llm = AsyncLLM.from_options(report=report, when_started=slot.on_its_way, **task.options)
+        slot.fill(llm)
+        if slot.is_draining:
+            slot.close()
+        else:
+            task.post(self._begin, slot, llm)
+
+    def _begin(self, slot: EngineSlot, llm: AsyncLLM) -> None:
+        """Listens to a new engine, in the event loop, unless it is no longer wanted."""
+        if not slot.is_draining:
+            llm.start()
+            self._when_ready(slot)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def _planned(self, tasks: list[LoadTask]) -> list[LoadTask]:
+        """Returns the tasks that may be carried out, with their shares of the memory.
+
+        A model that is alone in it takes its share by itself, as it knows what is really free.
+        """
+        others = any(slot.loaded is not None for slot in self._models)
+        if len(tasks) == 1 and not others and self._memory_budget is None:
+            return tasks
+        capacities: dict[str, Capacity] = {}
+        planned = []
+        free = self._free_bytes()
+        for task in tasks:
+            if self._attempt(task, partial(_plan, task, free, capacities)):
+                planned.append(task)
+        try:
+            kv_bytes = share_memory(capacities, free)
+        except ConfigError as error:
+            for task in planned:
+                task.post(self._fail, task.slot, error)
+            return []
+        for task in planned:
+            self._set_share(task, capacities, kv_bytes)
+        if capacities:
+            self._report(f"memory {format_bytes(free)}: {describe_shares(capacities, kv_bytes)}")
+        return planned
+
+    def _set_share(
+        self, task: LoadTask, capacities: Mapping[str, Capacity], kv_bytes: Mapping[str, int]
+    ) -> None:
+        name = task.slot.name
+        if name in capacities:
+            task.options["kv_cache_memory_bytes"] = kv_bytes[name]
+            task.slot.memory_bytes = capacities[name].fixed_bytes + kv_bytes[name]
+
+    def _free_bytes(self) -> int:
+        """Returns the memory for more models: what the budget leaves, at most what is free.
+
+        KV that an engine has reserved and not yet written counts as taken.
+        """
+        available = Machine().available_bytes()
+        engines = [slot.loaded for slot in self._models if slot.loaded is not None]
+        unwritten = sum(int(llm.info.kv_bytes * (1 - llm.stats().kv_usage)) for llm in engines)
+        free = UNKNOWN_BYTES if available is None else max(0, available - unwritten)
+        if self._memory_budget is None:
+            return free
+        taken = sum(slot.memory_bytes for slot in self._models if slot.loaded is not None)
+        return min(free, max(0, self._memory_budget - taken))
+
+    # -- unloading ---------------------------------------------------------------------------------
+
+    def unload(self, slot: EngineSlot, *, timeout_s: float) -> None:
+        """Drains a model and ends its engine in the background; it then leaves the directory.
+
+        Requests that still run after `timeout_s` seconds end with an error.
+        """
+        slot.drain(f"the model `{slot.name}` is being unloaded")
+        task = asyncio.get_running_loop().create_task(self._unload(slot, timeout_s))
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, slot: EngineSlot, timeout_s: float) -> None:
+        llm, end = slot.loaded, time.monotonic() + timeout_s
+        while llm is not None and llm.num_unfinished and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_INTERVAL_S)
+        await asyncio.to_thread(slot.close)
+        self._models.remove(slot)
+        self._report(f"{slot.name} was unloaded")
+
+    def _say(self, slot: EngineSlot, text: str) -> None:
+        """Reports a line of a load; it begins with the model's name where there are several."""
+        self._report(f"[{slot.name}] {text}" if len(self._models) > 1 else text)
+
+
+def _fetch(task: LoadTask) -> None:
+    """Finds the model's files, and fetches them where they are not here."""
+    task.options["model"] = str(resolve(task.slot.spec.model, progress=True))
+
+
+def _plan(task: LoadTask, memory_bytes: int, capacities: dict[str, Capacity]) -> None:
+    """Adds what the engine will take to `capacities`; the torch backend knows only once it runs."""
+    config = EngineConfig.from_options(**task.options)
+    if (config.backend.backend or default_backend()) != "torch":
+        capacities[task.slot.name] = plan_model(config, memory_bytes=memory_bytes).capacity
+    elif config.cache.kv_cache_memory_bytes is None:
+        raise ConfigError(
+            "kv_cache_memory_bytes: needed for a model on the torch backend that shares the memory"
+        )

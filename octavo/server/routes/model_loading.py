@@ -1,0 +1,155 @@
+"""POST /v1/models/load and /v1/models/unload: models that come and go while the server runs.
+
+For the operator only. Both answer at once; GET /v1/models says how far it is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+from starlette.exceptions import HTTPException
+
+from octavo.config.engine_config import EngineConfig, option_fields
+from octavo.errors import ConfigError, InvalidRequest, Overloaded, did_you_mean
+from octavo.server.auth import require_operator
+from octavo.server.body import Body, body_of
+from octavo.server.openai.models import card_of
+from octavo.server.state.model_spec import ModelSpec
+from octavo.server.state.service import Service, service_of
+from octavo.server.state.slot import EngineSlot
+
+OF_THE_MACHINE = frozenset(
+    {"tokenizer", "chat_template", "prefix_cache_dir", "record", "cpu_level", "device"}
+)
+"""Options that name the machine's files or devices, which are the command line's business."""
+OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})
+"""Engine options that a load may name."""
+
+NAME = re.compile(r"[\w.:/-]{1,200}")
+MAX_DRAIN_S = 3600.0
+DRAIN_S = 30.0
+
+router = APIRouter()
+
+
+class LoadBody(Body):
+    """Body of POST /v1/models/load."""
+
+    model: Annotated[
+        str,
+        Field(
+            description="a short name, a path on the server or a repository, of 1 to 4096"
+            " characters; or the name of a model that failed, to load it again",
+            min_length=1,
+            max_length=4096,
+        ),
+    ]
+    name: Annotated[str | None, Field(description="the public name; default the model's own")] = (
+        None
+    )
+    options: Annotated[
+        dict[str, str | int | float | bool | None] | None,
+        Field(description="an object of engine options, over those of the command line"),
+    ] = None
+
+
+class UnloadBody(Body):
+    """Body of POST /v1/models/unload."""
+
+    model: Annotated[str, Field(description="the served model's name")]
+    timeout_s: Annotated[
+        float,
+        Field(
+            description=f"seconds for running requests to end, 0 to {MAX_DRAIN_S:g}",
+            ge=0,
+            le=MAX_DRAIN_S,
+        ),
+    ] = DRAIN_S
+
+
+@router.post("/v1/models/load", status_code=202, dependencies=[Depends(require_operator)])
+async def load(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[LoadBody, Depends(body_of(LoadBody))],
+) -> dict[str, Any]:
+    """Starts to load a model in an engine of its own; answers with its card."""
+    slot = EngineSlot(_spec_of(service, body))
+    _make_room(service, slot.name)
+    service.models.add(slot)
+    service.loader.start([slot])
+    return card_of(slot)
+
+
+@router.post("/v1/models/unload", status_code=202, dependencies=[Depends(require_operator)])
+async def unload(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[UnloadBody, Depends(body_of(UnloadBody))],
+) -> dict[str, Any]:
+    """Takes no new requests for a model, lets running ones end, and ends its engine.
+
+    One that loads is stopped, one that failed is forgotten.
+    """
+    slot = service.models.find(body.model)
+    if slot.state == "draining":
+        raise HTTPException(409, f"the model `{slot.name}` is being unloaded already")
+    service.loader.unload(slot, timeout_s=body.timeout_s)
+    return card_of(slot)
+
+
+def _spec_of(service: Service, body: LoadBody) -> ModelSpec:
+    """Returns what is to be loaded; raises InvalidRequest for a bad name or option."""
+    if body.name is not None and not NAME.fullmatch(body.name):
+        raise InvalidRequest(
+            f"name: got {body.name[:80]!r}, allowed are 1 to 200 letters, digits and any of . : / _"
+            " -",
+            param="name",
+        )
+    failed = service.models.get(body.model)
+    if failed is not None and failed.state == "failed":
+        options = dict(failed.spec.options)
+    else:
+        options = {**service.loader.defaults, "model": body.model, "served_model_name": None}
+    if body.name is not None:
+        options["served_model_name"] = body.name
+    return ModelSpec.of(options | _checked(body.options or {}))
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options that an engine takes, in its own types."""
+    for name in options:
+        if name in OF_THE_MACHINE:
+            raise InvalidRequest(
+                f"options.{name}: set on the server's command line only", param="options"
+            )
+        if name not in OPTIONS:
+            raise InvalidRequest(
+                f"options.{name}: no such option", hint=did_you_mean(name, OPTIONS), param="options"
+            )
+    try:
+        known = EngineConfig.from_options(**options).to_options()
+    except ConfigError as error:
+        raise InvalidRequest(f"options.{error.message}", hint=error.hint, param="options") from None
+    return {name: known[name] for name in options}
+
+
+def _make_room(service: Service, name: str) -> None:
+    """Raises 409 where the name is taken, and Overloaded where there are too many models.
+
+    A model that failed gives way to one of the same name.
+    """
+    taken = service.models.get(name)
+    if taken is not None and taken.state != "failed":
+        raise HTTPException(
+            409,
+            f"the model `{name}` exists and is {taken.state} (hint: give another name, or unload"
+            " it first)",
+        )
+    limit = service.settings.max_models
+    if taken is None and len(service.models) >= limit:
+        raise Overloaded(
+            f"the server has {len(service.models)} models, allowed are {limit}",
+            hint="unload one, or raise max_models",
+        )

@@ -1,0 +1,105 @@
+"""The models behind one port, by name: each has a slot with an engine of its own.
+
+Finds the slot that a request means; loads and ends no engine (`loader.py` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from octavo.async_llm import AsyncLLM
+from octavo.errors import InvalidRequest, ModelNotFound, Unavailable
+from octavo.server.state.slot import EngineSlot
+
+
+class ModelDirectory:
+    """All slots of a server by the models' public names, in the order in which they came."""
+
+    def __init__(self, slots: Iterable[EngineSlot] = ()) -> None:
+        self._slots = {slot.name: slot for slot in slots}
+        self._stopping = False
+        self._changed = False
+        """Whether models have come or gone since the start."""
+
+    @staticmethod
+    def of(engine: AsyncLLM | EngineSlot | ModelDirectory) -> ModelDirectory:
+        """Returns the directory of one engine, or of the slot of one; one of several as it is."""
+        if isinstance(engine, ModelDirectory):
+            return engine
+        return ModelDirectory([engine if isinstance(engine, EngineSlot) else EngineSlot.of(engine)])
+
+    def __iter__(self) -> Iterator[EngineSlot]:
+        return iter(list(self._slots.values()))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._slots)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the models that the server was started with all still load."""
+        return not self._changed and all(slot.state == "loading" for slot in self)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
+
+    def get(self, name: str) -> EngineSlot | None:
+        """Returns the slot of a public name, if there is one."""
+        return self._slots.get(name)
+
+    def find(self, name: str | None = None) -> EngineSlot:
+        """Returns the slot that a request means; None stands for the only one.
+
+        A model also answers to the text that the server was given for it. Raises ModelNotFound,
+        and InvalidRequest where None may be one of several.
+        """
+        if name is None:
+            return self._only()
+        found = self.get(name) or next((slot for slot in self if slot.answers_to(name)), None)
+        if found is None:
+            hint = f"this server has {self._listed()}" if self._slots else "this server has none"
+            raise ModelNotFound(f"The model `{name}` does not exist.", hint=hint, param="model")
+        return found
+
+    def add(self, slot: EngineSlot) -> None:
+        """Takes in a slot, in place of one of the same name that failed."""
+        if self._stopping:
+            raise Unavailable("the server is stopping")
+        self._slots[slot.name] = slot
+        self._changed = True
+
+    def remove(self, slot: EngineSlot) -> None:
+        """Forgets a slot, unless another has taken its name."""
+        if self._slots.get(slot.name) is slot:
+            del self._slots[slot.name]
+            self._changed = True
+
+    def drain(self) -> None:
+        """Refuses new work for every model from now on; running requests go on."""
+        self._stopping = True
+        for slot in self:
+            slot.drain()
+
+    def close(self) -> None:
+        """Ends all engines, at the same time."""
+        self._stopping = True
+        slots = list(self)
+        with ThreadPoolExecutor(max(1, len(slots))) as pool:
+            list(pool.map(EngineSlot.close, slots))
+
+    def _only(self) -> EngineSlot:
+        if not self._slots:
+            raise ModelNotFound("no model is loaded", hint="load one by POST /v1/models/load")
+        if len(self._slots) > 1:
+            raise InvalidRequest(
+                f"model: needed, as this server has several: {self._listed()}", param="model"
+            )
+        return next(iter(self._slots.values()))
+
+    def _listed(self) -> str:
+        return ", ".join(f"`{name}`" for name in self._slots)

@@ -1,0 +1,125 @@
+"""Histograms and counts of one model's requests, filled when a request ends.
+
+Knows no engine and no wire format; `metrics.py` renders those of all models together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client.utils import floatToGoString
+
+from octavo.outputs import RequestMetrics, RequestOutput
+from octavo.sampling_params import SamplingParams
+
+REQUEST_SECONDS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+"""Upper bounds of the latency buckets, in seconds; vLLM's."""
+
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1, 2.5, 5, 10, 40, 160),
+)
+"""Upper bounds of the buckets of times between tokens, in seconds."""
+
+TOKEN_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+SAMPLE_COUNTS = (1, 2, 5, 10, 20)
+
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", TOKEN_SECONDS),
+    "inter_token_latency_seconds": ("From one token to the next.", TOKEN_SECONDS),
+    "request_time_per_output_token_seconds": (
+        "Mean of a request's time from one token to the next.",
+        TOKEN_SECONDS,
+    ),
+    "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_SECONDS),
+    "request_queue_time_seconds": ("From arrival to the first step.", REQUEST_SECONDS),
+    "request_prefill_time_seconds": ("From the first step to the first token.", REQUEST_SECONDS),
+    "request_decode_time_seconds": ("From the first token to the last.", REQUEST_SECONDS),
+    "request_inference_time_seconds": ("From the first step to the last token.", REQUEST_SECONDS),
+    "request_prompt_tokens": ("Tokens of the prompt.", TOKEN_COUNTS),
+    "request_generation_tokens": ("Tokens generated.", TOKEN_COUNTS),
+    "request_params_n": ("Samples asked for.", SAMPLE_COUNTS),
+    "request_params_max_tokens": ("Most tokens asked for.", TOKEN_COUNTS),
+    "request_num_preemptions": ("Preemptions of a request.", SAMPLE_COUNTS),
+}
+
+
+class Tally:
+    """A histogram's counts.
+
+    prometheus_client's own takes ten times as long for a value, and at a stream's end all other
+    streams wait for it.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Takes the buckets' inclusive upper bounds, ascending; a last bucket has none."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, values: Iterable[float]) -> None:
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._sum += value
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Returns (bound, number of values up to it) by bucket, and the sum of all values."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(names, itertools.accumulate(self._counts), strict=True)), self._sum
+
+
+class ModelMetrics:
+    """Measurements of a model's finished requests, and counts of how they ended."""
+
+    def __init__(self) -> None:
+        self.tallies = {name: Tally(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.endings: Counter[str] = Counter()
+        """Number of samples by finish_reason."""
+
+    def observe(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Takes in a request that has ended."""
+        for sample in output.outputs:
+            self.endings[sample.finish_reason or "error"] += 1
+        if output.metrics is not None and output.error is None:
+            for name, values in _measures(output, output.metrics, params, time.monotonic()):
+                self.tallies[name].add(values)
+
+    def count_abort(self) -> None:
+        """Counts a request that was aborted before its end."""
+        self.endings["abort"] += 1
+
+
+def _measures(
+    output: RequestOutput, metrics: RequestMetrics, params: SamplingParams, now: float
+) -> Iterator[tuple[str, Iterable[float]]]:
+    yield "e2e_request_latency_seconds", [now - metrics.arrival_time]
+    yield "request_prompt_tokens", [len(output.prompt_token_ids)]
+    yield "request_generation_tokens", [metrics.num_generation_tokens]
+    yield "request_params_n", [params.n]
+    yield "request_num_preemptions", [metrics.num_preemptions]
+    if params.max_tokens is not None:
+        yield "request_params_max_tokens", [params.max_tokens]
+    times = metrics.token_times
+    if times:
+        yield "time_to_first_token_seconds", [times[0] - metrics.arrival_time]
+        yield "request_decode_time_seconds", [times[-1] - times[0]]
+        yield (
+            "inter_token_latency_seconds",
+            (later - earlier for earlier, later in itertools.pairwise(times)),
+        )
+        if len(times) > 1:
+            yield (
+                "request_time_per_output_token_seconds",
+                [(times[-1] - times[0]) / (len(times) - 1)],
+            )
+    if times and metrics.scheduled_ts is not None:
+        yield "request_queue_time_seconds", [metrics.scheduled_ts - metrics.arrival_time]
+        yield "request_prefill_time_seconds", [times[0] - metrics.scheduled_ts]
+        yield "request_inference_time_seconds", [times[-1] - metrics.scheduled_ts]

@@ -1,0 +1,45 @@
+"""A model that the server is to serve: its public name and its engine's options.
+
+Parses what a command line says of it; loads nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.config.engine_config import DEFAULT_MODEL
+from octavo.config.paths import is_there, public_name, user_path
+
+NAMED = re.compile(r"([\w.:-]+)=(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model's public name and its engine's options by their flat names."""
+
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options with `model`, the text by which the model is found, and `served_model_name`."""
+
+    @property
+    def model(self) -> str:
+        """Short name, path or repository of the model."""
+        return str(self.options.get("model", DEFAULT_MODEL))
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> ModelSpec:
+        """Makes a spec of options; its name is served_model_name, else the model's own."""
+        model = str(options.get("model", DEFAULT_MODEL))
+        name = options.get("served_model_name") or public_name(model)
+        return ModelSpec(name, {**options, "model": model, "served_model_name": name})
+
+
+def name_and_model(text: str) -> tuple[str | None, str]:
+    """Splits NAME=MODEL; the name is None in a text that is a model, or a file, as it stands."""
+    found = NAMED.fullmatch(text)
+    if found is None or is_there(user_path(text)):
+        return None, text
+    return found[1], found[2]

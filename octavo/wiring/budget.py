@@ -1,0 +1,101 @@
+"""One memory for several engines: how many bytes the KV cache of each gets, before any is loaded.
+
+Works on what their headers say (`plan.py`). Every model gets the KV of one request of its longest
+context; the rest is shared by the bytes of their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from octavo.config.sizes import format_bytes
+from octavo.errors import ConfigError
+from octavo.worker.capacity import Capacity
+from octavo.worker.memory import SAFE_SHARE, plan_kv
+
+PLENTY_BYTES = 1 << 50
+"""Memory with which no KV cache is bounded by what is free."""
+
+
+@dataclass(slots=True)
+class KvShare:
+    """The bytes of one engine's KV cache while they are shared out."""
+
+    weight_bytes: int
+    num_bytes: int
+    """Bytes granted so far; at first the least."""
+    most_bytes: int
+
+
+def share_memory(capacities: Mapping[str, Capacity], memory_bytes: int) -> dict[str, int]:
+    """Returns the bytes of each engine's KV cache.
+
+    Raises ConfigError where the models do not fit into the memory together. An engine whose
+    options name its bytes gets these.
+    """
+    fixed = sum(capacity.fixed_bytes for capacity in capacities.values())
+    own = sum(capacity.wanted_kv_bytes or 0 for capacity in capacities.values())
+    left = memory_bytes - fixed - own
+    shares = {
+        name: _least_and_most(capacity)
+        for name, capacity in capacities.items()
+        if capacity.wanted_kv_bytes is None
+    }
+    rest = int(left * SAFE_SHARE) - sum(share.num_bytes for share in shares.values())
+    if left < 0 or (shares and rest < 0):
+        raise _too_large(capacities, memory_bytes)
+    _fill(list(shares.values()), rest)
+    return {
+        name: shares[name].num_bytes if name in shares else capacity.kv_bytes
+        for name, capacity in capacities.items()
+    }
+
+
+def describe_shares(capacities: Mapping[str, Capacity], kv_bytes: Mapping[str, int]) -> str:
+    """Returns the line that says what each engine takes."""
+    return "; ".join(
+        f"{name}: weights {format_bytes(capacity.weight_bytes)}, KV cache"
+        f" {format_bytes(kv_bytes[name])}"
+        for name, capacity in capacities.items()
+    )
+
+
+def _least_and_most(capacity: Capacity) -> KvShare:
+    most = plan_kv(
+        capacity.groups, capacity.demand, wanted_bytes=None, available_bytes=PLENTY_BYTES, share=1.0
+    )
+    return KvShare(capacity.weight_bytes, capacity.least_kv_bytes, most.num_bytes)
+
+
+def _fill(shares: list[KvShare], rest: int) -> None:
+    """Shares out the rest by weights; what an engine has no use for goes to the others."""
+    while shares and rest > 0:
+        total = sum(share.weight_bytes for share in shares)
+        granted = {id(share): rest * share.weight_bytes // total for share in shares}
+        full = [
+            share for share in shares if share.num_bytes + granted[id(share)] >= share.most_bytes
+        ]
+        for share in full:
+            rest -= max(0, share.most_bytes - share.num_bytes)
+            share.num_bytes = max(share.num_bytes, share.most_bytes)
+        if not full:
+            for share in shares:
+                share.num_bytes += granted[id(share)]
+            return
+        shares = [share for share in shares if share not in full]
+
+
+def _too_large(capacities: Mapping[str, Capacity], memory_bytes: int) -> ConfigError:
+    def parts() -> Iterator[str]:
+        for name, capacity in capacities.items():
+            least = format_bytes(capacity.fixed_bytes + capacity.least_kv_bytes)
+            yield f"{name} {least} with weights {format_bytes(capacity.weight_bytes)}"
+
+    what = "do not fit together" if len(capacities) > 1 else "does not fit"
+    return ConfigError(
+        f"{', '.join(capacities)} {what}: needed are at least {'; '.join(parts())}; free are"
+        f" {format_bytes(memory_bytes)}, of which KV caches may take {SAFE_SHARE:.0%} of what"
+        " weights leave",
+        hint="serve fewer models, lower max_model_len, or give each kv_cache_memory_bytes",
+    )
