@@ -119,6 +119,12 @@ def _check_prefill(options: SchedulerOptions) -> None:
             hint="set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks"
             " hold up no request",
         )
+    if options.itl_target_ms is not None and not options.enable_chunked_prefill:
+        raise ConfigError(
+            f"itl_target_ms: got {options.itl_target_ms:g}, allowed only with chunked prefill",
+            hint="leave enable_chunked_prefill as it is: prompts that stay whole cannot be cut to"
+            " fit a time",
+        )
     if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
         raise ConfigError(
             "long_prefill_token_threshold: allowed only with chunked prefill",

@@ -130,6 +130,12 @@ class SchedulerOptions:
     max_num_batched_tokens: int = option(
         2048, "most tokens computed in one step", unit="count", low=1
     )
+    itl_target_ms: float | None = option(
+        None,
+        "bound on what a running request waits between two tokens, in milliseconds, where decoding"
+        " alone allows it: prompts are cut by the predicted time of a step",
+        low=1,
+    )
     max_num_seqs: int = option(128, "most requests running at once", low=1)
     max_num_queued_reqs: int = option(
         1024, "most requests waiting; beyond it a server answers 429", low=1

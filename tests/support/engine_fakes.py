@@ -292,6 +292,7 @@ def make_request(
     names = (
         "sample_index",
         "fork_of",
+        "fork_tokens",
         "cache_salt",
         "priority",
         "tenant",

@@ -9,7 +9,7 @@ never has more blocks of a group than the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool
@@ -124,6 +124,10 @@ class HostBlocks:
     def num_used_blocks(self) -> int:
         """Blocks of all groups that requests hold."""
         return sum(self.num_blocks) - sum(map(len, self.free))
+
+    def num_blocks_of(self, request_ids: Iterable[str]) -> int:
+        """Counts the blocks of requests, of all groups; shared ones count once for each."""
+        return sum(len(_blocks(table)) for name in request_ids for table in self.tables[name])
 
     def put(self, tables: Mapping[str, Sequence[Sequence[int]]]) -> list[BlockMove] | None:
         """Takes in requests' device tables; returns the moves out of the device, None, and nothing

@@ -149,7 +149,7 @@ class Admission:
             return AdmissionDecision(Verdict.LATER, "batch full")
         whole = self.limits.max_whole_prompt
         least = num_tokens if whole is not None and num_tokens <= whole else 1
-        return OK if budget >= least else AdmissionDecision(Verdict.LATER, "step full")
+        return OK if budget >= least else STEP_FULL
 
     def reserve(self, num_running: int) -> int:
         """Returns the blocks to be left free: one for each running row, or the watermark where that
@@ -158,6 +158,7 @@ class Admission:
         return max(num_running, self.watermark_blocks) if num_running else 0
 
 
+STEP_FULL = AdmissionDecision(Verdict.LATER, "step full")
 NO_BLOCKS = AdmissionDecision(Verdict.LATER, "KV full")
 READING = AdmissionDecision(Verdict.LATER, "reading the prefix cache")
 NO_PROMPT = AdmissionDecision(Verdict.LATER, "the prompt that it shares is not computed")

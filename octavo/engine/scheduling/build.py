@@ -61,6 +61,7 @@ def build_scheduler(
             options.max_num_batched_tokens,
             options.max_num_seqs,
             max_chunk=_max_chunk(options),
+            itl_target_s=None if options.itl_target_ms is None else options.itl_target_ms / 1000,
             keeps_kv=cache.kv_cache,
         ),
         admission=admission,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from octavo.engine.kv.block_tables import Grant
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.scheduling.step_time import StepTime
 from octavo.engine.step_costs import StepCosts
 from octavo.step import BlockMove, NewRow, ScheduledRow
 
@@ -24,6 +25,8 @@ class StepBuilder:
     """Number of tokens that may still be added."""
     max_chunk: int
     """Most tokens of one row."""
+    time: StepTime | None = None
+    """Predicted time of the step, where it has a target."""
     rows: list[ScheduledRow] = field(default_factory=list)
     owners: list[tuple[Request, TokenRow]] = field(default_factory=list)
     """Request and row of each of `rows`."""
@@ -50,12 +53,22 @@ class StepBuilder:
         num_tokens = len(row.token_ids)
         if self.runs_ahead and start == num_tokens and request.may_run_ahead:
             num_tokens += 1
-        return min(num_tokens, start + min(self.budget, self.max_chunk))
+        end = min(num_tokens, start + min(self.budget, self.max_chunk))
+        if self.time is None or end == start:
+            return end
+        return start + self.time.room(row.request_id, start, end - start, len(self.moves))
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether the step's target leaves no time for a further prompt."""
+        return self.time is not None and self.time.is_full(len(self.moves))
 
     def add_row(self, request: Request, row: TokenRow, start: int, end: int, grant: Grant) -> None:
         """Adds the tokens from `start` up to `end` of a row, with the blocks granted for them."""
         row.num_tokens_in_flight += end - start
         self.budget -= end - start
+        if self.time is not None:
+            self.time.take(row.request_id, start, end - start)
         self.has_prompt = self.has_prompt or start < request.num_prompt_tokens
         self.moves += grant.moves
         num_known = len(row.token_ids)

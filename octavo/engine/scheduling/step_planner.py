@@ -21,6 +21,7 @@ from octavo.engine.scheduling.admission import (
     NO_PROMPT,
     OK,
     READING,
+    STEP_FULL,
     AdmissionDecision,
 )
 from octavo.engine.scheduling.batching import Batching, BatchingState, PromptStep
@@ -29,6 +30,7 @@ from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.policy import Policy
 from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.step_builder import StepBuilder
+from octavo.engine.scheduling.step_time import step_time
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import StepCosts
@@ -43,6 +45,8 @@ class StepLimits:
     max_num_seqs: int
     max_chunk: int | None
     """Most tokens of one request; None where prompts are not chunked."""
+    itl_target_s: float | None = None
+    """Longest time between two tokens that a step is to leave to the rows that generate."""
     keeps_kv: bool = True
     """False: every step computes all of a request's tokens again, for comparison."""
 
@@ -81,6 +85,7 @@ class StepPlanner:
             budget=self.limits.max_num_batched_tokens,
             max_chunk=self.limits.chunk(self.queues.waiting),
             runs_ahead=bool(self.in_flight),
+            time=step_time(costs, self.limits.itl_target_s, self.queues.running),
         )
         builder.moves += self.blocks.begin_step()
         self._continue_running(builder)
@@ -176,9 +181,20 @@ class StepPlanner:
             num_seqs = queues.num_running_seqs + request.num_seqs
             if builder.budget == 0 or num_seqs > self.limits.max_num_seqs:
                 return
+            if not self._has_time_for(request, builder):
+                return
             if not self.placement.swap_in(request, builder, num_running=queues.num_running_seqs):
                 return
             self._run(request, builder)
+
+    def _has_time_for(self, request: Request, builder: StepBuilder) -> bool:
+        """Says whether a swapped request's blocks can be brought back within the step's target."""
+        if builder.time is None:
+            return True
+        num_blocks = self.blocks.host.num_blocks_of(row.request_id for row in request.rows)
+        allowed = builder.time.allows_moves(num_blocks, len(builder.moves))
+        builder.time.has_chunk |= allowed
+        return allowed
 
     def _start_waiting(self, builder: StepBuilder) -> None:
         """Starts waiting requests in the policy's order, as far as admission and blocks go; none
@@ -193,6 +209,9 @@ class StepPlanner:
         room = self.batching.room(self.batching_state(builder.now))
         started: list[Request] = []
         for request in queues.waiting.order():
+            if builder.is_out_of_time:
+                builder.waits_for = STEP_FULL.reason
+                break
             # Where nothing runs, a request starts whose rows are more than a batch's room.
             is_alone = not (started or queues.running)
             rows_left = min(room, 1) * self.limits.max_num_seqs if is_alone else room
