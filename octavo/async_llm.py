@@ -26,7 +26,7 @@ from octavo.engine.front.request_stream import RequestStream
 from octavo.engine.live.feed import EngineFeed, FeedReader
 from octavo.engine.live.requests import LiveRequest
 from octavo.engine.stats import EngineStats
-from octavo.errors import EngineDead, InvalidRequest
+from octavo.errors import EngineDead, InvalidRequest, Unavailable
 from octavo.outputs import RequestOutput
 from octavo.ports import Tokenizer
 from octavo.progress import Report, quiet
@@ -196,7 +196,8 @@ class AsyncLLM:
         view = None
         if self.num_unfinished:
             self.start()
-            view = await asyncio.to_thread(self._front.view)
+            with contextlib.suppress(Unavailable):  # the core ends while it is asked
+                view = await asyncio.to_thread(self._front.view)
         found = self._front.requests(view)
         return found + self._front.recent_requests() if recent else found
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from octavo.engine.front.changes import Fork
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.live.requests import STATES, LiveRequest
-from octavo.errors import InvalidRequest, RequestNotFound
+from octavo.errors import EngineDead, InvalidRequest, RequestNotFound
 from octavo.server.auth import is_operator, origin_of, owner_of
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
@@ -173,11 +173,19 @@ async def _visible(request: Request, service: Service, *, recent: bool) -> list[
     found = []
     for model in service.ready_models():
         by_name: dict[str, list[LiveRequest]] = {}
-        for one in await model.llm.requests(recent=recent):
+        for one in await _requests_of(model, recent=recent):
             if sees_all or one.owner == owner:
                 by_name.setdefault(split_member(one.request_id)[0], []).append(one)
         found += [Found(name, model, members) for name, members in by_name.items()]
     return found
+
+
+async def _requests_of(model: ServedModel, *, recent: bool) -> list[LiveRequest]:
+    """Returns a model's requests; none where its engine has ended, which hides no other model's."""
+    try:
+        return await model.llm.requests(recent=recent)
+    except EngineDead:
+        return []
 
 
 async def _find(request: Request, service: Service, request_id: str) -> Found:
