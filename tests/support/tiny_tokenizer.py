@@ -41,10 +41,10 @@ def save_tiny_tokenizer(path: Path) -> None:
 
 
 @cache
-def tiny_model_with_text() -> Path:
-    """Returns the directory of the tiny llama, whose 320 ids include the tokenizer's 260."""
-    path = tiny_model("llama").path
-    target = path.with_name("with-text")
+def tiny_model_with_text(family: str = "llama") -> Path:
+    """Returns the directory of a tiny model whose ids include the tokenizer's 260."""
+    path = tiny_model(family).path
+    target = path.with_name("with-text" if family == "llama" else f"with-text-{family}")
     shutil.copytree(path, target)
     save_tiny_tokenizer(target)
     return target
