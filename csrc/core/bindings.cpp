@@ -265,7 +265,7 @@ NB_MODULE(_native, m) {
              "Lets the last stage write x, its out, as the next product reads it. Returns the rows.")
         .def("linear", &Builder::linear, "rows"_a, "parts"_a, "gated"_a, "gate"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
-             "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none())
+             "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none())
         .def("sampling", &Builder::sampling, "logits"_a)
         .def("finish", &Builder::finish, "token_floats"_a, "block_floats"_a, "sample_floats"_a)
         .def(

@@ -106,7 +106,8 @@ struct Builder {
         executor.add_linear(std::move(spec));
     }
     void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int num_heads,
-                   int window, float scale, float softcap, const nb::object& sinks) {
+                   int window, float scale, float softcap, const nb::object& sinks,
+                   const nb::object& slopes) {
         executor.add_attention(AttentionSpec{.q = place_of(q),
                                              .out = place_of(out),
                                              .group = group,
@@ -115,7 +116,8 @@ struct Builder {
                                              .window = window,
                                              .scale = scale,
                                              .softcap = softcap,
-                                             .sinks = keep(sinks)});
+                                             .sinks = keep(sinks),
+                                             .slopes = keep(slopes)});
     }
     void sampling(const PlaceTuple& logits) { executor.add_sampling(place_of(logits)); }
     void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats) {

@@ -175,7 +175,7 @@ struct AttentionSpec {
     Place q, out;
     int group, layer, num_heads, window;
     float scale, softcap;
-    const float* sinks;
+    const float *sinks, *slopes;
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
 };
 

@@ -257,7 +257,8 @@ struct AttentionStage : Stage {
                                  .scale = spec.scale,
                                  .softcap = spec.softcap,
                                  .window = spec.window,
-                                 .sinks = spec.sinks};
+                                 .sinks = spec.sinks,
+                                 .slopes = spec.slopes};
         AttentionPiece work;  // not zeroed: it has room for many rows, and most pieces have few
         work.places = view.batch.places;
         work.num_rows = 0;

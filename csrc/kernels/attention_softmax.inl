@@ -1,4 +1,4 @@
-// Weights from a split's scores: masks, caps, exponentials, and each lane's maximum m and sum l.
+// Weights from a split's scores: masks, caps, biases, exponentials, and each lane's maximum m and sum l.
 #pragma once
 #include "attention_lanes.inl"
 
@@ -44,33 +44,49 @@ struct ValueScales {
     }
 };
 
-// Caps the scores and sets those of keys that the lane does not see to -inf. Returns the largest; a NaN may
+// Turns a lane's sums into scores where these are capped or biased; else the sums stay, and the exponential
+// multiplies them with the lane's factor.
+struct ScoreMap {
+    const float factor, softcap, slope;
+    const int place;
+    const bool changes;
+
+    ScoreMap(const LaneSet& set, int lane)
+        : factor(set.factors[lane]),
+          softcap(set.args->softcap),
+          slope(set.args->slopes ? set.args->slopes[set.lanes[lane].head] : 0),
+          place(set.piece->places[set.lanes[lane].row]),
+          changes(softcap > 0 || set.args->slopes) {}
+
+    // Returns the scores of the sums of keys key and on.
+    vf operator()(vf s, int key) const {
+        if (!changes) return s;
+        s = softcap > 0 ? softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f))
+                        : splat(factor) * s;
+        return slope != 0 ? s + splat(slope) * to_float(iota() + (key - place)) : s;
+    }
+};
+
+// Maps the scores and sets those of keys that the lane does not see to -inf. Returns the largest; a NaN may
 // be lost in that, but shows in the sum of the weights.
-OCTAVO_INLINE float mask_scores(const LaneSet& set, float* scores, float factor, int from, int to, int first,
-                                int last) {
-    const float softcap = set.args->softcap;
-    const auto cap = [&](vf s) {
-        return softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f));
-    };
+OCTAVO_INLINE float mask_scores(const ScoreMap& map, float* scores, int from, int to, Keys seen) {
     vf largest = splat(-INFINITY);
     const auto mask = [&](int key, int end) {
         for (; key < end; key += kTile) {
-            const vf s = load(scores + key);
             const vi at = iota() + key;
-            const vf masked =
-                select((vi)(at >= first) & (vi)(at < last), softcap > 0 ? cap(s) : s, splat(-INFINITY));
+            const vf masked = select((vi)(at >= seen.first) & (vi)(at < seen.last),
+                                     map(load(scores + key), key), splat(-INFINITY));
             store(scores + key, masked);
             largest = max(largest, masked);
         }
     };
-    const int inner = (first + kTile - 1) / kTile * kTile,
-              outer = last / kTile * kTile > inner ? last / kTile * kTile : inner;
+    const int inner = (seen.first + kTile - 1) / kTile * kTile,
+              outer = seen.last / kTile * kTile > inner ? seen.last / kTile * kTile : inner;
     mask(from, inner);
     for (int key = inner; key < outer; key += kTile) {  // blocks that it sees whole
-        const vf s = load(scores + key);
-        const vf capped = softcap > 0 ? cap(s) : s;
-        if (softcap > 0) store(scores + key, capped);
-        largest = max(largest, capped);
+        const vf s = map(load(scores + key), key);
+        if (map.changes) store(scores + key, s);
+        largest = max(largest, s);
     }
     mask(outer, to);
     return max_lanes(largest);
@@ -107,7 +123,7 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
         std::memset(set.scores + lane * kSplitKeys, 0, sizeof(float) * kSplitKeys);
         return;
     }
-    const float factor = set.args->softcap > 0 ? 1 : set.factors[lane];
+    const float factor = ScoreMap(set, lane).changes ? 1 : set.factors[lane];
     if constexpr (way == Way::int16) values.see(first, last);
     const vf top = splat(largest), slope = splat(factor * 1.44269504f),
              ones = bits_to_float(splat_i(0x3f803f80));
@@ -147,10 +163,10 @@ void soften(const LaneSet& set, int key0, int key1, int split0) {
                        split0);
     float largest[kMaxLanes];
     for (int lane = 0; lane < set.count; lane++) {
-        const auto [first, last] = set.seen(lane, key0, key1);
-        if (first < last)
-            largest[lane] = mask_scores(set, set.scores + lane * kSplitKeys - split0, set.factors[lane],
-                                        values.from, values.to, first, last);
+        const Keys seen = set.seen(lane, key0, key1);
+        if (seen.first < seen.last)
+            largest[lane] = mask_scores(ScoreMap(set, lane), set.scores + lane * kSplitKeys - split0,
+                                        values.from, values.to, seen);
     }
     for (int lane = 0; lane < set.count; lane++)
         soften_lane<way>(set, lane, largest[lane], key0, key1, split0, values);

@@ -193,6 +193,7 @@ struct AttentionArgs {
     float scale, softcap;  // softcap 0: none
     int32_t window;  // 0: causal without a window; -1: full (every key below context_len)
     const float* sinks;  // [H] or null
+    const float* slopes;  // [H], of ALiBi: score += slope * (key's place - row's place), or null
 };
 
 // A row of a piece, and the memory for its lanes' states (m, l, acc): those of the piece's first split, each

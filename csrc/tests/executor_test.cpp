@@ -278,7 +278,8 @@ void build_layer(Stages& stages, const Layer& layer, int index, const RopeAngles
                                    .window = 0,
                                    .scale = 0.3f,
                                    .softcap = 0,
-                                   .sinks = nullptr});
+                                   .sinks = nullptr,
+                                   .slopes = nullptr});
     stages.converted_linear(attended, part(layer.o, x, &x));
     stages.begin();
     stages.linear(x, {part(layer.gate, inner), part(layer.up, inner)}, &layer.inner_norm, true);

@@ -113,6 +113,8 @@ def loaded_formats(
     def format_of(weight: Weight) -> str:
         if weight.whole in packed:
             return PACKED_FORMATS[packed[weight.whole]]
+        if weight.fill is not None:
+            return "F32"
         return (
             header.format_of(weight.tensor_names[0])
             if wide is None or len(weight.shape) < 2
@@ -167,6 +169,8 @@ class WeightReader:
         """Returns the weight in its own shape; raises WeightMismatch where the checkpoint has
         another.
         """
+        if weight.fill is not None:
+            return PackedWeight.plain(np.full(weight.shape, weight.fill, np.float32))
         with np.errstate(
             invalid="ignore", over="ignore"
         ):  # a damaged file's NaN fails the requests that meet it

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.program.builder import Builder
-from octavo.program.ops import Activation, MaskKind, RopeTable
+from octavo.program.ops import Activation, AlibiBias, MaskKind, RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 Sublayer = Callable[[Builder, Value, int], Value]
@@ -34,9 +35,20 @@ class DecoderShape:
     tied: bool
     """Whether the output layer is the token embedding."""
 
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Columns of q, k and v."""
+        kv_width = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv_width, kv_width
+
     @staticmethod
     def read(
-        config: HfConfig, *, head_dim: int | None = None, norm_eps: float = 1e-6, tied: bool = False
+        config: HfConfig,
+        *,
+        head_dim: int | None = None,
+        norm_eps: float = 1e-6,
+        eps_name: str = "rms_norm_eps",
+        tied: bool = False,
     ) -> DecoderShape:
         """Reads the shape from a config; the keyword arguments are the family's defaults, head_dim
         None being hidden_size / num_attention_heads.
@@ -55,7 +67,7 @@ class DecoderShape:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=config.size("head_dim", head_dim or hidden_size // num_heads),
-            norm_eps=config.number("rms_norm_eps", norm_eps),
+            norm_eps=config.number(eps_name, norm_eps),
             tied=config.flag("tie_word_embeddings", tied),
         )
 
@@ -92,46 +104,137 @@ def plan_cache(shape: DecoderShape, windows: Sequence[int | None]) -> CachePlan:
     return CachePlan(tuple(groups), tuple(layers[i] for i in range(len(windows))))
 
 
+Projection = Callable[[Builder, Value, str], tuple[Value, Value, Value]]
+"""Appends the products that make q, k and v of normed rows; takes the attention's module name."""
+
+Norm = Callable[[Builder, Value, str], Value]
+"""Appends a norm of the named module."""
+
+
+def rms_norm(eps: float, *, offset: float = 0.0) -> Norm:
+    """Returns the norm by the root mean square; `offset` is added to its weight (Gemma)."""
+    return lambda b, x, name: b.rms_norm(x, name, eps, weight_offset=offset)
+
+
+def layer_norm(eps: float, *, bias: bool = True, weight: bool = True, offset: float = 0.0) -> Norm:
+    """Returns the centered norm; without `weight` it multiplies with 1, and `offset` is added to
+    the weight (Nemotron).
+    """
+    return lambda b, x, name: b.layer_norm(
+        x, name, eps, bias=bias, has_weight=weight, weight_offset=offset
+    )
+
+
+def separate_qkv(
+    shape: DecoderShape,
+    *,
+    bias: bool = False,
+    names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+) -> Projection:
+    """Returns the projection with a module for each of q, k and v."""
+    widths = shape.qkv_widths
+
+    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
+        q, k, v = (
+            b.linear(x, f"{module}.{name}", width, bias=bias)
+            for name, width in zip(names, widths, strict=True)
+        )
+        return q, k, v
+
+    return project
+
+
+def stacked_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
+    """Returns the projection of one module whose rows are all of q, then k, then v."""
+    widths = shape.qkv_widths
+
+    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
+        q, k, v = (
+            linear_part(b, x, f"{module}.{name}", Rows(width, sum(widths), start), bias=bias)
+            for width, start in zip(widths, (0, widths[0], widths[0] + widths[1]), strict=True)
+        )
+        return q, k, v
+
+    return project
+
+
+def grouped_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
+    """Returns the projection of one module whose rows are, for each kv head, its query heads', its
+    key and its value (GPT-NeoX, BLOOM, Falcon).
+    """
+    dim, lanes = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    step = (lanes + 2) * dim
+    total = step * shape.num_kv_heads
+
+    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
+        q, k, v = (
+            linear_part(b, x, f"{module}.{name}", Rows(width, total, start, step, run), bias=bias)
+            for width, start, run in zip(
+                shape.qkv_widths, (0, lanes * dim, lanes * dim + dim), (lanes * dim, dim, dim),
+                strict=True,
+            )
+        )  # fmt: skip
+        return q, k, v
+
+    return project
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a checkpoint's tensor: `run` of every `step` from `start` on, `width` in all."""
+
+    width: int
+    total: int
+    """Number of rows that the tensor has."""
+    start: int = 0
+    step: int = 1
+    run: int = 1
+
+
+def linear_part(b: Builder, x: Value, module: str, rows: Rows, *, bias: bool = False) -> Value:
+    """Appends the product with some rows of a module's matrix."""
+    picked = (False, rows.total, rows.start, rows.step, rows.run)
+    weight = Weight(f"{module}.weight", (rows.width, x.width), (), *picked)
+    added = Weight(f"{module}.bias", (rows.width,), (), *picked) if bias else None
+    return b.linear_of(x, weight, added, name=module)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfAttention:
-    """Grouped-query attention with rope. `ropes` has one table for each layer."""
+    """Grouped-query attention. `ropes` has one table for each layer, None for one without rope."""
 
     shape: DecoderShape
     caches: Sequence[LayerCache]
-    ropes: Sequence[RopeTable]
+    ropes: Sequence[RopeTable | None]
     scale: float
+    project: Projection | None = None
+    """Products that make q, k and v; None: three modules, with biases where `qkv_bias` is set."""
+    module: str = "self_attn"
+    out: str = "o_proj"
+    layers: str = "model.layers"
+    rope_style: Literal["half", "interleaved"] = "half"
     qkv_bias: bool = False
     out_bias: bool = False
     head_norms: bool = False
     """Whether q and k are normed head by head (Qwen3, Gemma 3)."""
+    row_norms: bool = False
+    """Whether q and k are normed over all heads together (OLMo 2)."""
     norm_offset: float = 0.0
     sinks: bool = False
+    softcap: float | None = None
+    bias: AlibiBias | None = None
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         shape, cache, rope = self.shape, self.caches[layer], self.ropes[layer]
-        name = f"model.layers.{layer}.self_attn"
-        q = b.linear(x, f"{name}.q_proj", shape.num_heads * shape.head_dim, bias=self.qkv_bias)
-        k = b.linear(x, f"{name}.k_proj", shape.num_kv_heads * shape.head_dim, bias=self.qkv_bias)
-        v = b.linear(x, f"{name}.v_proj", shape.num_kv_heads * shape.head_dim, bias=self.qkv_bias)
-        if self.head_norms:
-            q = b.rms_norm(
-                q,
-                f"{name}.q_norm",
-                shape.norm_eps,
-                weight_offset=self.norm_offset,
-                group_width=shape.head_dim,
-            )
-            k = b.rms_norm(
-                k,
-                f"{name}.k_norm",
-                shape.norm_eps,
-                weight_offset=self.norm_offset,
-                group_width=shape.head_dim,
-            )
-        q = b.rope(q, shape.num_heads, rope)
-        k = b.rope(k, shape.num_kv_heads, rope)
+        name = f"{self.layers}.{layer}.{self.module}"
+        project = self.project or separate_qkv(shape, bias=self.qkv_bias)
+        q, k, v = project(b, x, name)
+        if self.head_norms or self.row_norms:
+            q, k = self._normed(b, q, f"{name}.q_norm"), self._normed(b, k, f"{name}.k_norm")
+        if rope is not None:
+            q = b.rope(q, shape.num_heads, rope, style=self.rope_style)
+            k = b.rope(k, shape.num_kv_heads, rope, style=self.rope_style)
         b.kv_write(cache.group, cache.layer, (k,), v)
-        sinks = Weight(f"{name}.sinks", (shape.num_heads,)) if self.sinks else None
         out = b.attention(
             q,
             cache.group,
@@ -139,9 +242,50 @@ class SelfAttention:
             num_heads=shape.num_heads,
             scale=self.scale,
             mask=cache.mask,
-            sinks=sinks,
+            softcap=self.softcap,
+            sinks=Weight(f"{name}.sinks", (shape.num_heads,)) if self.sinks else None,
+            bias=self.bias,
         )
-        return b.linear(out, f"{name}.o_proj", shape.hidden_size, bias=self.out_bias)
+        return b.linear(out, f"{name}.{self.out}", shape.hidden_size, bias=self.out_bias)
+
+    def _normed(self, b: Builder, x: Value, name: str) -> Value:
+        width = 0 if self.row_norms else self.shape.head_dim
+        return b.rms_norm(
+            x, name, self.shape.norm_eps, weight_offset=self.norm_offset, group_width=width
+        )
+
+
+def plain_mlp(
+    b: Builder,
+    x: Value,
+    name: str,
+    width: int,
+    activation: Activation,
+    *,
+    names: tuple[str, str] = ("fc1", "fc2"),
+    bias: bool = True,
+) -> Value:
+    """Appends second(f(first(x))), with `width` columns inside."""
+    inner = b.act(b.linear(x, f"{name}.{names[0]}", width, bias=bias), activation)
+    return b.linear(inner, f"{name}.{names[1]}", x.width, bias=bias)
+
+
+def stacked_gated_mlp(
+    b: Builder,
+    x: Value,
+    name: str,
+    width: int,
+    activation: Activation,
+    *,
+    names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+    bias: bool = False,
+) -> Value:
+    """Appends a gated MLP whose gate and up projection are one module, the gate's rows first."""
+    gate, up = (
+        linear_part(b, x, f"{name}.{names[0]}", Rows(width, 2 * width, start), bias=bias)
+        for start in (0, width)
+    )
+    return b.linear(b.act_mul(gate, up, activation), f"{name}.{names[1]}", x.width, bias=bias)
 
 
 def gated_mlp(
@@ -182,12 +326,45 @@ def gated_experts(
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Module names of a layer's norms; those after a sublayer exist in a few families only."""
+    """Module names of a layer's norms, None for one that the family does not have."""
 
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
+    before_attention: str | None = "input_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
+    """Norm before the MLP; None where it reads what the attention reads, in a parallel frame."""
     after_attention: str | None = None
     after_mlp: str | None = None
+
+
+AFTER_ONLY = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+"""Norms behind each sublayer and none before it (OLMo 2, EXAONE 4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The surroundings of attention and MLP: names of modules, norms, sums and factors."""
+
+    norms: NormNames = NormNames()
+    norm: Norm | None = None
+    """Norm of every place; None: by the root mean square."""
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str | None = "model.norm"
+    head: str = "lm_head"
+    head_bias: bool = False
+    positions: Callable[[Builder], Value] | None = None
+    """Appends learned embeddings of positions, which are added to the tokens'."""
+    embedding_norm: str | None = None
+    parallel: bool = False
+    """Whether attention and MLP both read the layer's input: x += attention(..) + mlp(..)."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on what a sublayer adds (Granite)."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+PLAIN = Frame()
+"""Llama's frame."""
 
 
 def build_decoder(
@@ -195,33 +372,64 @@ def build_decoder(
     groups: tuple[CacheGroup, ...],
     attention: Sublayer,
     mlp: Sublayer,
-    *,
-    norms: NormNames = NormNames(),
-    norm_offset: float = 0.0,
-    embedding_scale: float = 1.0,
-    logit_softcap: float | None = None,
-) -> Program:
+    frame: Frame = PLAIN,
+) -> dict[str, Program]:
     """Builds the decoder: x = embedding; in each layer x += attention(norm(x)), x += mlp(norm(x));
     logits = head(norm(sampled rows of x)).
     """
     b = Builder("decoder", groups, shape.vocab_size)
+    make_norm = frame.norm or rms_norm(shape.norm_eps)
 
     def norm(x: Value, name: str | None) -> Value:
-        return x if name is None else b.rms_norm(x, name, shape.norm_eps, weight_offset=norm_offset)
+        return x if name is None else make_norm(b, x, name)
 
     x = b.embedding(
         b.token_ids(),
-        "model.embed_tokens",
+        frame.embedding,
         shape.vocab_size,
         shape.hidden_size,
-        scale=embedding_scale,
+        scale=frame.embedding_scale,
     )
+    if frame.positions is not None:
+        x = b.add(x, frame.positions(b))
+    x = norm(x, frame.embedding_norm)
+    layer = _Layers(attention, mlp, frame, norm)
     for i in range(shape.num_layers):
-        layer = f"model.layers.{i}."
-        h = attention(b, norm(x, layer + norms.before_attention), i)
-        x = b.add(x, norm(h, norms.after_attention and layer + norms.after_attention))
-        h = mlp(b, norm(x, layer + norms.before_mlp), i)
-        x = b.add(x, norm(h, norms.after_mlp and layer + norms.after_mlp))
-    x = norm(b.gather_rows(x), "model.norm")
-    logits = b.linear(x, "model.embed_tokens" if shape.tied else "lm_head", shape.vocab_size)
-    return b.finish(logits=b.softcap(logits, logit_softcap))
+        x = layer(b, x, i)
+    x = norm(b.gather_rows(x), frame.final_norm)
+    matrix = frame.embedding if shape.tied else frame.head
+    logits = b.linear_of(
+        x,
+        Weight(f"{matrix}.weight", (shape.vocab_size, shape.hidden_size)),
+        Weight(f"{frame.head}.bias", (shape.vocab_size,)) if frame.head_bias else None,
+        name=matrix,
+    )
+    logits = b.softcap(b.scale(logits, frame.logit_scale), frame.logit_softcap)
+    return {"decoder": b.finish(logits=logits)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The layers of a decoder, each appended by a call."""
+
+    attention: Sublayer
+    mlp: Sublayer
+    frame: Frame
+    norm: Callable[[Value, str | None], Value]
+
+    def __call__(self, b: Builder, x: Value, i: int) -> Value:
+        """Appends layer i and returns the residual stream behind it."""
+        frame, names = self.frame, self.frame.norms
+
+        def norm(rows: Value, module: str | None) -> Value:
+            return self.norm(rows, module and f"{frame.layers}.{i}.{module}")
+
+        normed = norm(x, names.before_attention)
+        h = norm(self.attention(b, normed, i), names.after_attention)
+        after = b.add(x, b.scale(h, frame.residual_scale))
+        if not frame.parallel:
+            rows = norm(after, names.before_mlp)
+        else:
+            rows = normed if names.before_mlp is None else norm(x, names.before_mlp)
+        h = norm(self.mlp(b, rows, i), names.after_mlp)
+        return b.add(after, b.scale(h, frame.residual_scale))

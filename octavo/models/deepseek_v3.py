@@ -29,7 +29,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     group = CacheGroup(
         "latent", "latent", shape.num_layers, 1, attention.latent_width + attention.rope_width, 0
     )
-    return {"decoder": build_decoder(shape, (group,), attention, DeepseekMlp.read(config))}
+    return build_decoder(shape, (group,), attention, DeepseekMlp.read(config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from octavo.models.decoder import (
     DecoderShape,
+    Frame,
     NormNames,
     SelfAttention,
     build_decoder,
     gated_mlp,
     plan_cache,
+    rms_norm,
 )
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import RopeParameters
@@ -55,17 +57,18 @@ def build(config: HfConfig) -> dict[str, Program]:
         head_norms=True,
         norm_offset=1.0,
     )
-    decoder = build_decoder(
+    return build_decoder(
         shape,
         cache.groups,
         attention,
         lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation),
-        norms=NORMS,
-        norm_offset=1.0,
-        embedding_scale=shape.hidden_size**0.5,
-        logit_softcap=config.optional_number("final_logit_softcapping"),
+        Frame(
+            norms=NORMS,
+            norm=rms_norm(shape.norm_eps, offset=1.0),
+            embedding_scale=shape.hidden_size**0.5,
+            logit_softcap=config.optional_number("final_logit_softcapping"),
+        ),
     )
-    return {"decoder": decoder}
 
 
 def rope_tables(config: HfConfig, head_dim: int) -> tuple[RopeTable, RopeTable]:

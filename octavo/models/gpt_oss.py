@@ -59,7 +59,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         out_bias=bias,
         sinks=True,
     )
-    return {"decoder": build_decoder(shape, cache.groups, attention, mlp)}
+    return build_decoder(shape, cache.groups, attention, mlp)
 
 
 def rope(config: HfConfig) -> RopeParameters:

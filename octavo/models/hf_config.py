@@ -46,6 +46,17 @@ class HfConfig:
     def model_type(self) -> str:
         return self.text("model_type")
 
+    def renamed(self, **names: str) -> HfConfig:
+        """Returns the config with the family's own names also under the usual ones, as
+        `renamed(hidden_size="n_embd")`; a usual name that is given already wins.
+        """
+        own = {usual: self.values[name] for usual, name in names.items() if name in self.values}
+        return HfConfig({**own, **{k: v for k, v in self.values.items() if v is not None}})
+
+    def having(self, **values: Any) -> HfConfig:
+        """Returns the config with other values of these names."""
+        return HfConfig({**self.values, **values})
+
     def integer(
         self, name: str, default: int | None = None, *, low: int = 0, most: int = MAX_WHOLE
     ) -> int:
@@ -204,10 +215,8 @@ def model_info(
     }
     return ModelInfo(
         model_type=hf.model_type,
-        max_context_tokens=_first_integer(
-            hf, ("max_position_embeddings", "n_positions"), DEFAULT_CONTEXT_TOKENS
-        ),
-        vocab_size=hf.integer("vocab_size", low=1),
+        max_context_tokens=exact_context(hf),
+        vocab_size=_first_integer(hf, ("padded_vocab_size", "vocab_size"), None),
         eos_token_ids=HfConfig(ids).integers("eos_token_id"),
         bos_token_id=ids.get("bos_token_id"),
         dtype=_dtype(config),
@@ -216,11 +225,27 @@ def model_info(
     )
 
 
-def _first_integer(config: HfConfig, names: tuple[str, ...], default: int) -> int:
-    return next(
-        (config.integer(name, low=1) for name in names if config.values.get(name) is not None),
-        default,
-    )
+def exact_context(config: HfConfig) -> int:
+    """Returns the longest context whose numbers are the model's own, in tokens.
+
+    Where longrope has other factors beyond original_max_position_embeddings (Phi-3), or queries
+    grow from there on (Ministral 3), one table of angles is right up to there only.
+    """
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    longest = _first_integer(config, names, DEFAULT_CONTEXT_TOKENS)
+    rope = {**config.table("rope_parameters"), **config.table("rope_scaling")}
+    two_lists = rope.get("short_factor") != rope.get("long_factor")
+    if not two_lists and not rope.get("llama_4_scaling_beta"):
+        return longest
+    original = "original_max_position_embeddings"
+    given = rope if rope.get(original) is not None else config.values
+    return min(longest, HfConfig(given).integer(original, longest, low=1))
+
+
+def _first_integer(config: HfConfig, names: tuple[str, ...], default: int | None) -> int:
+    """Reads the first of several names that the config has; without a default one is needed."""
+    given = [name for name in names if config.values.get(name) is not None]
+    return config.integer(given[0] if given else names[-1], default, low=1)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

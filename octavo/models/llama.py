@@ -5,55 +5,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.models.decoder import DecoderShape, SelfAttention, build_decoder, gated_mlp, plan_cache
+from octavo.models.decoder import (
+    PLAIN,
+    DecoderShape,
+    Frame,
+    SelfAttention,
+    build_decoder,
+    gated_mlp,
+    plan_cache,
+)
 from octavo.models.hf_config import HfConfig
-from octavo.models.rope import rope_parameters
+from octavo.models.rope import DEFAULT_THETA, rope_parameters
+from octavo.program.ops import RopeTable
 from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    num_layers = config.count("num_hidden_layers")
     bias = config.flag("attention_bias", False)
     return build_llama(
-        config,
-        windows=(None,) * num_layers,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=config.flag("mlp_bias", False),
+        config, qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", False)
     )
 
 
 def build_llama(
     config: HfConfig,
     *,
-    windows: Sequence[int | None],
+    shape: DecoderShape | None = None,
+    windows: Sequence[int | None] | None = None,
+    ropes: Sequence[RopeTable | None] | None = None,
+    theta: float = DEFAULT_THETA,
+    scale: float | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
     head_norms: bool = False,
-    head_dim: int | None = None,
+    row_norms: bool = False,
+    interleaved: bool = False,
+    frame: Frame = PLAIN,
 ) -> dict[str, Program]:
-    """Builds Llama's decoder, with the changes of Mistral, Qwen2 and Qwen3."""
-    shape = DecoderShape.read(config, head_dim=head_dim)
-    cache = plan_cache(shape, windows)
-    rope = rope_parameters(config).table(shape.head_dim)
+    """Builds Llama's decoder with the changes of its relatives; None stands for Llama's own: its
+    shape, no window, one rope table from the config with base `theta`, scale 1 / sqrt(head_dim).
+    """
+    shape = shape or DecoderShape.read(config)
+    cache = plan_cache(shape, windows or (None,) * shape.num_layers)
+    if ropes is None:
+        rope = rope_parameters(config, default_theta=theta).table(shape.head_dim)
+        ropes = (rope,) * shape.num_layers
     width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
     attention = SelfAttention(
         shape=shape,
         caches=cache.layers,
-        ropes=(rope,) * shape.num_layers,
-        scale=shape.head_dim**-0.5,
+        ropes=ropes,
+        scale=shape.head_dim**-0.5 if scale is None else scale,
+        rope_style="interleaved" if interleaved else "half",
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         head_norms=head_norms,
+        row_norms=row_norms,
     )
-    return {
-        "decoder": build_decoder(
-            shape,
-            cache.groups,
-            attention,
-            lambda b, x, i: gated_mlp(
-                b, x, f"model.layers.{i}.mlp", width, activation, bias=mlp_bias
-            ),
-        )
-    }
+    return build_decoder(
+        shape,
+        cache.groups,
+        attention,
+        lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation, bias=mlp_bias),
+        frame,
+    )

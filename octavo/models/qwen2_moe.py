@@ -53,7 +53,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         scale=shape.head_dim**-0.5,
         qkv_bias=config.flag("qkv_bias", True),
     )
-    return {"decoder": build_decoder(shape, cache.groups, attention, mlp)}
+    return build_decoder(shape, cache.groups, attention, mlp)
 
 
 def alternating_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:

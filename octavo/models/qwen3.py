@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.models.decoder import DecoderShape
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.qwen2 import upper_windows
@@ -15,6 +16,6 @@ def build(config: HfConfig) -> dict[str, Program]:
         windows=upper_windows(config),
         qkv_bias=bias,
         out_bias=bias,
+        shape=DecoderShape.read(config, head_dim=128),
         head_norms=True,
-        head_dim=128,
     )

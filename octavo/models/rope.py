@@ -1,5 +1,5 @@
 """Rotary tables of a config: the rope types default, linear, dynamic, llama3, yarn, and longrope
-where its two lists agree.
+with its short factors.
 
 Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters`
 with `rope_type`) are read alike. Sources: Su et al. 2021; linear: position interpolation, Chen et
@@ -23,7 +23,18 @@ DEFAULT_THETA = 10_000.0
 class RopeParameters:
     """One set of rope parameters, whatever keys it was written with."""
 
-    def __init__(self, given: Mapping[str, Any], *, theta: float, max_positions: int) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        *,
+        theta: float,
+        max_positions: int,
+        original_positions: int | None = None,
+        partial: float | None = None,
+    ) -> None:
+        """Takes the keys as written and what the config says beside them; `partial` is the
+        family's own share of a head's columns that turn, None where all must.
+        """
         nested = [name for name, value in given.items() if isinstance(value, dict)]
         if nested:
             raise UnsupportedModel(
@@ -34,14 +45,17 @@ class RopeParameters:
         self.kind = str(given.get("rope_type") or given.get("type") or "default")
         self.theta = self.positive("rope_theta", theta)
         self.max_positions = max_positions
-        self.original_positions = self.positive("original_max_position_embeddings", max_positions)
-        if (
-            self.number("partial_rotary_factor", 1.0) != 1.0
-            or given.get("mrope_section") is not None
-        ):
+        self.original_positions = self.positive(
+            "original_max_position_embeddings", original_positions or max_positions
+        )
+        if given.get("mrope_section") is not None:
+            raise UnsupportedModel("config.json: mrope_section is not supported for this family")
+
+        self.share = self.number("partial_rotary_factor", partial or 1.0)
+        if not 0 < self.share <= 1 or (partial is None and self.share != 1):
             raise UnsupportedModel(
-                "config.json: partial_rotary_factor and mrope_section are not supported for this"
-                " family"
+                f"config.json: partial_rotary_factor is {self.share}, allowed is "
+                + ("1 for this family" if partial is None else "a number above 0, at most 1")
             )
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -82,9 +96,10 @@ class RopeParameters:
         value = self._given.get(name)
         return default if value is None else bool(value)
 
-    def table(self, rotary_dim: int) -> RopeTable:
-        """Returns the table of heads with `rotary_dim` rotated columns."""
-        if rotary_dim % 2:
+    def table(self, head_dim: int) -> RopeTable:
+        """Returns the table of heads of `head_dim` columns, of which the family's share turns."""
+        rotary_dim = int(head_dim * self.share)
+        if rotary_dim % 2 or not rotary_dim:
             raise UnsupportedModel(
                 f"config.json: {rotary_dim} columns of a head are to turn in pairs, allowed is an"
                 " even number"
@@ -97,9 +112,11 @@ class RopeParameters:
         return _MAKERS[self.kind](self, rotary_dim)
 
 
-def rope_parameters(config: HfConfig, *, default_theta: float = DEFAULT_THETA) -> RopeParameters:
+def rope_parameters(
+    config: HfConfig, *, default_theta: float = DEFAULT_THETA, partial: float | None = None
+) -> RopeParameters:
     """Reads the parameters of a model that has one set. Where both spellings stand, `rope_scaling`
-    wins, as in transformers.
+    wins, as in transformers. `partial` as in RopeParameters.
     """
     given = dict(config.table("rope_scaling") or config.table("rope_parameters"))
     if config.values.get("partial_rotary_factor") is not None:
@@ -108,6 +125,8 @@ def rope_parameters(config: HfConfig, *, default_theta: float = DEFAULT_THETA) -
         given,
         theta=config.number("rope_theta", default_theta),
         max_positions=config.integer("max_position_embeddings", low=1),
+        original_positions=config.optional_integer("original_max_position_embeddings"),
+        partial=partial,
     )
 
 
@@ -198,19 +217,13 @@ def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
 
 
 def _longrope(p: RopeParameters, dim: int) -> RopeTable:
-    """Divides each frequency by a factor of its own. Lists that differ would need a table for each
-    request's length.
+    """Divides each frequency by a factor of its own, the short one: where the lists differ, the
+    context ends before the long ones are needed (`hf_config.exact_context`).
     """
-    short, long = p.numbers("short_factor", dim // 2), p.numbers("long_factor", dim // 2)
-    if short != long:
-        raise UnsupportedModel(
-            "config.json: rope type longrope is supported only where short_factor and long_factor"
-            " are the same"
-        )
-    given, factor = (
-        p.optional("attention_factor"),
-        p.positive("factor", p.max_positions / p.original_positions),
-    )
+    short = p.numbers("short_factor", dim // 2)
+    p.numbers("long_factor", dim // 2)
+    given = p.optional("attention_factor")
+    factor = p.positive("factor", p.max_positions / p.original_positions)
     attention = (
         1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(p.original_positions))
     )

@@ -101,17 +101,21 @@ class Builder:
         self._ops.append(RmsNorm(x, out, weight, eps, weight_offset, group_width))
         return out
 
-    def layer_norm(self, x: Value, name: str, eps: float) -> Value:
+    def layer_norm(
+        self,
+        x: Value,
+        name: str,
+        eps: float,
+        *,
+        bias: bool = True,
+        has_weight: bool = True,
+        weight_offset: float = 0.0,
+    ) -> Value:
+        """Norms rows; without `has_weight` the weight is 1 and the checkpoint has no tensor."""
         out = self._like(name, x)
-        self._ops.append(
-            LayerNorm(
-                x,
-                out,
-                Weight(f"{name}.weight", (x.width,)),
-                Weight(f"{name}.bias", (x.width,)),
-                eps,
-            )
-        )
+        weight = Weight(f"{name}.weight", (x.width,), fill=None if has_weight else 1.0)
+        added = Weight(f"{name}.bias", (x.width,)) if bias else None
+        self._ops.append(LayerNorm(x, out, weight, added, eps, weight_offset))
         return out
 
     def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:

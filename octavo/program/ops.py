@@ -92,8 +92,8 @@ class RmsNorm(Op):
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm(Op):
-    """Layer norm: y = (x - mean) / sqrt(var + eps) * weight + bias, where `var` is the biased
-    variance. Ba et al. 2016.
+    """Layer norm: y = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, where `var`
+    is the biased variance. Ba et al. 2016.
     """
 
     x: Value
@@ -101,6 +101,7 @@ class LayerNorm(Op):
     weight: Weight
     bias: Weight | None
     eps: float
+    weight_offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,8 @@ class Weight:
     Where `source_rows` is set, the checkpoint's tensor has so many rows on its output axis (after
     transposing), and this weight is some of them: its row r is row_start + (r // row_run) *
     row_step + r % row_run of the tensor. `cut` is set on a rank's part of a weight, whose `shape`
-    is then the part's.
+    is then the part's. Where `fill` is set, all of it is that number and the checkpoint has no
+    tensor (a norm without a weight).
     """
 
     name: str
@@ -93,6 +94,7 @@ class Weight:
     row_run: int = 1
     rows_last: bool = False
     cut: Cut | None = None
+    fill: float | None = None
 
     @property
     def row_axis(self) -> int:
@@ -135,7 +137,8 @@ class Weight:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        return self.sources or (self.name,)
+        """Tensors of the checkpoint that make this weight; () for one that is filled."""
+        return () if self.fill is not None else self.sources or (self.name,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig, model_info
 from octavo.models.registry import FAMILIES, build_programs
 from octavo.program.ops import Attention, GroupedLinear, Rope
+from tests.support.chatglm import chatglm_config
 from tests.support.tiny_models import tiny_model
 
 YARN = {
@@ -112,17 +113,6 @@ REFUSED = [
     ),
     (
         "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "short_factor": [1] * 8,
-                "long_factor": [2] * 8,
-            }
-        },
-        "longrope is supported only where short_factor and long_factor are the same",
-    ),
-    (
-        "llama",
         {"rope_parameters": {"rope_type": "proportional"}},
         "rope type 'proportional' is not supported, known are default, lin",
     ),
@@ -223,7 +213,11 @@ DAMAGE = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_damaged_value_does_worse_than_being_refused(family):
     """A damaged value is refused or harmless: no other error, and no endless Program."""
-    config = tiny_model("llama" if family == "mistral" else family).config | {"model_type": family}
+    if family == "chatglm":
+        config = chatglm_config(tiny_model("glm").config)
+    else:
+        stand_in = "llama" if family == "mistral" else family
+        config = tiny_model(stand_in).config | {"model_type": family}
     for key in [
         *config,
         "rope_scaling",
@@ -284,3 +278,18 @@ def test_rope_covers_the_rotary_columns_only():
         (4, 8, "interleaved"),
         (1, 8, "interleaved"),
     }
+
+
+def test_the_context_ends_where_one_table_of_angles_does():
+    """Where longrope has other factors beyond the original context, or queries grow there."""
+    lists = {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}
+    base = {"model_type": "phi3", "vocab_size": 10, "max_position_embeddings": 4096}
+    original = {"original_max_position_embeddings": 512}
+    for config, wanted in (
+        (base | original | {"rope_scaling": lists}, 512),
+        (base | {"rope_parameters": lists | original}, 512),
+        (base | original | {"rope_scaling": lists | {"long_factor": [1] * 8}}, 4096),
+        (base | {"rope_parameters": original | {"llama_4_scaling_beta": 0.1}}, 512),
+        (base | {"rope_parameters": original | {"llama_4_scaling_beta": 0}}, 4096),
+    ):
+        assert model_info(config).max_context_tokens == wanted

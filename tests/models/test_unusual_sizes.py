@@ -180,7 +180,7 @@ def oracle(case):
     return tiny, ids, wanted
 
 
-@pytest.mark.parametrize("backend", TOLERANCE)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case, backend):
     tiny, ids, wanted = oracle(case)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from octavo.backends.base import Backend, BackendOptions, LoadWeight
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
@@ -36,9 +37,9 @@ class Request:
 
 
 def backend_named(name: str, **options: Any) -> Backend:
-    """Returns one of the backends that run every family."""
-    options = BackendOptions(num_threads=1, **options)
-    return ReferenceBackend(options) if name == "reference" else TorchBackend(options)
+    """Returns the backend of that name, on one thread."""
+    kinds = {"reference": ReferenceBackend, "torch": TorchBackend, "native": NativeBackend}
+    return kinds[name](BackendOptions(num_threads=1, **options))
 
 
 class PagedRunner:

@@ -78,6 +78,178 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
     },
+    "gemma": {
+        "vocab_size": 270,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "gemma2": {
+        "vocab_size": 280,
+        "hidden_size": 72,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "phi": {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "intermediate_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "phi3": {
+        "vocab_size": 262,
+        "hidden_size": 64,
+        "intermediate_size": 84,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "glm": {
+        "vocab_size": 266,
+        "hidden_size": 64,
+        "intermediate_size": 92,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "glm4": {
+        "vocab_size": 268,
+        "hidden_size": 64,
+        "intermediate_size": 92,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "opt": {
+        "vocab_size": 258,
+        "hidden_size": 60,
+        "ffn_dim": 130,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    },
+    "gpt_neox": {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 120,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "gptj": {
+        "vocab_size": 274,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 110,
+        "rotary_dim": 8,
+    },
+    "gpt_bigcode": {"vocab_size": 276, "n_embd": 60, "n_layer": 2, "n_head": 3, "n_inner": 140},
+    "bloom": {"vocab_size": 278, "hidden_size": 72, "n_layer": 2, "n_head": 6},
+    "mpt": {"vocab_size": 282, "d_model": 72, "n_layers": 2, "n_heads": 6},
+    "falcon": {
+        "vocab_size": 284,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 150,
+    },
+    "stablelm": {
+        "vocab_size": 286,
+        "hidden_size": 64,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "starcoder2": {
+        "vocab_size": 290,
+        "hidden_size": 64,
+        "intermediate_size": 94,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "olmo": {
+        "vocab_size": 292,
+        "hidden_size": 64,
+        "intermediate_size": 86,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "olmo2": {
+        "vocab_size": 294,
+        "hidden_size": 64,
+        "intermediate_size": 86,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "olmo3": {
+        "vocab_size": 296,
+        "hidden_size": 64,
+        "intermediate_size": 86,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "granite": {
+        "vocab_size": 298,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "smollm3": {
+        "vocab_size": 302,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "cohere": {
+        "vocab_size": 304,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "cohere2": {
+        "vocab_size": 306,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "internlm3": {
+        "vocab_size": 308,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "exaone4": {
+        "vocab_size": 310,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "ministral3": {
+        "vocab_size": 312,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "seed_oss": {
+        "vocab_size": 314,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "nemotron": {
+        "vocab_size": 316,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     "t5": {
         "vocab_size": 250,
         "d_model": 48,
@@ -154,6 +326,63 @@ DETAILS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 14,
         "v_head_dim": 18,
     },
+    "gemma": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 24},
+    "gemma2": {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "head_dim": 24,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "phi": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
+    "phi3": {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "original_max_position_embeddings": 2048,
+    },
+    "glm": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 20},
+    "glm4": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 20},
+    "opt": {"max_position_embeddings": 2048},
+    "gpt_neox": {"max_position_embeddings": 2048},
+    "gptj": {},
+    "gpt_bigcode": {},
+    "bloom": {},
+    "mpt": {},
+    "falcon": {"max_position_embeddings": 2048},
+    "stablelm": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
+    "starcoder2": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "sliding_window": 24},
+    "olmo": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
+    "olmo2": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
+    "olmo3": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "sliding_window": 24},
+    "granite": {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+    },
+    "smollm3": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
+    "cohere": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "logit_scale": 0.5},
+    "cohere2": {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "sliding_window": 24,
+        "logit_scale": 0.5,
+    },
+    "internlm3": {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "head_dim": 16,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "exaone4": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "sliding_window": 24},
+    "ministral3": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 16},
+    "seed_oss": {"num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
     "t5": {},
 }
 
@@ -181,6 +410,11 @@ WIDTHS_OF_32: dict[str, dict[str, Any]] = {
 """Overrides with which everything that int4 packs has rows of a multiple of 32."""
 
 FAMILIES = tuple(SHAPES)
+
+NATIVE_FAMILIES = tuple(
+    family for family in FAMILIES if family not in ("qwen2_moe", "gpt_oss", "deepseek_v3", "t5")
+)
+"""Families that the native backend runs."""
 
 
 class TinyModel(NamedTuple):
@@ -220,14 +454,16 @@ def _build(model_type: str, seed: int, overrides: str) -> TinyModel:
     return TinyModel(json.loads((path / "config.json").read_text()), path, model.eval())
 
 
-def in_float64(model: Any) -> Any:
-    """Returns the same model in float64. Run it inside `double_precision()`, for transformers casts
-    to float32 here and there.
+def in_float64(model: Any, *, attention: str = "eager") -> Any:
+    """Returns the same model in float64 with an implementation of attention that transformers has.
+    Run it inside `double_precision()`, for transformers casts to float32 here and there.
     """
     with double_precision():
         twin = (
             type(model)
-            ._from_config(model.config, attn_implementation="eager", experts_implementation="eager")
+            ._from_config(
+                model.config, attn_implementation=attention, experts_implementation="eager"
+            )
             .double()
             .eval()
         )
@@ -237,11 +473,14 @@ def in_float64(model: Any) -> Any:
 
 @contextlib.contextmanager
 def double_precision() -> Iterator[None]:
-    """Gives float64 to code that asks PyTorch for float32 by name (norms, softmax, rope tables)."""
+    """Gives float64 to code that asks PyTorch for float32 by name (norms, softmax, rope tables, and
+    ALiBi in bfloat16).
+    """
     with (
         mock.patch.object(torch, "float32", torch.float64),
         mock.patch.object(torch, "float", torch.float64),
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.double),
         torch.no_grad(),
     ):
         yield
@@ -264,7 +503,12 @@ def _draw_weights(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
             noise = torch.randn(tensor.shape, generator=generator)
-            if "embed" in name or "shared" in name or "wte" in name or "wpe" in name:
+            if (
+                ("embed" in name and "norm" not in name)
+                or "shared" in name
+                or "wte" in name
+                or "wpe" in name
+            ):
                 tensor.copy_(0.5 * noise)
             elif "norm" in name or "ln_" in name:
                 tensor.add_(0.2 * noise)

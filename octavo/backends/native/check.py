@@ -86,8 +86,8 @@ def _check_attributes(program: Program, op: Op) -> None:
 
 def _check_attention(program: Program, op: ops.Attention) -> None:
     group = program.group(op.group)
-    if op.bias is not None:
-        raise _refusal(program, f"attention with {type(op.bias).__name__}")
+    if isinstance(op.bias, ops.T5Bias):
+        raise _refusal(program, "attention with T5Bias")
     if op.mask not in MASKS:
         raise _refusal(program, f"attention with the mask {op.mask}")
     if op.num_heads // group.num_kv_heads > MAX_LANES:

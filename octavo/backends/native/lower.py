@@ -105,7 +105,8 @@ class Lowering:
         self._builder.norm(self._span(op.x), self._span(op.out), norm, op.group_width)
 
     def _lower_LayerNorm(self, op: ops.LayerNorm) -> None:
-        norm = (self._floats(op.weight), self._optional(op.bias), op.eps, 0.0, True)
+        bias = self._optional(op.bias)
+        norm = (self._floats(op.weight), bias, op.eps, op.weight_offset, True)
         self._builder.norm(self._span(op.x), self._span(op.out), norm, 0)
 
     def _lower_Rope(self, op: ops.Rope) -> None:
@@ -280,10 +281,16 @@ class Lowering:
             scale=op.scale,
             softcap=op.softcap or 0.0,
             sinks=self._optional(op.sinks),
+            slopes=_slopes(op.bias),
         )
 
     def _optional(self, weight: Weight | None) -> NDArray[np.float32] | None:
         return None if weight is None else self._floats(weight)
+
+
+def _slopes(bias: ops.T5Bias | ops.AlibiBias | None) -> NDArray[np.float32] | None:
+    assert not isinstance(bias, ops.T5Bias), "check() refuses T5's bias"
+    return None if bias is None else np.array(bias.slopes, np.float32)
 
 
 def _cut(span: Span, column: int, width: int) -> Span:

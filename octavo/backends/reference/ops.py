@@ -122,14 +122,13 @@ def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
 
 
 def layer_norm(op: ops.LayerNorm, step: ReferenceStep) -> Made:
-    return (_centered(step.get(op.x), op.weight, op.bias, op.eps, step),)
+    return (_centered(step.get(op.x), op, step),)
 
 
-def _centered(
-    x: Floats, weight: Weight, bias: Weight | None, eps: float, step: ReferenceStep
-) -> Floats:
+def _centered(x: Floats, norm: ops.LayerNorm | ops.PreNorm, step: ReferenceStep) -> Floats:
     x = x - x.mean(axis=-1, keepdims=True)
-    return _rms(x, step.weights[weight], eps) + (0.0 if bias is None else step.weights[bias])
+    y = _rms(x, step.weights[norm.weight] + norm.weight_offset, norm.eps)
+    return y if norm.bias is None else y + step.weights[norm.bias]
 
 
 def linear(op: ops.Linear, step: ReferenceStep) -> Made:
@@ -151,7 +150,7 @@ def linear(op: ops.Linear, step: ReferenceStep) -> Made:
 
 def _pre_norm(norm: ops.PreNorm, x: Floats, step: ReferenceStep) -> Floats:
     if norm.centered:
-        return _centered(x, norm.weight, norm.bias, norm.eps, step)
+        return _centered(x, norm, step)
     return _rms(x, step.weights[norm.weight] + norm.weight_offset, norm.eps)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +80,24 @@ def torch_footprint(
         weight: math.prod(weight.shape) * (dtype.itemsize if weight in biases else 4)
         for weight in optimized.weights
     }
+    sizes |= {weight: sizes[weight] + zeros * dtype.itemsize for weight, zeros in _zeros(optimized)}
     sizes |= {weight: _matrix_bytes(weight, format_of(weight), dtype) for weight in matrices}
     codes = Counter[str]()
     for weight in matrices:
         codes[_code(weight, format_of(weight))] += sizes[weight]
     code = codes.most_common(1)[0][0] if codes else "fp32"
     return TorchFootprint(sizes, _step_bytes(optimized, max_tokens, dtype), code, dtype)
+
+
+def _zeros(program: Program) -> Iterator[tuple[Weight, int]]:
+    """Yields, for each product that adds a bias to some of its parts alone, the first of these and
+    the number of zeros that stand for the others.
+    """
+    for op in program.ops:
+        if isinstance(op, ops.Linear) and None in op.biases and any(op.biases):
+            pairs = list(zip(op.weights_, op.biases, strict=True))
+            first = next(bias for _, bias in pairs if bias is not None)
+            yield first, sum(weight.shape[0] for weight, bias in pairs if bias is None)
 
 
 def graphs_footprint(optimized: Program, sizes: Sequence[int], dtype: torch.dtype) -> int:

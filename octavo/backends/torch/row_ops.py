@@ -50,7 +50,7 @@ def _numbers(norm: NormOp, step: Step) -> Norm:
         return Norm(weight, norm.eps, norm.weight_offset, norm.group_width)
     bias = None if norm.bias is None else step.weights.vector(norm.bias)
     if isinstance(norm, ops.LayerNorm):
-        return Norm(weight, norm.eps, bias=bias, centered=True)
+        return Norm(weight, norm.eps, norm.weight_offset, bias=bias, centered=True)
     return Norm(weight, norm.eps, norm.weight_offset, bias=bias, centered=norm.centered)
 
 

@@ -115,7 +115,7 @@ def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
         if isinstance(op, RmsNorm):
             norm = PreNorm(op.weight, op.eps, weight_offset=op.weight_offset)
         else:
-            norm = PreNorm(op.weight, op.eps, bias=op.bias, centered=True)
+            norm = PreNorm(op.weight, op.eps, op.bias, op.weight_offset, centered=True)
         result[reader] = replace(linear, x=op.x, norm=norm)
         gone.add(at)
     return [op for at, op in enumerate(result) if at not in gone]

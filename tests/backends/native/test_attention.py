@@ -53,6 +53,8 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    alibi: float | None = None
+    """Steepest slope of ALiBi, halved from head to head."""
     sharpness: float = 1.0
     contexts: tuple[int, ...] = CONTEXTS
 
@@ -88,13 +90,29 @@ class Shape:
             ),
             ops.KvWrite((k,), v, "kv", 1),
             ops.Attention(
-                q, out, "kv", 1, self.heads, scale, self.mask, self.window, self.softcap, sinks
+                q,
+                out,
+                "kv",
+                1,
+                self.heads,
+                scale,
+                self.mask,
+                self.window,
+                self.softcap,
+                sinks,
+                self.bias,
             ),
             ops.GatherRows(out, logits),
         )
         program = Program("test", {"token_ids": ids}, {"logits": logits}, body, (group,), out.width)
         program.check()
         return program
+
+    @property
+    def bias(self) -> ops.AlibiBias | None:
+        if self.alibi is None:
+            return None
+        return ops.AlibiBias(tuple(self.alibi / 2**head for head in range(self.heads)))
 
     @property
     def num_tokens(self) -> int:
@@ -229,6 +247,9 @@ MASKS = {
     "softcap": Shape(softcap=1.5, sharpness=4, contexts=SHORT),
     "sinks": Shape(sinks=True, contexts=SHORT),
     "sinks in a window": Shape(mask="window", window=5, sinks=True, softcap=30.0, contexts=SHORT),
+    "alibi": Shape(alibi=0.5),
+    "alibi with a cap and sinks": Shape(alibi=0.1, softcap=1.5, sinks=True, contexts=SHORT),
+    "alibi in a window": Shape(alibi=1.0, mask="window", window=37, contexts=SHORT),
     "sharp": Shape(sharpness=40, contexts=SHORT),
 }
 
@@ -264,6 +285,7 @@ ORDERS = {
     "causal": MASKS["causal"],
     "window": MASKS["window over splits"],
     "sinks": Shape(8, 1, 64, 64, sinks=True),
+    "alibi": Shape(8, 1, 64, 64, alibi=0.5),
     "five a head": Shape(5, 1, 32, 32),
 }
 

@@ -1,0 +1,23 @@
+"""Command R7B and Command A: Command R with windows in three of four layers and rope in those only.
+Cohere 2024.
+"""
+
+from __future__ import annotations
+
+from octavo.models.cohere import build_cohere, read_shape
+from octavo.models.hf_config import HfConfig
+from octavo.models.rope import rope_parameters
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape = read_shape(config)
+    pattern = config.integer(
+        "sliding_window_pattern", config.integer("_sliding_window_pattern", 4), low=1
+    )
+    windows = config.layer_windows(
+        shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0
+    )
+    rope = rope_parameters(config, default_theta=10_000.0).table(shape.head_dim)
+    ropes = [None if window is None else rope for window in windows]
+    return build_cohere(config, shape, windows, ropes)

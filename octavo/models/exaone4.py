@@ -1,0 +1,41 @@
+"""EXAONE 4: norms behind each sublayer only, normed heads, windows with rope and full layers
+without. LG AI Research 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.models.decoder import AFTER_ONLY, DecoderShape, Frame
+from octavo.models.hf_config import HfConfig
+from octavo.models.llama import build_llama
+from octavo.models.rope import rope_parameters
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape = DecoderShape.read(config, norm_eps=1e-5)
+    window = config.optional_integer("sliding_window")
+    windows = config.layer_windows(
+        shape.num_layers, window, pattern_of(config) if window else lambda i: False
+    )
+    rope = rope_parameters(config).table(shape.head_dim)
+    return build_llama(
+        config,
+        shape=shape,
+        windows=windows,
+        ropes=[rope if window is None or seen else None for seen in windows],
+        head_norms=True,
+        frame=Frame(norms=AFTER_ONLY),
+    )
+
+
+def pattern_of(config: HfConfig) -> Callable[[int], bool]:
+    """Returns which layers have a window, by `sliding_window_pattern`: a period, or a text such as
+    LLLG with a letter a layer.
+    """
+    pattern = config.values.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str) and pattern:
+        return lambda i: pattern[i % len(pattern)] == "L"
+    period = config.integer("sliding_window_pattern", 4, low=1)
+    return lambda i: (i + 1) % period != 0

@@ -1,0 +1,25 @@
+"""Gemma: norms with weight + 1, embeddings times sqrt(width), a gelu gate. Gemma team 2024."""
+
+from __future__ import annotations
+
+from octavo.models.decoder import DecoderShape, Frame, rms_norm
+from octavo.models.hf_config import HfConfig
+from octavo.models.llama import build_llama
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.refuse_unless("use_bidirectional_attention", False)
+    shape = DecoderShape.read(config, head_dim=256, tied=True)
+    bias = config.flag("attention_bias", False)
+    # Early configs say hidden_act "gelu" and mean the tanh form, as transformers reads them.
+    activation = config.values.get("hidden_activation") or "gelu_pytorch_tanh"
+    return build_llama(
+        config.having(hidden_act=activation),
+        shape=shape,
+        qkv_bias=bias,
+        out_bias=bias,
+        frame=Frame(
+            norm=rms_norm(shape.norm_eps, offset=1.0), embedding_scale=shape.hidden_size**0.5
+        ),
+    )

@@ -1,0 +1,52 @@
+"""Gemma 2: norms before and after each sublayer, soft caps on scores and logits, a window in every
+other layer. Gemma team 2024.
+"""
+
+from __future__ import annotations
+
+from octavo.models.decoder import (
+    DecoderShape,
+    Frame,
+    SelfAttention,
+    build_decoder,
+    gated_mlp,
+    plan_cache,
+    rms_norm,
+)
+from octavo.models.gemma3_text import NORMS
+from octavo.models.hf_config import HfConfig
+from octavo.models.rope import rope_parameters
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.refuse_unless("use_bidirectional_attention", False)
+    shape = DecoderShape.read(config, head_dim=256, tied=True)
+    windows = config.layer_windows(
+        shape.num_layers, config.integer("sliding_window", 4096), lambda i: i % 2 == 0
+    )
+    cache = plan_cache(shape, windows)
+    bias = config.flag("attention_bias", False)
+    width = config.size("intermediate_size")
+    activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
+    attention = SelfAttention(
+        shape=shape,
+        caches=cache.layers,
+        ropes=(rope_parameters(config).table(shape.head_dim),) * shape.num_layers,
+        scale=config.positive("query_pre_attn_scalar", 256) ** -0.5,
+        qkv_bias=bias,
+        out_bias=bias,
+        softcap=config.optional_number("attn_logit_softcapping"),
+    )
+    return build_decoder(
+        shape,
+        cache.groups,
+        attention,
+        lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation),
+        Frame(
+            norms=NORMS,
+            norm=rms_norm(shape.norm_eps, offset=1.0),
+            embedding_scale=shape.hidden_size**0.5,
+            logit_softcap=config.optional_number("final_logit_softcapping"),
+        ),
+    )

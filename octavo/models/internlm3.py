@@ -1,0 +1,23 @@
+"""InternLM3: Llama with one key for biases of attention and one for those of the MLP. Shanghai AI
+Lab 2025.
+"""
+
+from __future__ import annotations
+
+from octavo.models.decoder import DecoderShape
+from octavo.models.hf_config import HfConfig
+from octavo.models.llama import build_llama
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    usual = config.renamed(attention_bias="qkv_bias", mlp_bias="bias")
+    bias = usual.flag("attention_bias", False)
+    mlp_bias = usual.flag("mlp_bias", bias)
+    return build_llama(
+        usual,
+        shape=DecoderShape.read(usual, head_dim=128, norm_eps=1e-5),
+        qkv_bias=bias,
+        out_bias=mlp_bias,
+        mlp_bias=mlp_bias,
+    )

@@ -1,0 +1,67 @@
+"""OPT: learned positions, LayerNorms, a relu MLP. Zhang et al. 2022."""
+
+from __future__ import annotations
+
+from octavo.models.decoder import (
+    DecoderShape,
+    Frame,
+    NormNames,
+    SelfAttention,
+    build_decoder,
+    layer_norm,
+    plain_mlp,
+    plan_cache,
+)
+from octavo.models.hf_config import HfConfig
+from octavo.program.program import Program
+
+EPS = 1e-5
+"""Epsilon of every LayerNorm; the config has none."""
+
+
+LAYERS = "model.decoder.layers"
+
+POSITION_OFFSET = 2
+"""Rows of the position table before the one of position 0."""
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.refuse_unless("do_layer_norm_before", True)
+    config.refuse_unless("_remove_final_layer_norm", False)
+    config.refuse_unless("word_embed_proj_dim", config.size("hidden_size"))
+    shape = DecoderShape.read(config, tied=True)
+    cache = plan_cache(shape, (None,) * shape.num_layers)
+    bias = config.flag("enable_bias", True)
+    affine = config.flag("layer_norm_elementwise_affine", True)
+    width = config.size("ffn_dim")
+    activation = config.activation("activation_function", "relu")
+    num_positions = config.integer("max_position_embeddings", low=1) + POSITION_OFFSET
+    attention = SelfAttention(
+        shape=shape,
+        caches=cache.layers,
+        ropes=(None,) * shape.num_layers,
+        scale=shape.head_dim**-0.5,
+        out="out_proj",
+        layers=LAYERS,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    return build_decoder(
+        shape,
+        cache.groups,
+        attention,
+        lambda b, x, i: plain_mlp(b, x, f"{LAYERS}.{i}", width, activation, bias=bias),
+        Frame(
+            norms=NormNames("self_attn_layer_norm", "final_layer_norm"),
+            norm=layer_norm(EPS, bias=affine, weight=affine),
+            embedding="model.decoder.embed_tokens",
+            layers=LAYERS,
+            final_norm="model.decoder.final_layer_norm",
+            positions=lambda b: b.position_embedding(
+                "model.decoder.embed_positions",
+                num_positions,
+                shape.hidden_size,
+                offset=POSITION_OFFSET,
+            ),
+        ),
+    )

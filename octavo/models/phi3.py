@@ -1,0 +1,40 @@
+"""Phi-3 and Phi-4: Llama with q, k, v in one module and gate and up in another. Abdin et al. 2024.
+
+Longrope has two lists of factors, for contexts up to original_max_position_embeddings and beyond;
+where they differ the context ends there (`hf_config.exact_context`).
+"""
+
+from __future__ import annotations
+
+from octavo.models.decoder import (
+    DecoderShape,
+    SelfAttention,
+    build_decoder,
+    plan_cache,
+    stacked_gated_mlp,
+    stacked_qkv,
+)
+from octavo.models.hf_config import HfConfig
+from octavo.models.rope import rope_parameters
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape = DecoderShape.read(config, norm_eps=1e-5)
+    window = config.optional_integer("sliding_window")
+    cache = plan_cache(shape, config.layer_windows(shape.num_layers, window, lambda i: True))
+    rope = rope_parameters(config, partial=1.0).table(shape.head_dim)
+    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
+    attention = SelfAttention(
+        shape=shape,
+        caches=cache.layers,
+        ropes=(rope,) * shape.num_layers,
+        scale=shape.head_dim**-0.5,
+        project=stacked_qkv(shape, "qkv_proj"),
+    )
+    return build_decoder(
+        shape,
+        cache.groups,
+        attention,
+        lambda b, x, i: stacked_gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation),
+    )
