@@ -13,7 +13,7 @@ from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.errors import UnsupportedModel
 from octavo.models.registry import build_programs
 from octavo.quant.gguf import BLOCK_TYPES
-from tests.support.tiny_models import FAMILIES, WIDTHS_OF_32, tiny_model
+from tests.support.tiny_models import WIDTHS_OF_32, each_family, tiny_model
 
 NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]
@@ -56,7 +56,7 @@ def check_native(checkpoint, program, dtype, quantization):
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [*FORMATS, ("float16", None), ("auto", "fp8")])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each_family())
 def test_torch(family, dtype, quantization):
     checkpoint, program = decoder(family)
     backend = TorchBackend(BackendOptions(dtype=dtype, max_tokens=64))
@@ -66,7 +66,7 @@ def test_torch(family, dtype, quantization):
     assert found.kv_layouts == runnable.kv_layouts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each_family())
 def test_reference(family):
     checkpoint, program = decoder(family)
     backend = ReferenceBackend()

@@ -10,11 +10,11 @@ import torch
 from octavo.backends.base import BackendOptions
 from octavo.backends.reference.backend import ReferenceBackend
 from tests.support.paged_runner import PagedRunner, backend_named
-from tests.support.tiny_models import FAMILIES, tiny_model
+from tests.support.tiny_models import each_family, tiny_model
 
 torch.set_num_threads(1)
 
-DECODERS = [family for family in FAMILIES if family != "t5"]
+DECODERS = each_family(without=("t5",))
 LENGTH = 300
 
 

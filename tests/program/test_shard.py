@@ -31,12 +31,12 @@ from octavo.program.passes.shard import shard
 from octavo.program.passes.splits import kv_spans, query_spans, shares
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 from tests.support.paged_runner import PagedRunner
-from tests.support.tiny_models import FAMILIES, WIDTHS_OF_32, tiny_model
+from tests.support.tiny_models import DISTINCT, WIDTHS_OF_32, tiny_model
 
 torch.set_num_threads(1)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES if family != "t5"},
+    **{family: (family, {}) for family in DISTINCT if family != "t5"},
     "llama-bias-tied": (
         "llama",
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 
@@ -410,6 +411,22 @@ WIDTHS_OF_32: dict[str, dict[str, Any]] = {
 """Overrides with which everything that int4 packs has rows of a multiple of 32."""
 
 FAMILIES = tuple(SHAPES)
+
+DISTINCT = (
+    *("llama", "qwen2", "gemma3_text", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3", "t5"),
+    *("bloom", "gptj", "olmo2"),
+)
+"""Families that between them have every op, cache group and way of storing weights."""
+
+
+def each_family(*, without: tuple[str, ...] = ()) -> list[Any]:
+    """Returns all families for `pytest.mark.parametrize`; those that add nothing are slow tests."""
+    return [
+        family if family in DISTINCT else pytest.param(family, marks=pytest.mark.slow)
+        for family in FAMILIES
+        if family not in without
+    ]
+
 
 NATIVE_FAMILIES = tuple(
     family for family in FAMILIES if family not in ("qwen2_moe", "gpt_oss", "deepseek_v3", "t5")

@@ -21,7 +21,13 @@ from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
 from tests.support.native_harness import require_native
 from tests.support.paged_runner import PagedRunner
-from tests.support.tiny_models import WIDTHS_OF_32, double_precision, in_float64, tiny_model
+from tests.support.tiny_models import (
+    NATIVE_FAMILIES,
+    WIDTHS_OF_32,
+    double_precision,
+    in_float64,
+    tiny_model,
+)
 
 torch.set_num_threads(1)
 
@@ -61,7 +67,17 @@ def whole(family, precision):
     return runner(family, precision).logits(tokens(family))
 
 
-GRID = [(family, precision) for family in FAMILIES for precision in PRECISIONS]
+GRID = [
+    *((family, precision) for family in FAMILIES for precision in PRECISIONS),
+    ("bloom", "fp32"),
+    ("bloom", "bf16"),
+    *(
+        pytest.param(family, precision, marks=pytest.mark.slow)
+        for family in NATIVE_FAMILIES
+        if family not in (*FAMILIES, "bloom")
+        for precision in ("fp32", "int8")
+    ),
+]
 
 
 @pytest.mark.parametrize(("family", "precision"), GRID)

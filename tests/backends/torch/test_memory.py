@@ -15,10 +15,10 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
 from octavo.worker.memory import memory_table
-from tests.support.tiny_models import FAMILIES, tiny_model
+from tests.support.tiny_models import each_family, tiny_model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each_family())
 def test_the_largest_step_runs(family):
     checkpoint = open_checkpoint(tiny_model(family).path)
     backend = TorchBackend(
