@@ -23,7 +23,8 @@ from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUT
 from octavo.config.engine_config import OptionField, option_fields, options_of
 from octavo.server.app import create_app
 from octavo.server.errors import TABLE
-from octavo.server.openai.protocol import ChatBody, CompletionBody, SamplingBody
+from octavo.server.fields import described
+from octavo.server.openai.bodies import ChatBody, CompletionBody, SamplingBody
 from octavo.server.routes.cache import PinBody, ResetBody
 from octavo.server.routes.jobs import GenerateBody
 from octavo.server.routes.model_loading import OPTIONS, LoadBody, UnloadBody
@@ -280,21 +281,26 @@ def body_link(route: str) -> str:
 
 
 def field_table(body: Any, without: Iterable[str]) -> str:
-    own = {name: field for name, field in body.model_fields.items() if name not in without}
-    return table(
-        ("field", "what it takes"),
-        (
-            (f"`{name}`", field.description or type_name(field.annotation))
-            for name, field in own.items()
-        ),
-    )
+    own = [row for name, row in described(body).items() if name not in without]
+    head = ["field", "what it takes", "what it does"]
+    rows = [(f"`{row['name']}`", takes(row), meaning(row)) for row in own]
+    if not any(text for *_, text in rows):
+        head, rows = head[:2], [row[:2] for row in rows]
+    return table(head, rows)
 
 
-def type_name(annotation: Any) -> str:
-    """Describes the type of a field without a description."""
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    words = {"bool": "true or false", "list": "a list of objects", "str": "a text"}
-    return next((word for start, word in words.items() if text.startswith(start)), "an object")
+def takes(row: dict[str, Any]) -> str:
+    """Returns what a field takes, in the words of its row or of its type."""
+    words = {"boolean": "true or false", "array": "a list of objects", "string": "a text"}
+    return row["takes"] or words.get(str(row["type"]), "an object")
+
+
+def meaning(row: dict[str, Any]) -> str:
+    """Returns what a field does and what it goes with."""
+    parts = [row["help"]]
+    parts += [f"needs `{name}`" for name in row.get("needs", ())]
+    parts += [f"not with `{name}`: {reason}" for name, reason in row.get("excludes", {}).items()]
+    return "; ".join(part for part in parts if part)
 
 
 # -- metrics ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from octavo.config.engine_config import EngineConfig
@@ -20,7 +20,7 @@ from octavo.engine.core import CoreOutputs
 from octavo.engine.front.arguments import Messages, Prompt, text_of
 from octavo.engine.front.changes import Fork, RequestUpdate
 from octavo.engine.front.front import Front
-from octavo.engine.front.input_processor import FrontRequest, Origin
+from octavo.engine.front.input_processor import FrontRequest, Origin, Truncation
 from octavo.engine.front.queue_limit import QueueLimit, Size
 from octavo.engine.front.request_stream import RequestStream
 from octavo.engine.live.feed import EngineFeed, FeedReader
@@ -28,7 +28,7 @@ from octavo.engine.live.requests import LiveRequest
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, Unavailable
 from octavo.outputs import RequestOutput
-from octavo.ports import Tokenizer
+from octavo.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.progress import Report, quiet
 from octavo.sampling_params import SamplingParams
 from octavo.text.unicode import is_long
@@ -158,29 +158,45 @@ class AsyncLLM:
         finally:
             await stream.aclose()
 
-    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> Prompt:
         """Returns a prompt for `submit`: a long text is tokenized in a thread while the event loop
-        goes on. Raises ContextTooLong where it cannot fit.
+        goes on. Raises ContextTooLong where it cannot fit and is not truncated.
         """
-        if add_special_tokens and not is_long(text_of(prompt)):
+        if add_special_tokens and truncation is None and not is_long(text_of(prompt)):
             return prompt
         return await asyncio.to_thread(
-            self._front.tokenize, prompt, add_special_tokens=add_special_tokens
+            self._front.tokenize,
+            prompt,
+            add_special_tokens=add_special_tokens,
+            truncation=truncation,
         )
 
     def chat_prompt(
         self,
         messages: Messages,
-        *,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        rendering: Rendering = DEFAULT_RENDERING,
+        truncation: Truncation | None = None,
     ) -> dict[str, Any]:
         """Renders a conversation through the model's chat template, as a prompt for `generate`."""
-        return self._front.chat_prompt(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        return self._front.chat_prompt(messages, rendering, truncation)
+
+    async def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
+        """Returns the prompt that asks for the text between two texts, for `submit`; InvalidRequest
+        where the model's vocabulary has no tokens for that.
+        """
+        if not is_long(prefix) and not is_long(suffix):
+            return self._front.infill_prompt(prefix, suffix)
+        return await asyncio.to_thread(self._front.infill_prompt, prefix, suffix)
+
+    def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
+        """Renders a conversation through the model's chat template, as text."""
+        return self._front.render_chat(messages, rendering)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gets a final output with finish_reason "abort"."""

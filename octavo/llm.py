@@ -27,7 +27,7 @@ from octavo.engine.front.input_processor import FrontRequest, Origin
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, shown
 from octavo.outputs import Profile, RequestOutput
-from octavo.ports import Profiler, Tokenizer
+from octavo.ports import Profiler, Rendering, Tokenizer
 from octavo.progress import Bar, Report, to_stderr
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.wiring.engine import build_in_process
@@ -113,16 +113,13 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **rendering: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, through the model's chat template."""
+        """Answers one conversation or several, through the model's chat template; `rendering` as in
+        `chat_prompt`.
+        """
         prompts = [
-            self.chat_prompt(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+            self.chat_prompt(conversation, **rendering)
             for conversation in conversation_list(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -131,17 +128,24 @@ class LLM:
         self,
         messages: Messages,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Renders a conversation through the model's chat template, as a prompt for `generate` or
-        `stream`.
+        `stream`. It ends with the beginning of an answer, or with `continue_final_message` within
+        the last message.
         """
-        return self._front.chat_prompt(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        rendering = Rendering(
+            add_generation_prompt,
+            continue_final_message,
+            chat_template_kwargs or {},
+            chat_template,
         )
+        return self._front.chat_prompt(messages, rendering)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

@@ -212,6 +212,25 @@ class ConnectorWorker(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How a chat template turns a conversation into a prompt."""
+
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the beginning of an assistant's message."""
+    continue_final_message: bool = False
+    """Whether the prompt ends within the last message, which the model then continues."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template beside what it always gets."""
+    template: str | None = None
+    """Jinja text in place of the model's template."""
+    add_special_tokens: bool = False
+    """Whether the tokenizer's own first and last tokens are added to what the template writes."""
+
+
+DEFAULT_RENDERING = Rendering()
+
+
 class Tokenizer(Protocol):
     """Turns text to ids and back. `text/tokenizer.py` implements it."""
 
@@ -252,12 +271,35 @@ class Tokenizer(Protocol):
         """
         ...
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names of the variables that the model's chat template reads; none without a template."""
+        ...
+
+    @property
+    def infill_format(self) -> str | None:
+        """Name of the fill-in-the-middle format that the vocabulary has tokens for; None without
+        one.
+        """
+        ...
+
+    def infill(self, prefix: str, suffix: str) -> list[int]:
+        """Returns the ids that ask for the text between two texts; InvalidRequest where the
+        vocabulary has no tokens for that.
+        """
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = DEFAULT_RENDERING
+    ) -> str:
+        """Returns a conversation as the chat template writes it."""
+        ...
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        rendering: Rendering = DEFAULT_RENDERING,
         *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
         check: Callable[[str], None] | None = None,
     ) -> list[int]:
         """Returns the ids of a conversation; text in a message that spells a special token stays

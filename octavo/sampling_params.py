@@ -42,6 +42,27 @@ class WholeRange:
     """Whether None is allowed too."""
 
 
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """Finite numbers that a float field may hold."""
+
+    low: float
+    high: float
+    special_words: str = ""
+    """Words for the range where its two ends do not say all."""
+    above_low: bool = False
+    """Whether the low end itself is outside."""
+    hint: str | None = None
+
+    @property
+    def words(self) -> str:
+        return self.special_words or f"a number from {self.low} to {self.high}"
+
+    def holds(self, number: float) -> bool:
+        """Returns whether a number is within the range; NaN is in none."""
+        return self.low <= number <= self.high and not (self.above_low and number == self.low)
+
+
 def _range(low: int, high: int, words: str = "{}", *, optional: bool = False) -> WholeRange:
     return WholeRange(low, high, words.format(f"a whole number from {low} to {high}"), optional)
 
@@ -64,6 +85,18 @@ WHOLE_NUMBERS = {
     "prompt_logprob_start": _range(0, INT32_MAX, "None, or {}", optional=True),
 }
 """Integer fields and their bounds; best_of has its own, which depends on n."""
+
+NUMBERS = {
+    "presence_penalty": NumberRange(-2, 2),
+    "frequency_penalty": NumberRange(-2, 2),
+    "repetition_penalty": NumberRange(
+        FLOAT32_MIN, FLOAT32_MAX, "a number above 0 (a 32-bit float)"
+    ),
+    "temperature": NumberRange(0, 2, hint="0 is greedy"),
+    "top_p": NumberRange(0, 1, "a number above 0 and at most 1", above_low=True),
+    "min_p": NumberRange(0, 1),
+}
+"""Fields that hold a float, and their bounds."""
 
 FLAGS = (
     "ignore_eos",
@@ -230,24 +263,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
             )
 
     def _check_numbers(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name, allowed in NUMBERS.items():
             value = getattr(self, name)
             number = _number(value)
-            _check(name, value, -2 <= number <= 2, "a number from -2 to 2")
+            _check(name, value, allowed.holds(number), allowed.words, hint=allowed.hint)
             setattr(self, name, number)
-        value, number = self.repetition_penalty, _number(self.repetition_penalty)
-        fits = FLOAT32_MIN <= number <= FLOAT32_MAX
-        _check("repetition_penalty", value, fits, "a number above 0 (a 32-bit float)")
-        self.repetition_penalty = number
-        value, number = self.temperature, _number(self.temperature)
-        _check("temperature", value, 0 <= number <= 2, "a number from 0 to 2", hint="0 is greedy")
-        self.temperature = number
-        value, number = self.top_p, _number(self.top_p)
-        _check("top_p", value, 0 < number <= 1, "a number above 0 and at most 1")
-        self.top_p = number
-        value, number = self.min_p, _number(self.min_p)
-        _check("min_p", value, 0 <= number <= 1, "a number from 0 to 1")
-        self.min_p = number
 
     def _check_texts(self) -> None:
         if self.stop is not None:

@@ -17,6 +17,7 @@ from octavo.server.openai import chat, completions, models
 from octavo.server.routes import (
     admin,
     cache,
+    capabilities,
     engine_events,
     jobs,
     metrics,
@@ -40,6 +41,7 @@ ROUTES = (
     chat,
     jobs,
     cache,
+    capabilities,
     metrics,
     requests,
     engine_events,

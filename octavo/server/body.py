@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.exceptions import HTTPException
 
 from octavo.errors import InvalidRequest
+from octavo.server.fields import check_interactions
 from octavo.server.settings import ServerSettings
 from octavo.server.state.service import Service, service_of
 
@@ -71,6 +72,7 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
         except ValidationError as error:
             raise _describe(kind, error) from None
         body.take_unknown_fields(lenient=service.settings.lenient)
+        check_interactions(body)
         return body
 
     return parse

@@ -11,10 +11,11 @@ from typing import Any
 
 from octavo.async_llm import AsyncLLM
 from octavo.engine.front.arguments import Prompt as EnginePrompt
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin, Truncation
 from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
+from octavo.ports import DEFAULT_RENDERING, Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.state.served_model import ServedModel
 from octavo.text.unicode import LONG_TEXT_CHARACTERS
@@ -110,24 +111,40 @@ def split_member(request_id: str) -> tuple[str, int]:
 
 
 async def prompt_of(
-    llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True, cache_salt: str | None = None
+    llm: AsyncLLM,
+    prompt: Prompt,
+    *,
+    add_special_tokens: bool = True,
+    cache_salt: str | None = None,
+    truncation: Truncation | None = None,
 ) -> EnginePrompt:
     """Returns a prompt as the engine takes it; long texts are tokenized in a thread."""
     if not isinstance(prompt, str):
-        return {"prompt_token_ids": prompt, "cache_salt": cache_salt}
+        ids = {"prompt_token_ids": prompt, "cache_salt": cache_salt}
+        return ids if truncation is None else await llm.tokenize(ids, truncation=truncation)
     return await llm.tokenize(
-        {"prompt": prompt, "cache_salt": cache_salt}, add_special_tokens=add_special_tokens
+        {"prompt": prompt, "cache_salt": cache_salt},
+        add_special_tokens=add_special_tokens,
+        truncation=truncation,
     )
 
 
 async def chat_prompt_of(
-    llm: AsyncLLM, messages: list[dict[str, Any]], *, cache_salt: str | None, **options: Any
+    llm: AsyncLLM,
+    messages: list[dict[str, Any]],
+    *,
+    cache_salt: str | None,
+    rendering: Rendering = DEFAULT_RENDERING,
+    truncation: Truncation | None = None,
 ) -> dict[str, Any]:
-    """Renders a conversation with the model's template; `options` as in `AsyncLLM.chat_prompt`."""
-    if sum(len(message["content"] or "") for message in messages) > LONG_TEXT_CHARACTERS:
-        prompt = await asyncio.to_thread(llm.chat_prompt, messages, **options)
+    """Renders a conversation with the model's template; long ones, and those with a template of
+    their own, in a thread.
+    """
+    length = sum(len(message["content"] or "") for message in messages)
+    if length > LONG_TEXT_CHARACTERS or rendering.template is not None:
+        prompt = await asyncio.to_thread(llm.chat_prompt, messages, rendering, truncation)
     else:
-        prompt = llm.chat_prompt(messages, **options)
+        prompt = llm.chat_prompt(messages, rendering, truncation)
     return prompt | {"cache_salt": cache_salt}
 
 

@@ -31,6 +31,9 @@ class ServerSettings:
         "ignore unknown request fields and name them in a response header, instead of"
         " answering 400",
     )
+    trust_request_chat_template: bool = option(
+        False, "take the field chat_template of a request, in place of the model's template"
+    )
     max_body_bytes: int = option(32 << 20, "largest request body", unit="bytes", low=1)
     request_timeout_s: int = option(
         60, "seconds in which a client must send a request's head, and then its body", low=1

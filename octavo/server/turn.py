@@ -6,15 +6,16 @@ turn's deltas or its whole output the form that its clients expect.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive
 
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin, Truncation
 from octavo.outputs import RequestOutput
+from octavo.ports import DEFAULT_RENDERING, Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Cursor, Delta
@@ -29,8 +30,8 @@ class Conversation:
     messages: list[dict[str, Any]]
     """Messages with at least `role` and a `content` of plain text."""
     cache_salt: str | None = None
-    add_generation_prompt: bool = True
-    template_variables: Mapping[str, Any] | None = None
+    rendering: Rendering = DEFAULT_RENDERING
+    truncation: Truncation | None = None
 
     async def prompt(self, model: ServedModel) -> dict[str, Any]:
         """Returns the prompt's token ids, as the engine takes them."""
@@ -38,8 +39,8 @@ class Conversation:
             model.llm,
             self.messages,
             cache_salt=self.cache_salt,
-            add_generation_prompt=self.add_generation_prompt,
-            chat_template_kwargs=self.template_variables,
+            rendering=self.rendering,
+            truncation=self.truncation,
         )
 
 

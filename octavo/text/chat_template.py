@@ -17,6 +17,7 @@ from octavo.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import jinja2
+    import jinja2.nodes
 
 
 class ChatTemplate:
@@ -30,11 +31,26 @@ class ChatTemplate:
     def exists(self) -> bool:
         return self._source is not None
 
+    def replaced(self, source: str) -> ChatTemplate:
+        """Returns another template for the same model."""
+        return ChatTemplate(source, self._special_tokens)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads from outside; none without a template."""
+        from jinja2 import meta
+
+        return (
+            frozenset()
+            if self._source is None
+            else frozenset(meta.find_undeclared_variables(self._parsed))
+        )
+
     def render(
         self, messages: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
         """Returns the conversation as one text; InvalidRequest carries what the template says when
-        it fails.
+        it fails. A developer's messages are the system's where the template knows no developer.
         """
         if self._source is None:
             raise InvalidRequest(
@@ -42,14 +58,13 @@ class ChatTemplate:
                 param="messages",
                 hint="give one with --chat-template, or use completions",
             )
-        known = self._special_tokens | {
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt,
-        }
         try:
-            return self._compiled.render(
-                {"tools": None, "documents": None} | known | dict(variables)
-            )
+            compiled = self._compiled
+            known = self._special_tokens | {
+                "messages": messages if self._knows_developers else _as_system(messages),
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return compiled.render({"tools": None, "documents": None} | known | dict(variables))
         except Exception as error:  # a template can fail with any error of the values it is given
             raise InvalidRequest(
                 f"messages: the chat template failed: {error}", param="messages"
@@ -59,6 +74,26 @@ class ChatTemplate:
     def _compiled(self) -> jinja2.Template:
         assert self._source is not None
         return _environment().from_string(self._source)
+
+    @cached_property
+    def _parsed(self) -> jinja2.nodes.Template:
+        assert self._source is not None
+        return _environment().parse(self._source)
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        from jinja2 import nodes
+
+        constants = (node.value for node in self._parsed.find_all(nodes.Const))
+        return any(value == "developer" for value in constants)
+
+
+def _as_system(messages: Sequence[Any]) -> list[Any]:
+    """Returns messages in which the developer's are the system's."""
+    return [
+        {**message, "role": "system"} if message["role"] == "developer" else message
+        for message in messages
+    ]
 
 
 def _environment() -> jinja2.Environment:

@@ -103,6 +103,11 @@ class Guard:
         """Whether some string needed protection."""
         return bool(self._hidden)
 
+    @property
+    def end_mark(self) -> str:
+        """A word that marks a place in a text through the template; it stands for no text."""
+        return f"{self._key}end"
+
     def protect(self, value: Any) -> Any:
         """Returns a value with every string in it protected: lists, dicts (keys too) and all else
         that JSON has.

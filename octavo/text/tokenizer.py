@@ -14,12 +14,13 @@ from typing import Any
 import tokenizers
 
 from octavo.config.paths import is_there, user_path
-from octavo.errors import ConfigError, WeightMismatch
-from octavo.ports import TokenizerSource
+from octavo.errors import ConfigError, InvalidRequest, WeightMismatch
+from octavo.ports import DEFAULT_RENDERING, Rendering, TokenizerSource
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.encoding import encode_text, without_special_tokens
+from octavo.text.infill import InfillFormat, infill_format_of
 from octavo.text.length_bound import LengthBound
-from octavo.text.special_text import SpecialText
+from octavo.text.special_text import Guard, SpecialText
 from octavo.text.token_bytes import TokenBytes
 from octavo.text.unicode import check_unicode
 from octavo.text.vocabulary import build_tokenizer
@@ -130,12 +131,47 @@ class TextTokenizer:
         """Whether it renders conversations."""
         return self._template.exists
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names of the variables that the model's chat template reads; none without a template."""
+        return self._template.variables
+
+    @cached_property
+    def infill_format(self) -> str | None:
+        """Name of the fill-in-the-middle format that the vocabulary has tokens for."""
+        return None if self._infill is None else self._infill.name
+
+    def infill(self, prefix: str, suffix: str) -> list[int]:
+        """Returns the ids that ask for the text between two texts; text in them that spells a
+        special token stays text.
+        """
+        if self._infill is None:
+            raise InvalidRequest(
+                "suffix: the model's vocabulary has no tokens for filling in the middle",
+                hint="leave suffix out, or use a model made for infilling, such as Qwen2.5-Coder",
+                param="suffix",
+            )
+        check_unicode(prefix, "prompt")
+        check_unicode(suffix, "suffix")
+        starts, _ = self._special_ends
+        parts = {
+            "prefix": self._encode(prefix, add_special_tokens=False, allow_special_text=False),
+            "suffix": self._encode(suffix, add_special_tokens=False, allow_special_text=False),
+        }
+        return [*starts, *self._infill.arrange(parts["prefix"], parts["suffix"])]
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = DEFAULT_RENDERING
+    ) -> str:
+        """Returns a conversation as the chat template writes it."""
+        guard = self._special_text.guard()
+        return guard.reveal(self._render(messages, rendering, guard))
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        rendering: Rendering = DEFAULT_RENDERING,
         *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
         check: Callable[[str], None] | None = None,
     ) -> list[int]:
         """Returns the ids of a conversation; special-token text in messages or variables stays
@@ -144,11 +180,34 @@ class TextTokenizer:
         `check` is called with the rendered text before it is tokenized, to refuse it.
         """
         guard = self._special_text.guard()
-        rendered = self._template.render(
-            guard.protect(list(messages)), add_generation_prompt, guard.protect(variables or {})
-        )
+        rendered = self._render(messages, rendering, guard)
         if check is not None:
             check(guard.reveal(rendered))
+        starts, ends = self._special_ends if rendering.add_special_tokens else ([], [])
+        return [*starts, *self._rendered_ids(rendered, guard), *ends]
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], rendering: Rendering, guard: Guard
+    ) -> str:
+        """Returns the conversation as one text in which the users' strings are protected."""
+        template = self._template
+        if rendering.template is not None:
+            template = template.replaced(rendering.template)
+        protected = guard.protect(list(messages))
+        variables = guard.protect(rendering.variables)
+        if not rendering.continue_final_message:
+            return template.render(protected, rendering.add_generation_prompt, variables)
+        protected[-1] = {**protected[-1], "content": protected[-1]["content"] + guard.end_mark}
+        rendered = template.render(protected, False, variables)
+        end = rendered.rfind(guard.end_mark)
+        if end < 0:
+            raise InvalidRequest(
+                "continue_final_message: the chat template leaves the last message's text out",
+                param="continue_final_message",
+            )
+        return rendered[:end].replace(guard.end_mark, "")
+
+    def _rendered_ids(self, rendered: str, guard: Guard) -> list[int]:
         if not guard.used:
             return self.encode(rendered, add_special_tokens=False, allow_special_text=True)
         ids: list[int] = []
@@ -159,6 +218,20 @@ class TextTokenizer:
                 text = f" {part}" if self._space_prefix else part
                 ids += self._encode(text, add_special_tokens=False, allow_special_text=False)
         return ids
+
+    @cached_property
+    def _special_ends(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and after every text."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        num_more = len(whole) - len(plain)
+        for start in range(num_more + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
+        return [], []
+
+    @cached_property
+    def _infill(self) -> InfillFormat | None:
+        return infill_format_of(self._tokenizer.token_to_id)
 
     @cached_property
     def _bytes(self) -> TokenBytes:

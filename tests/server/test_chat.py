@@ -157,16 +157,16 @@ def test_token_ids_come_along(http):
         ({"top_logprobs": 2}, "top_logprobs", "allowed only where logprobs is true"),
         (
             {"max_tokens": 3, "max_completion_tokens": 4},
-            "max_tokens",
-            "differs from max_completion_tokens",
+            "max_completion_tokens",
+            "differs from max_tokens, which means the same",
         ),
         ({"messages": []}, "messages", "needed is at least one message"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "needed, and not given"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role", "needed, and not given"),
         (
             {"messages": [{"role": "user", "content": "hi", "tool_calls": [1]}]},
-            "messages[0].tool_calls",
-            "does not support it",
+            "messages[0].tool_calls[0]",
+            "got 1",
         ),
         (
             {"messages": [{"role": "user", "content": 7}]},

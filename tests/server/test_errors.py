@@ -43,7 +43,7 @@ def error_of(response, status):
             "top_k",
             "top_k: got -2, allowed is 0 or -1 (off), or a whole number from 1 to 2147483647",
         ),
-        ({"top_k": 1.5}, "top_k", "top_k: got 1.5, allowed is a whole number"),
+        ({"top_k": 1.5}, "top_k", "top_k: got 1.5, allowed is 0 or -1 (off), or a whole number"),
         ({"n": 0}, "n", "n: got 0, allowed is a whole number from 1 to 16384"),
         ({"n": 2, "temperature": 0}, "n", "n: got 2, allowed is 1 when the temperature is 0"),
         (
@@ -92,7 +92,11 @@ def error_of(response, status):
                 " at most 511"
             ),
         ),
-        ({"suffix": "end"}, "suffix", "suffix: this server does not insert text"),
+        (
+            {"suffix": "end"},
+            "suffix",
+            "suffix: the model's vocabulary has no tokens for filling in the middle",
+        ),
         (
             {"n": 3, "best_of": 2},
             "best_of",
@@ -111,7 +115,7 @@ def error_of(response, status):
         (
             {"use_beam_search": True, "stream": True},
             "stream",
-            "stream: got true with use_beam_search, allowed is false",
+            "stream: got true with use_beam_search, allowed is one of them",
         ),
         (
             {"use_beam_search": True, "n": 3, "beam_width": 2},
@@ -133,7 +137,7 @@ def error_of(response, status):
             "length_penalty",
             "length_penalty: allowed only where use_beam_search is true",
         ),
-        ({"store": True}, "store", "store: this server does not support it"),
+        ({"store": True}, "store", "store: got True, allowed is false; this route keeps no answer"),
         (
             {"stream_options": {"include": 1}, "stream": True},
             "stream_options.include",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.errors import ConfigError, InvalidRequest
+from octavo.ports import Rendering
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiers import examples
 from tests.support.tiny_vocabularies import SPECIAL, bpe_source, sentencepiece_source
@@ -47,7 +48,7 @@ def test_equals_transformers_rendering(generate: bool) -> None:
         [TALK], chat_template=CHATML, add_generation_prompt=generate
     )
     expected = ours.encode(rendered[0], add_special_tokens=False, allow_special_text=True)
-    assert ours.apply_chat_template(TALK, add_generation_prompt=generate) == expected
+    assert ours.apply_chat_template(TALK, Rendering(generate)) == expected
 
 
 def test_tools_and_functions_equal_transformers() -> None:
@@ -60,7 +61,8 @@ def test_tools_and_functions_equal_transformers() -> None:
     ours = tokenizer(TOOLS)
     assert (
         ours.decode(
-            ours.apply_chat_template(TALK, variables={"tools": tools}), skip_special_tokens=False
+            ours.apply_chat_template(TALK, Rendering(variables={"tools": tools})),
+            skip_special_tokens=False,
         )
         == rendered[0]
     )
@@ -107,7 +109,9 @@ def test_plain_messages_are_encoded_as_one_text(content: str) -> None:
 
 def test_variables_are_guarded_too() -> None:
     ours = tokenizer("{{ documents[0].text }}<|im_end|>")
-    ids = ours.apply_chat_template([], variables={"documents": [{"text": "x<|im_end|>"}]})
+    ids = ours.apply_chat_template(
+        [], Rendering(variables={"documents": [{"text": "x<|im_end|>"}]})
+    )
     assert (
         ids.count(2) == 1 and ours.decode(ids, skip_special_tokens=False) == "x<|im_end|><|im_end|>"
     )
@@ -162,3 +166,65 @@ def test_chat_template_option(tmp_path) -> None:
         match=r"chat_template: got 'nowhere\.jinja', allowed is a Jinja template or the path",
     ):
         load_tokenizer(bpe_source("smollm"), chat_template="nowhere.jinja")
+
+
+CONTINUED = "Light is: a  wave"
+PASSED_OVER = "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}"
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}"
+    "<|im_end|>\n{% endfor %}{{ messages | length }}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, BARE, TAGGED])
+def test_a_continued_message_is_what_transformers_makes_of_it(template: str) -> None:
+    talk = [*TALK[:2], {"role": "assistant", "content": CONTINUED}]
+    rendered, _ = render_jinja_template(
+        [talk], chat_template=template, continue_final_message=True, add_generation_prompt=False
+    )
+    ours = tokenizer(template)
+    expected = ours.encode(rendered[0], add_special_tokens=False, allow_special_text=True)
+    assert ours.apply_chat_template(talk, Rendering(False, True)) == expected
+    assert ours.render_chat(talk, Rendering(False, True)) == rendered[0]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(nasty)
+@example("")
+@example("<|im_end|>")
+@pytest.mark.parametrize("template", [CHATML, BARE, TAGGED])
+def test_a_continued_message_ends_the_prompt(template: str, content: str) -> None:
+    """The prompt ends with the message's own words, whatever these spell, its last space too."""
+    ours = tokenizer(template)
+    talk = [*TALK[:2], {"role": "assistant", "content": content}]
+    text = ours.render_chat(talk, Rendering(False, True))
+    assert text.endswith(content.lstrip())
+    ids = ours.apply_chat_template(talk, Rendering(False, True))
+    assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+def test_a_template_that_leaves_the_last_message_out_continues_nothing() -> None:
+    with pytest.raises(InvalidRequest, match="leaves the last message's text out"):
+        tokenizer(PASSED_OVER).apply_chat_template(TALK, Rendering(False, True))
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
+    talk = [{"role": "developer", "content": "Be brief."}]
+    assert tokenizer(BARE).render_chat(talk) == "systemBe brief.<|im_end|>"
+    knowing = "{% if 'developer' == messages[0].role %}{{ messages[0].role }}{% endif %}"
+    assert tokenizer(knowing).render_chat(talk) == "developer"
+
+
+def test_a_template_tells_which_variables_it_reads() -> None:
+    ours = tokenizer("{% set x = 1 %}{{ x }}{{ reasoning_effort }}{{ messages }}")
+    assert ours.template_variables == {"reasoning_effort", "messages"}
+    assert tokenizer(None).template_variables == set()
+
+
+def test_a_request_s_own_template_and_special_tokens() -> None:
+    source = sentencepiece_source(True, chat_template="{{ messages[0].content }}")
+    ours = load_tokenizer(source)
+    talk = [{"role": "user", "content": "light"}]
+    words = ours.encode("light", add_special_tokens=False)
+    assert ours.apply_chat_template(talk, Rendering(add_special_tokens=True)) == [1, *words]
+    assert ours.render_chat(talk, Rendering(template="{{ bos_token }}!")) == "<s>!"

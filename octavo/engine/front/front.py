@@ -23,6 +23,7 @@ from octavo.engine.front.input_processor import (
     FrontRequest,
     InputProcessor,
     Origin,
+    Truncation,
     default_sampling_params,
 )
 from octavo.engine.front.output_processor import OutputProcessor, RequestState
@@ -34,7 +35,7 @@ from octavo.engine.requests.changes import RequestChange
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest, RequestNotFound, Unavailable
 from octavo.outputs import RequestOutput
-from octavo.ports import Profiler, Tokenizer
+from octavo.ports import DEFAULT_RENDERING, Profiler, Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 
 
@@ -80,11 +81,19 @@ class Front:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> dict[str, Any]:
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> dict[str, Any]:
         """Returns a prompt with its token ids, for `prepare`; ContextTooLong where it cannot fit.
         Any thread may call it at any time.
         """
-        return self.inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
+        return self.inputs.tokenize(
+            prompt, add_special_tokens=add_special_tokens, truncation=truncation
+        )
 
     def prepare(
         self,
@@ -188,14 +197,21 @@ class Front:
     def chat_prompt(
         self,
         messages: Messages,
-        *,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        rendering: Rendering = DEFAULT_RENDERING,
+        truncation: Truncation | None = None,
     ) -> dict[str, Any]:
         """Renders a conversation through the model's chat template, as a prompt of token ids."""
-        return self.inputs.chat_prompt(
-            messages, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs
-        )
+        return self.inputs.chat_prompt(messages, rendering, truncation)
+
+    def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
+        """Returns the prompt that asks for the text between two texts; InvalidRequest where the
+        model's vocabulary has no tokens for that.
+        """
+        return self.inputs.infill_prompt(prefix, suffix)
+
+    def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
+        """Renders a conversation through the model's chat template, as text."""
+        return self.inputs.render_chat(messages, rendering)
 
     # -- the engine as a whole ---------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ from octavo.engine.front.arguments import Messages, Prompt, as_list, check_messa
 from octavo.engine.requests.request import EngineRequest
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
-from octavo.ports import Tokenizer
+from octavo.ports import Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams, whole_number
 from octavo.text.unicode import check_unicode, is_long
 
@@ -66,6 +66,15 @@ class FrontRequest:
     samples: list[EngineRequest]
     arrival_time: float
     origin: Origin = DEFAULT_ORIGIN
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Bound on a prompt's tokens; those beyond it are cut off at one side."""
+
+    max_tokens: int
+    side: Literal["left", "right"] = "left"
+    """Side at which tokens are cut off."""
 
 
 class InputProcessor:
@@ -126,47 +135,68 @@ class InputProcessor:
         )
 
     def chat_prompt(
-        self,
-        messages: Messages,
-        *,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None,
+        self, messages: Messages, rendering: Rendering, truncation: Truncation | None = None
     ) -> dict[str, Any]:
-        """Renders a conversation as a prompt of token ids. `variables` go to the chat template
-        beside what it always gets.
-        """
+        """Renders a conversation as a prompt of token ids."""
+        tokenizer = self._check_conversation(messages, rendering)
+        check = self._check_length if truncation is None else None
+        token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
+        return {"prompt_token_ids": _truncated(token_ids, truncation)}
+
+    def render_chat(self, messages: Messages, rendering: Rendering) -> str:
+        """Renders a conversation as text."""
+        return self._check_conversation(messages, rendering).render_chat(messages, rendering)
+
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> dict[str, Any]:
+        """Returns a prompt with its token ids; ContextTooLong where it cannot fit."""
+        text, token_ids, salt = self._read_prompt(
+            prompt, add_special_tokens=add_special_tokens, may_be_long=truncation is not None
+        )
+        cut = _truncated(token_ids, truncation)
+        return {
+            "prompt": text if len(cut) == len(token_ids) else None,
+            "prompt_token_ids": cut,
+            "cache_salt": salt,
+        }
+
+    def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
+        """Returns the prompt that asks for the text between two texts."""
+        tokenizer = self.need_tokenizer("suffix: texts need a tokenizer", "suffix")
+        self._check_length(prefix)
+        self._check_length(suffix)
+        return {"prompt_token_ids": tokenizer.infill(prefix, suffix)}
+
+    def _check_conversation(self, messages: Messages, rendering: Rendering) -> Tokenizer:
+        """Refuses what no template can render; returns the tokenizer that has the template."""
         messages = check_messages(messages)
-        for name in variables or ():
+        for name in rendering.variables:
             if name in TEMPLATE_ARGUMENTS:
                 message = f"chat_template_kwargs: got {name!r}, which has a field of its own"
                 raise InvalidRequest(message, param="chat_template_kwargs")
-        tokenizer = self.need_tokenizer(
+        if rendering.continue_final_message:
+            _check_continued(messages, rendering)
+        return self.need_tokenizer(
             "a conversation needs the model's tokenizer and chat template", "prompt"
         )
-        return {
-            "prompt_token_ids": tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                variables=variables,
-                check=self._check_length,
-            )
-        }
-
-    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> dict[str, Any]:
-        """Returns a prompt with its token ids; ContextTooLong where it cannot fit."""
-        text, token_ids, salt = self._read_prompt(prompt, add_special_tokens=add_special_tokens)
-        return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
 
     # -- prompts -----------------------------------------------------------------------------------
 
     def _read_prompt(
-        self, prompt: Prompt, *, add_special_tokens: bool = True
+        self, prompt: Prompt, *, add_special_tokens: bool = True, may_be_long: bool = False
     ) -> tuple[str | None, list[int], str]:
         """Returns a prompt's text if it has one, its token ids and its cache salt."""
         text, salt = None, ""
         if isinstance(prompt, Mapping):
             text, prompt, salt = self._open_dict(prompt)
         if isinstance(prompt, str):
+            if not may_be_long:
+                self._check_length(prompt)
             return prompt, self._encode_prompt(prompt, add_special_tokens=add_special_tokens), salt
         token_ids = as_list(prompt)
         if token_ids is None:
@@ -181,7 +211,6 @@ class InputProcessor:
         tokenizer = self.need_tokenizer(
             "a text prompt needs a tokenizer, and this engine has none", "prompt"
         )
-        self._check_length(text)
         return tokenizer.encode(
             text, add_special_tokens=add_special_tokens, allow_special_text=True
         )
@@ -359,6 +388,31 @@ def _whole_ids(token_ids: list[Any]) -> list[int]:
                 param="prompt",
             )
     return [number for number in numbers if number is not None]
+
+
+def _truncated(token_ids: list[int], truncation: Truncation | None) -> list[int]:
+    if truncation is None or len(token_ids) <= truncation.max_tokens:
+        return token_ids
+    if truncation.side == "right":
+        return token_ids[: truncation.max_tokens]
+    return token_ids[len(token_ids) - truncation.max_tokens :]
+
+
+def _check_continued(messages: Messages, rendering: Rendering) -> None:
+    """Refuses to continue a conversation whose last message has no text of an assistant."""
+    name = "continue_final_message"
+    if rendering.add_generation_prompt:
+        raise InvalidRequest(
+            f"{name}: got true with add_generation_prompt true, allowed is one of them",
+            param=name,
+        )
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise InvalidRequest(
+            f"{name}: got a last message of the role {shown(last.get('role'))}, needed is one of"
+            " the role 'assistant' with a text",
+            param=name,
+        )
 
 
 def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> None:

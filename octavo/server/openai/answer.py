@@ -16,18 +16,18 @@ from typing import Any
 import msgspec
 
 from octavo.outputs import CompletionOutput, RequestOutput, Timings
-from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.server.deltas import Cursor, Delta
 from octavo.server.generation import Generation
+from octavo.server.openai.bodies import SamplingBody, StreamOptions
+from octavo.server.openai.fingerprint import fingerprint_of
 from octavo.server.openai.logprobs import TokenNames
 from octavo.server.openai.protocol import (
     PromptTokensDetails,
     ResponseTimings,
-    SamplingBody,
-    StreamOptions,
     Usage,
 )
+from octavo.server.state.served_model import ServedModel
 
 
 class Answer(ABC):
@@ -35,17 +35,18 @@ class Answer(ABC):
 
     prefix: str
 
-    def __init__(
-        self, body: SamplingBody, params: SamplingParams, model: str, tokenizer: Tokenizer | None
-    ) -> None:
+    def __init__(self, body: SamplingBody, params: SamplingParams, model: ServedModel) -> None:
         self.id = f"{self.prefix}-{body.request_id or secrets.token_hex(12)}"
         self.created = int(time.time())
-        self.model = model
+        self.model = model.name
+        self.fingerprint = fingerprint_of(model.llm.config)
+        self.tokenizer = model.tokenizer
         self.params = params
         self.options = body.stream_options or StreamOptions()
         self.returns_token_ids = body.return_token_ids
-        self.names = TokenNames(tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self.names = TokenNames(self.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._wants_timings = body.timings
+        self._wants_prompt_text = body.return_prompt_text
         self._every_token = body.return_token_ids or params.logprobs is not None
 
     @abstractmethod
@@ -67,17 +68,32 @@ class Answer(ABC):
         """Returns the outputs' timings where the request asks for them."""
         return timings_of(outputs) if self._wants_timings else msgspec.UNSET
 
+    def prompt_text(self, output: RequestOutput) -> str | msgspec.UnsetType:
+        """Returns the prompt's text, special tokens included, where the request asks for it."""
+        if not self._wants_prompt_text or self.tokenizer is None:
+            return msgspec.UNSET
+        return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    @abstractmethod
+    def begin(self, made: Any, output: RequestOutput) -> None:
+        """Adds to a whole response, or to a stream's first chunk, what it says of its prompt."""
+
     async def events(self, generation: Generation) -> AsyncGenerator[list[Any], None]:
         """Yields chunks as the answer of a generation with deltas grows."""
         cursors: dict[int, Cursor] = {}
         latest: dict[int, RequestOutput] = {}
+        has_begun = False
         async with aclosing(generation.outputs()) as outputs:
             async for prompt_index, output in outputs:
                 latest[prompt_index] = output
                 choices = self._new_choices(prompt_index, output, cursors)
                 if choices:
                     usage = self._running_usage(latest.values())
-                    yield [self.chunk([choice], usage) for choice in choices]
+                    chunks = [self.chunk([choice], usage) for choice in choices]
+                    if not has_begun:
+                        self.begin(chunks[0], output)
+                        has_begun = True
+                    yield chunks
         usage = usage_of(latest.values()) if self.options.include_usage else msgspec.UNSET
         timings = self.timings(latest.values())
         if usage is not msgspec.UNSET or timings is not msgspec.UNSET:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
+from octavo.ports import Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
@@ -18,28 +19,32 @@ from octavo.server.connection import unless_gone
 from octavo.server.deltas import Delta
 from octavo.server.generation import Generation
 from octavo.server.openai.answer import Answer, usage_of, whole_of
+from octavo.server.openai.bodies import ChatBody, SamplingBody
 from octavo.server.openai.logprobs import chat_logprobs, plain_logprobs
+from octavo.server.openai.messages import plain_messages
 from octavo.server.openai.protocol import (
-    ChatBody,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
-    Message,
-    TextPart,
     Usage,
 )
-from octavo.server.openai.sampling import check_stream_options, sampling_params
+from octavo.server.openai.sampling import sampling_params
+from octavo.server.openai.template_variables import template_variables
+from octavo.server.openai.truncation import truncation_of
+from octavo.server.settings import ServerSettings
 from octavo.server.sse import EventStream
+from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.turn import Conversation
 
+PATH = "/v1/chat/completions"
 ROLE = "assistant"
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post(PATH)
 async def chat(
     request: Request,
     service: Annotated[Service, Depends(service_of)],
@@ -48,13 +53,8 @@ async def chat(
     model = service.model(body.model)
     _check(body)
     params = _params(body, model.llm.get_default_sampling_params())
-    conversation = Conversation(
-        plain_messages(body.messages),
-        body.cache_salt,
-        body.add_generation_prompt,
-        body.chat_template_kwargs,
-    )
-    answer = ChatAnswer(body, params, model.name, model.tokenizer)
+    conversation = _conversation(body, model, service.settings)
+    answer = ChatAnswer(body, params, model, _echoed(body, conversation.messages))
     origin = origin_of(request, body.priority, body.user)
     prompt = await conversation.prompt(model)
     generation = Generation(
@@ -75,38 +75,48 @@ class ChatAnswer(Answer):
 
     prefix = "chatcmpl"
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
-        (output,) = outputs
-        made = ChatCompletion(
-            self.id, "chat.completion", self.created, self.model, [], usage_of(outputs)
-        )
-        for sample in output.outputs:
-            made.choices.append(
-                self._choice(
-                    sample.index, whole_of(sample), message=ChatMessage(ROLE, sample.text, None)
-                )
-            )
+    def __init__(
+        self, body: SamplingBody, params: SamplingParams, model: ServedModel, echoed: str = ""
+    ) -> None:
+        super().__init__(body, params, model)
+        self._echoed = echoed
+
+    def begin(self, made: ChatCompletion, output: RequestOutput) -> None:
         if self.returns_token_ids:
             made.prompt_token_ids = output.prompt_token_ids
+        made.prompt_text = self.prompt_text(output)
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+        (output,) = outputs
+        made = self._completion("chat.completion", usage_of(outputs))
+        for sample in output.outputs:
+            message = ChatMessage(ROLE, self._echoed + sample.text, None)
+            made.choices.append(self._choice(sample.index, whole_of(sample), message=message))
+        self.begin(made, output)
         if self.params.prompt_logprobs is not None:
             made.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
         made.timings = self.timings(outputs)
         return made
 
     def chunk(self, choices: list[ChatChoice], usage: Usage | UnsetType | None) -> ChatCompletion:
-        return ChatCompletion(
-            self.id, "chat.completion.chunk", self.created, self.model, choices, usage
-        )
+        made = self._completion("chat.completion.chunk", usage)
+        made.choices = choices
+        return made
 
     def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[ChatChoice]:
         """Returns the delta's choices; a stream's first has the role alone."""
         opening = (
-            [ChatChoice(index, UNSET, ChatMessage(ROLE, ""), None, None, None)]
+            [ChatChoice(index, UNSET, ChatMessage(ROLE, self._echoed), None, None, None)]
             if delta.is_first
             else []
         )
         content = delta.text if delta.text or not delta.finish_reason else UNSET
         return [*opening, self._choice(index, delta, delta=ChatMessage(content=content))]
+
+    def _completion(self, kind: str, usage: Usage | UnsetType | None) -> ChatCompletion:
+        return ChatCompletion(
+            self.id, kind, self.created, self.model, [], self.fingerprint, usage=usage
+        )
 
     def _choice(
         self,
@@ -131,46 +141,33 @@ class ChatAnswer(Answer):
         return chat_logprobs(delta.token_ids, delta.logprobs, self.params.logprobs, self.names)
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Converts messages for a chat template; raises InvalidRequest for parts it cannot honour."""
-    if not messages:
+def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) -> Conversation:
+    """Returns the body's messages and how they become a prompt."""
+    if body.chat_template is not None and not settings.trust_request_chat_template:
         raise InvalidRequest(
-            "messages: got an empty list, needed is at least one message", param="messages"
+            "chat_template: this server renders with the model's own",
+            hint="start it with --trust-request-chat-template",
+            param="chat_template",
         )
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    add_prompt = body.add_generation_prompt
+    rendering = Rendering(
+        not body.continue_final_message if add_prompt is None else add_prompt,
+        body.continue_final_message,
+        template_variables(body, model),
+        body.chat_template,
+        body.add_special_tokens,
+    )
+    truncation = truncation_of(body, model.llm, _max_tokens(body))
+    return Conversation(plain_messages(body.messages), body.cache_salt, rendering, truncation)
 
 
-def _plain_message(message: Message, where: str) -> dict[str, Any]:
-    for name, value in (message.model_extra or {}).items():
-        if value not in (None, []):
-            raise InvalidRequest(
-                f"{where}.{name}: this server does not support it", param=f"{where}.{name}"
-            )
-    plain: dict[str, Any] = {
-        "role": message.role,
-        "content": _text(message.content, f"{where}.content"),
-    }
-    return plain if message.name is None else plain | {"name": message.name}
-
-
-def _text(content: str | list[TextPart] | None, where: str) -> str:
-    """Joins the parts of a content, each on lines of its own."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise InvalidRequest(f"{where}: needed, and not given", param=where)
-    for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            allowed = "allowed are parts of type 'text' with a text"
-            raise InvalidRequest(
-                f"{where}[{index}]: got a part of type {part.type!r}, {allowed}",
-                param=f"{where}[{index}]",
-            )
-    return "\n".join(part.text or "" for part in content)
+def _echoed(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text that the answer begins with."""
+    last = messages[-1]
+    return str(last["content"]) if body.echo and last["role"] == ROLE else ""
 
 
 def _check(body: ChatBody) -> None:
-    check_stream_options(body)
     if body.tools:
         raise InvalidRequest("tools: this server does not support them", param="tools")
     if body.tool_choice not in (None, "none", "auto"):
@@ -183,30 +180,17 @@ def _check(body: ChatBody) -> None:
         raise InvalidRequest(
             f"response_format: got the type {got!r}, allowed is 'text'", param="response_format"
         )
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest(
-            "top_logprobs: allowed only where logprobs is true", param="top_logprobs"
-        )
-    if body.top_logprobs is not None and body.top_logprobs < 0:
-        raise InvalidRequest(
-            f"top_logprobs: got {body.top_logprobs}, allowed is a whole number from 0 up",
-            param="top_logprobs",
-        )
-    if (
-        None not in (body.max_tokens, body.max_completion_tokens)
-        and body.max_tokens != body.max_completion_tokens
-    ):
-        raise InvalidRequest(
-            "max_tokens: differs from max_completion_tokens, which means the same",
-            param="max_tokens",
-        )
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    """Returns the most tokens of an answer; None until the context ends."""
+    return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
 
 
 def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
-    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     return sampling_params(
         body,
         defaults,
-        max_tokens=max_tokens,
+        max_tokens=_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

@@ -8,34 +8,38 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
+from octavo.async_llm import AsyncLLM
+from octavo.engine.front.arguments import Prompt as EnginePrompt
 from octavo.errors import InvalidRequest
 from octavo.outputs import Logprob, RequestOutput
-from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Delta
-from octavo.server.generation import Generation, as_prompts, prompt_of
+from octavo.server.generation import Generation, Prompt, as_prompts, prompt_of
 from octavo.server.openai.answer import Answer, usage_of, whole_of
+from octavo.server.openai.bodies import CompletionBody
 from octavo.server.openai.logprobs import completion_logprobs, plain_logprobs
 from octavo.server.openai.protocol import (
     Completion,
-    CompletionBody,
     CompletionChoice,
     CompletionLogprobs,
     Usage,
 )
-from octavo.server.openai.sampling import check_stream_options, sampling_params
+from octavo.server.openai.sampling import sampling_params
+from octavo.server.openai.truncation import truncation_of
 from octavo.server.sse import EventStream
+from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 
+PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16
 
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post(PATH)
 async def complete(
     request: Request,
     service: Annotated[Service, Depends(service_of)],
@@ -45,13 +49,8 @@ async def complete(
     llm = model.llm
     _check(body)
     params = _params(body, llm.get_default_sampling_params())
-    prompts = [
-        await prompt_of(
-            llm, prompt, add_special_tokens=body.add_special_tokens, cache_salt=body.cache_salt
-        )
-        for prompt in as_prompts(body.prompt)
-    ]
-    answer = CompletionAnswer(body, params, model.name, model.tokenizer)
+    prompts = [await _prompt(body, prompt, llm) for prompt in as_prompts(body.prompt)]
+    answer = CompletionAnswer(body, params, model)
     origin = origin_of(request, body.priority, body.user)
     generation = Generation(
         model, prompts, params, answer.id, origin=origin, deltas=bool(body.stream)
@@ -71,11 +70,8 @@ class CompletionAnswer(Answer):
 
     prefix = "cmpl"
 
-    def __init__(
-        self, body: CompletionBody, params: SamplingParams, model: str, tokenizer: Tokenizer | None
-    ) -> None:
-        super().__init__(body, params, model, tokenizer)
-        self._tokenizer = tokenizer
+    def __init__(self, body: CompletionBody, params: SamplingParams, model: ServedModel) -> None:
+        super().__init__(body, params, model)
         self._echo = body.echo
         self._num_logprobs = body.logprobs
         self._only_prompt = body.max_tokens == 0
@@ -94,7 +90,18 @@ class CompletionAnswer(Answer):
     def chunk(
         self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
     ) -> Completion:
-        return Completion(self.id, "text_completion", self.created, self.model, choices, usage)
+        return Completion(
+            self.id,
+            "text_completion",
+            self.created,
+            self.model,
+            choices,
+            self.fingerprint,
+            usage=usage,
+        )
+
+    def begin(self, made: Completion, output: RequestOutput) -> None:
+        """Does nothing: each choice says of its own prompt what is asked."""
 
     def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[CompletionChoice]:
         return [self._choice(index, delta, output)]
@@ -116,6 +123,8 @@ class CompletionAnswer(Answer):
             choice.token_ids = delta.token_ids
         if delta.is_first and self.returns_token_ids:
             choice.prompt_token_ids = output.prompt_token_ids
+        if delta.is_first:
+            choice.prompt_text = self.prompt_text(output)
         if delta.is_first and self._prompt_logprobs:
             choice.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
         return choice
@@ -136,9 +145,9 @@ class CompletionAnswer(Answer):
         return completion_logprobs(token_ids, steps, self._num_logprobs, self.names, offset)
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None or self._tokenizer is None:
+        if output.prompt is not None or self.tokenizer is None:
             return output.prompt or ""
-        return self._tokenizer.decode(
+        return self.tokenizer.decode(
             output.prompt_token_ids, skip_special_tokens=self.params.skip_special_tokens
         )
 
@@ -150,33 +159,48 @@ class CompletionAnswer(Answer):
 
 
 def _check(body: CompletionBody) -> None:
-    check_stream_options(body)
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
         message = (
             f"best_of: got {body.best_of} with stream, allowed is the value of n ({body.n or 1}):"
             " the best are known at the end"
         )
         raise InvalidRequest(message, param="best_of")
-    if body.suffix:
-        raise InvalidRequest("suffix: this server does not insert text", param="suffix")
     if body.max_tokens == 0 and (not body.echo or body.stream):
         raise InvalidRequest(
             "max_tokens: got 0, allowed only with echo and without stream", param="max_tokens"
         )
-    if body.logprobs is not None and body.logprobs < 0:
-        raise InvalidRequest(
-            f"logprobs: got {body.logprobs}, allowed is a whole number from 0 up", param="logprobs"
-        )
+
+
+async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> EnginePrompt:
+    if body.suffix:
+        if not isinstance(prompt, str):
+            raise InvalidRequest(
+                "suffix: got a prompt of token ids, needed is a text", param="suffix"
+            )
+        return await llm.infill_prompt(prompt, body.suffix) | {"cache_salt": body.cache_salt}
+    return await prompt_of(
+        llm,
+        prompt,
+        add_special_tokens=body.add_special_tokens,
+        cache_salt=body.cache_salt,
+        truncation=truncation_of(body, llm, _max_tokens(body)),
+    )
+
+
+def _max_tokens(body: CompletionBody) -> int:
+    """Returns the most tokens of an answer; max_tokens 0 still takes one step."""
+    return DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
 
 
 def _params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
     """Returns the request's SamplingParams.
 
-    `echo` with `logprobs` needs the prompt's logprobs too; max_tokens 0 still takes one step.
+    `echo` with `logprobs` needs the prompt's logprobs too.
     """
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
         prompt_logprobs = body.logprobs
     others = {"prompt_logprobs": prompt_logprobs, "best_of": body.best_of}
-    return sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs, **others)
+    return sampling_params(
+        body, defaults, max_tokens=_max_tokens(body), logprobs=body.logprobs, **others
+    )

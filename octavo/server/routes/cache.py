@@ -13,11 +13,12 @@ from octavo.async_llm import AsyncLLM
 from octavo.engine.front.arguments import Prompt as EnginePrompt
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest
+from octavo.ports import Rendering
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.generation import chat_prompt_of, prompt_of
-from octavo.server.openai.chat import plain_messages
-from octavo.server.openai.protocol import Message, TokenId
+from octavo.server.openai.bodies import Message, TokenId
+from octavo.server.openai.messages import plain_messages
 from octavo.server.state.service import Service, service_of
 
 router = APIRouter()
@@ -134,5 +135,5 @@ async def _prompt_of(llm: AsyncLLM, body: PinBody) -> EnginePrompt:
             )
         return await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)
     messages = plain_messages(body.messages or [])
-    options = {"add_generation_prompt": False, "chat_template_kwargs": body.chat_template_kwargs}
-    return await chat_prompt_of(llm, messages, cache_salt=body.cache_salt, **options)
+    rendering = Rendering(False, variables=body.chat_template_kwargs or {})
+    return await chat_prompt_of(llm, messages, cache_salt=body.cache_salt, rendering=rendering)

@@ -21,7 +21,7 @@ from octavo.server.body import body_of
 from octavo.server.errors import error_body
 from octavo.server.generation import Generation, prompt_of
 from octavo.server.openai.answer import timings_of, usage_of
-from octavo.server.openai.protocol import SamplingBody, TokenId
+from octavo.server.openai.bodies import SamplingBody, TokenId
 from octavo.server.openai.sampling import sampling_params
 from octavo.server.state.jobs import Job
 from octavo.server.state.service import Service, service_of
@@ -105,6 +105,10 @@ def _params(body: GenerateBody, llm: AsyncLLM) -> SamplingParams:
             "stream: a job has none",
             hint="ask for its result, or use /v1/completions",
             param="stream",
+        )
+    if body.return_prompt_text:
+        raise InvalidRequest(
+            "return_prompt_text: a job's result has no prompt", param="return_prompt_text"
         )
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return sampling_params(

@@ -23,19 +23,18 @@ from octavo.errors import EngineDead, InvalidRequest, RequestNotFound
 from octavo.server.auth import is_operator, origin_of, owner_of
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
+from octavo.server.fields import field
 from octavo.server.generation import Generation, member_name, split_member
 from octavo.server.openai.answer import Answer
-from octavo.server.openai.chat import ChatAnswer
-from octavo.server.openai.completions import CompletionAnswer
-from octavo.server.openai.protocol import (
+from octavo.server.openai.bodies import (
     SAMPLING_FIELDS,
     CompletionBody,
     SamplingBody,
-    Text,
     TokenId,
     Whole,
 )
-from octavo.server.openai.sampling import check_stream_options
+from octavo.server.openai.chat import ChatAnswer
+from octavo.server.openai.completions import CompletionAnswer
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
@@ -53,7 +52,7 @@ class ChangeBody(Body):
     priority: Annotated[
         int | None, Field(description="a whole number of at most 32 bits; lower goes first")
     ] = None
-    stop: Text = None
+    stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
 
 
 class ForkBody(SamplingBody):
@@ -68,9 +67,11 @@ class ForkBody(SamplingBody):
     then: Annotated[
         str | list[TokenId] | None, Field(description="a text or token ids to go on with")
     ] = None
-    logprobs: Annotated[
-        Whole, Field(description="a whole number: how many alternatives for each token")
-    ] = None
+    logprobs: Whole | None = field(
+        "a whole number from 0 up: how many alternatives for each token",
+        "logprobs of the answer's tokens",
+        ge=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,6 @@ async def fork(
     answer has the form of the request's own.
     """
     found = await _find(request, service, request_id)
-    check_stream_options(body)
     body.request_id = body.request_id or secrets.token_hex(12)
     kind = CompletionAnswer if request_id.startswith(CompletionAnswer.prefix) else ChatAnswer
     made = _prepare(request, found, body, member_name(f"{kind.prefix}-{body.request_id}", 0))
@@ -212,11 +212,10 @@ def _prepare(request: Request, found: Found, body: ForkBody, name: str) -> Front
         )
     member, index = _member(found, body.index)
     changes = {
-        field: value for field in SAMPLING_FIELDS if (value := getattr(body, field)) is not None
+        changed: value
+        for changed in (*SAMPLING_FIELDS, "max_tokens", "logprobs")
+        if (value := getattr(body, changed)) is not None
     }
-    for field in ("max_tokens", "logprobs"):
-        if (value := getattr(body, field)) is not None:
-            changes[field] = value
     priority = member.priority if body.priority is None else body.priority
     return found.model.llm.prepare_fork(
         member.request_id,
@@ -252,10 +251,10 @@ def _answer(
     body: ForkBody,
 ) -> Answer:
     if issubclass(kind, ChatAnswer):
-        return ChatAnswer(body, made.params, model.name, model.tokenizer)
+        return ChatAnswer(body, made.params, model)
     fields = {name: getattr(body, name) for name in SamplingBody.model_fields}
     plain = CompletionBody.model_construct(**fields, prompt=[], logprobs=made.params.logprobs)
-    return CompletionAnswer(plain, made.params, model.name, model.tokenizer)
+    return CompletionAnswer(plain, made.params, model)
 
 
 # -- what is shown ---------------------------------------------------------------------------------

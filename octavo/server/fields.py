@@ -1,0 +1,146 @@
+"""The table of request fields: what each one takes, means and goes with, declared once beside its
+type.
+
+`field` makes a row in the class of a body. pydantic checks its type and range and
+`check_interactions` what goes with what; the reference and GET /v1/capabilities are written from
+the same rows. Ranges of sampling fields are those that SamplingParams checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from octavo.errors import InvalidRequest
+from octavo.sampling_params import NUMBERS, WHOLE_NUMBERS
+
+INTERACTIONS = ("needs", "excludes", "same_as")
+
+
+def field(
+    takes: str,
+    meaning: str = "",
+    *,
+    default: Any = None,
+    by_path: bool = False,
+    rules: Mapping[str, Any] | None = None,
+    **bounds: Any,
+) -> Any:
+    """Returns a row of the table; `bounds` are pydantic's (ge, le, max_length ...).
+
+    `takes` says what is allowed, and is what a refusal says; with `by_path` a refusal names the
+    faulty part of the value instead. `rules` may hold `needs` ({field: values of which it must have
+    one, [] for any}), `excludes` ({field: reason}), `same_as` (a field of the same meaning),
+    `inert` (true where the field is taken and changes nothing) and words of JSON schema.
+    """
+    return Field(
+        default,
+        description=None if by_path else takes,
+        json_schema_extra={"takes": takes, "meaning": meaning, **(rules or {})},
+        **bounds,
+    )
+
+
+def needed(takes: str, meaning: str = "", *, by_path: bool = False) -> Any:
+    """Returns the row of a field that a body cannot do without."""
+    return field(takes, meaning, default=..., by_path=by_path)
+
+
+def sampling(name: str, meaning: str, **rules: Any) -> Any:
+    """Returns the row of a number that SamplingParams checks, with its range there."""
+    number, whole = NUMBERS.get(name), WHOLE_NUMBERS.get(name)
+    if number is not None:
+        low = "exclusiveMinimum" if number.above_low else "minimum"
+        rules |= {low: number.low, "maximum": number.high}
+        words = number.words
+    else:
+        assert whole is not None, name
+        rules |= {"minimum": whole.low, "maximum": whole.high}
+        words = whole.words.replace("None", "null")
+    return field(words, meaning, rules=rules)
+
+
+def taken(takes: str, **bounds: Any) -> Any:
+    """Returns the row of a field that clients send and that changes nothing here."""
+    return field(takes, "taken; changes nothing here", rules={"inert": True}, **bounds)
+
+
+def check_interactions(body: BaseModel) -> None:
+    """Raises InvalidRequest where a body's fields do not go together."""
+    for name, rules in _interactions(type(body)):
+        value = getattr(body, name)
+        if value is None or value is False:
+            continue
+        for other, values in rules.get("needs", {}).items():
+            got = getattr(body, other)
+            if got is None or (values and got not in values):
+                when = f"where {other} is {_spelled(values)}" if values else f"with {other}"
+                raise InvalidRequest(f"{name}: allowed only {when}", param=name)
+        for other, reason in rules.get("excludes", {}).items():
+            if getattr(body, other) not in (None, False):
+                raise InvalidRequest(
+                    f"{name}: got {_spelled([value])} with {other}, allowed is one of them:"
+                    f" {reason}",
+                    param=name,
+                )
+        twin = rules.get("same_as")
+        if twin is not None and getattr(body, twin) not in (None, value):
+            raise InvalidRequest(f"{name}: differs from {twin}, which means the same", param=name)
+
+
+def described(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """Returns the rows of a body in plain data, by field; words are those of JSON schema.
+
+    `type` is one of JSON's types or a list of them; `help` says what the field is for.
+    """
+    schema = kind.model_json_schema()
+    required = schema.get("required", ())
+    return {
+        name: _row(name, entry, schema.get("$defs", {})) | {"required": name in required}
+        for name, entry in schema.get("properties", {}).items()
+    }
+
+
+def _row(name: str, entry: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = [kind for kind in entry.get("anyOf", [entry]) if kind.get("type") != "null"]
+    types: list[str] = []
+    choices: list[Any] = []
+    for kind in kinds:
+        kind = parts.get(kind.get("$ref", "").rpartition("/")[2], kind)
+        types += [kind["type"]] if "type" in kind else []
+        choices += kind.get("enum", [kind["const"]] if "const" in kind else [])
+    found: dict[str, Any] = {
+        "name": name,
+        "type": types[0] if len(types) == 1 else types,
+        "takes": entry.get("takes") or entry.get("description") or "",
+        "help": entry.get("meaning", ""),
+        "default": entry.get("default"),
+    }
+    if choices:
+        found["choices"] = choices
+    words = {"min": "minimum", "max": "maximum", "above": "exclusiveMinimum"}
+    bounds = entry if len(kinds) != 1 else {**kinds[0], **entry}
+    found |= {ours: bounds[theirs] for ours, theirs in words.items() if theirs in bounds}
+    kept = (*INTERACTIONS, "inert")
+    return found | {word: entry[word] for word in kept if word in entry}
+
+
+@functools.cache
+def _interactions(kind: type[BaseModel]) -> list[tuple[str, dict[str, Any]]]:
+    rows = (
+        (name, info.json_schema_extra)
+        for name, info in kind.model_fields.items()
+        if isinstance(info.json_schema_extra, dict)
+    )
+    return [
+        (name, dict(extra)) for name, extra in rows if any(word in extra for word in INTERACTIONS)
+    ]
+
+
+def _spelled(values: Sequence[Any]) -> str:
+    """Returns values as JSON spells them."""
+    return " or ".join(json.dumps(value, ensure_ascii=False)[:80] for value in values)

@@ -1,0 +1,366 @@
+"""Bodies that the OpenAI routes take: the one table of their fields, with OpenAI's names, and
+vLLM's where OpenAI has none.
+
+Each row (`server/fields.py`) is checked, documented and listed by GET /v1/capabilities. Knows
+nothing of the engine but SamplingParams' names and ranges.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from octavo.server.body import Body
+from octavo.server.fields import field, needed, sampling, taken
+
+TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A whole number that fits the engine's types; SamplingParams says which values make sense."""
+
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataText = Annotated[str, Field(max_length=512)]
+
+FLAG = "true or false"
+MAX_NAME = 512
+"""Most characters of an identifier that a client may send along."""
+MAX_TEMPLATE = 100_000
+"""Most characters of a chat template that comes with a request."""
+
+SAMPLING_FIELDS = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "prompt_logprob_start",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+)
+"""Fields that go to SamplingParams unchanged."""
+
+
+class StreamOptions(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingBody(Body):
+    """Base of the bodies that ask for text; None stands for a field that is not given."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset(
+        {
+            "audio",
+            "guided_choice",
+            "guided_grammar",
+            "guided_json",
+            "guided_regex",
+            "include_reasoning",
+            "kv_transfer_params",
+            "logits_processors",
+            "logprob_token_ids",
+            "mm_processor_kwargs",
+            "moderation",
+            "prediction",
+            "prompt_embeds",
+            "repetition_detection",
+            "return_token_offsets",
+            "structured_outputs",
+            "thinking_token_budget",
+            "vllm_xargs",
+            "web_search_options",
+        }
+    )
+
+    model: str | None = field("the name of a model", "who answers; null is the only model")
+    n: Whole | None = sampling("n", "samples of each prompt")
+    presence_penalty: float | None = sampling(
+        "presence_penalty", "taken from the logit of every token that the answer has already"
+    )
+    frequency_penalty: float | None = sampling(
+        "frequency_penalty", "taken from a token's logit for each time that the answer has it"
+    )
+    repetition_penalty: float | None = sampling(
+        "repetition_penalty", "divides the logits of tokens in prompt and answer; 1 is off"
+    )
+    temperature: float | None = sampling("temperature", "randomness of the draw; 0 is greedy")
+    top_p: float | None = sampling(
+        "top_p", "draws from the likeliest tokens that together have this probability"
+    )
+    top_k: Whole | None = sampling("top_k", "draws from this many likeliest tokens; 0 or -1 is off")
+    min_p: float | None = sampling(
+        "min_p", "draws from tokens with at least this share of the likeliest one's probability"
+    )
+    seed: Whole | None = sampling("seed", "makes the draws repeatable; null draws a seed")
+    stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
+    stop_token_ids: list[TokenId] | None = field("a list of token ids", "end the answer")
+    ignore_eos: bool | None = field(FLAG, "goes on after an end token")
+    max_tokens: Whole | None = sampling("max_tokens", "most tokens of an answer")
+    min_tokens: Whole | None = sampling("min_tokens", "tokens before which no answer ends")
+    prompt_logprobs: Whole | None = sampling(
+        "prompt_logprobs", "alternatives given for each token of the prompt"
+    )
+    prompt_logprob_start: Whole | None = sampling(
+        "prompt_logprob_start", "first token of the prompt that gets a logprob"
+    )
+    skip_special_tokens: bool | None = field(FLAG, "leaves special tokens out of the text")
+    spaces_between_special_tokens: bool | None = field(FLAG, "puts spaces between special tokens")
+    include_stop_str_in_output: bool | None = field(FLAG, "leaves the stop text in the answer")
+    logit_bias: dict[str, float] | None = field(
+        "an object of token ids and numbers from -100 to 100", "added to the tokens' logits"
+    )
+    allowed_token_ids: list[TokenId] | None = field(
+        "a list of at least one token id", "the only tokens that may be drawn"
+    )
+    bad_words: list[str] | None = field("a list of texts", "texts that are never written")
+    use_beam_search: bool | None = field(
+        FLAG, "searches for the likeliest answers instead of drawing one"
+    )
+    beam_width: Whole | None = sampling(
+        "beam_width",
+        "beams of a search; null is n",
+        needs={"use_beam_search": [True]},
+    )
+    length_penalty: float | None = field(
+        "a number from -10 to 10",
+        "power of its length that divides the logprob of a beam",
+        rules={"needs": {"use_beam_search": [True]}, "minimum": -10, "maximum": 10},
+    )
+    early_stopping: bool | Literal["never"] | None = field(
+        'true, false or "never"',
+        "when a beam search ends",
+        rules={"needs": {"use_beam_search": [True]}},
+    )
+    cache_salt: str | None = field("a text", "shares cached prefixes with the same salt only")
+    request_id: str | None = field(
+        "a text of 1 to 200 characters",
+        "part of the answer's id",
+        min_length=1,
+        max_length=200,
+    )
+    session_id: str | None = taken("a text of at most 512 characters", max_length=MAX_NAME)
+    stream: bool | None = field(
+        FLAG,
+        "sends the answer as it grows, as server-sent events",
+        rules={"excludes": {"use_beam_search": "a beam search knows its answer at the end"}},
+    )
+    stream_options: StreamOptions | None = field(
+        "an object of include_usage, continuous_usage_stats and include_obfuscation (false)",
+        "what a stream says besides",
+        by_path=True,
+        rules={"needs": {"stream": [True]}},
+    )
+    return_token_ids: bool = field(FLAG, "adds token ids to the answer", default=False)
+    return_tokens_as_token_ids: bool = field(
+        FLAG, 'names tokens in logprobs "token_id:17"', default=False
+    )
+    return_prompt_text: bool = field(
+        FLAG, "adds the prompt's text, special tokens included", default=False
+    )
+    timings: bool = field(
+        "true or false: say where the time went", "adds queueing, prefill and decode", default=False
+    )
+    user: str | None = field(
+        "a text of at most 200 characters; a fair policy shares among them",
+        "who asks",
+        max_length=200,
+    )
+    priority: int | None = field(
+        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
+        "place in the queue",
+        ge=-(2**31),
+        lt=2**31,
+    )
+    metadata: dict[MetadataKey, MetadataText] | None = taken(
+        "an object of at most 16 texts of 512 characters", max_length=16
+    )
+    store: Literal[False] | None = taken("false; this route keeps no answer")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = taken(
+        '"auto", "default", "flex", "scale" or "priority"'
+    )
+    safety_identifier: str | None = taken("a text of at most 512 characters", max_length=MAX_NAME)
+    prompt_cache_key: str | None = taken("a text of at most 512 characters", max_length=MAX_NAME)
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = taken(
+        '"in_memory" or "24h"'
+    )
+
+
+class PromptBody(SamplingBody):
+    """Base of the bodies that bring a prompt, which may be cut."""
+
+    truncate_prompt_tokens: Whole | None = field(
+        "-1, or a whole number from 1 to the context length minus 1",
+        "keeps this many tokens of the prompt; -1 as many as leave room for max_tokens",
+        rules={"minimum": -1},
+    )
+    truncation_side: Literal["left", "right"] | None = field(
+        '"left" or "right"',
+        "side at which the prompt is cut; null is left",
+        rules={"needs": {"truncate_prompt_tokens": []}},
+    )
+
+
+class CompletionBody(PromptBody):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = needed(
+        "a text, token ids, or a list of either", "what is continued"
+    )
+    echo: bool = field(
+        FLAG,
+        "puts the prompt before the answer",
+        default=False,
+    )
+    logprobs: Whole | None = field(
+        "a whole number from 0 up: how many alternatives for each token",
+        "logprobs of the answer's tokens",
+        ge=0,
+    )
+    best_of: Whole | None = field(
+        "a whole number from n up",
+        "samples made, of which the n best are returned; in a stream n",
+        rules={"minimum": 1},
+    )
+    suffix: str | None = field(
+        "a text, where the vocabulary has tokens for filling in the middle",
+        "what comes after the answer",
+        rules={
+            "excludes": {
+                "echo": "the answer goes between two texts",
+                "truncate_prompt_tokens": "both texts are needed whole",
+            }
+        },
+    )
+    add_special_tokens: bool = field(
+        FLAG, "puts the tokenizer's own tokens around the prompt", default=True
+    )
+
+
+class ContentPart(BaseModel):
+    """One part of a message's content; fields of other types of parts lie in `model_extra`."""
+
+    model_config = Body.model_config
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class FunctionCall(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+    """A call that an earlier answer made, as its client gives it back."""
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(BaseModel):
+    """One message of a conversation; fields beyond these are refused by name."""
+
+    model_config = Body.model_config
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatBody(PromptBody):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message] = needed(
+        "a list of messages, each with a role and a content", "the conversation", by_path=True
+    )
+    max_completion_tokens: Whole | None = sampling(
+        "max_tokens", "most tokens of an answer", same_as="max_tokens"
+    )
+    logprobs: bool | None = field(FLAG, "logprobs of the answer's tokens")
+    top_logprobs: Whole | None = field(
+        "a whole number from 0 up",
+        "alternatives given for each token",
+        rules={"needs": {"logprobs": [True]}},
+        ge=0,
+    )
+    echo: bool = field(
+        FLAG,
+        "puts the last message before the answer where it is the assistant's",
+        default=False,
+    )
+    add_special_tokens: bool = field(
+        FLAG, "puts the tokenizer's own tokens around what the template writes", default=False
+    )
+    add_generation_prompt: bool | None = field(
+        FLAG, "begins an assistant's message; null is true unless the last one is continued"
+    )
+    continue_final_message: bool = field(
+        FLAG,
+        "goes on within the last message, which is the assistant's",
+        default=False,
+        rules={"excludes": {"add_generation_prompt": "no new message begins"}},
+    )
+    chat_template: str | None = field(
+        f"a Jinja text of at most {MAX_TEMPLATE} characters, where the server trusts them",
+        "template in place of the model's",
+        max_length=MAX_TEMPLATE,
+    )
+    chat_template_kwargs: dict[str, Any] | None = field(
+        "an object of the template's variables", "what the template is given besides"
+    )
+    documents: list[dict[str, Any]] | None = field(
+        "a list of objects, where the template reads documents", "texts that the template quotes"
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        field(
+            '"none", "minimal", "low", "medium", "high", "xhigh" or "max"; where the template reads'
+            ' no such variable "none" and "medium"',
+            "how long the model thinks; chat_template_kwargs goes before it",
+        )
+    )
+    response_format: dict[str, Any] | None = field(
+        '{"type": "text"}; this server forces no form', "form of the answer"
+    )
+    tools: list[dict[str, Any]] | None = field(
+        "an empty list; this server does not support tools", "functions that the model may call"
+    )
+    tool_choice: str | dict[str, Any] | None = field(
+        '"none" or "auto"; this server does not support tools', "whether a tool is called"
+    )
+    parallel_tool_calls: bool | None = taken(FLAG)
+    functions: list[dict[str, Any]] | None = field(
+        "an empty list; this server does not support tools", "the old name of tools", max_length=0
+    )
+    function_call: Literal["none", "auto"] | None = taken(
+        '"none" or "auto"; this server does not support tools'
+    )
+    modalities: list[Literal["text"]] | None = taken('["text"]', max_length=1)
+    verbosity: Literal["low", "medium", "high"] | None = taken('"low", "medium" or "high"')

@@ -1,0 +1,16 @@
+"""The `system_fingerprint` of answers: equal where model, backend and version compute alike."""
+
+from __future__ import annotations
+
+import functools
+from hashlib import blake2b
+
+from octavo.config.engine_config import EngineConfig
+from octavo.version import __version__
+
+
+@functools.lru_cache(maxsize=64)
+def fingerprint_of(config: EngineConfig) -> str:
+    """Returns a short name of what decides the numbers of an engine's answers."""
+    deciding = (__version__, config.model, config.backend, config.cache.kv_cache_dtype)
+    return f"fp_{blake2b(repr(deciding).encode(), digest_size=6).hexdigest()}"

@@ -1,0 +1,101 @@
+"""Messages of a chat request in the plain form that chat templates read.
+
+Parts of text are joined, calls of tools keep their place in the history; what the model cannot take
+is refused by its path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.errors import InvalidRequest, shown
+from octavo.server.openai.bodies import ContentPart, Message, ToolCall
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Converts messages for a chat template; raises InvalidRequest for parts it cannot honour."""
+    if not messages:
+        raise InvalidRequest(
+            "messages: got an empty list, needed is at least one message", param="messages"
+        )
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Message, where: str) -> dict[str, Any]:
+    for name, value in (message.model_extra or {}).items():
+        if value not in (None, []):
+            raise InvalidRequest(
+                f"{where}.{name}: this server does not support it", param=f"{where}.{name}"
+            )
+    plain: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
+    for name in ("name", "reasoning_content"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    if message.tool_calls:
+        _check_role(message, "assistant", f"{where}.tool_calls")
+        plain["tool_calls"] = [
+            _plain_call(call, f"{where}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        _check_role(message, "tool", f"{where}.tool_call_id")
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _check_role(message: Message, role: str, where: str) -> None:
+    if message.role != role:
+        raise InvalidRequest(
+            f"{where}: got it in a message of the role {message.role!r}, allowed is {role!r}",
+            param=where,
+        )
+
+
+def _plain_call(call: ToolCall, where: str) -> dict[str, Any]:
+    """Returns a call whose arguments are an object, as templates read them."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        path = f"{where}.function.arguments"
+        raise InvalidRequest(
+            f"{path}: got {shown(call.function.arguments)}, allowed is an object as JSON text",
+            param=path,
+        )
+    plain = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return plain if call.id is None else {"id": call.id, **plain}
+
+
+def _content(message: Message, where: str) -> str:
+    """Joins the parts of a content, each on lines of its own; a call of tools needs none."""
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.refusal is not None:
+            return message.refusal
+        if message.tool_calls:
+            return ""
+        raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
+    texts = [_text(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+    return "\n".join(texts)
+
+
+def _text(part: ContentPart, where: str) -> str:
+    for name, value in (part.model_extra or {}).items():
+        if value is not None and part.type in ("text", "refusal"):
+            raise InvalidRequest(f"{where}.{name}: no such field", param=f"{where}.{name}")
+    text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+    if text is None:
+        raise InvalidRequest(
+            f"{where}: got a part of type {part.type!r}, allowed are parts of type 'text' with a"
+            " text and of type 'refusal'",
+            hint="this model reads text only",
+            param=where,
+        )
+    return text

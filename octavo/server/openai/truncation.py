@@ -1,0 +1,22 @@
+"""`truncate_prompt_tokens` and its side, checked against the model's context."""
+
+from __future__ import annotations
+
+from octavo.async_llm import AsyncLLM
+from octavo.engine.front.input_processor import Truncation
+from octavo.errors import InvalidRequest
+from octavo.server.openai.bodies import PromptBody
+
+
+def truncation_of(body: PromptBody, llm: AsyncLLM, max_tokens: int | None) -> Truncation | None:
+    """Returns the bound on the prompt; -1 leaves room for `max_tokens` (for one, where None)."""
+    asked, longest = body.truncate_prompt_tokens, llm.info.max_model_len - 1
+    if asked is None:
+        return None
+    if asked != -1 and not 1 <= asked <= longest:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: got {asked}, allowed are -1 and 1 to {longest}",
+            param="truncate_prompt_tokens",
+        )
+    room = max(1, longest + 1 - (max_tokens or 1))
+    return Truncation(room if asked == -1 else asked, body.truncation_side or "left")

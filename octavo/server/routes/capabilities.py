@@ -1,0 +1,104 @@
+"""GET /v1/capabilities: what a loaded model takes, written from the table that checks requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.routing import APIRoute
+
+from octavo.server.body import Body
+from octavo.server.fields import described
+from octavo.server.openai import chat, completions
+from octavo.server.openai.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
+from octavo.server.state.served_model import ServedModel
+from octavo.server.state.service import Service, service_of
+
+BODIES: dict[str, type[Body]] = {
+    chat.PATH: ChatBody,
+    completions.PATH: CompletionBody,
+}
+COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+LONGEST_ANSWER = ("max_tokens", "max_completion_tokens")
+
+router = APIRouter()
+
+
+@router.get("/v1/capabilities")
+async def capabilities(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    model: Annotated[str | None, Query(description="a model's name")] = None,
+) -> dict[str, Any]:
+    """Lists fields, ranges, defaults and interactions of a model, and the server's routes."""
+    served = service.model(model)
+    info, config = served.llm.info, served.llm.config
+    return {
+        "object": "capabilities",
+        "model": served.name,
+        "max_model_len": info.max_model_len,
+        "vocab_size": info.vocab_size,
+        "max_logprobs": config.model.max_logprobs,
+        "features": _features(served, service),
+        "fields": list(_fields(served)),
+        "routes": sorted(set(_routes(request))),
+    }
+
+
+def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
+    """Yields each field once, with the paths that take it; one whose meaning differs between paths
+    comes once for each.
+    """
+    defaults = msgspec.structs.asdict(model.llm.get_default_sampling_params())
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for path, kind in BODIES.items():
+        for name, row in described(kind).items():
+            row = _fitted(row, model, defaults)
+            if path == completions.PATH and name == "max_tokens":
+                row["default"] = completions.DEFAULT_MAX_TOKENS
+            alike = [known for known in rows.setdefault(name, []) if known | {"paths": 0} == row]
+            if alike:
+                alike[0]["paths"].append(path)
+            else:
+                rows[name].append(row | {"paths": [path]})
+    for entries in rows.values():
+        yield from entries
+
+
+def _fitted(row: dict[str, Any], model: ServedModel, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with the model's own defaults and limits."""
+    row = row | {"paths": 0}
+    name = row["name"]
+    if name in SAMPLING_FIELDS:
+        row["default"] = defaults[name]
+    if name in COUNTS_OF_LOGPROBS and row["type"] == "integer":
+        row["max"] = model.llm.config.model.max_logprobs
+    if name in LONGEST_ANSWER:
+        row["max"] = model.llm.info.max_model_len - 1
+    return row
+
+
+def _features(model: ServedModel, service: Service) -> dict[str, Any]:
+    tokenizer = model.tokenizer
+    variables = frozenset() if tokenizer is None else tokenizer.template_variables
+    return {
+        "text": tokenizer is not None,
+        "chat": tokenizer is not None and tokenizer.has_chat_template,
+        "infill": None if tokenizer is None else tokenizer.infill_format,
+        "template_variables": sorted(variables),
+        "request_chat_template": service.settings.trust_request_chat_template,
+        "beam_search": True,
+        "tools": False,
+        "structured_outputs": False,
+        "images": False,
+        "priority": model.llm.config.scheduler.scheduling_policy == "priority",
+    }
+
+
+def _routes(request: Request) -> Iterator[str]:
+    for route in request.app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            for method in route.methods or ():
+                yield f"{method} {route.path}"
