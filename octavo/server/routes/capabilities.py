@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Request
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from octavo.server.body import Body
 from octavo.server.fields import described
@@ -43,7 +42,7 @@ async def capabilities(
         "max_logprobs": config.model.max_logprobs,
         "features": _features(served, service),
         "fields": list(_fields(served)),
-        "routes": sorted(set(_routes(request))),
+        "routes": _routes(request.app),
     }
 
 
@@ -97,8 +96,6 @@ def _features(model: ServedModel, service: Service) -> dict[str, Any]:
     }
 
 
-def _routes(request: Request) -> Iterator[str]:
-    for route in request.app.routes:
-        if isinstance(route, APIRoute) and route.include_in_schema:
-            for method in route.methods or ():
-                yield f"{method} {route.path}"
+def _routes(app: FastAPI) -> list[str]:
+    paths = app.openapi()["paths"]
+    return [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
