@@ -1,7 +1,7 @@
 """`octavo replay FILE`: repeats the steps of a recording and reports whether they are the same.
 
 The scheduler is a new one; times and results are the recorded ones. With --execute the model
-computes the plans too.
+computes the plans too, with --serve the page shows the steps in a browser.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import typer
 from octavo.errors import ConfigError
 
 MAX_DIFFERENCES = 10
+HOST = "127.0.0.1"
+PORT = 8000
+MAX_STEPS = 20_000
 
 
 def replay(
@@ -28,7 +31,26 @@ def replay(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="With --execute: where the model is now, if not where it was."),
+        typer.Option(
+            help="With --execute or --serve: where the model is now, if not where it was."
+        ),
+    ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Show the steps in a browser, to pause and step through."),
+    ] = False,
+    host: Annotated[
+        str | None, typer.Option(help=f"With --serve: address to listen on; default {HOST}.")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help=f"With --serve: port, 0 takes a free one; default {PORT}."
+        ),
+    ] = None,
+    max_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"With --serve: most steps that are shown; default {MAX_STEPS}."),
     ] = None,
 ) -> None:
     """Repeat the exact step sequence of a recording (`--record FILE`). The exit code is 1 if
@@ -38,10 +60,19 @@ def replay(
     from octavo.engine.recording.replay import Replay
     from octavo.wiring.engine import build_executor, stop_texts_of
 
-    if model is not None and not execute:
+    if model is not None and not (execute or serve):
         raise ConfigError(
-            f"model: got {model!r}, allowed only with --execute: the plans alone need none"
+            f"model: got {model!r}, allowed only with --execute and --serve: the plans alone need"
+            " none"
         )
+    if serve:
+        if execute:
+            raise ConfigError("serve: got --execute too; what is shown is what was recorded")
+        _show(file, model, host or HOST, PORT if port is None else port, max_steps or MAX_STEPS)
+        return
+    for name, value in (("host", host), ("port", port), ("max_steps", max_steps)):
+        if value is not None:
+            raise ConfigError(f"{name}: got {value!r}, allowed only with --serve")
     header, events = read_log(file)
     executor = (
         build_executor(header, model=model, report=lambda text: print(text, file=sys.stderr))
@@ -69,3 +100,18 @@ def replay(
         print(f"not the same: {len(found.differences)} found, then it was ended")
         raise typer.Exit(1)
     print("every plan and every result is the same" if execute else "every plan is the same")
+
+
+def _show(file: Path, model: str | None, host: str, port: int, max_steps: int) -> None:
+    """Serves the page with a recording until Ctrl-C."""
+    from octavo.engine.recording.frames import RecordedFrames
+    from octavo.engine.recording.recorder import read_log
+    from octavo.server.recording_app import serve_recording
+    from octavo.server.state.shown_recording import FRAMES_IN_CHUNK, ShownRecording
+    from octavo.wiring.engine import stop_texts_of
+
+    header, events = read_log(file)
+    frames = RecordedFrames(
+        header, events, stop_texts_of(header, model=model), num_in_chunk=FRAMES_IN_CHUNK
+    )
+    serve_recording(ShownRecording(file.name, frames, max_frames=max_steps), host, port)

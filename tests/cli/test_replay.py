@@ -87,8 +87,19 @@ def test_rows_that_are_no_plans(octavo, log):
 def test_bad_options(octavo, tiny, tmp_path, log):
     ended = octavo("replay", log, "--model=other")
     assert ended.message == [
-        "octavo: model: got 'other', allowed only with --execute: the plans alone need none"
+        "octavo: model: got 'other', allowed only with --execute and --serve: the plans alone need"
+        " none"
     ]
+    for flag, name in [
+        ("--port=0", "port"),
+        ("--host=::1", "host"),
+        ("--max-steps=5", "max_steps"),
+    ]:
+        ended = octavo("replay", log, flag)
+        assert ended.code == 2 and f"octavo: {name}: got" in ended.err
+        assert "allowed only with --serve" in ended.err
+    ended = octavo("replay", log, "--serve", "--execute")
+    assert ended.code == 2 and "octavo: serve: got --execute too" in ended.err
     for path, reason in [
         ("", "got an empty name"),
         (tmp_path, "Is a directory"),

@@ -64,7 +64,8 @@ class Replay:
         stop_texts: MakeStopTexts | None = None,
     ) -> None:
         self.found = Replayed()
-        self._scheduler = scheduler_of(header, stop_texts)
+        self.scheduler = scheduler_of(header, stop_texts)
+        """The new scheduler, which stands where the last event has brought it."""
         self._executor = executor
         self._in_flight: deque[StepPlanned] = deque()
         """Recorded plans whose results have not come yet."""
@@ -75,7 +76,7 @@ class Replay:
         differs: all that follows would too.
         """
         for event in events:
-            self._take(event)
+            self.take(event)
             if self._other_plan or len(self.found.differences) >= max_differences:
                 return self.found
         for planned in self._in_flight:
@@ -83,21 +84,22 @@ class Replay:
         self.found.unfinished_step = self._in_flight[0].plan.step if self._in_flight else None
         return self.found
 
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
+        """Makes the call to the scheduler that an event stands for; what differs is in `found`."""
         if isinstance(event, RequestAdded):
             self.found.num_requests += 1
-            self._scheduler.add(event.request)
+            self.scheduler.add(event.request)
         elif isinstance(event, RequestAborted):
-            self._scheduler.abort(event.request_id)
+            self.scheduler.abort(event.request_id)
         elif isinstance(event, RequestChanged):
-            self._scheduler.change(event.change)
+            self.scheduler.change(event.change)
         elif isinstance(event, RequestFailed):
-            self._scheduler.fail(event.request_id, event.error)
+            self.scheduler.fail(event.request_id, event.error)
         elif isinstance(event, PrefixCacheReset):
-            self._scheduler.blocks.reset_prefix_cache(reset_connector=event.reset_connector)
+            self.scheduler.blocks.reset_prefix_cache(reset_connector=event.reset_connector)
         elif isinstance(event, PrefixPinned):
             with suppress(InvalidRequest):
-                self._scheduler.blocks.pin_prefix(event.pin)
+                self.scheduler.blocks.pin_prefix(event.pin)
         elif isinstance(event, StepPlanned):
             self._schedule(event)
         elif isinstance(event, StepComputed):
@@ -108,7 +110,7 @@ class Replay:
     def _schedule(self, then: StepPlanned) -> None:
         if len(self._in_flight) > MAX_STEPS_AHEAD:
             raise _damaged(f"step {self._in_flight[0].plan.step} has no result, but others follow")
-        plan = self._scheduler.schedule(then.now, then.costs)
+        plan = self.scheduler.schedule(then.now, then.costs)
         self._in_flight.append(then)
         if plan != then.plan:
             self._other_plan = True
@@ -136,12 +138,12 @@ class Replay:
             raise _damaged(f"step {plan.step} has the result of another plan")
         made = self._execute(plan, then.result.num_steps)
         if then.failed:
-            self._scheduler.plan_failed(plan)
+            self.scheduler.plan_failed(plan)
         elif isinstance(made, str):
             self.found.differences.append(f"step {plan.step}: it failed now: {made}")
         elif made is not None:
             self._compare(plan, then.result.rows, made.rows)
-        self._scheduler.update(plan, then.result)
+        self.scheduler.update(plan, then.result)
         self.found.num_steps += then.result.num_steps
         self.found.num_tokens += sum(len(row.token_ids) for row in then.result.rows)
 

@@ -4,7 +4,7 @@ import { Surface } from "./canvas.js";
 import { count, h } from "./dom.js";
 import { CACHED, FREE, SHARED, SWAPPED } from "./feed.js";
 
-const SIZES = [16, 14, 12, 10, 8, 6, 5, 4, 3];
+const SIZES = [26, 22, 18, 16, 14, 12, 10, 8, 6, 5, 4, 3];
 const MAX_HEIGHT = 300;
 const NAMES = ["free", "free, but cached", "held", "shared", "in host memory"];
 

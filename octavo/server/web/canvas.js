@@ -8,6 +8,7 @@ export const NUM_COLOURS = 12;
 export class Colours {
   constructor() {
     this.order = new Map();
+    this.next = -1;
     this.read();
     this.onchange = () => {};
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -27,9 +28,30 @@ export class Colours {
     this.sans = of("sans");
   }
 
-  /** Returns the number of a request's colour: in turns, in the order in which they are seen. */
+  /** Gives each request that has no colour yet the one that the fewest of these have. */
+  assign(names) {
+    const uses = new Array(NUM_COLOURS).fill(0);
+    for (const name of names) if (this.order.has(name)) uses[this.order.get(name)] += 1;
+    for (const name of names) {
+      if (this.order.has(name)) continue;
+      this.next = this.fewest(uses);
+      this.order.set(name, this.next);
+      uses[this.next] += 1;
+    }
+  }
+
+  /** Returns the first colour after the last one given that is used least. */
+  fewest(uses) {
+    const least = Math.min(...uses);
+    let at = this.next;
+    do at = (at + 1) % NUM_COLOURS;
+    while (uses[at] !== least);
+    return at;
+  }
+
+  /** Returns the number of a request's colour. */
   number(name) {
-    if (!this.order.has(name)) this.order.set(name, this.order.size % NUM_COLOURS);
+    if (!this.order.has(name)) this.assign([name]);
     return this.order.get(name);
   }
 

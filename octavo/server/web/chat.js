@@ -80,15 +80,14 @@ export class ChatView {
 
   /** Goes on from an alternative: keeps the tokens before it, and lets the model write the rest. */
   goOn(turn, at, alternative) {
-    const before = shown(turn);
-    const kept = [...before.tokens.slice(0, at), { ...before.tokens[at], ...alternative, top: before.tokens[at].top, wasChosen: true }];
-    if (textOf(kept) === null) {
-      announce("That token is part of a character; choose another.");
-      return;
-    }
+    const source = shown(turn);
+    const { top } = source.tokens[at];
+    const chosen = { ...alternative, top, wasChosen: true };
     this.stop();
     this.views.get(turn).asTokens = true;
-    this.run(this.conversation.again(turn, kept), { source: before, kept });
+    const kept = [...source.tokens.slice(0, at), chosen];
+    this.conversation.again(turn, kept, source);
+    this.run(turn, { kept, point: forkPoint(source, at), then: alternative.id });
   }
 
   showVersion(turn, at) {
@@ -131,7 +130,7 @@ export class ChatView {
     const update = eachFrame(() => this.follow(turn));
     const watch = new Stopwatch();
     try {
-      for await (const event of this.chunks(turn, version, branch, stopper.signal)) {
+      for await (const event of this.chunks(turn, branch, stopper.signal)) {
         watch.take(event.payload);
         take(event.payload, version, watch);
         update();
@@ -148,23 +147,30 @@ export class ChatView {
     announce(version.fault || version.text || "No answer");
   }
 
-  /** Returns the events of an answer; a branch is a request that goes on from a beginning. */
-  chunks(turn, version, branch, signal) {
-    const body = {
-      model: this.model.name,
-      messages: this.conversation.messages(this.settings.system.value, turn),
-      stream: true,
-      stream_options: { include_usage: true },
-      ...this.settings.chosen(),
-    };
+  /** Yields the events of an answer; a branch is one that goes on from a beginning. */
+  async *chunks(turn, branch, signal) {
+    const options = { method: "POST", signal };
+    const body = { stream: true, stream_options: { include_usage: true }, ...this.settings.chosen() };
+    const names = { return_tokens_as_token_ids: true };
+    if (branch?.point && branch.then !== null) {
+      const fork = { ...body, ...names, keep: branch.point.keep, then: [branch.then] };
+      try {
+        yield* this.api.events(`v1/requests/${branch.point.id}/fork`, { ...options, body: fork });
+        return;
+      } catch (error) {
+        if (error.status !== 404) throw error; // It ended too long ago, or came from elsewhere.
+      }
+    }
+    body.model = this.model.name;
+    body.messages = this.conversation.messages(this.settings.system.value, turn);
     if (this.settings.tokens.checked) {
-      Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
+      Object.assign(body, names, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
     }
     if (branch) {
       body.messages.push({ role: "assistant", content: textOf(branch.kept) });
       Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
     }
-    return this.api.events("v1/chat/completions", { method: "POST", body, signal });
+    yield* this.api.events("v1/chat/completions", { ...options, body });
   }
 
   // -- what is seen --
@@ -232,6 +238,13 @@ export class ChatView {
   }
 }
 
+/** Returns the request that drew a token, and how many of its own tokens came before. */
+function forkPoint(version, at) {
+  let from = version;
+  while (from && at < from.numGiven) from = from.source;
+  return from?.id ? { id: from.id, keep: at - from.numGiven } : null;
+}
+
 /** Adds what an event brings to the version that it belongs to. */
 function take(payload, version, watch) {
   version.id ||= payload.id;
@@ -240,10 +253,7 @@ function take(payload, version, watch) {
     const delta = choice.delta ?? {};
     version.text += delta.content ?? "";
     version.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
-    const ids = choice.token_ids ?? [];
-    (choice.logprobs?.content ?? []).forEach((entry, at) => {
-      version.tokens.push(tokenOf(entry, ids[at] ?? null));
-    });
+    version.tokens.push(...(choice.logprobs?.content ?? []).map(tokenOf));
     version.finishReason = choice.finish_reason ?? version.finishReason;
   }
 }

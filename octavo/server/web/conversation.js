@@ -1,10 +1,14 @@
 // A conversation: turns of the user and answers, of which each may have several versions.
 // Knows no element and no request.
 
-/** One version of an answer. */
+import { textOf } from "./tokens.js";
+
+/** One version of an answer; a branch begins with tokens of the version that it leaves. */
 export class Version {
-  constructor(tokens = []) {
-    this.text = tokens.map((token) => token.text).join("");
+  constructor(tokens = [], source = null) {
+    this.text = textOf(tokens);
+    this.numGiven = tokens.length;
+    this.source = source;
     this.reasoning = "";
     this.tokens = tokens;
     this.id = "";
@@ -39,9 +43,9 @@ export class Conversation {
   }
 
   /** Gives a turn a further version and drops what followed it. */
-  again(turn, tokens = []) {
+  again(turn, tokens = [], source = null) {
     this.turns.length = this.turns.indexOf(turn) + 1;
-    turn.versions.push(new Version(tokens));
+    turn.versions.push(new Version(tokens, source));
     turn.at = turn.versions.length - 1;
     return turn;
   }
@@ -72,7 +76,7 @@ export class Conversation {
 /** Returns the version of an answer that is looked at. */
 export const shown = (turn) => turn.versions[turn.at];
 
-const plain = ({ text, reasoning, finishReason, fault, facts, tokens }) =>
-  ({ text, reasoning, finishReason, fault, facts, tokens });
+const plain = ({ id, text, reasoning, finishReason, fault, facts, tokens, numGiven }) =>
+  ({ id, text, reasoning, finishReason, fault, facts, tokens, numGiven });
 
 const revived = (saved) => Object.assign(new Version(), saved);

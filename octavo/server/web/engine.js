@@ -101,6 +101,7 @@ export class EngineView {
   draw() {
     if (!this.frame || !this.isShown) return;
     const frames = this.source.before(this.player.at, NUM_FRAMES);
+    this.colours.assign([...this.frame.requests.keys()]);
     this.figures.show(this.frame, frames);
     this.drawMaps();
     this.list.show(this.frame);

@@ -3,8 +3,8 @@
 import { byId, count, h } from "./dom.js";
 import { visible } from "./tokens.js";
 
+/** Most tokens that are drawn; of a longer prompt the last ones. */
 const MAX_SHOWN = 4000;
-/** Tokens that are drawn; of a longer prompt the last ones. */
 
 /** Renders messages with the model's template and shows the tokens. */
 export async function showPrompt(api, model, messages) {

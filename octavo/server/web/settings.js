@@ -2,16 +2,16 @@
 
 import { byId, h, keep, kept } from "./dom.js";
 
-const FIRST = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 /** Fields that stand before the others, in this order. */
-const OWN = new Set(["n", "logprobs", "top_logprobs", "stream", "prompt_logprobs", "messages", "model"]);
+const FIRST = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 /** Fields that the page sets itself. */
-const KNOWN = {
-  types: { integer: "whole", int: "whole", whole: "whole", number: "number", float: "number",
-    boolean: "flag", bool: "flag", flag: "flag", string: "text", text: "text" },
+const OWN = new Set(["n", "logprobs", "top_logprobs", "stream", "prompt_logprobs", "messages", "model"]);
+const KINDS = {
+  integer: "whole", int: "whole", whole: "whole", number: "number", float: "number",
+  boolean: "flag", bool: "flag", flag: "flag", string: "text", text: "text",
 };
+/** Largest range that a slider covers sensibly. */
 const MAX_SLIDER = 4;
-/** Largest range that a slider covers sensibly, in the field's own unit. */
 
 export class Settings {
   constructor() {
@@ -82,7 +82,7 @@ export class Settings {
 
 /** Returns a field as the controls need it; null for one that a form cannot ask for. */
 function normal(field) {
-  const type = KNOWN.types[field.type];
+  const type = KINDS[field.type];
   if (!type) return null;
   return { ...field, type };
 }

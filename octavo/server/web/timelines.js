@@ -67,8 +67,9 @@ export class Timelines {
       context.lineWidth = 1.5;
       context.strokeRect(x + 0.75, y + 2, Math.max(1, width - 1.5), tall - 4);
     } else {
-      context.fillStyle = phase === "prefill" ? colours.prefill : colours.request(name);
+      context.fillStyle = colours.request(name);
       context.fillRect(x, y, width, tall);
+      if (phase === "prefill") stripes(context, x, y, width, tall, colours.paper);
     }
   }
 
@@ -80,6 +81,12 @@ export class Timelines {
     context.fillText("now", width, height - 8);
     context.textAlign = "left";
   }
+}
+
+/** Draws fine upright lines over a part, which tell a prefill from what follows. */
+function stripes(context, x, y, width, tall, colour) {
+  context.fillStyle = colour;
+  for (let at = x + 2; at < x + width; at += 4) context.fillRect(at, y, 1.5, tall);
 }
 
 /** Returns what a request does: it prefills until its first token, or while it is behind. */

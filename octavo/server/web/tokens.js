@@ -2,29 +2,26 @@
 
 import { byId, h, percent } from "./dom.js";
 
-const SHADES = [0.05, 0.2, 0.5, 0.85];
 /** Shares below which a token is drawn with one more degree of surprise. */
+const SHADES = [0.05, 0.2, 0.5, 0.85];
+const ID = /^token_id:(\d+)$/;
 
-/** Returns a token of the answer from an entry of the API's logprobs. */
-export function tokenOf(entry, id = null) {
+/** Returns a token from an entry of the API's logprobs, and with it its alternatives. */
+export function tokenOf({ token, bytes, logprob, top_logprobs: others = [] }) {
+  const id = token.match(ID)?.[1];
   return {
-    text: entry.token,
-    bytes: entry.bytes ?? null,
-    id,
-    logprob: entry.logprob,
-    top: (entry.top_logprobs ?? []).map(({ token, bytes, logprob }) => ({ text: token, bytes, logprob })),
+    id: id === undefined ? null : Number(id),
+    text: id !== undefined && bytes ? decoded(bytes) : token,
+    bytes: bytes ?? [...new TextEncoder().encode(token)],
+    logprob,
+    top: others.map((other) => tokenOf({ ...other, top_logprobs: [] })),
   };
 }
 
-/** Joins the bytes of tokens to the text that they make; null where a character is not complete. */
-export function textOf(tokens) {
-  const bytes = tokens.flatMap((token) => token.bytes ?? [...new TextEncoder().encode(token.text)]);
-  try {
-    return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes));
-  } catch {
-    return null;
-  }
-}
+const decoded = (bytes) => new TextDecoder().decode(new Uint8Array(bytes));
+
+/** Joins tokens to the text that they make; a character may take several. */
+export const textOf = (tokens) => decoded(tokens.flatMap((token) => token.bytes));
 
 /** Returns a token's text with what cannot be seen made visible. */
 export function visible(text) {
@@ -180,15 +177,17 @@ export const popover = new Popover();
 
 function contents(token, choose) {
   const others = token.top.length ? token.top : [token];
-  const isAmong = others.some((other) => other.text === token.text);
+  const isAmong = others.some((other) => same(other, token));
   const rows = (isAmong ? others : [...others, token]).map((other) => row(other, token, choose));
   const hint = choose ? "Choose another to go on from it." : "What the model weighed here.";
   return [h("p", {}, hint), ...rows];
 }
 
+const same = (one, other) => one.id === other.id && one.text === other.text;
+
 function row(other, token, choose) {
   const share = Math.exp(other.logprob);
-  const isOwn = other.text === token.text;
+  const isOwn = same(other, token);
   const bar = h("span", { class: "bar" });
   bar.style.width = `${share * 100}%`;
   return h(

@@ -1,0 +1,68 @@
+"""The steps of a recording as the events that a reader of the live feed would have had, one for
+each step.
+
+Makes the steps again, as `replay.py` does; a recording that this version plans differently ends
+with an error where it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from octavo.engine.front.stop_texts import MakeStopTexts
+from octavo.engine.live.feed import EngineFeed
+from octavo.engine.live.feed import Event as FeedEvent
+from octavo.engine.live.view import EngineView
+from octavo.engine.live.watch import mark_of, view_of
+from octavo.engine.recording.recorder import Event, RecordingHeader, StepComputed, StepPlanned
+from octavo.engine.recording.replay import Replay
+from octavo.errors import ConfigError
+
+
+class RecordedFrames:
+    """Events of the feed, an iterator; every `num_in_chunk`-th is a snapshot."""
+
+    def __init__(
+        self,
+        header: RecordingHeader,
+        events: Iterable[Event],
+        stop_texts: MakeStopTexts | None = None,
+        *,
+        num_in_chunk: int,
+    ) -> None:
+        self._replay = Replay(header, stop_texts=stop_texts)
+        self._events = events
+        self._num_in_chunk = num_in_chunk
+        self._feed = EngineFeed(lambda period_s: None, lambda name: (name, 0))
+        self._planned: list[StepPlanned] = []
+        """Plans without a result, the oldest first."""
+        self._now = 0.0
+        self._before: EngineView | None = None
+        self._num_frames = 0
+
+    def __iter__(self) -> Iterator[FeedEvent]:
+        for event in self._events:
+            self._replay.take(event)
+            if self._replay.found.differences:
+                raise ConfigError(
+                    f"this version plans other steps: {self._replay.found.differences[0]}",
+                    hint="show the recording with the version that made it",
+                )
+            if isinstance(event, StepPlanned):
+                self._planned.append(event)
+            elif isinstance(event, StepComputed):
+                yield self._frame(self._planned.pop(0), event)
+
+    def _frame(self, planned: StepPlanned, computed: StepComputed) -> FeedEvent:
+        """Returns the event after a step, which ends when the device was done with it."""
+        busy_s = computed.result.busy_s
+        self._now = max(self._now, planned.now + busy_s)
+        scheduler = self._replay.scheduler
+        view = view_of(scheduler, self._now, with_blocks=True)
+        mark = mark_of(planned.plan, computed.result, busy_s)
+        self._feed.offer(view, scheduler.stats())
+        is_first = self._num_frames % self._num_in_chunk == 0
+        event = self._feed.event(None if is_first else self._before, view, [mark])
+        self._before = view
+        self._num_frames += 1
+        return event

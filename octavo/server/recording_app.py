@@ -1,0 +1,58 @@
+"""The server of `octavo replay --serve`: the page, and one recording in place of an engine.
+
+Loads no model and takes no request for one.
+"""
+
+from __future__ import annotations
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.server.errors import add_error_handlers
+from octavo.server.head_requests import HeadAsGet
+from octavo.server.routes import page, recording
+from octavo.server.run import take_port
+from octavo.server.state.shown_recording import ShownRecording
+from octavo.version import __version__
+
+QUERY = b"recording"
+"""Query by which the page knows that it shows a recording."""
+
+
+class WithQuery:
+    """ASGI middleware that sends a visitor of / to the page's view of a recording."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/" and scope["query_string"] != QUERY:
+            headers = [(b"location", b"/?" + QUERY), (b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 307, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await self._app(scope, receive, send)
+
+
+def create_recording_app(shown: ShownRecording) -> FastAPI:
+    """Returns the application around a recording."""
+    app = FastAPI(title="Octavo, a recording", version=__version__)
+    app.state.recording = shown
+    for part in (recording, page):
+        app.include_router(part.router)
+    add_error_handlers(app)
+    app.add_middleware(WithQuery)
+    app.add_middleware(HeadAsGet)
+    return app
+
+
+def serve_recording(shown: ShownRecording, host: str, port: int) -> None:
+    """Shows a recording until Ctrl-C."""
+    listener = take_port(host, port)
+    name, number = listener.getsockname()[:2]
+    address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
+    print(f"showing {shown.name} on http://{address}", flush=True)
+    shown.start()
+    config = uvicorn.Config(create_recording_app(shown), log_level="warning")
+    uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,44 @@
+"""GET /v1/engine/recording and GET /v1/engine/recording/CHUNK: a recording, as the page shows it.
+
+Only the server of `octavo replay --serve` has these routes. A chunk's frames are the events of
+docs/concepts/engine-events.md, one for each step; its first is a snapshot.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.server.state.shown_recording import FRAMES_IN_CHUNK, ShownRecording
+
+router = APIRouter()
+
+
+async def recording_of(request: Request) -> ShownRecording:
+    """Returns the recording of the server that a request came to."""
+    recording: ShownRecording = request.app.state.recording
+    return recording
+
+
+Recording = Annotated[ShownRecording, Depends(recording_of)]
+
+
+@router.get("/v1/engine/recording")
+async def about(recording: Recording) -> dict[str, Any]:
+    """Says how much of the recording there is so far."""
+    is_complete = recording.is_complete  # read before the number, which grows until then
+    return {
+        "object": "recording",
+        "file": recording.name,
+        "num_frames": recording.num_frames,
+        "frames_in_chunk": FRAMES_IN_CHUNK,
+        "is_complete": is_complete,
+        "problem": recording.problem,
+    }
+
+
+@router.get("/v1/engine/recording/{number}")
+async def chunk(number: int, recording: Recording) -> Response:
+    """Returns the frames of one chunk."""
+    return Response(recording.chunk(number), media_type="application/json")

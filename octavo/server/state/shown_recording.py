@@ -1,0 +1,85 @@
+"""A recording that is being shown: its frames, compressed, in chunks that each begin with a
+snapshot.
+
+A thread reads the recording while the first frames are looked at already. Bounded by the number of
+frames; knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import zlib
+from collections.abc import Iterable
+
+import msgspec
+
+from octavo.engine.live.feed import Event
+from octavo.errors import InvalidRequest, OctavoError
+
+FRAMES_IN_CHUNK = 64
+
+logger = logging.getLogger(__name__)
+
+
+class ShownRecording:
+    """The frames of one recording, of which there are more until `is_complete`."""
+
+    def __init__(self, name: str, frames: Iterable[Event], *, max_frames: int) -> None:
+        self.name = name
+        self.is_complete = False
+        self.problem: str | None = None
+        """Reason why frames are missing at the end; None where none are."""
+        self.num_frames = 0
+        self._frames = frames
+        self._max_frames = max_frames
+        self._chunks: list[bytes] = []
+        self._open: list[bytes] = []
+        """Frames of the last chunk, which is not full yet."""
+        self._lock = threading.Lock()
+
+    def start(self) -> threading.Thread:
+        """Reads the frames in a thread."""
+        thread = threading.Thread(target=self.read, name="octavo-recording", daemon=True)
+        thread.start()
+        return thread
+
+    def read(self) -> None:
+        """Reads all frames, up to the largest number that is kept."""
+        try:
+            for frame in self._frames:
+                if self.num_frames == self._max_frames:
+                    self.problem = (
+                        f"The recording goes on: the first {self._max_frames:,} steps are shown;"
+                        " --max-steps shows more."
+                    )
+                    break
+                self._add(msgspec.json.encode(frame))
+        except OctavoError as error:
+            self.problem = f"The recording cannot be shown further. {error.message}"
+        except Exception:
+            logger.exception("a recording could not be read to its end")
+            self.problem = "The recording cannot be shown further: its lines do not fit together."
+        self.is_complete = True
+
+    def chunk(self, number: int) -> bytes:
+        """Returns a chunk as JSON; the last one may still grow."""
+        with self._lock:
+            if 0 <= number < len(self._chunks):
+                return zlib.decompress(self._chunks[number])
+            if number == len(self._chunks) and self._open:
+                return _joined(self._open)
+        last = max(0, self.num_frames - 1) // FRAMES_IN_CHUNK
+        raise InvalidRequest(f"chunk: got {number}, allowed are 0 to {last}", param="chunk")
+
+    def _add(self, frame: bytes) -> None:
+        with self._lock:
+            self._open.append(frame)
+            self.num_frames += 1
+            if len(self._open) == FRAMES_IN_CHUNK:
+                self._chunks.append(zlib.compress(_joined(self._open), 6))
+                self._open = []
+
+
+def _joined(frames: list[bytes]) -> bytes:
+    return b'{"frames":[' + b",".join(frames) + b"]}"
