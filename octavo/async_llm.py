@@ -135,6 +135,7 @@ class AsyncLLM:
         self._front.submit(request)
         self._queue.sent(size)
         stream = RequestStream(self._front, request.request_id, self._drop, deltas=deltas)
+        stream.num_prompt_tokens = len(request.prompt_token_ids)
         self._streams[request.request_id] = stream
         return stream
 

@@ -28,6 +28,7 @@ from octavo.server.routes import (
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
+from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
 from octavo.server.state.service import Service
 from octavo.server.state.slot import EngineSlot
@@ -61,6 +62,7 @@ def create_app(
     settings = settings or ServerSettings()
     directory = ModelDirectory.of(engine)
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan)
+    keys = KeyRing(settings)
     kept_jobs = Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s)
     app.state.service = Service(
         models=directory,
@@ -68,11 +70,12 @@ def create_app(
         settings=settings,
         metrics=ServerMetrics(directory),
         jobs=kept_jobs,
+        keys=keys,
     )
     for part in ROUTES:
         app.include_router(part.router)
     add_error_handlers(app)
     if settings.has_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_key, operator_key=settings.operator_key)
+        app.add_middleware(ApiKeys, ring=keys, open_metrics=settings.open_metrics)
     app.add_middleware(HeadAsGet)
     return app

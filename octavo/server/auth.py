@@ -1,87 +1,80 @@
 """API keys: every route needs one when the server has any, but for /health, those under it, and the
 page's own files.
 
-Plain ASGI, so that it stands before routing and costs nothing per streamed token. Keys are compared
-by digest, in constant time. Each of several keys is a tenant of its own under the fair policy.
+Plain ASGI, so that it stands before routing and costs nothing per streamed token. Each of several
+keys is a tenant of its own under the fair policy, and may have limits.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterable
-
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.engine.front.input_processor import Origin
-from octavo.errors import OctavoError, Unauthorized
+from octavo.errors import OctavoError, Overloaded, Unauthorized
 from octavo.server.errors import error_response
+from octavo.server.key_file import ApiKey
 from octavo.server.settings import ServerSettings
+from octavo.server.state.account import Account
+from octavo.server.state.key_ring import KeyRing
+from octavo.server.state.request_record import record_of
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/")
 """Paths that need no key: what is served there is the same for everyone."""
 OPEN_FOLDER = "/web/"
 """Beginning of the paths of the page's files, which need none either."""
+METRICS_PATH = "/metrics"
 KEY_NAME = "octavo_key_name"
-"""Key of the ASGI scope whose value names the key that was sent, by its index ("key-1"); the key
-itself is never kept.
-"""
+"""Key of the ASGI scope whose value names the key that was sent; the key itself is never kept."""
 OPERATOR = "octavo_operator"
-"""Key of the ASGI scope whose value says whether the operator's key was sent."""
+"""Key of the ASGI scope whose value says whether an operator's key was sent."""
 
 
 class ApiKeys:
-    """ASGI middleware that answers 401 to requests without a valid key."""
+    """ASGI middleware: 401 to requests without a valid key, 429 to those beyond a key's limits."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], operator_key: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, *, open_metrics: bool = False) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
-        self._operator = None if operator_key is None else _digest(operator_key)
+        self._ring = ring
+        self._open_paths = {*OPEN_PATHS, *([METRICS_PATH] if open_metrics else [])}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]):
+        if scope["type"] != "http" or self._is_open(scope):
             await self._app(scope, receive, send)
             return
-        header = Headers(scope=scope).get("authorization")
-        number = self._number(header)
-        if self._is_operators(header):
-            await self._app({**scope, KEY_NAME: "operator", OPERATOR: True}, receive, send)
-            return
-        if number is not None:
-            await self._app(
-                {**scope, KEY_NAME: f"key-{number}"} if len(self._digests) > 1 else scope,
-                receive,
-                send,
-            )
-            return
-        error = Unauthorized(
-            "a valid API key is needed", hint="send the header Authorization: Bearer KEY"
-        )
-        await error_response(error)(scope, receive, send)
-
-    def _is_operators(self, header: str | None) -> bool:
-        key = _key_of(header)
-        return (
-            key is not None
-            and self._operator is not None
-            and hmac.compare_digest(_digest(key), self._operator)
-        )
-
-    def _number(self, header: str | None) -> int | None:
-        """Returns the number of the key sent, from 1, or None; always compares all keys."""
-        key = _key_of(header)
+        secret = _secret_of(Headers(scope=scope))
+        key = self._ring.find(secret) if secret is not None else None
         if key is None:
-            return None
-        digest = _digest(key)
-        found = [
-            number
-            for number, known in enumerate(self._digests, 1)
-            if hmac.compare_digest(digest, known)
-        ]
-        return found[0] if found else None
+            error = Unauthorized(
+                "a valid API key is needed", hint="send the header Authorization: Bearer KEY"
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._pass_on(key, scope, receive, send)
+
+    async def _pass_on(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+        """Notes whose request it is; one that asks for work counts against the key's limits."""
+        account = self._ring.account(key.name)
+        record = record_of(scope)
+        record.owner, record.account = key.name, account
+        scope = {**scope, KEY_NAME: key.name, OPERATOR: self._ring.may_operate(key)}
+        if account is None:
+            await self._app(scope, receive, send)
+            return
+        send = _with_limits(account, send)
+        if scope["method"] == "POST":
+            try:
+                account.count_request()
+            except Overloaded as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        return path in self._open_paths or path.startswith(OPEN_FOLDER)
 
 
 def owner_of(request: Request) -> str:
@@ -98,8 +91,7 @@ def require_operator(request: Request) -> None:
     settings: ServerSettings = request.app.state.service.settings
     if request.scope.get(OPERATOR):
         return
-    has_several = settings.operator_key is not None or len(settings.api_key) > 1
-    if not has_several and not settings.is_open_to_all:
+    if not settings.has_keys and not settings.is_open_to_all:
         return
     raise HTTPException(
         403, "only the operator may do this (hint: start the server with --operator-key, send it)"
@@ -125,15 +117,18 @@ def origin_of(request: Request, priority: int | None, user: str | None) -> Origi
     return Origin(priority or 0, tenant_of(request, user), owner_of(request))
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+def _secret_of(headers: Headers) -> str | None:
+    """Returns the key that was sent: a bearer token, or Anthropic's header for it."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
-def _key_of(header: str | None) -> str | None:
-    """Returns the bearer token of an Authorization header."""
-    scheme, _, key = (header or "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
+def _with_limits(account: Account, send: Send) -> Send:
+    """Returns a `send` that adds to an answer what is left of the limits as it starts."""
 
+    async def send_with_limits(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(account.headers())
+        await send(message)
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return send_with_limits

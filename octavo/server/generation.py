@@ -39,7 +39,10 @@ class Generation:
         """Submits all prompts; with `deltas`, `outputs` yields only what is new."""
         self._params = params
         self._metrics = model.metrics
+        self._record = model.record
         self._streams: list[RequestStream] = []
+        self._record.start()
+        self._is_counted = True
         try:
             for index, prompt in enumerate(prompts):
                 stream = model.llm.submit(
@@ -52,6 +55,7 @@ class Generation:
                     deltas=deltas,
                 )
                 self._streams.append(stream)
+                self._record.charge_prompt(stream.num_prompt_tokens)
         except BaseException:
             self._give_up()
             raise
@@ -88,12 +92,16 @@ class Generation:
     def _checked(self, output: RequestOutput) -> RequestOutput:
         if output.finished:
             self._metrics.observe(output, self._params)
+            self._record.end(output)
             if output.error is not None:
                 raise WorkerFailed(output.error)
         return output
 
     def _give_up(self) -> None:
-        """Aborts the streams that have not finished."""
+        """Aborts the streams that have not finished; the request no longer counts as running."""
+        if self._is_counted:
+            self._is_counted = False
+            self._record.stop()
         for stream in self._streams:
             if stream.abandon():
                 self._metrics.count_abort()

@@ -28,6 +28,7 @@ from octavo.server.loader import ModelLoader
 from octavo.server.request_timeout import TimedHttp
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
+from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.slot import EngineSlot
 
@@ -63,6 +64,9 @@ def serve(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loader.start(list(models), when_done=lambda: start.end(server.stop))
+        if settings.api_key_file is not None:
+            keys: KeyRing = app.state.service.keys
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         yield
         await asyncio.to_thread(models.close)
 

@@ -26,6 +26,11 @@ class ServerSettings:
     operator_key: str | None = option(
         None, "key of the operator, who may load and unload models; it opens every other route too"
     )
+    api_key_file: str | None = option(
+        None,
+        "YAML, TOML or JSON file of keys with names and limits; read again on SIGHUP",
+    )
+    open_metrics: bool = option(False, "serve /metrics without a key")
     lenient: bool = option(
         False,
         "ignore unknown request fields and name them in a response header, instead of"
@@ -70,4 +75,4 @@ class ServerSettings:
     @property
     def has_keys(self) -> bool:
         """Whether requests need a key."""
-        return bool(self.api_key or self.operator_key)
+        return bool(self.api_key or self.operator_key or self.api_key_file)

@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from octavo.server.auth import ApiKeys, tenant_of
+from octavo.server.settings import ServerSettings
+from octavo.server.state.key_ring import KeyRing
 from tests.support.live_server import LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
@@ -91,7 +93,8 @@ def test_a_tenant_is_a_key_where_there_are_several_else_a_user(keys, sent, user,
         "path": "/v1/completions",
         "headers": [(b"authorization", f"Bearer {sent}".encode())],
     }
-    asyncio.run(ApiKeys(app, keys)(scope, None, None))
+    ring = KeyRing(ServerSettings(api_key=tuple(keys)))
+    asyncio.run(ApiKeys(app, ring)(scope | {"method": "GET"}, None, None))
 
     class Request:
         scope = seen[0]

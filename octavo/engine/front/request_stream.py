@@ -26,6 +26,7 @@ class RequestStream:
     ) -> None:
         """`drop` ends the request when the stream is abandoned."""
         self.request_id = request_id
+        self.num_prompt_tokens = 0
         self._front = front
         self._drop = drop
         self._deltas = deltas

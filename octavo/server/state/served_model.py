@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from octavo.async_llm import AsyncLLM
 from octavo.ports import Tokenizer
 from octavo.server.state.model_metrics import ModelMetrics
+from octavo.server.state.request_record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class ServedModel:
     """Public name, which clients send and answers repeat."""
     llm: AsyncLLM
     metrics: ModelMetrics
+    record: RequestRecord
+    """Record of the HTTP request that asks for work."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -5,7 +5,7 @@ Holds no route and knows no wire format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
@@ -13,7 +13,9 @@ from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
+from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
+from octavo.server.state.request_record import RequestRecord, record_of
 from octavo.server.state.served_model import ServedModel
 
 
@@ -26,6 +28,9 @@ class Service:
     settings: ServerSettings
     metrics: ServerMetrics
     jobs: Jobs
+    keys: KeyRing
+    record: RequestRecord = field(default_factory=RequestRecord)
+    """Record of the HTTP request that is answered; an empty one outside of requests."""
 
     def model(self, name: str | None = None) -> ServedModel:
         """Returns the model that a request names, for new work; None stands for the only one.
@@ -33,18 +38,18 @@ class Service:
         Raises ModelNotFound for an unknown one, and Unavailable for one that is not ready.
         """
         slot = self.models.find(name)
-        return ServedModel(slot.name, slot.llm, slot.metrics)
+        return ServedModel(slot.name, slot.llm, slot.metrics, self.record)
 
     def ready_models(self) -> list[ServedModel]:
         """Returns every model whose requests can be seen and changed, draining ones too."""
         return [
-            ServedModel(slot.name, slot.loaded, slot.metrics)
+            ServedModel(slot.name, slot.loaded, slot.metrics, self.record)
             for slot in self.models
             if slot.loaded is not None
         ]
 
 
 async def service_of(request: Request) -> Service:
-    """Returns the state of the server that a request came to."""
+    """Returns the state of the server that a request came to, with the record of the request."""
     service: Service = request.app.state.service
-    return service
+    return replace(service, record=record_of(request.scope))

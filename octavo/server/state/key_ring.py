@@ -1,0 +1,87 @@
+"""All API keys of a server: those of its flags, and those of its key file, which may be read again.
+
+Finds the key that a client sent, in constant time; knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+
+from octavo.errors import ConfigError
+from octavo.server.key_file import ApiKey, digest_of, read_key_file
+from octavo.server.settings import ServerSettings
+from octavo.server.state.account import Account
+
+OPERATOR_NAME = "operator"
+
+logger = logging.getLogger(__name__)
+
+
+class KeyRing:
+    """The keys that open a server; an empty one means that it needs none."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Reads the key file, if there is one; raises ConfigError where it is broken."""
+        self._path = settings.api_key_file
+        self._from_flags = _keys_of_flags(settings)
+        self._accounts: dict[str, Account] = {}
+        self._keys: list[ApiKey] = []
+        self._load()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, secret: str) -> ApiKey | None:
+        """Returns the key that was sent; always compares all."""
+        digest = digest_of(secret)
+        found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
+        return found[0] if found else None
+
+    def may_operate(self, key: ApiKey) -> bool:
+        """Tells whether a key is an operator's; the only key of a server is."""
+        return key.is_operator or len(self._keys) == 1
+
+    def account(self, name: str) -> Account | None:
+        """Returns the account of a key that has limits."""
+        return self._accounts.get(name)
+
+    def reload(self) -> None:
+        """Reads the key file again; one that is broken leaves the keys as they were."""
+        try:
+            self._load()
+        except ConfigError as error:
+            logger.error("the keys stay as they were: %s", error.message)
+        else:
+            logger.warning("read the key file again: %d keys", len(self._keys))
+
+    def _load(self) -> None:
+        from_file = read_key_file(self._path) if self._path is not None else []
+        keys = self._from_flags + from_file
+        for part in ("name", "digest"):
+            if len({getattr(key, part) for key in keys}) < len(keys):
+                raise ConfigError(f"two API keys have the same {part}")
+        for key in keys:
+            if key.name in self._accounts:
+                self._accounts[key.name].change(key.limits)
+            elif any(value is not None for value in _values(key)):
+                self._accounts[key.name] = Account(key.name, key.limits)
+        self._keys = keys
+
+
+def _keys_of_flags(settings: ServerSettings) -> list[ApiKey]:
+    """Returns the flags' keys; a single one has no name, as it is no one's in particular."""
+    secrets = list(dict.fromkeys(settings.api_key))
+    is_only = len(secrets) == 1 and settings.api_key_file is None
+    keys = [
+        ApiKey("" if is_only else f"key-{number}", digest_of(secret))
+        for number, secret in enumerate(secrets, 1)
+    ]
+    if settings.operator_key is not None:
+        keys.append(ApiKey(OPERATOR_NAME, digest_of(settings.operator_key), is_operator=True))
+    return keys
+
+
+def _values(key: ApiKey) -> tuple[int | None, ...]:
+    limits = key.limits
+    return (limits.requests_per_minute, limits.tokens_per_minute, limits.max_running)
