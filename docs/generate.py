@@ -21,9 +21,12 @@ from octavo import errors
 from octavo.cli.app import build_app
 from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
 from octavo.config.engine_config import OptionField, option_fields, options_of
+from octavo.server.anthropic.bodies import CountTokensBody, MessagesBody
 from octavo.server.app import create_app
+from octavo.server.cohere.bodies import CohereChatBody
 from octavo.server.errors import TABLE
 from octavo.server.fields import described
+from octavo.server.ollama.bodies import OllamaChatBody, OllamaGenerateBody, ShowBody
 from octavo.server.openai.bodies import ChatBody, CompletionBody, SamplingBody
 from octavo.server.routes.cache import PinBody, ResetBody
 from octavo.server.routes.jobs import GenerateBody
@@ -56,6 +59,12 @@ OTHER_BODIES = {
     "PATCH /v1/requests/{request_id}": ChangeBody,
     "POST /v1/models/load": LoadBody,
     "POST /v1/models/unload": UnloadBody,
+    "POST /v1/messages": MessagesBody,
+    "POST /v1/messages/count_tokens": CountTokensBody,
+    "POST /api/chat": OllamaChatBody,
+    "POST /api/generate": OllamaGenerateBody,
+    "POST /api/show": ShowBody,
+    "POST /v2/chat": CohereChatBody,
 }
 
 

@@ -9,10 +9,15 @@ from fastapi import FastAPI
 from starlette.types import Lifespan
 
 from octavo.async_llm import AsyncLLM
+from octavo.server.anthropic import messages
 from octavo.server.auth import ApiKeys
+from octavo.server.cohere import chat as cohere_chat
 from octavo.server.errors import add_error_handlers
 from octavo.server.head_requests import HeadAsGet
 from octavo.server.loader import ModelLoader
+from octavo.server.ollama import generation as ollama_generation
+from octavo.server.ollama import models as ollama_models
+from octavo.server.ollama import refusals as ollama_refusals
 from octavo.server.openai import chat, completions, models
 from octavo.server.routes import (
     admin,
@@ -40,6 +45,11 @@ ROUTES = (
     model_loading,
     completions,
     chat,
+    messages,
+    cohere_chat,
+    ollama_generation,
+    ollama_models,
+    ollama_refusals,
     jobs,
     cache,
     capabilities,

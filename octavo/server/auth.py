@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.engine.front.input_processor import Origin
 from octavo.errors import OctavoError, Overloaded, Unauthorized
+from octavo.server.error_forms import form_of
 from octavo.server.errors import error_response
 from octavo.server.key_file import ApiKey
 from octavo.server.settings import ServerSettings
@@ -50,7 +51,7 @@ class ApiKeys:
             error = Unauthorized(
                 "a valid API key is needed", hint="send the header Authorization: Bearer KEY"
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, form_of(scope))(scope, receive, send)
             return
         await self._pass_on(key, scope, receive, send)
 
@@ -68,7 +69,7 @@ class ApiKeys:
             try:
                 account.count_request()
             except Overloaded as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, form_of(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -1,7 +1,7 @@
-"""One table from errors to HTTP statuses and OpenAI error types, and one body for all of them.
+"""One table from errors to HTTP statuses and OpenAI error types.
 
-Body: {"error": {"message", "type", "param", "code"}}, where code is the HTTP status. Source of the
-names: vLLM's.
+OpenAI's body: {"error": {"message", "type", "param", "code"}}, where code is the HTTP status; other
+APIs' are in `error_forms.py`. Source of the names: vLLM's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from octavo import errors
+from octavo.server.error_forms import ErrorForm, Fault, form_of, openai_form
 
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Unauthorized, 401, "AuthenticationError"),
@@ -45,32 +46,42 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client has gone, for the access log; the name is nginx'."""
 
 
-def error_body(error: Exception) -> dict[str, Any]:
-    """Returns the JSON body of an error; one that is not ours shows nothing of its inside."""
+def fault_of(error: Exception) -> Fault:
+    """Returns what clients are told of an error; one that is not ours shows nothing of its
+    inside.
+    """
     if isinstance(error, HTTPException):
         kind = TYPES_BY_STATUS.get(
             error.status_code, http.HTTPStatus(error.status_code).phrase.replace(" ", "") + "Error"
         )
-        return _body(error.detail, kind, error.status_code)
+        return Fault(error.detail, kind, error.status_code)
     for known, status, kind in TABLE:
         if isinstance(error, known):
-            return _body(_message(error), kind, status, getattr(error, "param", None))
-    return _body("Internal server error", "InternalServerError", 500)
+            return Fault(_message(error), kind, status, getattr(error, "param", None))
+    return Fault("Internal server error", "InternalServerError", 500)
 
 
-def error_response(error: Exception) -> Response:
-    body = error_body(error)
+def error_body(error: Exception) -> dict[str, Any]:
+    """Returns OpenAI's JSON body of an error."""
+    return openai_form(fault_of(error))
+
+
+def error_response(error: Exception, form: ErrorForm = openai_form) -> Response:
+    fault = fault_of(error)
+    body = form(fault)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.Overloaded):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, errors.Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(body), body["error"]["code"], headers, "application/json")
+    if "request_id" in body:
+        headers["request-id"] = body["request_id"]
+    return Response(msgspec.json.encode(body), fault.status, headers, "application/json")
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def answer(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def answer(request: Request, error: Exception) -> Response:
+        return error_response(error, form_of(request.scope))
 
     async def answer_nobody(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -84,7 +95,3 @@ def _message(error: Exception) -> str:
     if isinstance(error, errors.OctavoError):
         return f"{error.message} (hint: {error.hint})" if error.hint else error.message
     return str(error)
-
-
-def _body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -1,4 +1,4 @@
-"""Server-sent events: a response over a generator that ends with [DONE].
+"""Server-sent events: a response over a generator that ends with [DONE], or as a subclass says.
 
 A client that disconnects ends the generator. A slow reader slows the generator: nothing is queued
 here. Source of the format: WHATWG HTML, section 9.2.
@@ -31,6 +31,8 @@ Events = AsyncGenerator[list[Any], None]
 class EventStream(Response):
     """A streamed response of server-sent events."""
 
+    end = DONE
+    """Bytes that follow the last event."""
     media_type = "text/event-stream"
 
     def __init__(self, events: Events, headers: Mapping[str, str]) -> None:
@@ -58,7 +60,7 @@ class EventStream(Response):
                 await send(
                     {
                         "type": "http.response.body",
-                        "body": self._format(payloads),
+                        "body": self.format_events(payloads),
                         "more_body": True,
                     }
                 )
@@ -68,13 +70,32 @@ class EventStream(Response):
             await send(
                 {
                     "type": "http.response.body",
-                    "body": self._format([error_body(error)]),
+                    "body": self.format_events(self.failure(error)),
                     "more_body": True,
                 }
             )
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
-    def _format(self, payloads: Iterable[Any]) -> bytes:
-        return b"".join(
-            [b"data: " + self._encoder.encode(payload) + b"\n\n" for payload in payloads]
-        )
+    def failure(self, error: Exception) -> list[Any]:
+        """Returns the events that tell of an error."""
+        return [error_body(error)]
+
+    def format_events(self, payloads: Iterable[Any]) -> bytes:
+        """Returns the bytes of some events."""
+        return b"".join([b"data: " + self.encode(payload) + b"\n\n" for payload in payloads])
+
+    def encode(self, payload: Any) -> bytes:
+        return self._encoder.encode(payload)
+
+
+class NamedEventStream(EventStream):
+    """A stream of events that bear their `type` as a name, and end without a mark."""
+
+    end = b""
+
+    def format_events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
+        parts = [
+            b"event: %b\ndata: %b\n\n" % (payload["type"].encode(), self.encode(payload))
+            for payload in payloads
+        ]
+        return b"".join(parts)

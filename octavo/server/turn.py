@@ -6,14 +6,18 @@ turn's deltas or its whole output the form that its clients expect.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+from pydantic import BaseModel
 from starlette.types import Receive
 
+from octavo.engine.front.arguments import Prompt
 from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin, Truncation
+from octavo.errors import ClientError
 from octavo.outputs import RequestOutput
 from octavo.ports import DEFAULT_RENDERING, Rendering
 from octavo.sampling_params import SamplingParams
@@ -47,8 +51,10 @@ class Conversation:
 class Turn:
     """The answer of one sample to a conversation, whole or as it grows."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, *, every_token: bool = False) -> None:
+        """Makes a delta of tokens that show no text yet too, where `every_token` is true."""
         self._generation = generation
+        self._every_token = every_token
         self.latest: RequestOutput | None = None
         """Newest output, whose counts are the usage so far; None before the first token."""
 
@@ -63,7 +69,7 @@ class Turn:
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
                 self.latest = output
-                delta = cursor.advance(output.outputs[0], every_token=False)
+                delta = cursor.advance(output.outputs[0], every_token=self._every_token)
                 if delta is not None:
                     yield delta
 
@@ -79,4 +85,48 @@ async def start_turn(
 ) -> Turn:
     """Renders, checks and submits a conversation; raises the error of what is wrong with it."""
     prompt = await conversation.prompt(model)
-    return Turn(Generation(model, [prompt], params, request_id, origin=origin, deltas=stream))
+    return turn_of(model, prompt, params, request_id, origin=origin, stream=stream)
+
+
+def turn_of(
+    model: ServedModel,
+    prompt: Prompt,
+    params: SamplingParams,
+    request_id: str,
+    *,
+    origin: Origin = DEFAULT_ORIGIN,
+    stream: bool,
+) -> Turn:
+    """Submits a prompt that is ready for the engine."""
+    generation = Generation(model, [prompt], params, request_id, origin=origin, deltas=stream)
+    return Turn(generation, every_token=params.logprobs is not None)
+
+
+def params_of(
+    asked: BaseModel, names: Mapping[str, str], defaults: SamplingParams, **others: Any
+) -> SamplingParams:
+    """Returns the params that a body asks for, over the model's recommended values.
+
+    `names` maps the API's names of fields to SamplingParams'; `others` are set over them.
+    """
+    given = {
+        ours: value
+        for theirs, ours in names.items()
+        if (value := getattr(asked, theirs)) is not None
+    }
+    with in_their_words(names):
+        return SamplingParams(**{**msgspec.structs.asdict(defaults), **given, **others})
+
+
+@contextmanager
+def in_their_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives errors about a field the name that the API has for it; `names` as in `params_of`."""
+    try:
+        yield
+    except ClientError as error:
+        for theirs, ours in names.items():
+            if error.param == ours:
+                error.param = theirs
+                error.message = error.message.replace(f"{ours}:", f"{theirs}:", 1)
+                break
+        raise

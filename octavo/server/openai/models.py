@@ -1,12 +1,17 @@
-"""GET /v1/models and /v1/models/NAME: the cards of the served models, also of those that load."""
+"""GET /v1/models and /v1/models/NAME: the cards of the served models, also of those that load.
+
+OpenAI's form, or Anthropic's where a request has its version header.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query, Request
 
 from octavo.errors import Unavailable
+from octavo.server.anthropic import cards
+from octavo.server.error_forms import VERSION_HEADER
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
 
@@ -14,20 +19,35 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-async def list_models(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """Lists all models; answers 503 before the first is there, as many wait for this route."""
+async def list_models(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> dict[str, Any]:
+    """Lists all models; answers 503 before the first is there, as many wait for this route.
+
+    Anthropic's clients get pages of `limit` models.
+    """
     if service.models.is_stopping:
         raise Unavailable("the server is stopping")
     if service.models.is_starting:
         reasons = "; ".join(slot.trouble for slot in service.models)
         raise Unavailable(reasons, hint="try again in a few seconds")
+    if VERSION_HEADER in request.headers:
+        slots = list(service.models)
+        return cards.page_of(slots, limit=limit, after_id=after_id, before_id=before_id)
     return {"object": "list", "data": [card_of(slot) for slot in service.models]}
 
 
 @router.get("/v1/models/{name:path}")
-async def show_model(name: str, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def show_model(
+    name: str, request: Request, service: Annotated[Service, Depends(service_of)]
+) -> dict[str, Any]:
     """Shows one model in any state, with the progress of its load or why it failed."""
-    return card_of(service.models.find(name))
+    slot = service.models.find(name)
+    return cards.card_of(slot) if VERSION_HEADER in request.headers else card_of(slot)
 
 
 def card_of(slot: EngineSlot) -> dict[str, Any]:

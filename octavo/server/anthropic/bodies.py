@@ -1,0 +1,129 @@
+"""Bodies that Anthropic's routes take: rows of the table in `server/fields.py`.
+
+Names are Anthropic's; `seed` is an addition, with the chat route's meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from octavo.server.body import Body
+from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.plain_chat import TextBlock
+
+NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "stop_sequences": "stop",
+    "seed": "seed",
+    "max_tokens": "max_tokens",
+}
+"""SamplingParams' names of the fields that choose tokens, by Anthropic's."""
+
+NO_TOOLS = "an empty list; this server does not support tools"
+
+
+class TurnMessage(BaseModel):
+    """One message; fields beyond these are refused by name."""
+
+    model_config = Body.model_config
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[TextBlock]
+
+
+class CacheControl(BaseModel):
+    """A breakpoint for the cache: taken, as every prefix is cached here."""
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TurnMetadata(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    user_id: str | None = Field(None, max_length=512)
+
+
+class ThinkingConfig(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ToolChoice(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountTokensBody(Body):
+    """Body of POST /v1/messages/count_tokens."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset(
+        {
+            "container",
+            "context_management",
+            "diagnostics",
+            "inference_geo",
+            "mcp_servers",
+            "output_config",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
+
+    model: str = needed("the name of a model", "who answers")
+    messages: list[TurnMessage] = needed(
+        "a list of messages, each with a role and a content",
+        "the conversation; a last message of the assistant's is continued",
+        by_path=True,
+    )
+    system: str | list[TextBlock] | None = field(
+        "a text, or a list of blocks of text", "the system's message", by_path=True
+    )
+    thinking: ThinkingConfig | None = field(
+        'an object with the type "disabled", or "adaptive" where the model does not think',
+        "whether the model thinks first",
+        by_path=True,
+    )
+    tools: list[dict[str, Any]] | None = field(NO_TOOLS, "tools that the model may call")
+    tool_choice: ToolChoice | None = taken(
+        'an object with the type "auto" or "none"; this server does not support tools'
+    )
+    cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
+
+
+class MessagesBody(CountTokensBody):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int = field(
+        "a whole number from 1 to 2147483647",
+        "most tokens of the answer",
+        default=...,
+        ge=1,
+        lt=2**31,
+    )
+    stop_sequences: list[str] | None = field("a list of texts", "end the answer before them")
+    temperature: float | None = sampling("temperature", "randomness of the draw; 0 is greedy")
+    top_p: float | None = sampling(
+        "top_p", "draws from the likeliest tokens that together have this probability"
+    )
+    top_k: int | None = sampling("top_k", "draws from this many likeliest tokens")
+    seed: int | None = sampling("seed", "makes the draws repeatable; not a field of Anthropic's")
+    stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
+    metadata: TurnMetadata | None = field(
+        "an object with a user_id of at most 512 characters",
+        "who asks; a fair policy shares among them",
+        by_path=True,
+    )
+    service_tier: Literal["auto", "standard_only"] | None = taken('"auto" or "standard_only"')
+    speed: Literal["standard"] | None = taken('"standard"')

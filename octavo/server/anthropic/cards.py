@@ -1,0 +1,52 @@
+"""The models in Anthropic's form, for its clients' GET /v1/models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from octavo.errors import InvalidRequest
+from octavo.server.state.slot import EngineSlot
+
+
+def card_of(slot: EngineSlot) -> dict[str, Any]:
+    """Returns Anthropic's card of a model."""
+    context = None if slot.loaded is None else slot.loaded.info.max_model_len
+    return {
+        "type": "model",
+        "id": slot.name,
+        "display_name": slot.name,
+        "created_at": datetime.fromtimestamp(slot.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
+
+
+def page_of(
+    slots: Sequence[EngineSlot], *, limit: int, after_id: str | None, before_id: str | None
+) -> dict[str, Any]:
+    """Returns at most `limit` cards of models after, or before, the one that is named."""
+    first, end = 0, len(slots)
+    names = [slot.name for slot in slots]
+    if after_id is not None:
+        first = _index(names, after_id, "after_id") + 1
+    if before_id is not None:
+        end = _index(names, before_id, "before_id")
+    found = list(slots[first:end])
+    shown = found[-limit:] if before_id is not None and after_id is None else found[:limit]
+    return {
+        "data": [card_of(slot) for slot in shown],
+        "has_more": len(shown) < len(found),
+        "first_id": shown[0].name if shown else None,
+        "last_id": shown[-1].name if shown else None,
+    }
+
+
+def _index(names: Sequence[str], name: str, param: str) -> int:
+    if name not in names:
+        raise InvalidRequest(
+            f"{param}: got {name!r}, allowed is one of {', '.join(names)}", param=param
+        )
+    return names.index(name)

@@ -1,0 +1,99 @@
+"""The body that Cohere's route takes: rows of the table in `server/fields.py`, with its names."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel
+
+from octavo.server.body import Body
+from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.plain_chat import TextBlock
+
+NAMES = {
+    "temperature": "temperature",
+    "p": "top_p",
+    "k": "top_k",
+    "seed": "seed",
+    "stop_sequences": "stop",
+    "max_tokens": "max_tokens",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+}
+"""SamplingParams' names of the fields that choose tokens, by Cohere's."""
+
+
+class CohereMessage(BaseModel):
+    """One message; fields beyond these are refused by name."""
+
+    model_config = Body.model_config
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[TextBlock]
+
+
+class ThinkingSwitch(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["disabled"]
+
+
+class ResponseFormat(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["text"]
+
+
+class CitationOptions(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    mode: Literal["OFF", "off", "disabled"]
+
+
+class CohereChatBody(Body):
+    """Body of POST /v2/chat."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"raw_prompting", "return_prompt"})
+
+    model: str = needed("the name of a model", "who answers")
+    messages: list[CohereMessage] = needed(
+        "a list of messages, each with a role and a content", "the conversation", by_path=True
+    )
+    stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
+    max_tokens: int | None = sampling("max_tokens", "most tokens of the answer")
+    stop_sequences: list[str] | None = field(
+        "a list of at most 5 texts", "end the answer before them", max_length=5
+    )
+    temperature: float | None = sampling("temperature", "randomness of the draw; 0 is greedy")
+    seed: int | None = sampling("seed", "makes the draws repeatable; null draws a seed")
+    frequency_penalty: float | None = sampling(
+        "frequency_penalty", "taken from a token's logit for each time that the answer has it"
+    )
+    presence_penalty: float | None = sampling(
+        "presence_penalty", "taken from the logit of every token that the answer has already"
+    )
+    k: int | None = sampling("top_k", "draws from this many likeliest tokens; 0 is off")
+    p: float | None = sampling(
+        "top_p", "draws from the likeliest tokens that together have this probability"
+    )
+    logprobs: bool | None = field("true or false", "logprobs of the answer's tokens")
+    priority: int | None = field(
+        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
+        "place in the queue",
+        ge=-(2**31),
+        lt=2**31,
+    )
+    thinking: ThinkingSwitch | None = field(
+        'an object with the type "disabled"', "turns thinking off where the model can", by_path=True
+    )
+    response_format: ResponseFormat | None = taken('{"type": "text"}; this server forces no form')
+    citation_options: CitationOptions | None = taken('{"mode": "OFF"}; nothing is cited')
+    safety_mode: Literal["OFF", "NONE"] | None = taken('"OFF"; this server adds no instructions')
+    tool_choice: Literal["NONE"] | None = taken('"NONE"; this server does not support tools')
+    strict_tools: Literal[False] | None = taken("false; this server does not support tools")
+    tools: list[dict[str, Any]] | None = field(
+        "an empty list; this server does not support tools", "tools that the model may call"
+    )
+    documents: list[str | dict[str, Any]] | None = field(
+        "an empty list; this server quotes no documents", "texts that the answer may cite"
+    )

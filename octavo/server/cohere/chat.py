@@ -1,0 +1,62 @@
+"""POST /v2/chat: Cohere's API over the same engine. Source: Cohere's API reference, version 2."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.errors import InvalidRequest
+from octavo.server.auth import origin_of
+from octavo.server.body import body_of
+from octavo.server.cohere.answer import CohereAnswer, CohereStream
+from octavo.server.cohere.bodies import NAMES, CohereChatBody
+from octavo.server.plain_chat import joined_text, refuse_extra, refuse_values, rendering_of
+from octavo.server.state.served_model import ServedModel
+from octavo.server.state.service import Service, service_of
+from octavo.server.turn import Conversation, in_their_words, params_of, start_turn
+
+router = APIRouter()
+
+
+@router.post("/v2/chat")
+@router.post("/cohere/v2/chat")
+async def chat(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[CohereChatBody, Depends(body_of(CohereChatBody))],
+) -> Response:
+    model = service.model(body.model)
+    refuse_values(body, ["tools", "documents"])
+    logprobs = 0 if body.logprobs else None
+    others: dict[str, Any] = {"logprobs": logprobs, "max_tokens": body.max_tokens}
+    params = params_of(body, NAMES, model.llm.get_default_sampling_params(), **others)
+    answer = CohereAnswer(model.tokenizer)
+    origin = origin_of(request, body.priority, None)
+    stream = bool(body.stream)
+    with in_their_words(NAMES):
+        turn = await start_turn(
+            model, _conversation(body, model), params, answer.id, origin=origin, stream=stream
+        )
+    if stream:
+        return CohereStream(answer.events(turn), body.headers)
+    made = answer.whole(await turn.whole(request.receive))
+    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+
+
+def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
+    if not body.messages:
+        raise InvalidRequest(
+            "messages: got an empty list, needed is at least one message", param="messages"
+        )
+    messages = []
+    for index, message in enumerate(body.messages):
+        where = f"messages[{index}]"
+        refuse_extra(message, where)
+        text = joined_text(message.content, f"{where}.content")
+        messages.append({"role": message.role, "content": text})
+    thinks = None if body.thinking is None else False
+    return Conversation(
+        messages, rendering=rendering_of(messages, model, continues=False, thinks=thinks)
+    )

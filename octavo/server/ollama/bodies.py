@@ -1,0 +1,151 @@
+"""Bodies that Ollama's routes take: rows of the table in `server/fields.py`, with its names."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from octavo.server.body import Body
+from octavo.server.fields import field, needed, taken
+
+NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""SamplingParams' names of the options that choose tokens, by Ollama's."""
+
+UNBOUNDED = (-1, -2)
+"""Values of num_predict that stand for an answer as long as the context."""
+
+NO_TOOLS = "an empty list; this server does not support tools"
+Count = Field(None, ge=0, lt=2**31)
+Flag = bool | None
+
+
+class RunOptions(BaseModel):
+    """Options of a request. The last group is about how Ollama runs a model and changes nothing
+    here; others are refused by name.
+    """
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    num_predict: int | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    num_ctx: int | None = Field(None, ge=1, lt=2**31)
+
+    num_keep: int | None = Field(None, ge=-1, lt=2**31)
+    num_batch: int | None = Count
+    num_gpu: int | None = Field(None, ge=-1, lt=2**31)
+    main_gpu: int | None = Count
+    num_thread: int | None = Count
+    numa: Flag = None
+    low_vram: Flag = None
+    f16_kv: Flag = None
+    use_mmap: Flag = None
+    use_mlock: Flag = None
+
+
+class OllamaBody(Body):
+    """Base of the bodies that ask for text."""
+
+    model: str = needed("the name of a model, with or without :latest", "who answers")
+    stream: bool | None = field(
+        "true or false; null is true", "sends the answer as it grows, one JSON object a line"
+    )
+    options: RunOptions | None = field(
+        "an object of Ollama's options", "how tokens are chosen", by_path=True
+    )
+    format: str | dict[str, Any] | None = field(
+        "an empty text; this server forces no form", "form of the answer"
+    )
+    think: bool | str | None = field(
+        "false; this server tells no thinking apart", "whether the model thinks first"
+    )
+    logprobs: bool | None = field("true or false", "logprobs of the answer's tokens")
+    top_logprobs: int | None = field(
+        "a whole number from 0 to 20",
+        "alternatives given for each token",
+        rules={"needs": {"logprobs": [True]}},
+        ge=0,
+        le=20,
+    )
+    keep_alive: str | int | float | None = taken("a duration; a model stays until it is unloaded")
+    truncate: bool | None = field(
+        "false or null; a conversation that is too long is refused", "cuts a long conversation"
+    )
+    shift: bool | None = field(
+        "false or null; an answer ends with the context", "moves the context while answering"
+    )
+
+
+class OllamaMessage(BaseModel):
+    """One message; fields beyond these are refused by name."""
+
+    model_config = Body.model_config
+
+    role: str
+    content: str = ""
+
+
+class OllamaChatBody(OllamaBody):
+    """Body of POST /api/chat."""
+
+    messages: list[OllamaMessage] | None = field(
+        "a list of messages, each with a role and a content",
+        "the conversation; a last message of the assistant's is continued",
+        by_path=True,
+    )
+    tools: list[dict[str, Any]] | None = field(NO_TOOLS, "tools that the model may call")
+
+
+class OllamaGenerateBody(OllamaBody):
+    """Body of POST /api/generate."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"width", "height", "steps"})
+
+    prompt: str | None = field("a text", "what is answered, or with raw continued")
+    suffix: str | None = field(
+        "a text, where the vocabulary has tokens for filling in the middle",
+        "what comes after the answer",
+        rules={"excludes": {"system": "the answer goes between two texts"}},
+    )
+    system: str | None = field("a text", "the system's message")
+    raw: bool | None = field(
+        "true or false",
+        "continues the prompt as it stands, without the model's template",
+        rules={"excludes": {"system": "no template writes it"}},
+    )
+    template: str | None = field(
+        "null; this server renders with the model's own", "template in place of the model's"
+    )
+    context: list[int] | None = field(
+        "null or an empty list; POST /api/chat takes a conversation", "tokens of an earlier answer"
+    )
+    images: list[str] | None = field(
+        "an empty list; this server's models read text only", "images that the prompt speaks of"
+    )
+
+
+class ShowBody(Body):
+    """Body of POST /api/show."""
+
+    model: str | None = field("the name of a model", "who is described")
+    name: str | None = field("the name of a model", "the old name of model")
+    verbose: bool | None = taken("true or false")

@@ -1,0 +1,156 @@
+"""POST /api/chat and POST /api/generate: Ollama's API over the same engine.
+
+Source: Ollama's API reference. A request without messages, or without a prompt, asks whether the
+model is loaded.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.engine.front.arguments import Prompt
+from octavo.errors import InvalidRequest
+from octavo.sampling_params import SamplingParams
+from octavo.server.auth import origin_of
+from octavo.server.body import body_of
+from octavo.server.generation import prompt_of
+from octavo.server.ollama.answer import ChatLines, GenerateLines, LineStream, OllamaAnswer
+from octavo.server.ollama.bodies import (
+    NAMES,
+    UNBOUNDED,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    RunOptions,
+)
+from octavo.server.ollama.names import known_name
+from octavo.server.plain_chat import may_think, refuse_extra, refuse_values, rendering_of
+from octavo.server.state.served_model import ServedModel
+from octavo.server.state.service import Service, service_of
+from octavo.server.turn import Conversation, in_their_words, params_of, turn_of
+
+router = APIRouter()
+
+
+@router.post("/api/chat")
+async def chat(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[OllamaChatBody, Depends(body_of(OllamaChatBody))],
+) -> Response:
+    model = service.model(known_name(service, body.model))
+    refuse_values(body, ["tools"])
+    params = _params(body, model)
+    answer = ChatLines(body.model, model, params)
+    if not body.messages:
+        return _loaded(answer, body)
+    prompt = await _conversation(_messages(body), body, model).prompt(model)
+    return await _answer(request, body, answer, prompt)
+
+
+@router.post("/api/generate")
+async def generate(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[OllamaGenerateBody, Depends(body_of(OllamaGenerateBody))],
+) -> Response:
+    model = service.model(known_name(service, body.model))
+    refuse_values(body, ["template", "context", "images"])
+    params = _params(body, model)
+    answer = GenerateLines(body.model, model, params)
+    if not body.prompt and not body.suffix:
+        return _loaded(answer, body)
+    return await _answer(request, body, answer, await _prompt(body, model))
+
+
+async def _answer(
+    request: Request, body: OllamaBody, answer: OllamaAnswer, prompt: Prompt
+) -> Response:
+    """Submits a prompt and gives its answer, as a stream unless that is turned off."""
+    stream = body.stream is not False
+    name = f"ollama-{secrets.token_hex(12)}"
+    origin = origin_of(request, None, None)
+    with in_their_words(NAMES):
+        turn = turn_of(answer.model, prompt, answer.params, name, origin=origin, stream=stream)
+    if stream:
+        return LineStream(answer.lines(turn), body.headers)
+    return _json(answer.whole(await turn.whole(request.receive)), body)
+
+
+def _loaded(answer: OllamaAnswer, body: OllamaBody) -> Response:
+    return _json(answer.loaded(), body)
+
+
+def _json(made: dict[str, Any], body: OllamaBody) -> Response:
+    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+
+
+async def _prompt(body: OllamaGenerateBody, model: ServedModel) -> Prompt:
+    """Returns the prompt of a generation: between two texts, raw, or as a user's message."""
+    text = body.prompt or ""
+    if body.suffix:
+        return await model.llm.infill_prompt(text, body.suffix)
+    if body.raw:
+        return await prompt_of(model.llm, text)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, {"role": "user", "content": text}]
+    return await _conversation(messages, body, model).prompt(model)
+
+
+def _conversation(
+    messages: list[dict[str, Any]], body: OllamaBody, model: ServedModel
+) -> Conversation:
+    thinks = None if body.think is None else False
+    return Conversation(
+        messages, rendering=rendering_of(messages, model, continues=True, thinks=thinks)
+    )
+
+
+def _messages(body: OllamaChatBody) -> list[dict[str, Any]]:
+    plain = []
+    for index, message in enumerate(body.messages or ()):
+        refuse_extra(message, f"messages[{index}]")
+        plain.append({"role": message.role, "content": message.content})
+    return plain
+
+
+def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
+    """Checks the fields that all requests share; returns their SamplingParams."""
+    refuse_values(body, ["format", "truncate", "shift"])
+    _check_thinking(body, model)
+    options = body.options or RunOptions.model_validate({})
+    _check_context(options, model)
+    if options.num_predict in UNBOUNDED:
+        options = options.model_copy(update={"num_predict": None})
+    others: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    if options.num_predict is None:
+        others["max_tokens"] = None
+    return params_of(options, NAMES, model.llm.get_default_sampling_params(), **others)
+
+
+def _check_thinking(body: OllamaBody, model: ServedModel) -> None:
+    if body.think in (None, False):
+        return
+    reason = (
+        "this server tells no thinking apart"
+        if may_think(model)
+        else f'"{model.name}" does not support thinking'
+    )
+    raise InvalidRequest(
+        f"think: got {body.think!r}, but {reason}", hint="send false", param="think"
+    )
+
+
+def _check_context(options: RunOptions, model: ServedModel) -> None:
+    longest = model.llm.info.max_model_len
+    if options.num_ctx is not None and options.num_ctx > longest:
+        raise InvalidRequest(
+            f"options.num_ctx: got {options.num_ctx}, allowed is at most {longest}, the context of"
+            f" `{model.name}`",
+            hint="leave it out, or start the server with --max-model-len",
+            param="options.num_ctx",
+        )

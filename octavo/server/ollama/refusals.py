@@ -1,0 +1,35 @@
+"""Routes of Ollama's that this server does not have, each refused with what to do instead."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+
+NOT_IMPLEMENTED = 501
+
+HINTS = {
+    "/api/embed": "no model here makes embeddings",
+    "/api/embeddings": "no model here makes embeddings",
+    "/api/pull": "fetch a model by `octavo pull`, and load it by POST /v1/models/load",
+    "/api/push": "this server publishes no models",
+    "/api/create": "load a checkpoint as it is by POST /v1/models/load",
+    "/api/copy": "give a model another name by POST /v1/models/load",
+    "/api/delete": "unload a model by POST /v1/models/unload",
+    "/api/blobs/{digest}": "load a checkpoint as it is by POST /v1/models/load",
+}
+"""Hints by path."""
+
+router = APIRouter()
+
+
+async def refuse(request: Request) -> None:
+    hint = HINTS[request.scope["route"].path]
+    raise HTTPException(
+        NOT_IMPLEMENTED, f"{request.url.path}: this server does not have it (hint: {hint})"
+    )
+
+
+for path in HINTS:
+    router.add_api_route(
+        path, refuse, methods=["POST", "DELETE"], include_in_schema=False, status_code=501
+    )

@@ -1,0 +1,86 @@
+"""Messages of a dialect's request in the plain form that chat templates read: what the dialects do
+alike.
+
+Parts of text are joined, each on lines of its own; what is not text is refused by its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from octavo.errors import InvalidRequest, shown
+from octavo.ports import Rendering
+from octavo.server.body import Body
+from octavo.server.state.served_model import ServedModel
+
+ASSISTANT = "assistant"
+
+
+class TextBlock(BaseModel):
+    """One block of a message's content; fields of other types of blocks lie in `model_extra`."""
+
+    model_config = Body.model_config
+
+    type: str
+    text: str | None = None
+
+
+def joined_text(content: str | Sequence[TextBlock], where: str, taken: Iterable[str] = ()) -> str:
+    """Joins the blocks of a content; `taken` are fields of text blocks that change nothing."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        _block_text(block, f"{where}[{index}]", taken) for index, block in enumerate(content)
+    )
+
+
+def _block_text(block: TextBlock, where: str, taken: Iterable[str]) -> str:
+    if block.type != "text" or block.text is None:
+        raise InvalidRequest(
+            f"{where}: got a block of type {shown(block.type)}, allowed are blocks of type 'text'"
+            " with a text",
+            hint="this server's models read text only",
+            param=where,
+        )
+    for name, value in (block.model_extra or {}).items():
+        if name not in taken and value not in (None, [], {}):
+            raise InvalidRequest(f"{where}.{name}: no such field", param=f"{where}.{name}")
+    return block.text
+
+
+def refuse_extra(message: BaseModel, where: str) -> None:
+    """Raises InvalidRequest for a field of a message that this server does not know."""
+    for name, value in (message.model_extra or {}).items():
+        if value not in (None, [], ""):
+            raise InvalidRequest(
+                f"{where}.{name}: this server does not support it", param=f"{where}.{name}"
+            )
+
+
+def refuse_values(body: Body, names: Iterable[str]) -> None:
+    """Raises InvalidRequest where one of these fields holds anything but nothing."""
+    for name in names:
+        if getattr(body, name) not in (None, [], {}, "", False):
+            raise InvalidRequest(f"{name}: this server does not support it", param=name)
+
+
+def rendering_of(
+    messages: Sequence[dict[str, Any]], model: ServedModel, *, continues: bool, thinks: bool | None
+) -> Rendering:
+    """Returns how messages become a prompt.
+
+    With `continues` a last message of the assistant's is gone on with. `thinks` False turns
+    thinking off where the model's template can; None leaves it to the template.
+    """
+    goes_on = continues and messages[-1]["role"] == ASSISTANT
+    variables = {"enable_thinking": False} if thinks is False and may_think(model) else {}
+    return Rendering(not goes_on, goes_on, variables)
+
+
+def may_think(model: ServedModel) -> bool:
+    """Tells whether the model's template can turn thinking on and off."""
+    tokenizer = model.tokenizer
+    return tokenizer is not None and "enable_thinking" in tokenizer.template_variables
