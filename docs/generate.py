@@ -32,6 +32,7 @@ from octavo.server.routes.cache import PinBody, ResetBody
 from octavo.server.routes.jobs import GenerateBody
 from octavo.server.routes.model_loading import OPTIONS, LoadBody, UnloadBody
 from octavo.server.routes.requests import ChangeBody, ForkBody
+from octavo.server.routes.tokenize import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from octavo.server.settings import ServerSettings
 from octavo.server.state.metrics import COUNTERS, GAUGES, READINESS
 from octavo.server.state.model_metrics import HISTOGRAMS
@@ -54,6 +55,9 @@ BODIES = {
     "POST /v1/requests/{request_id}/fork": ForkBody,
 }
 OTHER_BODIES = {
+    "POST /tokenize": TokenizeBody,
+    "POST /detokenize": DetokenizeBody,
+    "POST /apply-template": ApplyTemplateBody,
     "POST /v1/cache/pin": PinBody,
     "POST /v1/cache/reset": ResetBody,
     "PATCH /v1/requests/{request_id}": ChangeBody,

@@ -29,6 +29,7 @@ from octavo.server.routes import (
     model_loading,
     page,
     requests,
+    tokenize,
 )
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
@@ -55,6 +56,7 @@ ROUTES = (
     capabilities,
     metrics,
     requests,
+    tokenize,
     engine_events,
     page,
 )

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.support.live_server import LETTERS, LiveServer, events_of, ids_of
-from tests.support.tiny_tokenizer import tiny_model_with_text
+from tests.support.tiny_tokenizer import tiny_model_that_infills
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PREFILLED = [*HELLO, {"role": "assistant", "content": "The answer "}]
@@ -25,9 +25,11 @@ TOOLS = (
 
 @pytest.fixture(scope="module")
 def trusting():
-    """A server that takes templates of requests, and whose own template knows an effort."""
+    """A server that takes templates of requests, whose own template knows an effort, and whose model
+    infills.
+    """
     server = LiveServer(
-        str(tiny_model_with_text()), "--trust-request-chat-template", f"--chat-template={TOOLS}"
+        str(tiny_model_that_infills()), "--trust-request-chat-template", f"--chat-template={TOOLS}"
     )
     yield server
     assert server.stop() == 0
@@ -185,3 +187,16 @@ def test_parts_of_other_kinds_are_refused_by_their_place(http):
     for part in ({"type": "input_audio", "input_audio": {}}, {"type": "text", "text": "a", "x": 1}):
         error = refusal(http, [{"role": "user", "content": [part]}])
         assert error["param"].startswith("messages[0].content[0]")
+
+
+def test_a_suffix_makes_a_prompt_for_filling_in_the_middle(trusting):
+    body = {"prompt": "a<eos>", "suffix": " c", "return_token_ids": True} | SHORT
+    with trusting.http() as http:
+        (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+        assert choice["prompt_token_ids"] == [260, *ids_of("a<eos>"), 261, *ids_of(" c"), 262]
+        assert len(choice["text"]) == 4
+        for more in ({"prompt": [5]}, {"echo": True}, {"truncate_prompt_tokens": 3}):
+            error = http.post("/v1/completions", json=body | more).json()["error"]
+            assert error["param"] == "suffix"
+        features = http.get("/v1/capabilities").json()["features"]
+    assert features["infill"] == "starcoder" and features["request_chat_template"]

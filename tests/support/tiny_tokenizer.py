@@ -48,3 +48,17 @@ def tiny_model_with_text(family: str = "llama") -> Path:
     shutil.copytree(path, target)
     save_tiny_tokenizer(target)
     return target
+
+
+@cache
+def tiny_model_that_infills() -> Path:
+    """Returns the directory of the same model with StarCoder's three tokens for infilling."""
+    path = tiny_model_with_text()
+    target = path.with_name("that-infills")
+    shutil.copytree(path, target)
+    file = str(target / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    names = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.save(file)
+    return target

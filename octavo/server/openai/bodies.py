@@ -295,29 +295,11 @@ class Message(BaseModel):
     reasoning_content: str | None = None
 
 
-class ChatBody(PromptBody):
-    """Body of POST /v1/chat/completions."""
+class ConversationBody(Body):
+    """Base of the bodies that bring a conversation for the chat template."""
 
     messages: list[Message] = needed(
         "a list of messages, each with a role and a content", "the conversation", by_path=True
-    )
-    max_completion_tokens: Whole | None = sampling(
-        "max_tokens", "most tokens of an answer", same_as="max_tokens"
-    )
-    logprobs: bool | None = field(FLAG, "logprobs of the answer's tokens")
-    top_logprobs: Whole | None = field(
-        "a whole number from 0 up",
-        "alternatives given for each token",
-        rules={"needs": {"logprobs": [True]}},
-        ge=0,
-    )
-    echo: bool = field(
-        FLAG,
-        "puts the last message before the answer where it is the assistant's",
-        default=False,
-    )
-    add_special_tokens: bool = field(
-        FLAG, "puts the tokenizer's own tokens around what the template writes", default=False
     )
     add_generation_prompt: bool | None = field(
         FLAG, "begins an assistant's message; null is true unless the last one is continued"
@@ -345,6 +327,31 @@ class ChatBody(PromptBody):
             ' no such variable "none" and "medium"',
             "how long the model thinks; chat_template_kwargs goes before it",
         )
+    )
+
+
+class ChatBody(ConversationBody, PromptBody):
+    """Body of POST /v1/chat/completions."""
+
+    unsupported = SamplingBody.unsupported
+
+    max_completion_tokens: Whole | None = sampling(
+        "max_tokens", "most tokens of an answer", same_as="max_tokens"
+    )
+    logprobs: bool | None = field(FLAG, "logprobs of the answer's tokens")
+    top_logprobs: Whole | None = field(
+        "a whole number from 0 up",
+        "alternatives given for each token",
+        rules={"needs": {"logprobs": [True]}},
+        ge=0,
+    )
+    echo: bool = field(
+        FLAG,
+        "puts the last message before the answer where it is the assistant's",
+        default=False,
+    )
+    add_special_tokens: bool = field(
+        FLAG, "puts the tokenizer's own tokens around what the template writes", default=False
     )
     response_format: dict[str, Any] | None = field(
         '{"type": "text"}; this server forces no form', "form of the answer"

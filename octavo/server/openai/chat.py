@@ -11,7 +11,6 @@ from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
-from octavo.ports import Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
@@ -29,8 +28,8 @@ from octavo.server.openai.protocol import (
     ChatMessage,
     Usage,
 )
+from octavo.server.openai.rendering import rendering_of
 from octavo.server.openai.sampling import sampling_params
-from octavo.server.openai.template_variables import template_variables
 from octavo.server.openai.truncation import truncation_of
 from octavo.server.settings import ServerSettings
 from octavo.server.sse import EventStream
@@ -143,20 +142,7 @@ class ChatAnswer(Answer):
 
 def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) -> Conversation:
     """Returns the body's messages and how they become a prompt."""
-    if body.chat_template is not None and not settings.trust_request_chat_template:
-        raise InvalidRequest(
-            "chat_template: this server renders with the model's own",
-            hint="start it with --trust-request-chat-template",
-            param="chat_template",
-        )
-    add_prompt = body.add_generation_prompt
-    rendering = Rendering(
-        not body.continue_final_message if add_prompt is None else add_prompt,
-        body.continue_final_message,
-        template_variables(body, model),
-        body.chat_template,
-        body.add_special_tokens,
-    )
+    rendering = rendering_of(body, model, settings, add_special_tokens=body.add_special_tokens)
     truncation = truncation_of(body, model.llm, _max_tokens(body))
     return Conversation(plain_messages(body.messages), body.cache_salt, rendering, truncation)
 

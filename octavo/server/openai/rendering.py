@@ -1,18 +1,44 @@
-"""Fields of a chat request that become variables of the model's chat template."""
+"""How a request wants its conversation rendered: the template, its variables, where it ends."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from octavo.errors import InvalidRequest
-from octavo.server.openai.bodies import ChatBody
+from octavo.ports import Rendering
+from octavo.server.openai.bodies import ConversationBody
+from octavo.server.settings import ServerSettings
 from octavo.server.state.served_model import ServedModel
 
 UNREAD_EFFORTS = ("none", "medium")
 """Efforts that a template without the variable satisfies: no thinking, and OpenAI's default."""
 
 
-def template_variables(body: ChatBody, model: ServedModel) -> dict[str, Any]:
+def rendering_of(
+    body: ConversationBody,
+    model: ServedModel,
+    settings: ServerSettings,
+    *,
+    add_special_tokens: bool = False,
+) -> Rendering:
+    """Returns how a body's messages become a prompt; raises InvalidRequest for what is refused."""
+    if body.chat_template is not None and not settings.trust_request_chat_template:
+        raise InvalidRequest(
+            "chat_template: this server renders with the model's own",
+            hint="start it with --trust-request-chat-template",
+            param="chat_template",
+        )
+    add_prompt = body.add_generation_prompt
+    return Rendering(
+        not body.continue_final_message if add_prompt is None else add_prompt,
+        body.continue_final_message,
+        _variables(body, model),
+        body.chat_template,
+        add_special_tokens,
+    )
+
+
+def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
     """Returns the template's variables; InvalidRequest for a field that it does not read."""
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
     known = known if body.chat_template is None else known | {"reasoning_effort", "documents"}

@@ -1,0 +1,183 @@
+"""Text to token ids and back, and conversations as their template writes them: POST /tokenize,
+/detokenize and /apply-template, GET /tokenizer_info.
+
+Fields and answers are vLLM's and llama.cpp's. Nothing is computed by the engine, and nothing has to
+fit the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
+
+from octavo.engine.front.input_processor import Truncation
+from octavo.errors import InvalidRequest
+from octavo.ports import Tokenizer
+from octavo.sampling_params import INT32_MAX
+from octavo.server.body import Body, body_of
+from octavo.server.fields import field, needed
+from octavo.server.generation import chat_prompt_of
+from octavo.server.openai.bodies import FLAG, ConversationBody, Message, TokenId
+from octavo.server.openai.messages import plain_messages
+from octavo.server.openai.rendering import rendering_of
+from octavo.server.state.served_model import ServedModel
+from octavo.server.state.service import Service, service_of
+
+ANY_LENGTH = Truncation(INT32_MAX)
+"""A bound that no body reaches, so that a text beyond the context is counted too."""
+
+router = APIRouter()
+
+
+class TokenizeBody(ConversationBody):
+    """Body of POST /tokenize: one of prompt, content and messages."""
+
+    model: str | None = field("the name of a model", "whose tokenizer is asked")
+    messages: list[Message] | None = field(  # type: ignore[assignment]
+        "a list of messages", "a conversation to render first", by_path=True
+    )
+    prompt: str | None = field("a text", "text by vLLM's name")
+    content: str | None = field("a text", "text by llama.cpp's name")
+    add_special_tokens: bool | None = field(
+        FLAG, "adds the tokenizer's own tokens; null is true with prompt only"
+    )
+    add_special: bool | None = field(
+        FLAG, "llama.cpp's name of add_special_tokens", rules={"same_as": "add_special_tokens"}
+    )
+    parse_special: bool = field(
+        FLAG, "takes text that spells a special token for that token", default=True
+    )
+    return_token_strs: bool = field(FLAG, "adds the tokens as text", default=False)
+    with_pieces: bool = field(FLAG, "gives each token as an id and its piece", default=False)
+
+
+class DetokenizeBody(Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = field("the name of a model", "whose tokenizer is asked")
+    tokens: list[TokenId] = needed("a list of token ids", "what becomes text")
+    skip_special_tokens: bool = field(FLAG, "leaves special tokens out", default=False)
+
+
+class ApplyTemplateBody(ConversationBody):
+    """Body of POST /apply-template."""
+
+    model: str | None = field("the name of a model", "whose chat template renders")
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize")
+async def tokenize(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))],
+) -> dict[str, Any]:
+    """Returns the token ids of a text or of a conversation."""
+    model = service.model(body.model)
+    tokenizer = model.llm.get_tokenizer()
+    token_ids = await _token_ids(body, model, tokenizer, service)
+    pieces = [_piece(tokenizer, one) for one in token_ids] if body.with_pieces else token_ids
+    return {
+        "count": len(token_ids),
+        "max_model_len": model.llm.info.max_model_len,
+        "tokens": pieces,
+        "token_strs": [tokenizer.token_text(one) for one in token_ids]
+        if body.return_token_strs
+        else None,
+    }
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize")
+async def detokenize(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[DetokenizeBody, Depends(body_of(DetokenizeBody))],
+) -> dict[str, str]:
+    """Returns the text of token ids, by vLLM's name and by llama.cpp's."""
+    model = service.model(body.model)
+    tokenizer = model.llm.get_tokenizer()
+    highest = model.llm.info.vocab_size - 1
+    for token_id in body.tokens:
+        if not 0 <= token_id <= highest:
+            raise InvalidRequest(
+                f"tokens: got the token id {token_id}, allowed are 0 to {highest}", param="tokens"
+            )
+    text = await asyncio.to_thread(
+        tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+    )
+    return {"prompt": text, "content": text}
+
+
+@router.post("/apply-template")
+@router.post("/v1/apply-template")
+async def apply_template(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[ApplyTemplateBody, Depends(body_of(ApplyTemplateBody))],
+) -> dict[str, str]:
+    """Returns a conversation as the chat template writes it."""
+    model = service.model(body.model)
+    rendering = rendering_of(body, model, service.settings)
+    messages = plain_messages(body.messages)
+    return {"prompt": await asyncio.to_thread(model.llm.render_chat, messages, rendering)}
+
+
+@router.get("/tokenizer_info")
+@router.get("/v1/tokenizer_info")
+async def tokenizer_info(
+    service: Annotated[Service, Depends(service_of)],
+    model: Annotated[str | None, Query(description="a model's name")] = None,
+) -> dict[str, Any]:
+    """Describes a model's tokenizer and its chat template's variables."""
+    served = service.model(model)
+    tokenizer = served.llm.get_tokenizer()
+    return {
+        "model": served.name,
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "max_model_len": served.llm.info.max_model_len,
+        "eos_token_ids": list(tokenizer.eos_token_ids),
+        "special_tokens": {
+            tokenizer.token_text(one): one for one in sorted(tokenizer.special_token_ids)
+        },
+        "has_chat_template": tokenizer.has_chat_template,
+        "template_variables": sorted(tokenizer.template_variables),
+        "infill_format": tokenizer.infill_format,
+    }
+
+
+async def _token_ids(
+    body: TokenizeBody, model: ServedModel, tokenizer: Tokenizer, service: Service
+) -> list[int]:
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"prompt: needed is one of prompt, content and messages, got {len(given)}",
+            param="prompt",
+        )
+    asked = body.add_special if body.add_special_tokens is None else body.add_special_tokens
+    if body.messages is not None:
+        rendering = rendering_of(body, model, service.settings, add_special_tokens=bool(asked))
+        prompt = await chat_prompt_of(
+            model.llm,
+            plain_messages(body.messages),
+            cache_salt=None,
+            rendering=rendering,
+            truncation=ANY_LENGTH,
+        )
+        return list(prompt["prompt_token_ids"])
+    return await asyncio.to_thread(
+        tokenizer.encode,
+        body.prompt if body.prompt is not None else body.content or "",
+        add_special_tokens=given == ["prompt"] if asked is None else asked,
+        allow_special_text=body.parse_special,
+    )
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
+    """Returns a token with its text, or with its bytes where these are no text."""
+    piece = tokenizer.token_bytes(token_id)
+    try:
+        return {"id": token_id, "piece": piece.decode()}
+    except UnicodeDecodeError:
+        return {"id": token_id, "piece": list(piece)}
