@@ -25,9 +25,7 @@ TOOLS = (
 
 @pytest.fixture(scope="module")
 def trusting():
-    """A server that takes templates of requests, whose own template knows an effort, and whose model
-    infills.
-    """
+    """A server that takes templates of requests; its template knows an effort, its model infills."""
     server = LiveServer(
         str(tiny_model_that_infills()), "--trust-request-chat-template", f"--chat-template={TOOLS}"
     )
