@@ -25,7 +25,7 @@ TOOLS = (
 
 @pytest.fixture(scope="module")
 def trusting():
-    """A server that takes templates of requests; its template knows an effort, its model infills."""
+    """A server that trusts templates; its own knows an effort, and its model infills."""
     server = LiveServer(
         str(tiny_model_that_infills()), "--trust-request-chat-template", f"--chat-template={TOOLS}"
     )
