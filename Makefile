@@ -5,6 +5,7 @@
 #   make test      install what tests need; check a seeded sample of each property (minutes)
 #   make test-all  ten times that, and the slow tests (about an hour)
 #   make soak      the full counts; goes on where it was stopped (hours)
+#   make clients   other projects' clients (langchain, litellm, lm-eval ...) against a live server
 #   make check     lint, formatting (Python and C++), types, who may import whom
 #   make bench     tokens/s of the default model on this machine
 #   make wheel     a wheel, in dist/
@@ -17,6 +18,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEV_VENV ?= .venv-dev
+CLIENTS_VENV ?= .venv-clients
 MODEL ?= smollm2
 PORT ?= 8000
 
@@ -28,7 +30,7 @@ PYTEST = $(DEV_VENV)/bin/python -m pytest
 SOAK_LOG := build/soak.jsonl
 BESIDE_EACH_OTHER := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all soak check bench wheel sanitize qemu clean
+.PHONY: demo serve test test-all soak clients check bench wheel sanitize qemu clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -55,6 +57,10 @@ soak: $(DEV_VENV)/.stamp
 	$(PYTEST) --tier soak --progress $(SOAK_LOG) -m alone
 	cp $(SOAK_LOG:.jsonl=.summary.json) benchmarks/results/soak.json
 
+clients: $(CLIENTS_VENV)/.stamp tests/clients/node/node_modules/.stamp
+	@$(CLIENTS_VENV)/bin/octavo pull $(MODEL) > /dev/null
+	$(CLIENTS_VENV)/bin/python -m pytest -p no:cacheprovider --override-ini norecursedirs="node_modules .*" tests/clients
+
 check: $(DEV_VENV)/.stamp
 	$(DEV_VENV)/bin/ruff check .
 	$(DEV_VENV)/bin/ruff format --check .
@@ -76,7 +82,7 @@ qemu:
 	bash csrc/tests/qemu.sh
 
 clean:
-	rm -rf build dist $(VENV) $(DEV_VENV)
+	rm -rf build dist $(VENV) $(DEV_VENV) $(CLIENTS_VENV) tests/clients/node/node_modules
 
 $(VENV)/.stamp: $(INSTALLED_FROM) | $(VENV)/bin/pip
 	$(VENV)/bin/pip install --quiet .
@@ -84,6 +90,16 @@ $(VENV)/.stamp: $(INSTALLED_FROM) | $(VENV)/bin/pip
 
 $(DEV_VENV)/.stamp: $(BUILT_FROM) constraints.txt | $(DEV_VENV)/bin/pip
 	$(DEV_VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The clients' packages want versions of their own, so that they have an environment of their own.
+$(CLIENTS_VENV)/.stamp: $(BUILT_FROM) | $(CLIENTS_VENV)/bin/pip
+	$(CLIENTS_VENV)/bin/pip install --quiet --editable '.[clients]'
+	@touch $@
+
+tests/clients/node/node_modules/.stamp: tests/clients/node/package.json
+	@command -v npm > /dev/null || { echo "make clients needs Node.js 20 or newer with npm, found none" >&2; exit 2; }
+	npm install --prefix tests/clients/node --no-audit --no-fund --no-package-lock
 	@touch $@
 
 %/bin/pip:

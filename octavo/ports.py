@@ -272,6 +272,16 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def named_special_tokens(self) -> Mapping[str, str]:
+        """Texts of special tokens by the names that chat templates know: bos_token, eos_token."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template, a Jinja text; None without one."""
+        ...
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """Names of the variables that the model's chat template reads; none without a template."""
         ...

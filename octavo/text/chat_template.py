@@ -24,12 +24,13 @@ class ChatTemplate:
     """One model's chat template; where it has none (`source` is None), rendering says so."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
+        """Jinja text; None where the model has no template."""
         self._special_tokens = dict(special_tokens)
 
     @property
     def exists(self) -> bool:
-        return self._source is not None
+        return self.source is not None
 
     def replaced(self, source: str) -> ChatTemplate:
         """Returns another template for the same model."""
@@ -42,7 +43,7 @@ class ChatTemplate:
 
         return (
             frozenset()
-            if self._source is None
+            if self.source is None
             else frozenset(meta.find_undeclared_variables(self._parsed))
         )
 
@@ -52,7 +53,7 @@ class ChatTemplate:
         """Returns the conversation as one text; InvalidRequest carries what the template says when
         it fails. A developer's messages are the system's where the template knows no developer.
         """
-        if self._source is None:
+        if self.source is None:
             raise InvalidRequest(
                 "messages: the model has no chat template",
                 param="messages",
@@ -72,13 +73,13 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        assert self._source is not None
-        return _environment().from_string(self._source)
+        assert self.source is not None
+        return _environment().from_string(self.source)
 
     @cached_property
     def _parsed(self) -> jinja2.nodes.Template:
-        assert self._source is not None
-        return _environment().parse(self._source)
+        assert self.source is not None
+        return _environment().parse(self.source)
 
     @cached_property
     def _knows_developers(self) -> bool:

@@ -132,6 +132,16 @@ class TextTokenizer:
         return self._template.exists
 
     @property
+    def named_special_tokens(self) -> Mapping[str, str]:
+        """Texts of special tokens by the names that chat templates know: bos_token, eos_token."""
+        return dict(self._special_tokens)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template, a Jinja text; None without one."""
+        return self._template.source
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """Names of the variables that the model's chat template reads; none without a template."""
         return self._template.variables

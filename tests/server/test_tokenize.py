@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.live_server import ids_of
 from tests.support.tiers import examples
+from tests.support.tiny_tokenizer import TEMPLATE
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -73,7 +74,8 @@ def test_texts_beyond_the_context_are_counted(http):
 def test_the_tokenizer_describes_itself(http):
     info = http.get("/tokenizer_info", params={"model": "tiny"}).json()
     assert info["vocab_size"] == 260 and info["special_tokens"]["<eos>"] == 2
-    assert info["has_chat_template"] and info["template_variables"] == [
+    assert (info["bos_token"], info["eos_token"]) == ("<bos>", "<eos>")
+    assert info["chat_template"] == TEMPLATE and info["template_variables"] == [
         "add_generation_prompt",
         "messages",
     ]

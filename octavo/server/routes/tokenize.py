@@ -140,7 +140,8 @@ async def tokenizer_info(
         "special_tokens": {
             tokenizer.token_text(one): one for one in sorted(tokenizer.special_token_ids)
         },
-        "has_chat_template": tokenizer.has_chat_template,
+        **tokenizer.named_special_tokens,
+        "chat_template": tokenizer.chat_template,
         "template_variables": sorted(tokenizer.template_variables),
         "infill_format": tokenizer.infill_format,
     }

@@ -1,0 +1,51 @@
+"""One live server with SmolLM2, for every client; run by `make clients`, which installs them.
+
+`make test` leaves this directory out (`norecursedirs` in pyproject.toml): the clients need versions
+of their dependencies that differ from the tests' own.
+"""
+
+import os
+
+import pytest
+
+from tests.support.live_server import LiveServer
+
+MODEL = "smollm2"
+QUESTION = "What is the capital of France? Answer in one word."
+
+# Some of the clients report their use, or look for newer prices; the tests need no network.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_TELEMETRY": "False",
+    "LANGSMITH_TRACING": "false",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@pytest.fixture(scope="session")
+def server():
+    server = LiveServer(
+        MODEL, "--max-model-len=2048", "--threads=2", "--kv-cache-memory-bytes=256MiB"
+    )
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def base_url(server):
+    return f"{server.url}/v1"
+
+
+@pytest.fixture(scope="session")
+def answer(server):
+    """The greedy answer to the question, as plain HTTP gives it."""
+    body = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": 12,
+    }
+    with server.http() as http:
+        found = http.post("/v1/chat/completions", json=body).json()
+    return found["choices"][0]["message"]["content"]

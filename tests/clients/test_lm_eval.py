@@ -1,0 +1,52 @@
+"""lm-eval's local-completions over a task made here, with the server's own tokenizer: /tokenize,
+/detokenize and /tokenizer_info as lm-eval's "remote" backend uses them.
+"""
+
+import json
+
+import lm_eval
+import pytest
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
+
+from tests.clients.conftest import MODEL
+
+CHOICES = """task: capitals
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "The capital of {{{{country}}}} is"
+doc_to_target: "{{{{label}}}}"
+doc_to_choice: [Paris, Rome, Berlin]
+metric_list:
+  - metric: acc
+"""
+ROWS = [
+    {"country": "France", "label": 0},
+    {"country": "Italy", "label": 1},
+    {"country": "Germany", "label": 2},
+]
+
+
+@pytest.fixture
+def model(base_url):
+    return LocalCompletionsAPI(
+        base_url=f"{base_url}/completions",
+        model=MODEL,
+        tokenizer_backend="remote",
+        num_concurrent=1,
+        max_length=2048,
+        batch_size=2,
+    )
+
+
+def test_a_task_of_choices(model, tmp_path):
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "capitals.yaml").write_text(CHOICES.format(data=tmp_path / "rows.json"))
+    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model, tasks=["capitals"], task_manager=tasks, bootstrap_iters=0, use_cache=None
+    )
+    assert found["results"]["capitals"]["acc,none"] == 1.0
