@@ -128,3 +128,31 @@ def test_the_space_before_a_continuation_stays() -> None:
     detokenizer = Detokenizer(ours, params())
     detokenizer.push(ids)
     assert detokenizer.text() == " light" and ours.decode(ids) == "light"
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    special_token_ids = frozenset()
+
+    def token_bytes(self, token_id):
+        return bytes([token_id])
+
+
+@pytest.mark.parametrize("before", range(6))
+def test_other_stop_strings_count_from_their_change_on(before):
+    """One that is complete before the change does not; one that has begun before does."""
+    made = Detokenizer(Letters(), SamplingParams(stop=["xyz"]))
+    text = b"abcdabcd"
+    assert made.push(text[:before]) is None
+    made.change_stops(["cd"])
+    assert made.push(text[before:]) == "cd"
+    assert made.text() == ("ab" if before < 4 else "abcdab")
+
+
+def test_without_stop_strings_nothing_is_held_back_any_more():
+    made = Detokenizer(Letters(), SamplingParams(stop=["wxyz"]))
+    made.push(b"abcd")
+    assert made.delta() == "a"
+    made.change_stops([])
+    assert made.delta() == "bcd" and made.push(b"wxyz") is None

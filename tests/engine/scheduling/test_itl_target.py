@@ -3,6 +3,7 @@ ahead all the same, no token changes, and a replay makes the same plans.
 """
 
 import random
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from octavo.engine.scheduling.step_time import MIN_CHUNK, StepTime
 from octavo.engine.step_costs import CostPoint, StepCosts
 from octavo.errors import ConfigError
 from octavo.version import __version__
-from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
+from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import (
     BLOCK,
     expected_tokens,
@@ -28,6 +29,7 @@ from tests.support.engine_fakes import (
     run_all,
     tokens_of,
 )
+from tests.support.simulation import percentile
 from tests.support.tiers import examples
 
 TARGET_S = 0.1
@@ -99,6 +101,41 @@ def test_steps_with_generating_rows_keep_to_the_target_and_all_finish():
     free = simulated()
     serve(free)
     assert slow_steps(free, 1.3 * TARGET_S) > 0.3, "without a target they are as long as prompts"
+
+
+def closed_loop(num_clients=64, **options):
+    """Serves clients that each send one request after the other; returns the seconds between
+    tokens, and tokens a second.
+    """
+    core, draw = simulated(**options), random.Random(0)
+    clock = core.executor.clock
+    sizes = [(draw.randint(64, 1024), draw.randint(32, 128)) for _ in range(120)]
+    coming, last, gaps = iter(enumerate(sizes)), {}, []
+
+    def send():
+        for index, (num_prompt, num_output) in islice(coming, 1):
+            core.add(make_request(str(index), [index] * num_prompt, max_tokens=num_output))
+
+    for _ in range(num_clients):
+        send()
+    while core.has_work:
+        for output in core.step().outputs:
+            if output.request_id in last and output.token_ids:
+                gaps.append(clock() - last[output.request_id])
+            last[output.request_id] = clock()
+            if output.finish_reason is not None:
+                send()
+    return gaps, sum(map(sum, sizes)) / clock()
+
+
+def test_the_p99_between_tokens_keeps_to_the_target_for_little_throughput():
+    """With a target of twice the decode step of 64 rows, on simulated steps."""
+    decode_s = SimulatedCosts().compute_s(64)
+    gaps, rate = closed_loop(itl_target_ms=2000 * decode_s)
+    free_gaps, free_rate = closed_loop()
+    assert percentile(gaps, 99) <= 1.1 * 2 * decode_s
+    assert percentile(free_gaps, 99) > 10 * 2 * decode_s
+    assert rate >= 0.95 * free_rate
 
 
 def test_prompts_alone_are_not_cut():
