@@ -84,7 +84,7 @@ class RequestView(msgspec.Struct):
     start.
     """
     waits: dict[str, float]
-    """Seconds in the queue by what it waited for."""
+    """Seconds in the queue by what it waited for; {} in a view with blocks."""
     num_prompt_tokens: int
     num_output_tokens: int
     num_computed_tokens: int

@@ -6,10 +6,11 @@ Reads the scheduler's state and changes none of it. Without a watch no step cost
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, groupby, islice
 
 from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.engine.live.view import (
     CACHED,
     FREE,
@@ -30,7 +31,8 @@ from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.step import StepPlan, StepResult
 
-MAX_SHARE = 0.02
+CACHED_CELL, FREE_CELL = (CACHED, ""), (FREE, "")
+MAX_SHARE = 0.03
 """Largest share of the time that goes into views."""
 
 
@@ -88,13 +90,18 @@ def view_of(scheduler: Scheduler, now: float, *, with_blocks: bool) -> EngineVie
         now,
         scheduler.blocks.block_size,
         len(queues.by_id),
-        [_request_view(scheduler, request, now) for request in requests],
+        [
+            _request_view(scheduler, request, now, with_waits=not with_blocks)
+            for request in requests
+        ],
         scheduler.waits_for,
         _block_maps(scheduler.blocks, queues.by_id.values()) if with_blocks else [],
     )
 
 
-def _request_view(scheduler: Scheduler, request: Request, now: float) -> RequestView:
+def _request_view(
+    scheduler: Scheduler, request: Request, now: float, *, with_waits: bool
+) -> RequestView:
     runs = request.status is RequestStatus.RUNNING
     tables = scheduler.blocks.tables
     return RequestView(
@@ -102,7 +109,7 @@ def _request_view(scheduler: Scheduler, request: Request, now: float) -> Request
         request.status.value,
         waits_for="" if runs else scheduler.reason_to_wait(request),
         waited_s=_waited_s(request, now),
-        waits=scheduler.times_of(request).waits,
+        waits=scheduler.times_of(request).waits if with_waits else {},
         num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
         num_computed_tokens=max(row.num_computed_tokens for row in request.rows),
@@ -130,33 +137,26 @@ def _block_maps(blocks: BlockManager, requests: Iterable[Request]) -> list[Block
     return [_block_map(blocks, group, owners) for group in range(len(blocks.pools))]
 
 
-def _block_map(blocks: BlockManager, group: int, owners: dict[str, str]) -> BlockMap:
+def _block_map(blocks: BlockManager, group: int, owners: Mapping[str, str]) -> BlockMap:
     pool, host = blocks.pools[group], blocks.host
+    held_by = _holders(blocks.tables, group, owners)
     num_shown = min(pool.num_blocks, MAX_BLOCKS)
-    held_by = _holders(num_shown, ((name, tables[group]) for name, tables in blocks.tables.items()))
-    cells = [
-        (_state(count, named=block in pool.cache), owners.get(name, ""))
-        for block, (count, name) in enumerate(
-            zip(islice(pool.ref_counts, num_shown), held_by, strict=True)
-        )
-    ]
-    in_host = _holders(MAX_BLOCKS, ((name, tables[group]) for name, tables in host.tables.items()))
-    swapped = [(SWAPPED if name else FREE, owners.get(name, "")) for name in in_host]
+    swapped = sorted(_holders(host.tables, group, owners).items())
     return BlockMap(
         pool.life.window_tokens,
         pool.num_blocks,
-        _counts(blocks, group),
+        _counts(blocks, group, held_by),
         num_shown,
-        list(_runs(cells)),
+        list(_runs(pool, num_shown, held_by)),
         host.num_blocks[group],
-        [run for run in _runs(swapped) if run.state == SWAPPED],
+        [BlockRun(block, 1, SWAPPED, name) for block, name in swapped[:MAX_BLOCKS]],
     )
 
 
-def _counts(blocks: BlockManager, group: int) -> BlockCounts:
+def _counts(blocks: BlockManager, group: int, held_by: Mapping[int, str]) -> BlockCounts:
     pool, host = blocks.pools[group], blocks.host
     used = pool.counts()
-    num_cached = sum(block in pool.cache for block in pool.free)
+    num_cached = used.num_named - len(pool.cache.key_of.keys() & held_by.keys())
     return BlockCounts(
         free=len(pool.free) - num_cached,
         cached=num_cached,
@@ -166,25 +166,29 @@ def _counts(blocks: BlockManager, group: int) -> BlockCounts:
     )
 
 
-def _holders(num_shown: int, tables: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
-    """Returns the row that holds each of the first blocks, the first of several; "" for none."""
-    found = [""] * num_shown
-    for name, table in tables:
-        for block in table:
-            if 0 <= block < num_shown and not found[block]:
-                found[block] = name
+def _holders(
+    tables: Mapping[str, list[list[int]]], group: int, owners: Mapping[str, str]
+) -> dict[int, str]:
+    """Returns a request of each block in the tables of one group, the first of several."""
+    found: dict[int, str] = {}
+    for name in reversed(tables):
+        found.update(dict.fromkeys(tables[name][group], owners.get(name, "")))
+    found.pop(HOLE, None)
     return found
 
 
-def _state(num_references: int, *, named: bool) -> int:
-    if num_references:
-        return SHARED if num_references > 1 else HELD
-    return CACHED if named else FREE
-
-
-def _runs(cells: Sequence[tuple[int, str]]) -> Iterator[BlockRun]:
+def _runs(pool: BlockPool, num_shown: int, held_by: Mapping[int, str]) -> Iterator[BlockRun]:
+    named, counts = pool.cache.key_of, pool.ref_counts
+    cells = [
+        (SHARED if counts[block] > 1 else HELD, held_by.get(block, ""))
+        if counts[block]
+        else CACHED_CELL
+        if block in named
+        else FREE_CELL
+        for block in range(num_shown)
+    ]
     first = 0
     for (state, name), members in groupby(cells):
-        count = sum(1 for _ in members)
-        yield BlockRun(first, count, state, name)
-        first += count
+        num_blocks = len(list(members))
+        yield BlockRun(first, num_blocks, state, name)
+        first += num_blocks
