@@ -171,7 +171,7 @@ def _holders(
 ) -> dict[int, str]:
     """Returns a request of each block in the tables of one group, the first of several."""
     found: dict[int, str] = {}
-    for name in reversed(tables):
+    for name in reversed(list(tables)):
         found.update(dict.fromkeys(tables[name][group], owners.get(name, "")))
     found.pop(HOLE, None)
     return found
