@@ -335,6 +335,8 @@ class Vocabulary:
     merges: Sequence[bytes] = ()
     scores: Sequence[float] = ()
     add_space_prefix: bool = True
+    prefix: tuple[str, ...] = ()
+    """Tokens that go before every text, in place of the bos token (ChatGLM)."""
 
 
 @dataclass(frozen=True, slots=True)

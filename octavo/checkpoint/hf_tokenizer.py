@@ -1,18 +1,26 @@
-"""The tokenizer of a Hugging Face directory: tokenizer.json's path, special tokens, end ids, chat
-template.
+"""The tokenizer of a Hugging Face directory: tokenizer.json's path or tokenizer.model's pieces,
+special tokens, end ids, chat template.
 
-Reads the small JSON files beside tokenizer.json; building the tokenizer is the business of
+Reads the small JSON files beside them; building the tokenizer is the business of
 `text/tokenizer.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.json_file import read_json_if_there
+from octavo.checkpoint.sentencepiece_model import (
+    CHATGLM_PREFIX,
+    chatglm_tokens,
+    num_pieces,
+    read_vocabulary,
+)
 from octavo.errors import WeightMismatch
-from octavo.ports import TokenizerSource
+from octavo.ports import TokenizerSource, Vocabulary
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -28,9 +36,9 @@ SPECIAL_NAMES = (
 def tokenizer_source(
     path: Path, config: dict[str, Any], generation_config: dict[str, Any]
 ) -> TokenizerSource | None:
-    """Returns a directory's tokenizer files; None where it has no tokenizer.json."""
-    file = path / "tokenizer.json"
-    if not file.exists():
+    """Returns a directory's tokenizer: tokenizer.json, else tokenizer.model; None without both."""
+    file, pieces = path / "tokenizer.json", path / "tokenizer.model"
+    if not file.exists() and not pieces.exists():
         return None
     settings = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(
         path / "tokenizer_config.json"
@@ -42,13 +50,37 @@ def tokenizer_source(
     }
     return TokenizerSource(
         origin=path,
-        json=file,
+        json=file if file.exists() else None,
+        vocabulary=None if file.exists() else _vocabulary(pieces, config, settings),
         special_tokens=special,
         eos_token_ids=_ids(generation_config.get("eos_token_id"))
         or _ids(config.get("eos_token_id")),
         add_bos_token=settings.get("add_bos_token"),
         chat_template=_chat_template(path, settings),
     )
+
+
+def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Vocabulary:
+    """Returns the vocabulary of tokenizer.model with the tokens that other files add to it."""
+    if config.get("model_type") == "chatglm":
+        vocabulary = read_vocabulary(pieces, chatglm_tokens(num_pieces(pieces)))
+        return replace(vocabulary, prefix=CHATGLM_PREFIX)
+    named = read_json_if_there(pieces.with_name("added_tokens.json"))
+    added = {token_id: (text, True) for text, token_id in named.items()}
+    described = settings.get("added_tokens_decoder") or {}
+    try:
+        added |= {
+            int(token_id): (token["content"], bool(token.get("special", True)))
+            for token_id, token in described.items()
+        }
+        if not all(isinstance(i, int) and isinstance(text, str) for i, (text, _) in added.items()):
+            raise ValueError("ids are whole numbers, contents are texts")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise WeightMismatch(
+            f"{pieces.parent}: the added tokens of added_tokens.json and tokenizer_config.json"
+            f" cannot be read: {error}"
+        ) from error
+    return read_vocabulary(pieces, added)
 
 
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:

@@ -10,10 +10,19 @@ whose concatenation has the highest score, leftmost first).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
@@ -91,7 +100,8 @@ class BuiltTokenizer:
 
     tokenizer: Tokenizer
     space_prefix: bool
-    adds_bos: bool
+    adds_bos: bool | None
+    """None leaves it to the tokenizer's own post-processor."""
 
 
 def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
@@ -113,7 +123,16 @@ def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
     except Exception as error:  # the builder raises bare Exceptions
         raise WeightMismatch(f"{origin}: damaged vocabulary: {error}") from error
     _add_tokens(built.tokenizer, vocabulary, tokens)
-    return built
+    return _with_prefix(built, vocabulary.prefix) if vocabulary.prefix else built
+
+
+def _with_prefix(built: BuiltTokenizer, prefix: tuple[str, ...]) -> BuiltTokenizer:
+    """Lets the tokenizer put special tokens before every text."""
+    ids = [(token, built.tokenizer.token_to_id(token)) for token in prefix]
+    built.tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*prefix, "$A"], special_tokens=ids
+    )
+    return replace(built, adds_bos=None)
 
 
 def _byte_level(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
