@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.engine.front.arguments import Messages, Prompt, as_list, check_messages
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.requests.request import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
 from octavo.ports import Rendering, Tokenizer
@@ -40,7 +40,7 @@ class ModelLimits:
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Tenant that a request comes from, and its priority: lower ones go first, and a fair policy
-    shares among tenants.
+    shares among tenants. BACKGROUND_PRIORITY goes behind all others under every policy.
     """
 
     priority: int = 0
@@ -349,12 +349,13 @@ class InputProcessor:
 
     def checked_origin(self, origin: Origin) -> Origin:
         priority = whole_number(origin.priority)
-        if priority is None or abs(priority) >= 1 << 31:
+        is_background = priority == BACKGROUND_PRIORITY
+        if priority is None or (abs(priority) >= 1 << 31 and not is_background):
             raise InvalidRequest(
                 f"priority: got {shown(origin.priority)}, allowed is a whole number of 32 bits",
                 param="priority",
             )
-        if priority and self._scheduling_policy != "priority":
+        if priority and not is_background and self._scheduling_policy != "priority":
             got = (
                 f"priority: got {priority}, allowed is 0 under the policy"
                 f" {self._scheduling_policy!r}"

@@ -23,6 +23,10 @@ from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
 
 
+BACKGROUND_PRIORITY = 1 << 31
+"""Priority of background work under every policy; above all that users may give."""
+
+
 class EngineRequest(msgspec.Struct):
     """A validated request, as the front hands it to the core; crosses process boundaries."""
 
@@ -43,7 +47,9 @@ class EngineRequest(msgspec.Struct):
     cache_salt: str = ""
     """Salt of the names of its blocks; prefix hits happen among equal salts only."""
     priority: int = 0
-    """Priority under the policy of that name; lower values go first."""
+    """Priority under the policy of that name, where lower values go first; BACKGROUND_PRIORITY
+    stands behind all others under every policy.
+    """
     tenant: str = ""
     """Name of the tenant, among which a fair policy shares."""
     arrival_time: float = 0.0

@@ -16,6 +16,7 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import TierConnector, Tiers
 from octavo.engine.scheduling.admission import Admission, PromptLimits
+from octavo.engine.scheduling.background import BackgroundLast
 from octavo.engine.scheduling.batching import build_batching
 from octavo.engine.scheduling.multi_step import MultiStepPolicy
 from octavo.engine.scheduling.placement import Placement, Preemption
@@ -109,6 +110,11 @@ def shares_blocks(cache: CacheOptions) -> bool:
 
 
 def build_policy(options: SchedulerOptions) -> Policy:
+    """Returns the policy that the options name, with background requests behind all others."""
+    return BackgroundLast(_ordinary_policy(options))
+
+
+def _ordinary_policy(options: SchedulerOptions) -> Policy:
     if options.scheduling_policy == "fair":
         return Fair(weights=tenant_weights(options), max_running=options.max_num_seqs_per_tenant)
     return Priority() if options.scheduling_policy == "priority" else FirstComeFirstServed()

@@ -150,7 +150,7 @@ def test_fair_forgets_tenants_that_are_gone():
         if index % 7 == 0:
             run_all(core)
     run_all(core)
-    assert core.scheduler.queues.waiting.num_tenants <= 1000
+    assert core.scheduler.queues.waiting.ordinary.num_tenants <= 1000
 
 
 def test_static_batches_end_before_the_next_begins():
