@@ -22,7 +22,6 @@ from octavo.outputs import FinishReason, Timings
 from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
 
-
 BACKGROUND_PRIORITY = 1 << 31
 """Priority of background work under every policy; above all that users may give."""
 

@@ -21,6 +21,7 @@ class BackgroundLast:
     def __init__(self, ordinary: Policy) -> None:
         self.ordinary = ordinary
         self._background = FirstComeFirstServed()
+        self._num_background_running = 0
 
     def __len__(self) -> int:
         return len(self.ordinary) + len(self._background)
@@ -40,15 +41,22 @@ class BackgroundLast:
         return min(waiting, key=lambda request: request.source.arrival_time, default=None)
 
     def started(self, request: Request) -> None:
+        self._num_background_running += _is_background(request)
         self._policy_of(request).started(request)
 
     def stopped(self, request: Request) -> None:
+        self._num_background_running -= _is_background(request)
         self._policy_of(request).stopped(request)
 
     def took(self, request: Request, num_tokens: int) -> None:
         self._policy_of(request).took(request, num_tokens)
 
     def max_chunk(self, num_tokens: int) -> int:
+        """Returns half of a step where an ordinary request waits while a background one runs, so
+        that it can start beside a long background prompt.
+        """
+        if len(self.ordinary) and self._num_background_running:
+            num_tokens = -(-num_tokens // 2)
         return self.ordinary.max_chunk(num_tokens)
 
     def ranked(self, running: Sequence[Request]) -> Sequence[Request]:

@@ -55,8 +55,10 @@ def test_a_step_serves_background_requests_last(policy):
     core.add(make_request("user", list(range(100, 130))))
     core.step()
     core.step()
-    rows = [(row.request_id, row.num_tokens) for row in executor.plans[-1].rows]
-    assert rows == [("user", 10)]
+    rows = [[(row.request_id, row.num_tokens) for row in plan.rows] for plan in executor.plans]
+    assert rows[0] == [("line", 10)]
+    assert rows[1] == [("line", 5), ("user", 5)], "a user's prompt starts beside a long line"
+    assert rows[2] == [("user", 10)]
 
 
 @every_policy
