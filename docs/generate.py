@@ -27,7 +27,9 @@ from octavo.server.cohere.bodies import CohereChatBody
 from octavo.server.errors import TABLE
 from octavo.server.fields import described
 from octavo.server.ollama.bodies import OllamaChatBody, OllamaGenerateBody, ShowBody
+from octavo.server.openai.batches import BatchBody
 from octavo.server.openai.bodies import ChatBody, CompletionBody, SamplingBody
+from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.routes.cache import PinBody, ResetBody
 from octavo.server.routes.jobs import GenerateBody
 from octavo.server.routes.model_loading import OPTIONS, LoadBody, UnloadBody
@@ -58,6 +60,8 @@ OTHER_BODIES = {
     "POST /tokenize": TokenizeBody,
     "POST /detokenize": DetokenizeBody,
     "POST /apply-template": ApplyTemplateBody,
+    "POST /v1/responses": ResponseBody,
+    "POST /v1/batches": BatchBody,
     "POST /v1/cache/pin": PinBody,
     "POST /v1/cache/reset": ResetBody,
     "PATCH /v1/requests/{request_id}": ChangeBody,

@@ -18,7 +18,8 @@ from octavo.server.loader import ModelLoader
 from octavo.server.ollama import generation as ollama_generation
 from octavo.server.ollama import models as ollama_models
 from octavo.server.ollama import refusals as ollama_refusals
-from octavo.server.openai import chat, completions, models
+from octavo.server.openai import batches, chat, completions, files, models
+from octavo.server.openai.responses import routes as responses
 from octavo.server.routes import (
     admin,
     cache,
@@ -38,6 +39,8 @@ from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
 from octavo.server.state.service import Service
 from octavo.server.state.slot import EngineSlot
+from octavo.server.state.store import Store
+from octavo.server.stored_work import StoredWork
 from octavo.version import __version__
 
 ROUTES = (
@@ -51,6 +54,9 @@ ROUTES = (
     ollama_generation,
     ollama_models,
     ollama_refusals,
+    responses,
+    files,
+    batches,
     jobs,
     cache,
     capabilities,
@@ -69,8 +75,12 @@ def create_app(
     *,
     loader: ModelLoader | None = None,
     lifespan: Lifespan[FastAPI] | None = None,
+    store: Store | None = None,
 ) -> FastAPI:
-    """Returns the application around an engine that is ready, or around slots of some to come."""
+    """Returns the application around an engine that is ready, or around slots of some to come.
+
+    Without a store it keeps no responses, files and batches.
+    """
     settings = settings or ServerSettings()
     directory = ModelDirectory.of(engine)
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan)
@@ -83,7 +93,9 @@ def create_app(
         metrics=ServerMetrics(directory),
         jobs=kept_jobs,
         keys=keys,
+        store=store,
     )
+    app.state.stored_work = None if store is None else StoredWork(app.state.service, store)
     for part in ROUTES:
         app.include_router(part.router)
     add_error_handlers(app)

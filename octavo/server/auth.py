@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.engine.front.input_processor import Origin
+from octavo.engine.requests.request import BACKGROUND_PRIORITY
 from octavo.errors import OctavoError, Overloaded, Unauthorized
 from octavo.server.error_forms import form_of
 from octavo.server.errors import error_response
@@ -31,6 +32,9 @@ KEY_NAME = "octavo_key_name"
 """Key of the ASGI scope whose value names the key that was sent; the key itself is never kept."""
 OPERATOR = "octavo_operator"
 """Key of the ASGI scope whose value says whether an operator's key was sent."""
+
+IS_BACKGROUND = "octavo_is_background"
+"""Key of the ASGI scope of requests that the server makes itself, on which no client waits."""
 
 
 class ApiKeys:
@@ -114,7 +118,9 @@ def is_operator(request: Request) -> bool:
 
 
 def origin_of(request: Request, priority: int | None, user: str | None) -> Origin:
-    """Returns where a request comes from, as the engine is told."""
+    """Returns where a request comes from, as the engine is told; a batch's line is background."""
+    if request.scope.get(IS_BACKGROUND):
+        priority = BACKGROUND_PRIORITY
     return Origin(priority or 0, tenant_of(request, user), owner_of(request))
 
 

@@ -31,6 +31,8 @@ from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.slot import EngineSlot
+from octavo.server.state.store import Store, StoreLimits, open_store
+from octavo.server.stored_work import StoredWork
 
 BACKLOG = 2048
 
@@ -62,15 +64,16 @@ def serve(
     )
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loader.start(list(models), when_done=lambda: start.end(server.stop))
         if settings.api_key_file is not None:
             keys: KeyRing = app.state.service.keys
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
-        yield
+        async with stored_work(app):
+            yield
         await asyncio.to_thread(models.close)
 
-    app = create_app(models, settings, loader=loader, lifespan=lifespan)
+    app = create_app(models, settings, loader=loader, lifespan=lifespan, store=store_for(settings))
     http = TimedHttp.for_server(WriteBatch(), settings.request_timeout_s)
     config = uvicorn.Config(
         app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"
@@ -82,6 +85,28 @@ def serve(
     server.run(sockets=[listener])
     if start.failure is not None:
         raise start.failure
+
+
+def store_for(settings: ServerSettings) -> Store | None:
+    """Opens the store that the settings name; None where the server is to keep nothing."""
+    folder = settings.state_folder
+    if folder is None:
+        return None
+    return open_store(folder, StoreLimits(settings.stored_ttl_s, settings.max_stored_bytes))
+
+
+@asynccontextmanager
+async def stored_work(app: FastAPI) -> AsyncIterator[None]:
+    """Goes on with what an earlier server has left unfinished, and closes the store at the end."""
+    work: StoredWork | None = app.state.stored_work
+    store: Store | None = app.state.service.store
+    if work is None or store is None:
+        yield
+        return
+    await work.resume()
+    yield
+    await work.stop()
+    await asyncio.to_thread(store.close)
 
 
 class Start:

@@ -6,7 +6,9 @@ A field's name with dashes is its flag.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from octavo.config.engine_config import option
 from octavo.errors import ConfigError
@@ -52,6 +54,23 @@ class ServerSettings:
         unit="bytes",
         low=1,
     )
+    state_dir: str | None = option(
+        None,
+        "folder in which responses, files and batches are kept; '' keeps nothing; by default one"
+        " for each port under the user's state folder, and nothing with port 0",
+    )
+    stored_ttl_s: int = option(
+        30 * 86400, "seconds for which stored responses, files and batches are kept", low=1
+    )
+    max_stored_bytes: int = option(8 << 30, "most bytes in state_dir", unit="bytes", low=1)
+    max_file_bytes: int = option(200 << 20, "largest uploaded file", unit="bytes", low=1)
+    max_batch_lines: int = option(50_000, "most requests in one batch", unit="count", low=1)
+    max_running_batch_lines: int | None = option(
+        None,
+        "most lines of batches that run at once; by default half of max_num_seqs",
+        unit="count",
+        low=1,
+    )
     shutdown_timeout_s: int = option(
         5, "seconds that running requests get to finish when the server is told to stop", low=0
     )
@@ -66,6 +85,16 @@ class ServerSettings:
             )
         if self.operator_key is not None and not self.operator_key.strip():
             raise ConfigError("operator_key: got an empty one", hint="leave the option out")
+
+    @property
+    def state_folder(self) -> Path | None:
+        """Folder in which the server keeps things; None where it keeps nothing."""
+        if self.state_dir is not None:
+            return Path(self.state_dir).expanduser() if self.state_dir else None
+        if not self.port:
+            return None  # the next server would have another port, and not find it
+        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(home) / "octavo" / f"port-{self.port}"
 
     @property
     def is_open_to_all(self) -> bool:

@@ -24,3 +24,37 @@ def http(server):
 def client(server):
     with server.openai() as client:
         yield client
+
+
+OTHER_KEY = "another key"
+
+
+@pytest.fixture(scope="session")
+def keeper(tmp_path_factory):
+    """A server that keeps what it is given, for two keys."""
+    folder = tmp_path_factory.mktemp("state")
+    server = LiveServer(
+        str(tiny_model_with_text()),
+        "--served-model-name=tiny",
+        f"--state-dir={folder}",
+        f"--api-key={OTHER_KEY}",
+        "--max-file-bytes=1MiB",
+        "--max-batch-lines=100",
+        key="a key",
+    )
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def kept(keeper):
+    """A client of the server that keeps things."""
+    with keeper.openai() as client:
+        yield client
+
+
+@pytest.fixture
+def other(keeper):
+    """A client with another key."""
+    with keeper.openai() as client:
+        yield client.with_options(api_key=OTHER_KEY)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.server.conftest import OTHER_KEY
 from tests.support.live_server import LETTERS, LONG, until
 
 SHORT = {
@@ -64,6 +65,16 @@ def test_a_running_job_shows_what_there_is_and_can_be_forgotten(server, http):
 def test_token_ids_and_a_name(http):
     assert start(http, prompt=[5, 6, 7], request_id="my job") == "my job"
     assert until(lambda: result(http, "my job")["state"] == "finished")
+
+
+def test_a_job_answers_to_its_key_alone(keeper):
+    with keeper.http() as own, keeper.http() as other:
+        other.headers["Authorization"] = f"Bearer {OTHER_KEY}"
+        name = start(own, request_id="mine")
+        assert other.get(f"/result/{name}").status_code == 404
+        assert other.delete(f"/result/{name}").status_code == 404
+        assert until(lambda: result(own, name)["state"] == "finished")
+        assert own.delete(f"/result/{name}").status_code == 200
 
 
 def test_an_unknown_job(http):

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +29,8 @@ ARGUMENTS = (
     "--port=0",
 )
 START_S = 120
+STATE_HOME = str(Path(tempfile.gettempdir()) / "octavo-tests")
+"""Folder of what servers keep that have a port of their own and no --state-dir."""
 
 
 class LiveServer:
@@ -46,7 +49,12 @@ class LiveServer:
             *backend_flags(),
             *arguments,
         ]
-        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OCTAVO_API_KEY": key or ""}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.getcwd(),
+            "OCTAVO_API_KEY": key or "",
+            "XDG_STATE_HOME": STATE_HOME,
+        }
         self.lines: list[str] = []
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self._key = key

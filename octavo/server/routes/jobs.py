@@ -1,7 +1,7 @@
 """Answers to be fetched later: POST /generate, GET /result/ID and DELETE /result/ID.
 
-POST answers at once with a request id; GET says how far the job is or gives its result; DELETE
-forgets it. The jobs themselves are in `state/jobs.py`.
+A job answers to the key that made it alone. POST answers at once with a request id; GET says how
+far the job is or gives its result; DELETE forgets it. The jobs themselves are in `state/jobs.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field
 from octavo.async_llm import AsyncLLM
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
-from octavo.server.auth import origin_of
+from octavo.server.auth import origin_of, owner_of
 from octavo.server.body import body_of
 from octavo.server.errors import error_body
 from octavo.server.generation import Generation, prompt_of
@@ -52,24 +52,24 @@ async def generate(
     origin = origin_of(request, body.priority, body.user)
     service.jobs.make_room()  # after the last await: room found before it could be gone by now
     generation = Generation(model, [prompt], params, request_id, origin=origin)
-    job = service.jobs.start(generation, request_id, wants_timings=body.timings)
+    job = service.jobs.start(generation, request_id, owner_of(request), wants_timings=body.timings)
     return {"request_id": job.request_id, "state": job.state}
 
 
 @router.get("/result/{request_id}")
 async def result(
-    request_id: str, service: Annotated[Service, Depends(service_of)]
+    request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> dict[str, Any]:
     """Reports a job's state and its answer so far."""
-    return _report(service.jobs.find(request_id))
+    return _report(service.jobs.find(request_id, owner_of(request)))
 
 
 @router.delete("/result/{request_id}")
 async def forget(
-    request_id: str, service: Annotated[Service, Depends(service_of)]
+    request_id: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> dict[str, str]:
     """Removes a job, and aborts it where it still runs."""
-    service.jobs.forget(request_id)
+    service.jobs.forget(request_id, owner_of(request))
     return {"request_id": request_id, "state": "forgotten"}
 
 

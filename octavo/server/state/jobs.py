@@ -22,6 +22,8 @@ class Job:
     """One request whose answer is fetched later."""
 
     request_id: str
+    owner: str
+    """Name of the key that made it, the only one to which it answers."""
     wants_timings: bool = False
     task: asyncio.Task[None] | None = None
     latest: RequestOutput | None = None
@@ -40,20 +42,22 @@ class Job:
 
 
 class Jobs:
-    """All jobs of a server by request id, oldest first."""
+    """All jobs of a server by owner and request id, oldest first."""
 
     def __init__(self, *, max_jobs: int, ttl_s: float) -> None:
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
         self._max_jobs = max_jobs
         self._ttl_s = ttl_s
 
-    def start(self, generation: Generation, request_id: str, *, wants_timings: bool) -> Job:
+    def start(
+        self, generation: Generation, request_id: str, owner: str, *, wants_timings: bool
+    ) -> Job:
         """Follows a generation in a task of its own.
 
         Call it without awaiting after `make_room`, so that no other job takes the room in between.
         """
-        job = self._jobs[request_id] = Job(request_id, wants_timings)
-        self._jobs.move_to_end(request_id)  # the id may be that of a finished job
+        job = self._jobs[owner, request_id] = Job(request_id, owner, wants_timings)
+        self._jobs.move_to_end((owner, request_id))  # the id may be that of a finished job
         job.task = asyncio.create_task(_follow(job, generation))
         return job
 
@@ -68,12 +72,12 @@ class Jobs:
                 f"{len(self._jobs)} jobs are running, allowed are {self._max_jobs}",
                 hint="try again later, or raise max_jobs",
             )
-        del self._jobs[oldest.request_id]
+        del self._jobs[oldest.owner, oldest.request_id]
 
-    def find(self, request_id: str) -> Job:
-        """Returns a job; raises a 404 where it is unknown or its result has expired."""
+    def find(self, request_id: str, owner: str) -> Job:
+        """Returns an owner's job; raises a 404 where it has none, or its result has expired."""
         self._sweep()
-        job = self._jobs.get(request_id)
+        job = self._jobs.get((owner, request_id))
         if job is None:
             raise HTTPException(
                 404,
@@ -82,23 +86,23 @@ class Jobs:
             )
         return job
 
-    def forget(self, request_id: str) -> None:
-        """Removes a job, and aborts it where it still runs."""
-        job = self.find(request_id)
+    def forget(self, request_id: str, owner: str) -> None:
+        """Removes an owner's job, and aborts it where it still runs."""
+        job = self.find(request_id, owner)
         if job.task is not None:
             job.task.cancel()
-        del self._jobs[request_id]
+        del self._jobs[owner, request_id]
 
     def _sweep(self) -> None:
         """Removes the jobs whose results have expired."""
         oldest_kept = time.monotonic() - self._ttl_s
         expired = [
-            job.request_id
-            for job in self._jobs.values()
+            key
+            for key, job in self._jobs.items()
             if job.finished_at is not None and job.finished_at < oldest_kept
         ]
-        for request_id in expired:
-            del self._jobs[request_id]
+        for key in expired:
+            del self._jobs[key]
 
 
 async def _follow(job: Job, generation: Generation) -> None:

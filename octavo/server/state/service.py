@@ -17,6 +17,7 @@ from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
 from octavo.server.state.request_record import RequestRecord, record_of
 from octavo.server.state.served_model import ServedModel
+from octavo.server.state.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Service:
     metrics: ServerMetrics
     jobs: Jobs
     keys: KeyRing
+    store: Store | None = None
+    """Responses, files and batches on disk; None where the server keeps nothing."""
     record: RequestRecord = field(default_factory=RequestRecord)
     """Record of the HTTP request that is answered; an empty one outside of requests."""
 

@@ -1,0 +1,106 @@
+"""How many lines of batches run at once: many on an idle engine, few beside other requests.
+
+Lines stand behind all other requests in the engine itself. What the engine cannot give back, the
+places and KV blocks of lines that run already, is bounded here: new lines start slowly after
+other requests have run, and while one of those waits, the line that started last is put back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from octavo.async_llm import AsyncLLM
+from octavo.errors import OctavoError
+from octavo.server.state.service import Service
+
+LOOK_EVERY_S = 0.05
+"""Time between two looks at the engine, in seconds."""
+DOUBLE_EVERY_S = 1.0
+"""Time in which the lines allowed at once double on an engine without other requests."""
+SHARE_BESIDE_OTHERS = 8
+"""Lines run beside other requests in one of so many of the places that they may have."""
+
+ResultT = TypeVar("ResultT")
+
+
+class PutBack(Exception):
+    """A line was stopped so that another request can run; it is to be run again."""
+
+
+class BatchGate:
+    """The places of all batches' lines, entered in turn."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._turn = asyncio.Lock()
+        self._running: list[asyncio.Task[Any]] = []
+        """Lines that run, oldest first."""
+        self._allowed = 1
+        self._doubled_at = 0.0
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def run(self, work: Coroutine[Any, Any, ResultT], model: str | None) -> ResultT:
+        """Runs a line when there is a place for it; raises PutBack where it had to give way."""
+        try:
+            async with self._turn:
+                while not self._may_start(model):
+                    await asyncio.sleep(LOOK_EVERY_S)
+                task = asyncio.create_task(work)
+        except BaseException:
+            work.close()
+            raise
+        self._running.append(task)
+        self._watch(model)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if task.cancelled() and this is not None and not this.cancelling():
+                raise PutBack from None
+            task.cancel()
+            raise
+        finally:
+            self._running.remove(task)
+
+    def _may_start(self, model: str | None) -> bool:
+        llm = self._llm(model)
+        if llm is None:
+            return True  # what is wrong is the line's answer
+        most = self._service.settings.max_running_batch_lines
+        if most is None:
+            most = max(1, llm.config.scheduler.max_num_seqs // 2)
+        if self._num_others(llm):
+            self._allowed = max(1, most // SHARE_BESIDE_OTHERS)
+            return llm.stats().num_waiting == 0 and len(self._running) < self._allowed
+        now = time.monotonic()
+        if now - self._doubled_at > DOUBLE_EVERY_S:
+            self._allowed, self._doubled_at = min(most, 2 * self._allowed), now
+        return len(self._running) < self._allowed
+
+    def _num_others(self, llm: AsyncLLM) -> int:
+        """Returns how many requests of the engine are no lines."""
+        return llm.num_unfinished - len(self._running)
+
+    def _watch(self, model: str | None) -> None:
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._give_way(model))
+
+    async def _give_way(self, model: str | None) -> None:
+        """Stops the youngest line while another request waits; ends with the last line."""
+        while self._running:
+            await asyncio.sleep(LOOK_EVERY_S)
+            llm = self._llm(model)
+            if llm is None or not self._running:
+                continue
+            if self._num_others(llm) > 0 and llm.stats().num_waiting > 0:
+                self._running[-1].cancel()
+
+    def _llm(self, model: str | None) -> AsyncLLM | None:
+        """Returns the engine of a model; None while it cannot take requests."""
+        try:
+            return self._service.model(model).llm
+        except OctavoError:
+            return None

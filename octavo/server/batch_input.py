@@ -1,0 +1,176 @@
+"""The input file of a batch: one request a line, checked before the first of them runs.
+
+Reads files, a piece at a time, in a thread. Source of the form: OpenAI's batch API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+MAX_ERRORS = 100
+"""Most faults of a file that are reported."""
+MAX_ID = 512
+"""Longest custom_id, in characters."""
+LINES_AT_ONCE = 64
+OWN_FIELDS = ("stream", "priority", "background")
+"""Fields that a line's body may not set: a batch is answered later, behind all other requests."""
+
+
+class LineForm(msgspec.Struct, forbid_unknown_fields=True):
+    """One line as clients write it."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    number: int
+    """Number of the line in its file, from 1."""
+    custom_id: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """A fault of an input file, as the batch reports it."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+    def public(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "line": self.line,
+            "message": self.message,
+            "param": self.param,
+        }
+
+
+class BadLine(Exception):
+    """A fault of an input file."""
+
+    def __init__(
+        self, code: str, message: str, line: int | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.error = LineError(code, message, line, param)
+
+
+@dataclass(slots=True)
+class CheckedInput:
+    """The findings of a whole input file."""
+
+    num_lines: int = 0
+    model: str | None = None
+    errors: list[LineError] = field(default_factory=list)
+
+    def take(self, raw: bytes, number: int, limits: InputLimits, seen: set[str]) -> None:
+        """Takes in a line; raises BadLine for one that cannot run beside those `seen`."""
+        if self.num_lines == limits.max_lines:
+            message = f"the file has more than {limits.max_lines} requests"
+            raise BadLine("too_many_requests", message)
+        self.num_lines += 1
+        custom_id, model = _checked(raw, number, limits)
+        if custom_id in seen:
+            message = f"custom_id: {custom_id!r} names an earlier line too"
+            raise BadLine("duplicate_custom_id", message, number, "custom_id")
+        if seen and model != self.model:
+            message = f"body.model: got {model!r}, allowed is one model in all lines"
+            raise BadLine("mismatched_model", message, number, "body.model")
+        seen.add(custom_id)
+        self.model = model
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    endpoint: str
+    """Route that every line asks."""
+    max_lines: int
+    max_line_bytes: int
+
+
+def check_input(path: Path, limits: InputLimits) -> CheckedInput:
+    """Reads a whole file; a file with errors does not run at all."""
+    found = CheckedInput()
+    seen: set[str] = set()
+    for number, raw in _numbered(path, limits.max_line_bytes):
+        try:
+            found.take(raw, number, limits, seen)
+        except BadLine as bad:
+            found.errors.append(bad.error)
+            if bad.error.line is None or len(found.errors) >= MAX_ERRORS:
+                return found
+    if not found.num_lines:
+        found.errors.append(LineError("empty_file", "the file has no request"))
+    return found
+
+
+async def lines_of(path: Path, max_line_bytes: int) -> AsyncIterator[BatchLine]:
+    """Yields the lines of a file that has been checked."""
+    numbered = _numbered(path, max_line_bytes)
+    while some := await asyncio.to_thread(lambda: list(islice(numbered, LINES_AT_ONCE))):
+        for number, raw in some:
+            line = msgspec.json.decode(raw, type=LineForm)
+            yield BatchLine(number, line.custom_id, bytes(line.body))
+
+
+def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, text) of the lines that are not blank; one that is too long is cut."""
+    with open(path, "rb") as file:
+        number = 0
+        while raw := file.readline(max_line_bytes + 1):
+            number += 1
+            while not raw.endswith(b"\n") and (rest := file.readline(max_line_bytes)):
+                raw = raw[: max_line_bytes + 1]
+                if rest.endswith(b"\n"):
+                    break
+            if raw.strip():
+                yield number, raw
+
+
+def _checked(raw: bytes, number: int, limits: InputLimits) -> tuple[str, str | None]:
+    """Returns (custom_id, model) of a line; raises BadLine."""
+    if len(raw) > limits.max_line_bytes:
+        raise BadLine(
+            "line_too_long", f"longer than the {limits.max_line_bytes} bytes allowed", number
+        )
+    try:
+        line = msgspec.json.decode(raw, type=LineForm)
+        body = msgspec.json.decode(line.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadLine("invalid_json_line", f"not a request in JSON: {error}", number) from None
+    for name, is_right, allowed in (
+        ("custom_id", 1 <= len(line.custom_id) <= MAX_ID, f"1 to {MAX_ID} characters"),
+        ("method", line.method == "POST", "'POST'"),
+        ("url", line.url == limits.endpoint, f"the batch's endpoint {limits.endpoint!r}"),
+    ):
+        if not is_right:
+            message = f"{name}: got {getattr(line, name)[:80]!r}, allowed is {allowed}"
+            raise BadLine(f"invalid_{name}", message, number, name)
+    return line.custom_id, _model_of(body, number)
+
+
+def _model_of(body: Any, number: int) -> str | None:
+    """Returns the model that a line's body names; raises BadLine for a body that no line has."""
+    if not isinstance(body, dict):
+        raise BadLine("invalid_body", "body: not a JSON object", number, "body")
+    for name in OWN_FIELDS:
+        if body.get(name):
+            message = f"body.{name}: a batch's line has none"
+            raise BadLine("invalid_body", message, number, f"body.{name}")
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadLine("invalid_body", "body.model: not a text", number, "body.model")
+    return model

@@ -1,0 +1,325 @@
+"""Batches: their lines are run behind all other requests, each line's outcome is stored once.
+
+A batch's state and outcomes are on the disk, so a server that ends, however it ends, leaves
+nothing to be run twice: the next one that opens the folder goes on with the lines that have none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from octavo.errors import OctavoError, Overloaded
+from octavo.server.batch_gate import BatchGate, PutBack
+from octavo.server.batch_input import (
+    BatchLine,
+    CheckedInput,
+    InputLimits,
+    LineError,
+    check_input,
+    lines_of,
+)
+from octavo.server.inner_requests import InnerAnswer, InnerRequests
+from octavo.server.state.file_writer import FileWriter
+from octavo.server.state.service import Service
+from octavo.server.state.store import LineResult, Record, Store, path_of
+
+logger = logging.getLogger(__name__)
+
+MAX_AHEAD = 256
+"""Most lines of one batch that wait for a place."""
+TRIES = 3
+"""Times that a line is run whose answer is an error of the server."""
+RETRY_S = 1.0
+"""Pause before a line that found no engine, or a full queue, is run again, in seconds."""
+PAUSES_S = (1.0, 300.0)
+"""Shortest and longest pause before a batch goes on whose store has failed, in seconds."""
+RESULTS_AT_ONCE = 64
+NOT_YET = (429, 499, 503)
+"""Statuses that say nothing of the line itself."""
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """A batch that has not ended."""
+
+    record: Record
+    counts: dict[str, int] = field(
+        default_factory=lambda: {"total": 0, "completed": 0, "failed": 0}
+    )
+    is_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def batch(self) -> dict[str, Any]:
+        """The batch as its clients know it."""
+        found: dict[str, Any] = self.record.body["batch"]
+        return {**found, "request_counts": dict(self.counts)}
+
+    def count(self, *, failed: bool) -> None:
+        self.counts["failed" if failed else "completed"] += 1
+
+
+class BatchRunner:
+    """The batches of a server that have not ended, by id."""
+
+    def __init__(self, service: Service, store: Store, inner: InnerRequests) -> None:
+        self._service = service
+        self._store = store
+        self._inner = inner
+        self._gate = BatchGate(service)
+        self._runs: dict[str, BatchRun] = {}
+
+    async def resume(self) -> None:
+        """Goes on with what an earlier server has left unfinished."""
+        for record in await self._store.unfinished("batch"):
+            if record.id not in self._runs:
+                self._begin(record)
+
+    async def stop(self) -> None:
+        """Ends the tasks; what they have not finished stays to be resumed."""
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def start(self, record: Record) -> BatchRun:
+        """Stores a new batch and begins with it; raises Overloaded where too many run."""
+        most = self._service.settings.max_jobs
+        if len(self._runs) >= most:
+            raise Overloaded(
+                f"{len(self._runs)} batches are unfinished, allowed are {most}",
+                hint="try again later, or raise max_jobs",
+            )
+        await self._store.add(record)
+        return self._begin(record)
+
+    def find(self, batch_id: str) -> BatchRun | None:
+        """Returns a batch that has not ended; its owner has been checked."""
+        return self._runs.get(batch_id)
+
+    async def cancel(self, run: BatchRun) -> None:
+        """Has a batch end with what it has; returns when that will hold after a restart too."""
+        if not run.is_cancelled.is_set() and run.record.body["batch"]["failed_at"] is None:
+            await self._change(run, status="cancelling", cancelling_at=int(time.time()))
+            run.is_cancelled.set()
+
+    def _begin(self, record: Record) -> BatchRun:
+        run = self._runs[record.id] = BatchRun(record)
+        if record.body["batch"]["status"] == "cancelling":
+            run.is_cancelled.set()
+        run.task = asyncio.create_task(self._follow(run))
+        return run
+
+    async def _change(self, run: BatchRun, **changes: Any) -> None:
+        """Stores a batch's new state."""
+        body = {"batch": {**run.batch, **changes}}
+        run.record = replace(run.record, body=body)
+        await self._store.replace(run.record)
+
+    # -- a batch's task ----------------------------------------------------------------------------
+
+    async def _follow(self, run: BatchRun) -> None:
+        """Takes a batch to its end, after failures of the store too."""
+        pause_s, longest_s = PAUSES_S
+        while True:
+            try:
+                await self._finish(run)
+                break
+            except Exception:
+                logger.exception("batch %s goes on in %g s", run.record.id, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+        del self._runs[run.record.id]
+
+    async def _finish(self, run: BatchRun) -> None:
+        path = path_of(self._store.folder, run.record.body["batch"]["input_file_id"])
+        batch = run.record.body["batch"]
+        checked = await asyncio.to_thread(check_input, path, self._limits(batch["endpoint"]))
+        if checked.errors and not run.is_cancelled.is_set():
+            await self._fail(run, checked.errors)
+            return
+        run.counts["total"] = checked.num_lines
+        done = await self._recount(run)
+        if batch["status"] == "validating":
+            await self._change(
+                run, status="in_progress", in_progress_at=int(time.time()), model=checked.model
+            )
+        ending = await self._run_lines(run, checked, done)
+        if ending == "expired":
+            await self._expire_lines(run)
+        await self._end(run, ending)
+
+    async def _recount(self, run: BatchRun) -> set[int]:
+        """Counts the outcomes that are stored; returns the numbers of their lines."""
+        done = await self._store.lines_done(run.record.id)
+        failed = sum(done.values())
+        run.counts.update(completed=len(done) - failed, failed=failed)
+        return set(done)
+
+    async def _run_lines(self, run: BatchRun, checked: CheckedInput, done: set[int]) -> str:
+        """Runs what has no outcome; returns how the batch ended: its status."""
+        batch = run.record.body["batch"]
+        if batch["expired_at"] is not None:
+            return "expired"
+        work = asyncio.create_task(self._all_lines(run, checked.model, done))
+        stop = asyncio.create_task(run.is_cancelled.wait())
+        left_s = max(0.0, batch["expires_at"] - time.time())
+        try:
+            await asyncio.wait({work, stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                return "cancelled" if batch["status"] == "cancelling" else "completed"
+            return "cancelled" if stop.done() else "expired"
+        finally:
+            work.cancel()
+            stop.cancel()
+            await asyncio.wait({work, stop})
+
+    async def _all_lines(self, run: BatchRun, model: str | None, done: set[int]) -> None:
+        ahead = asyncio.Semaphore(MAX_AHEAD)
+        batch = run.record.body["batch"]
+        path = path_of(self._store.folder, batch["input_file_id"])
+        async with asyncio.TaskGroup() as tasks:
+            async for line in lines_of(path, self._service.settings.max_body_bytes):
+                if line.number not in done:
+                    await ahead.acquire()
+                    task = tasks.create_task(self._one_line(run, line, model))
+                    task.add_done_callback(lambda _: ahead.release())
+
+    async def _one_line(self, run: BatchRun, line: BatchLine, model: str | None) -> None:
+        """Runs a line until it has an outcome, and stores that."""
+        endpoint = run.record.body["batch"]["endpoint"]
+        answer = None
+        tries = 0
+        while answer is None:
+            asked = self._ask(endpoint, line.body, run.record.owner)
+            try:
+                answer = await self._gate.run(asked, model)
+            except PutBack:
+                continue
+            tries += answer.status >= 500 and answer.status not in NOT_YET
+            if not self._is_outcome(answer, model, tries):
+                answer = None
+                await asyncio.sleep(RETRY_S)
+        result = LineResult(line.number, answer.status != 200, _outcome(line, answer))
+        await self._store.add_line(run.record.id, result)
+        run.count(failed=result.failed)
+
+    async def _ask(self, endpoint: str, body: bytes, owner: str) -> InnerAnswer:
+        """Returns the answer of a route; an error that it does not know is a 500."""
+        try:
+            return await self._inner.post(endpoint, body, owner)
+        except Exception:
+            logger.exception("a line of a batch has failed")
+            return InnerAnswer(500, b'{"error": {"message": "Internal server error"}}')
+
+    def _is_outcome(self, answer: InnerAnswer, model: str | None, tries: int) -> bool:
+        """Returns whether an answer tells of the line, not of an engine that is not there."""
+        if answer.status < 500:
+            return answer.status not in NOT_YET
+        try:
+            self._service.model(model).llm.check_health()
+        except OctavoError:
+            return False
+        return answer.status not in NOT_YET and tries >= TRIES
+
+    # -- its end -----------------------------------------------------------------------------------
+
+    async def _fail(self, run: BatchRun, errors: list[LineError]) -> None:
+        """Ends a batch whose input cannot run."""
+        listed = {"object": "list", "data": [error.public() for error in errors]}
+        run.record = replace(run.record, expires_at=self._store.expires_at)
+        await self._change(run, status="failed", failed_at=int(time.time()), errors=listed)
+
+    async def _expire_lines(self, run: BatchRun) -> None:
+        """Gives each line without an outcome that of its time being over."""
+        await self._change(run, expired_at=int(time.time()))
+        done = await self._store.lines_done(run.record.id)
+        path = path_of(self._store.folder, run.record.body["batch"]["input_file_id"])
+        async for line in lines_of(path, self._service.settings.max_body_bytes):
+            if line.number not in done:
+                result = LineResult(line.number, True, _expired_outcome(line))
+                await self._store.add_line(run.record.id, result)
+                run.count(failed=True)
+
+    async def _end(self, run: BatchRun, status: str) -> None:
+        """Writes the files of a batch and ends it, all at once."""
+        await self._recount(run)
+        if status == "completed":
+            await self._change(run, status="finalizing", finalizing_at=int(time.time()))
+        output = await self._write(run, "output", lambda result: not result.failed)
+        errors = await self._write(run, "error", lambda result: result.failed)
+        files = [record for record in (output, errors) if record is not None]
+        batch = {
+            **run.batch,
+            "status": status,
+            f"{status}_at": int(time.time()),
+            "output_file_id": output.id if output else None,
+            "error_file_id": errors.id if errors else None,
+        }
+        ended = replace(run.record, body={"batch": batch}, expires_at=self._store.expires_at)
+        await self._store.apply(add=files, replace=[ended], drop_lines_of=ended.id)
+        run.record = ended
+
+    async def _write(
+        self, run: BatchRun, kind: str, wanted: Callable[[LineResult], bool]
+    ) -> Record | None:
+        """Writes a file of outcomes in the order of the lines; None where there is none."""
+        file_id = f"file-{secrets.token_hex(12)}"
+        with FileWriter(self._store.folder, file_id) as writer:
+            last = 0
+            while results := await self._store.line_results(
+                run.record.id, after=last, limit=RESULTS_AT_ONCE
+            ):
+                last = results[-1].line
+                lines = [result.body for result in results if wanted(result)]
+                if lines:
+                    await writer.write(b"".join(lines))
+            if not writer.num_bytes:
+                return None
+            await writer.commit()
+        return Record(
+            file_id,
+            "file",
+            run.record.owner,
+            {"filename": f"{run.record.id}_{kind}.jsonl", "purpose": "batch_output"},
+            expires_at=self._store.expires_at,
+            num_bytes=writer.num_bytes,
+        )
+
+    def _limits(self, endpoint: str) -> InputLimits:
+        settings = self._service.settings
+        return InputLimits(endpoint, settings.max_batch_lines, settings.max_body_bytes)
+
+
+def _outcome(line: BatchLine, answer: InnerAnswer) -> bytes:
+    """Returns an answered line as output and error files have it."""
+    response = {
+        "status_code": answer.status,
+        "request_id": f"req_{secrets.token_hex(12)}",
+        "body": msgspec.Raw(answer.body),
+    }
+    return _line(line, response, None)
+
+
+def _expired_outcome(line: BatchLine) -> bytes:
+    message = "This request could not be executed before the completion window expired."
+    return _line(line, None, {"code": "batch_expired", "message": message})
+
+
+def _line(line: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
+    fields = {
+        "id": f"batch_req_{secrets.token_hex(12)}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": error,
+    }
+    return msgspec.json.encode(fields) + b"\n"

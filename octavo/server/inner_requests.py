@@ -1,0 +1,84 @@
+"""Requests that the server makes of itself: the same routes, without a socket or a key.
+
+The answer is what a client would have got. They are marked as background work, so that their
+tokens stand behind all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fastapi import APIRouter, FastAPI
+from starlette.types import Message
+
+from octavo.server.auth import IS_BACKGROUND, KEY_NAME
+from octavo.server.errors import add_error_handlers
+from octavo.server.state.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class InnerAnswer:
+    """The answer of a route."""
+
+    status: int
+    body: bytes
+
+
+class InnerRequests:
+    """The routes that may be asked from within."""
+
+    def __init__(
+        self, service: Service, routers: Iterable[APIRouter], *, stored_work: object
+    ) -> None:
+        """Takes what the routes find in their application's state."""
+        self._app = FastAPI(openapi_url=None)
+        self._app.state.service = service
+        self._app.state.stored_work = stored_work
+        for router in routers:
+            self._app.include_router(router)
+        add_error_handlers(self._app)
+
+    async def post(self, path: str, body: bytes, owner: str) -> InnerAnswer:
+        """Returns a route's answer to an owner's body; cancelling it aborts the request."""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+            "client": None,
+            "server": None,
+            IS_BACKGROUND: True,
+            **({KEY_NAME: owner} if owner else {}),
+        }
+        exchange = _Exchange(body)
+        await self._app(scope, exchange.receive, exchange.send)
+        return InnerAnswer(exchange.status, b"".join(exchange.parts))
+
+
+class _Exchange:
+    """The two ends of one request: its body goes in once, its answer is gathered."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.status = 500
+        self.parts: list[bytes] = []
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await asyncio.Future()  # a client that stays until it is answered
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message["type"] == "http.response.body":
+            self.parts.append(message.get("body", b""))

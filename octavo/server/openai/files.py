@@ -1,0 +1,170 @@
+"""/v1/files: the files that batches read and write. A file answers only to the key that made it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse
+
+from octavo.errors import InvalidRequest
+from octavo.server.auth import owner_of
+from octavo.server.multipart import UploadForm, receive_form
+from octavo.server.openai.listing import listing
+from octavo.server.state.file_writer import FileWriter
+from octavo.server.state.service import Service, service_of
+from octavo.server.state.store import Page, Record, Store, path_of
+
+PURPOSES = ("batch",)
+MAX_NAME = 255
+AGES_S = (3600, 30 * 86400)
+"""Shortest and longest age limit that an upload may ask for, in seconds, as OpenAI has them."""
+AGE_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")
+
+router = APIRouter()
+
+
+async def store_of(service: Annotated[Service, Depends(service_of)]) -> Store:
+    """Returns the server's store; raises a 404 where it keeps nothing."""
+    if service.store is None:
+        raise HTTPException(404, "this server keeps no files (hint: start it with --state-dir)")
+    return service.store
+
+
+StoreHere = Annotated[Store, Depends(store_of)]
+
+
+@router.post("/v1/files")
+async def upload(
+    request: Request, service: Annotated[Service, Depends(service_of)], store: StoreHere
+) -> dict[str, Any]:
+    """Takes a file of JSON lines; it is on the disk when the answer comes."""
+    settings = service.settings
+    store.check_room(int(request.headers.get("content-length", "0")))
+    file_id = f"file-{secrets.token_hex(12)}"
+    with FileWriter(store.folder, file_id) as writer:
+        form = await receive_form(
+            request,
+            writer,
+            max_bytes=settings.max_file_bytes,
+            timeout_s=settings.request_timeout_s,
+        )
+        expires_at = _expires_at(form, store)
+        name, purpose = _checked(form)
+        store.check_room(writer.num_bytes)
+        await writer.commit()
+    record = file_record(
+        file_id, owner_of(request), name, purpose, writer.num_bytes, expires_at=expires_at
+    )
+    await store.add(record)
+    return public_file(record)
+
+
+@router.get("/v1/files")
+async def list_files(
+    request: Request,
+    store: StoreHere,
+    *,
+    purpose: str | None = None,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+) -> dict[str, Any]:
+    page = Page(limit, after, newest_first=order == "desc", purpose=purpose)
+    records, has_more = await store.page("file", owner_of(request), page)
+    return listing([public_file(record) for record in records], has_more=has_more)
+
+
+@router.get("/v1/files/{file_id}")
+async def show_file(file_id: str, request: Request, store: StoreHere) -> dict[str, Any]:
+    return public_file(await find_file(store, file_id, owner_of(request)))
+
+
+@router.get("/v1/files/{file_id}/content")
+async def content(file_id: str, request: Request, store: StoreHere) -> Response:
+    record = await find_file(store, file_id, owner_of(request))
+    return FileResponse(path_of(store.folder, record.id), media_type="application/octet-stream")
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(file_id: str, request: Request, store: StoreHere) -> dict[str, Any]:
+    """Forgets a file, unless a batch reads it still."""
+    record = await find_file(store, file_id, owner_of(request))
+    for batch in await store.unfinished("batch"):
+        if batch.body["batch"]["input_file_id"] == file_id:
+            raise InvalidRequest(
+                f"file {file_id!r} is read by the batch {batch.id!r}",
+                hint="wait until the batch has ended, or cancel it",
+            )
+    await store.delete(record)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+def file_record(
+    file_id: str, owner: str, name: str, purpose: str, num_bytes: int, *, expires_at: int
+) -> Record:
+    """Returns the record of a file whose bytes are on the disk."""
+    body = {"filename": name, "purpose": purpose}
+    return Record(file_id, "file", owner, body, int(time.time()), expires_at, num_bytes)
+
+
+def public_file(record: Record) -> dict[str, Any]:
+    """Returns a file as its clients know it."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.num_bytes,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "filename": record.body["filename"],
+        "purpose": record.body["purpose"],
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+async def find_file(store: Store, file_id: str, owner: str) -> Record:
+    """Returns an owner's file; raises a 404 where it has none of this id."""
+    record = await store.find("file", file_id, owner)
+    if record is None:
+        raise HTTPException(404, f"No such File object: {file_id}")
+    return record
+
+
+def _checked(form: UploadForm) -> tuple[str, str]:
+    """Returns (file's name, purpose); raises InvalidRequest for a form that is not complete."""
+    purpose = form.fields.get("purpose")
+    if purpose not in PURPOSES:
+        raise InvalidRequest(f"purpose: got {purpose!r}, allowed is 'batch'", param="purpose")
+    if form.file_name is None:
+        raise InvalidRequest("file: needed, and not given", param="file")
+    for name in form.fields:
+        if name not in ("purpose", *AGE_FIELDS):
+            raise InvalidRequest(f"{name}: no such field", param=name)
+    if not 1 <= len(form.file_name) <= MAX_NAME or not form.file_name.isprintable():
+        raise InvalidRequest(
+            f"file: its name has 1 to {MAX_NAME} printable characters", param="file"
+        )
+    return form.file_name, purpose
+
+
+def _expires_at(form: UploadForm, store: Store) -> int:
+    """Returns the Unix time at which the file expires: the server's limit, or sooner if asked."""
+    anchor, seconds = (form.fields.get(name) for name in AGE_FIELDS)
+    if anchor is None and seconds is None:
+        return store.expires_at
+    low, high = AGES_S
+    if anchor != "created_at" or not (seconds or "").isdecimal() or len(seconds or "") > 9:
+        raise InvalidRequest(
+            "expires_after: allowed are the anchor 'created_at' and a whole number of seconds",
+            param="expires_after",
+        )
+    if not low <= int(seconds or "") <= high:
+        raise InvalidRequest(
+            f"expires_after: got {seconds} seconds, allowed are {low} to {high}",
+            param="expires_after",
+        )
+    return min(int(time.time()) + int(seconds or ""), store.expires_at)

@@ -1,0 +1,213 @@
+"""The body of POST /v1/responses, and what it asks for in the engine's terms.
+
+Names and rules are OpenAI's; sampling fields beyond them are those of the chat route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from octavo.errors import InvalidRequest
+from octavo.sampling_params import SamplingParams
+from octavo.server.body import Body
+from octavo.server.fields import field, sampling
+from octavo.server.openai.bodies import TokenId, Whole
+
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "min_tokens",
+    "ignore_eos",
+    "allowed_token_ids",
+)
+"""Fields that go to SamplingParams unchanged."""
+
+Choice = Annotated[bool | None, Field(description="true or false")]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY)],
+        Annotated[str, Field(max_length=MAX_METADATA_VALUE)],
+    ]
+    | None,
+    Field(
+        max_length=MAX_METADATA,
+        description=f"an object of at most {MAX_METADATA} texts of at most {MAX_METADATA_VALUE}"
+        f" characters, under names of at most {MAX_METADATA_KEY}",
+    ),
+]
+ShortText = Annotated[
+    str | None, Field(max_length=200, description="a text of at most 200 characters")
+]
+
+
+class ContentPart(BaseModel):
+    """One part of an input item's content."""
+
+    model_config = Body.model_config
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(BaseModel):
+    """One item of a response's input: a message."""
+
+    model_config = Body.model_config
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseBody(Body):
+    """Body of POST /v1/responses; None stands for a field that is not given."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset(
+        {"context_management", "conversation", "moderation", "n", "prompt"}
+    )
+
+    model: Annotated[str | None, Field(description="the name of a model")] = None
+    input: Annotated[str | list[InputItem], Field(description="a text or a list of messages")]
+    instructions: Annotated[str | None, Field(description="a text")] = None
+    max_output_tokens: Annotated[
+        Whole | None, Field(ge=1, description="a whole number from 1 up")
+    ] = None
+    temperature: float | None = sampling("temperature", "randomness of the draws")
+    top_p: float | None = sampling("top_p", "share of probability that is drawn from")
+    top_k: Whole | None = sampling("top_k", "number of best tokens that are drawn from")
+    min_p: float | None = sampling("min_p", "least share of the best probability")
+    repetition_penalty: float | None = sampling(
+        "repetition_penalty", "penalty of tokens that have occurred"
+    )
+    presence_penalty: float | None = sampling(
+        "presence_penalty", "penalty of tokens in the answer so far"
+    )
+    frequency_penalty: float | None = sampling(
+        "frequency_penalty", "penalty by how often a token has occurred"
+    )
+    seed: Whole | None = sampling("seed", "seed of the draws")
+    stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
+    min_tokens: Whole | None = sampling("min_tokens", "tokens before the answer may end")
+    ignore_eos: Choice = None
+    allowed_token_ids: list[TokenId] | None = field("a list of token ids", "tokens to draw from")
+    cache_salt: Annotated[str | None, Field(description="a text")] = None
+    priority: Annotated[
+        int | None,
+        Field(ge=-(2**31), lt=2**31, description="a whole number of at most 32 bits"),
+    ] = None
+    store: Choice = None
+    background: Choice = None
+    stream: Choice = None
+    stream_options: Annotated[
+        dict[str, bool] | None, Field(description='{"include_obfuscation": false}')
+    ] = None
+    metadata: Metadata = None
+    previous_response_id: ShortText = None
+    truncation: Annotated[
+        str | None, Field(pattern="^(auto|disabled)$", description='"auto" or "disabled"')
+    ] = None
+    user: ShortText = None
+    text: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    reasoning: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        Field(description="an empty list; this server does not support tools"),
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Field(description='"none" or "auto"; this server does not support tools'),
+    ] = None
+    parallel_tool_calls: Choice = None
+    max_tool_calls: Annotated[Whole | None, Field(ge=1, description="a whole number from 1 up")] = (
+        None
+    )
+    include: Annotated[list[str] | None, Field(max_length=0, description="an empty list")] = None
+    top_logprobs: Annotated[
+        int | None, Field(ge=0, le=0, description="0; this server gives no logprobs here")
+    ] = None
+    service_tier: Annotated[
+        str | None, Field(pattern="^(auto|default)$", description='"auto" or "default"')
+    ] = None
+    prompt_cache_key: ShortText = None
+    safety_identifier: ShortText = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response is to be kept, where the server keeps anything."""
+        return self.store is not False
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """Returns the SamplingParams; a field that is not given has the model's own value."""
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        recommended: Mapping[str, Any] = msgspec.structs.asdict(defaults)
+        return SamplingParams(**{**recommended, **given, "max_tokens": self.max_output_tokens})
+
+
+def check(body: ResponseBody) -> None:
+    """Raises InvalidRequest for what this server does not do, and for fields at odds."""
+    if body.tools:
+        raise InvalidRequest("tools: this server does not support them", param="tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest(
+            f"tool_choice: got {body.tool_choice!r}, and this server does not support tools",
+            param="tool_choice",
+        )
+    _check_text(body.text or {})
+    for name, value in (body.reasoning or {}).items():
+        if value is not None:
+            raise InvalidRequest(
+                f"reasoning.{name}: this server does not support it", param=f"reasoning.{name}"
+            )
+    if body.background and body.store is False:
+        raise InvalidRequest(
+            "background: allowed only where store is not false: its answer is fetched later",
+            param="background",
+        )
+    _check_stream_options(body)
+
+
+def _check_text(text: dict[str, Any]) -> None:
+    """Checks the field `text`, whose format is the only thing that it may set."""
+    for name, value in text.items():
+        if name == "verbosity" and value in (None, "medium"):
+            continue
+        if name != "format":
+            raise InvalidRequest(f"text.{name}: this server does not support it", param="text")
+        kind = value.get("type") if isinstance(value, dict) else value
+        if kind not in (None, "text"):
+            raise InvalidRequest(
+                f"text.format: got the type {kind!r}, allowed is 'text'", param="text.format"
+            )
+
+
+def _check_stream_options(body: ResponseBody) -> None:
+    if body.stream_options is None:
+        return
+    if not body.stream:
+        raise InvalidRequest(
+            "stream_options: allowed only where stream is true", param="stream_options"
+        )
+    for name, value in body.stream_options.items():
+        if name != "include_obfuscation" or value:
+            raise InvalidRequest(
+                f"stream_options.{name}: got {value}, allowed is include_obfuscation: false",
+                param="stream_options",
+            )

@@ -1,0 +1,237 @@
+"""A response on its way: from a body to a prompt, and from an answer to what a client gets.
+
+A conversation that goes on (`previous_response_id`) is rebuilt from what is stored; the prefix
+cache makes its prompt cheap.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.engine.front.input_processor import Origin
+from octavo.errors import ContextTooLong, InvalidRequest
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.server.generation import Generation
+from octavo.server.openai.answer import usage_of
+from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.openai.responses.items import input_items, messages_of, output_item
+from octavo.server.state.served_model import ServedModel
+from octavo.server.state.store import Record, Store
+from octavo.server.turn import Conversation, Turn
+
+ENDED = ("completed", "incomplete", "failed", "cancelled")
+MAX_TURNS = 1000
+"""Most earlier responses that one conversation is rebuilt from."""
+ROOM_FOR_ANSWER_TOKENS = 256
+"""Tokens that truncation leaves for an answer whose length is not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A response that is asked for, before it is known to be possible."""
+
+    id: str
+    owner: str
+    body: ResponseBody
+    origin: Origin
+    items: list[dict[str, Any]]
+    """Items of its own input."""
+    created_at: int
+
+    @property
+    def item_id(self) -> str:
+        """Id of the answer's message."""
+        return self.id.replace("resp_", "msg_", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A response whose prompt is made and whose fields have been checked."""
+
+    asked: Asked
+    model: ServedModel
+    params: SamplingParams
+    prompt: dict[str, Any]
+    first: dict[str, Any]
+    """The response before its first token."""
+
+    def start(self) -> Turn:
+        """Submits the request; raises the error of what is wrong with it."""
+        generation = Generation(
+            self.model,
+            [self.prompt],
+            self.params,
+            self.asked.id,
+            origin=self.asked.origin,
+            deltas=True,
+        )
+        return Turn(generation)
+
+    def ended(self, turn: Turn, text: str, status: str | None = None) -> dict[str, Any]:
+        """Returns the response in its last state; `status` stands for how the answer ended."""
+        reason = None if turn.latest is None else turn.latest.outputs[0].finish_reason
+        status = status or {"stop": "completed", "length": "incomplete"}.get(
+            reason or "", "cancelled"
+        )
+        item = output_item(
+            self.asked.item_id, text, "completed" if status == "completed" else "incomplete"
+        )
+        too_long = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self.first,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": too_long,
+            "output": [item] if text or status in ("completed", "incomplete") else [],
+            "usage": None if turn.latest is None else _usage(turn.latest),
+        }
+
+
+def new_asked(body: ResponseBody, owner: str, origin: Origin) -> Asked:
+    """Returns what a body asks for, under a new id; its draws have a seed from here on."""
+    if body.seed is None:
+        body.seed = secrets.randbits(63)
+    name = f"resp_{secrets.token_hex(24)}"
+    return Asked(name, owner, body, origin, input_items(body.input), int(time.time()))
+
+
+async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prepared:
+    """Returns the response with its prompt; raises what is wrong with it."""
+    body = asked.body
+    params = body.params(model.llm.get_default_sampling_params())
+    system = (
+        [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+    )
+    items = [*await _history(asked, store), *asked.items]
+    messages = messages_of(items)
+    if body.truncation == "auto":
+        prompt = await _truncated(asked, model, system, messages)
+    else:
+        prompt = await _rendered(asked, model, system + messages)
+    first = _first(asked, model, params, is_stored=body.is_stored and store is not None)
+    return Prepared(asked, model, params, prompt, first)
+
+
+def failed(first: dict[str, Any], message: str) -> dict[str, Any]:
+    """Returns the last state of a response whose computing has failed."""
+    return {**first, "status": "failed", "error": {"code": "server_error", "message": message}}
+
+
+async def _history(asked: Asked, store: Store | None) -> list[dict[str, Any]]:
+    """Returns the items of the conversation so far, oldest first."""
+    turns: list[list[dict[str, Any]]] = []
+    previous = asked.body.previous_response_id
+    while previous is not None:
+        record = store and await store.find("response", previous, asked.owner)
+        if not record:
+            raise InvalidRequest(
+                f"Previous response with id '{previous}' not found.", param="previous_response_id"
+            )
+        _check_ended(record)
+        if len(turns) == MAX_TURNS:
+            raise InvalidRequest(
+                f"previous_response_id: the conversation has more than {MAX_TURNS} turns",
+                hint="send its items as input",
+                param="previous_response_id",
+            )
+        response = record.body["response"]
+        turns.append([*record.body["items"], *response["output"]])
+        previous = response["previous_response_id"]
+    return [item for turn in reversed(turns) for item in turn]
+
+
+def _check_ended(record: Record) -> None:
+    status = record.body["response"]["status"]
+    if status not in ENDED:
+        raise InvalidRequest(
+            f"previous_response_id: '{record.id}' is {status} still",
+            hint="wait until it has ended",
+            param="previous_response_id",
+        )
+
+
+async def _rendered(
+    asked: Asked, model: ServedModel, messages: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return await Conversation(messages, asked.body.cache_salt).prompt(model)
+
+
+async def _truncated(
+    asked: Asked,
+    model: ServedModel,
+    system: list[dict[str, Any]],
+    messages: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Returns the prompt of the longest end of a conversation that leaves room for an answer."""
+    info = model.llm.info
+    most = min(info.max_model_len, info.kv_capacity_tokens)
+    room = asked.body.max_output_tokens or min(ROOM_FOR_ANSWER_TOKENS, most // 4)
+
+    async def fits(num_dropped: int) -> bool:
+        try:
+            prompt = await _rendered(asked, model, system + messages[num_dropped:])
+        except ContextTooLong:
+            return False
+        return len(prompt["prompt_token_ids"]) + room <= most
+
+    low, high = 0, len(messages) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return await _rendered(asked, model, system + messages[low:])
+
+
+def _first(
+    asked: Asked, model: ServedModel, params: SamplingParams, *, is_stored: bool
+) -> dict[str, Any]:
+    body = asked.body
+    return {
+        "id": asked.id,
+        "object": "response",
+        "created_at": asked.created_at,
+        "completed_at": None,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "model": model.name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": is_stored,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": params.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }
+
+
+def _usage(output: RequestOutput) -> dict[str, Any]:
+    usage = usage_of([output])
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }

@@ -1,0 +1,222 @@
+"""POST /v1/responses, and what is done with a stored response: get, stream again, cancel, delete.
+
+Bodies and events are OpenAI's. A response answers only to the key that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from octavo.errors import InvalidRequest, OctavoError
+from octavo.server.auth import origin_of, owner_of
+from octavo.server.body import body_of
+from octavo.server.connection import unless_gone
+from octavo.server.errors import error_body
+from octavo.server.openai.listing import listing
+from octavo.server.openai.responses.body import ResponseBody, check
+from octavo.server.openai.responses.events import Event, EventWriter, error_event
+from octavo.server.openai.responses.making import Asked, Prepared, failed, new_asked, prepare
+from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, stored, told_again
+from octavo.server.sse import Events, NamedEventStream
+from octavo.server.state.service import Service, service_of
+from octavo.server.state.store import Record, Store
+from octavo.server.turn import Turn
+
+router = APIRouter()
+
+
+async def runs_of(request: Request) -> ResponseRuns | None:
+    """Returns the server's background responses; None where it keeps nothing."""
+    work = request.app.state.stored_work
+    return None if work is None else work.responses
+
+
+ServiceHere = Annotated[Service, Depends(service_of)]
+RunsHere = Annotated[ResponseRuns | None, Depends(runs_of)]
+
+
+@router.post("/v1/responses")
+async def create(
+    request: Request,
+    service: ServiceHere,
+    runs: RunsHere,
+    body: Annotated[ResponseBody, Depends(body_of(ResponseBody))],
+) -> Response:
+    model = service.model(body.model)
+    check(body)
+    _check_kept(body, service.store)
+    store = service.store if body.is_stored else None
+    origin = origin_of(request, body.priority, body.user)
+    asked = new_asked(body, owner_of(request), origin)
+    prepared = await prepare(asked, model, service.store)
+    if store is not None:
+        store.check_room()
+    if body.background and runs is not None:
+        run = await runs.start(prepared)
+        if body.stream:
+            return TypedEventStream(run.events(-1), body.headers)
+        return JSONResponse(run.response, headers=body.headers)
+    turn = prepared.start()
+    if body.stream:
+        return TypedEventStream(_events(prepared, turn, store), body.headers)
+    last = await unless_gone(request.receive, _whole(prepared, turn, store))
+    return JSONResponse(last, headers=body.headers)
+
+
+@router.get("/v1/responses/{response_id}")
+async def show(
+    response_id: str,
+    request: Request,
+    service: ServiceHere,
+    runs: RunsHere,
+    *,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=0)] | None = None,
+) -> Response:
+    """Answers with a response, or with `stream` tells the events of a background one again."""
+    record = await _find(service, response_id, owner_of(request))
+    run = runs.find(response_id) if runs is not None else None
+    if not stream:
+        if starting_after is not None:
+            raise InvalidRequest(
+                "starting_after: allowed only where stream is true", param="starting_after"
+            )
+        return JSONResponse(run.response if run is not None else record.body["response"])
+    return TypedEventStream(
+        _followed(record, run).events(-1 if starting_after is None else starting_after), {}
+    )
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    service: ServiceHere,
+    *,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+) -> dict[str, Any]:
+    """Lists the items that a response was given, the newest first."""
+    record = await _find(service, response_id, owner_of(request))
+    items: list[dict[str, Any]] = record.body["items"]
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after: no item {after!r}", param="after")
+        items = items[places[0] + 1 :]
+    shown = items[:limit]
+    return listing(shown, has_more=len(items) > limit)
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel(
+    response_id: str, request: Request, service: ServiceHere, runs: RunsHere
+) -> Response:
+    """Ends a background response; one that has ended stays as it is."""
+    record = await _find(service, response_id, owner_of(request))
+    if runs is None or not record.body["response"]["background"]:
+        raise InvalidRequest("Only responses created with background=true can be cancelled.")
+    return JSONResponse(await runs.cancel(record))
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete(
+    response_id: str, request: Request, service: ServiceHere, runs: RunsHere
+) -> dict[str, Any]:
+    """Forgets a response, and ends it where it still runs."""
+    record = await _find(service, response_id, owner_of(request))
+    store = _kept(service)
+    await store.delete(record)
+    if runs is not None and runs.find(response_id) is not None:
+        await runs.cancel(record)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+class TypedEventStream(NamedEventStream):
+    """A stream of numbered events; an error that ends it is one more."""
+
+    def __init__(self, events: Events, headers: Mapping[str, str]) -> None:
+        super().__init__(events, headers)
+        self._next_number = 0
+
+    def format_events(self, payloads: Iterable[Event]) -> bytes:
+        events = list(payloads)
+        self._next_number = events[-1]["sequence_number"] + 1
+        return super().format_events(events)
+
+    def failure(self, error: Exception) -> list[Event]:
+        return [error_event(error_body(error)["error"], self._next_number)]
+
+
+async def _whole(prepared: Prepared, turn: Turn, store: Store | None) -> dict[str, Any]:
+    """Returns a response when it has ended, and is stored where that is asked for."""
+    texts = [delta.text async for delta in turn.deltas()]
+    last = prepared.ended(turn, "".join(texts))
+    await _keep(prepared.asked, last, store)
+    return last
+
+
+async def _events(
+    prepared: Prepared, turn: Turn, store: Store | None
+) -> AsyncGenerator[list[Event], None]:
+    """Yields a response's events; it is stored before the last ones."""
+    writer = EventWriter(prepared.first, prepared.asked.item_id)
+    yield writer.opening()
+    texts: list[str] = []
+    try:
+        async for delta in turn.deltas():
+            if delta.text:
+                texts.append(delta.text)
+                yield writer.delta(delta.text)
+        last = prepared.ended(turn, "".join(texts))
+    except OctavoError as error:
+        last = failed(prepared.first, error.message)
+    await _keep(prepared.asked, last, store)
+    yield writer.closing(last)
+
+
+async def _keep(asked: Asked, last: dict[str, Any], store: Store | None) -> None:
+    if store is not None:
+        await store.add(stored(asked, last, store))
+
+
+def _followed(record: Record, run: ResponseRun | None) -> ResponseRun:
+    """Returns what a stream is told from; raises for a response that is not in the background."""
+    if not record.body["response"]["background"]:
+        raise InvalidRequest(
+            "stream: allowed for responses created with background=true only", param="stream"
+        )
+    return told_again(record) if run is None else run
+
+
+def _check_kept(body: ResponseBody, store: Store | None) -> None:
+    """Raises InvalidRequest for what needs a store, where the server has none."""
+    if store is not None:
+        return
+    for name in ("background", "previous_response_id", "store"):
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"{name}: this server keeps nothing", hint="start it with --state-dir", param=name
+            )
+
+
+def _kept(service: Service) -> Store:
+    if service.store is None:
+        raise HTTPException(404, "this server keeps no responses (hint: start it with --state-dir)")
+    return service.store
+
+
+async def _find(service: Service, response_id: str, owner: str) -> Record:
+    """Returns an owner's response; raises a 404 where it has none of this id."""
+    record = await _kept(service).find("response", response_id, owner)
+    if record is None:
+        raise HTTPException(404, f"Response with id '{response_id}' not found.")
+    return record

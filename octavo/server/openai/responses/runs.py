@@ -1,0 +1,270 @@
+"""Responses in the background: computed by tasks of the server, stored when they end.
+
+One that was accepted is on the disk. Where the server ends before it has an answer, the next one
+that opens the same folder computes it, with the same seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from octavo.engine.front.input_processor import Origin
+from octavo.errors import EngineDead, OctavoError, Overloaded, Unavailable
+from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.openai.responses.events import Event, EventWriter
+from octavo.server.openai.responses.making import ENDED, Asked, Prepared, failed, prepare
+from octavo.server.state.service import Service
+from octavo.server.state.store import Record, Store
+from octavo.server.turn import Turn
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""Pause before a response that finds no engine, or a full queue, tries again, in seconds."""
+
+
+@dataclass(slots=True)
+class ResponseRun:
+    """A background response and what its stream has told so far."""
+
+    response: dict[str, Any]
+    """The response in its newest state."""
+    deltas: list[str] = field(default_factory=list)
+    failure: Exception | None = None
+    """Error that keeps it from going on in this server; the next one computes it."""
+    task: asyncio.Task[None] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.response["status"] in ENDED
+
+    def change(self) -> None:
+        """Wakes those who follow."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def events(self, after: int) -> AsyncGenerator[list[Event], None]:
+        """Yields the stream's events behind number `after`, up to its end."""
+        item_id = self.response["id"].replace("resp_", "msg_", 1)
+        first = {
+            **self.response,
+            "status": "queued",
+            "output": [],
+            "usage": None,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+        }
+        writer = EventWriter(first, item_id)
+        events, told = writer.opening(), 0
+        while True:
+            changed = self._changed
+            while told < len(self.deltas):
+                events += writer.delta(self.deltas[told])
+                told += 1
+            if self.has_ended:
+                events += writer.closing(self.response)
+            new = [event for event in events if event["sequence_number"] > after]
+            if new:
+                yield new
+            if self.has_ended:
+                return
+            if self.failure is not None:
+                raise self.failure
+            events = []
+            await changed.wait()
+
+
+class ResponseRuns:
+    """The background responses of a server by id."""
+
+    def __init__(self, service: Service, store: Store) -> None:
+        self._service = service
+        self._store = store
+        self._runs: dict[str, ResponseRun] = {}
+        self._stopping = False
+
+    async def resume(self) -> None:
+        """Starts what an earlier server has left unfinished."""
+        for record in await self._store.unfinished("response"):
+            if record.id not in self._runs:
+                self._begin(_asked_again(record), record, None)
+
+    async def stop(self) -> None:
+        """Ends the tasks; what they have not finished stays to be resumed."""
+        self._stopping = True
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def start(self, prepared: Prepared) -> ResponseRun:
+        """Stores a response that is to be computed, and begins with it."""
+        self.check_room()
+        record = _record(prepared.asked, prepared.first)
+        await self._store.add(record)
+        return self._begin(prepared.asked, record, prepared)
+
+    def check_room(self) -> None:
+        """Raises Overloaded where too many responses run in the background."""
+        most = self._service.settings.max_jobs
+        if len(self._runs) >= most:
+            raise Overloaded(
+                f"{len(self._runs)} responses run in the background, allowed are {most}",
+                hint="try again later, or raise max_jobs",
+            )
+
+    def find(self, response_id: str) -> ResponseRun | None:
+        """Returns a response that runs; its owner has been checked."""
+        return self._runs.get(response_id)
+
+    async def cancel(self, record: Record) -> dict[str, Any]:
+        """Ends a response that has not ended; returns its state after that."""
+        run = self._runs.get(record.id)
+        if run is not None and run.task is not None and run.failure is None:
+            run.task.cancel()
+            await asyncio.wait([run.task])
+            return run.response
+        found = await self._store.find("response", record.id, record.owner)
+        response: dict[str, Any] = (found or record).body["response"]
+        if response["status"] in ENDED:
+            return response
+        response = {**response, "status": "cancelled"}
+        await self._store.replace(_ended(record, response, [], self._store))
+        return response
+
+    # -- in the tasks ------------------------------------------------------------------------------
+
+    def _begin(self, asked: Asked, record: Record, prepared: Prepared | None) -> ResponseRun:
+        run = self._runs[asked.id] = ResponseRun(dict(record.body["response"]))
+        run.task = asyncio.create_task(self._follow(run, asked, record, prepared))
+        return run
+
+    async def _follow(
+        self, run: ResponseRun, asked: Asked, record: Record, prepared: Prepared | None
+    ) -> None:
+        """Computes a response and stores it; leaves it unfinished where the server ends before."""
+        try:
+            last = await self._computed(run, asked, prepared)
+            await self._store.replace(_ended(record, last, run.deltas, self._store))
+            run.response = last
+        except HTTPException as error:
+            run.failure = error
+        except asyncio.CancelledError:
+            run.failure = Unavailable("the server is stopping")
+            raise
+        finally:
+            run.change()
+            if run.failure is None:
+                del self._runs[asked.id]
+
+    async def _computed(
+        self, run: ResponseRun, asked: Asked, prepared: Prepared | None
+    ) -> dict[str, Any]:
+        """Returns a response in its last state, by another engine where the first one ends."""
+        while True:
+            try:
+                return await self._answered(run, asked, prepared)
+            except EngineDead:
+                prepared = None
+                await asyncio.sleep(RETRY_S)
+            except OctavoError as error:
+                return failed(run.response, error.message)
+
+    async def _answered(
+        self, run: ResponseRun, asked: Asked, prepared: Prepared | None
+    ) -> dict[str, Any]:
+        """Returns a response as one engine answers it, or as it was when it was cancelled."""
+        turn: Turn | None = None
+        told = sum(map(len, run.deltas))
+        try:
+            if prepared is None:
+                prepared = await self._patiently(lambda: self._prepared(asked))
+            found = prepared
+            turn = await self._patiently(lambda: _started(found))
+            run.response = {**run.response, "status": "in_progress"}
+            async for delta in turn.deltas():
+                new = delta.text[max(0, told - delta.start) :]
+                if new:
+                    run.deltas.append(new)
+                    run.change()
+            return prepared.ended(turn, "".join(run.deltas))
+        except asyncio.CancelledError:
+            if self._stopping:
+                raise
+            if prepared is None or turn is None:
+                return {**run.response, "status": "cancelled"}
+            return prepared.ended(turn, "".join(run.deltas), "cancelled")
+
+    async def _prepared(self, asked: Asked) -> Prepared:
+        return await prepare(asked, self._service.model(asked.body.model), self._store)
+
+    async def _patiently(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Returns what work returns, once the engine is there and its queue has a place."""
+        while True:
+            try:
+                return await work()
+            except (Overloaded, Unavailable) as error:
+                pause_s = error.retry_after_s if isinstance(error, Overloaded) else RETRY_S
+                await asyncio.sleep(min(pause_s, 10 * RETRY_S))
+
+
+async def _started(prepared: Prepared) -> Turn:
+    return prepared.start()
+
+
+def told_again(record: Record) -> ResponseRun:
+    """Returns a background response that has ended as a run, so that its stream can be told."""
+    return ResponseRun(record.body["response"], list(record.body["deltas"] or []))
+
+
+def stored(asked: Asked, response: dict[str, Any], store: Store) -> Record:
+    """Returns the record of a response that was answered in the foreground."""
+    return _ended(_record(asked, response), response, None, store)
+
+
+def _record(asked: Asked, response: dict[str, Any]) -> Record:
+    request = asked.body.model_dump(exclude_none=True)
+    origin = {"priority": asked.origin.priority, "tenant": asked.origin.tenant}
+    return Record(
+        asked.id,
+        "response",
+        asked.owner,
+        {
+            "response": response,
+            "items": asked.items,
+            "deltas": None,
+            "request": request,
+            "origin": origin,
+        },
+        asked.created_at,
+    )
+
+
+def _ended(
+    record: Record, response: dict[str, Any], deltas: list[str] | None, store: Store
+) -> Record:
+    """Returns the record of a response in its last state, whose age limit begins now."""
+    body = {"response": response, "items": record.body["items"], "deltas": deltas}
+    return replace(record, body=body, expires_at=store.expires_at)
+
+
+def _asked_again(record: Record) -> Asked:
+    """Returns what an unfinished record asks for."""
+    body = ResponseBody.model_validate_json(msgspec.json.encode(record.body["request"]))
+    return Asked(
+        record.id,
+        record.owner,
+        body,
+        Origin(**record.body["origin"]),
+        record.body["items"],
+        record.created_at,
+    )

@@ -1,0 +1,54 @@
+"""A file on its way to the disk: written beside the others, and put among them when it is whole.
+
+Knows no API. The record that names the file is its maker's to add, after `commit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import TracebackType
+
+from octavo.server.state.store import files_folder, incoming_folder, path_of
+
+
+class FileWriter:
+    """An open file; used as a context manager, which removes it unless it was committed."""
+
+    def __init__(self, folder: Path, file_id: str) -> None:
+        self.file_id = file_id
+        self.num_bytes = 0
+        self._folder = folder
+        self._path = incoming_folder(folder) / file_id
+        self._file = open(self._path, "xb")  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    async def write(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        await asyncio.to_thread(self._file.write, data)
+
+    async def commit(self) -> None:
+        """Returns when the whole file is on the disk, under its id."""
+        await asyncio.to_thread(self._commit)
+
+    def _commit(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.rename(self._path, path_of(self._folder, self.file_id))
+        descriptor = os.open(files_folder(self._folder), os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

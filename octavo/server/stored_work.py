@@ -1,0 +1,52 @@
+"""The work that the server does for what it keeps: responses in the background, and batches.
+
+It begins when the server listens, goes on with what an earlier server has left unfinished, and
+stops before the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+
+from octavo.server.batch_runner import BatchRunner
+from octavo.server.inner_requests import InnerRequests
+from octavo.server.openai import chat, completions
+from octavo.server.openai.responses import routes as response_routes
+from octavo.server.openai.responses.runs import ResponseRuns
+from octavo.server.state.service import Service
+from octavo.server.state.store import Store
+
+logger = logging.getLogger(__name__)
+
+BATCH_ROUTES = (chat.router, completions.router, response_routes.router)
+"""Routes that a batch's lines may ask."""
+
+
+class StoredWork:
+    """Background responses and batches of one server."""
+
+    def __init__(self, service: Service, store: Store) -> None:
+        self.responses = ResponseRuns(service, store)
+        inner = InnerRequests(service, BATCH_ROUTES, stored_work=self)
+        self.batches = BatchRunner(service, store, inner)
+
+    async def resume(self) -> None:
+        """Goes on with what is unfinished."""
+        await self.responses.resume()
+        await self.batches.resume()
+
+    async def stop(self) -> None:
+        """Ends all tasks; what they have not finished stays to be resumed."""
+        await asyncio.gather(self.responses.stop(), self.batches.stop())
+
+
+async def stored_work_of(request: Request) -> StoredWork:
+    """Returns the stored work of a server; raises a 404 where it keeps nothing."""
+    work: StoredWork | None = request.app.state.stored_work
+    if work is None:
+        raise HTTPException(404, "this server keeps nothing (hint: start it with --state-dir)")
+    return work

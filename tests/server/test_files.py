@@ -1,0 +1,117 @@
+"""/v1/files, through OpenAI's client and over plain HTTP."""
+
+import openai
+import pytest
+
+BOUNDARY = "xx-boundary-xx"
+
+
+def upload(client, content=b'{"a": 1}\n', name="lines.jsonl", **fields):
+    return client.files.create(file=(name, content), purpose="batch", **fields)
+
+
+def send_form(keeper, body, boundary=BOUNDARY):
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    with keeper.http() as http:
+        return http.post("/v1/files", content=body, headers=headers)
+
+
+def part(name, value, filename=None):
+    more = f'; filename="{filename}"' if filename else ""
+    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'
+    return head.encode() + value + b"\r\n"
+
+
+END = f"--{BOUNDARY}--\r\n".encode()
+
+
+def test_a_file_comes_back_as_it_was_sent(kept):
+    content = bytes(range(256)) * 2000
+    made = upload(kept, content)
+    assert (made.object, made.bytes, made.filename) == ("file", len(content), "lines.jsonl")
+    assert (made.purpose, made.status) == ("batch", "processed")
+    assert kept.files.retrieve(made.id) == made
+    assert kept.files.content(made.id).content == content
+
+
+def test_files_are_listed_in_pages_newest_first(kept):
+    made = [upload(kept, name=f"{index}.jsonl").id for index in range(5)]
+    assert [file.id for file in kept.files.list(limit=2)][:5] == made[::-1]
+    page = kept.files.list(limit=2, after=made[3])
+    assert [file.id for file in page.data] == [made[2], made[1]] and page.has_more
+    oldest_first = [file.id for file in kept.files.list(order="asc", limit=100)]
+    assert oldest_first[-5:] == made
+    assert [file.id for file in kept.files.list(purpose="batch_output", limit=100)] == [
+        file.id for file in kept.files.list(limit=100) if file.purpose == "batch_output"
+    ]
+
+
+def test_a_deleted_file_is_gone(kept):
+    made = upload(kept)
+    assert kept.files.delete(made.id).deleted
+    for ask in (kept.files.retrieve, kept.files.content, kept.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(made.id)
+
+
+def test_a_file_answers_to_its_key_alone(kept, other):
+    made = upload(kept)
+    for ask in (other.files.retrieve, other.files.content, other.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(made.id)
+    assert made.id not in [file.id for file in other.files.list()]
+    with pytest.raises(openai.BadRequestError, match="no file"):
+        other.batches.create(
+            input_file_id=made.id, endpoint="/v1/completions", completion_window="24h"
+        )
+
+
+def test_a_file_that_is_too_large_leaves_nothing(keeper, kept, tmp_path):
+    before = len(list(kept.files.list()))
+    with pytest.raises(openai.APIStatusError, match="at most 1048576 bytes") as caught:
+        upload(kept, b"x" * (1 << 20) + b"x")
+    assert caught.value.status_code == 413
+    upload(kept, b"x" * (1 << 20))
+    assert len(list(kept.files.list())) == before + 1
+
+
+def test_an_age_limit_is_kept_within_its_range(kept):
+    made = upload(kept, expires_after={"anchor": "created_at", "seconds": 3600})
+    assert made.expires_at - made.created_at == 3600
+    with pytest.raises(openai.BadRequestError, match="3600 to"):
+        upload(kept, expires_after={"anchor": "created_at", "seconds": 60})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (part("purpose", b"batch") + END, "file: needed"),
+        (part("file", b"x", "a") + END, "purpose: got None"),
+        (
+            part("purpose", b"assistants") + part("file", b"x", "a") + END,
+            "purpose: got 'assistants",
+        ),
+        (part("purpose", b"batch") + part("file", b"x", "a"), "ends before its last boundary"),
+        (part("purpose", b"batch") + part("more", b"x", "a") + END, "one file, named 'file'"),
+        (part("purpose", b"b" * 2000) + END, "too long"),
+        (
+            part("purpose", b"batch") + part("colour", b"x") + part("file", b"x", "a") + END,
+            "colour",
+        ),
+        (part("file", b"x", "a") * 2 + part("purpose", b"batch") + END, "one file"),
+        (part("a", b"x") * 17 + END, "too many parts"),
+        (b"--nothing", "malformed"),
+        (b"", "ends before"),
+        (part("n" * 9000, b"x") + END, "header size exceeded"),
+    ],
+)
+def test_a_form_that_is_not_right_is_refused(keeper, body, message):
+    response = send_form(keeper, body)
+    assert response.status_code == 400, response.text
+    assert message in response.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_form_is_refused(keeper):
+    with keeper.http() as http:
+        assert http.post("/v1/files", json={"file": "x"}).status_code == 415
+    assert send_form(keeper, b"x", boundary="b" * 80).status_code == 400
