@@ -55,7 +55,7 @@ ShortText = Annotated[
 ]
 
 
-class ContentPart(BaseModel):
+class ItemPart(BaseModel):
     """One part of an input item's content."""
 
     model_config = Body.model_config
@@ -72,7 +72,7 @@ class InputItem(BaseModel):
 
     type: str = "message"
     role: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[ItemPart] | None = None
     id: str | None = None
     status: str | None = None
 

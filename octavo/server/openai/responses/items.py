@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest
-from octavo.server.openai.responses.body import ContentPart, InputItem
+from octavo.server.openai.responses.body import InputItem, ItemPart
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Each role of an item, and the role that a chat template knows for it."""
@@ -85,7 +85,7 @@ def _parts(item: InputItem, where: str) -> list[dict[str, Any]]:
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(item.content)]
 
 
-def _part(part: ContentPart, where: str) -> dict[str, Any]:
+def _part(part: ItemPart, where: str) -> dict[str, Any]:
     if part.type in ("input_text", "text") and part.text is not None:
         return {"type": "input_text", "text": part.text}
     if part.type == "output_text" and part.text is not None:
