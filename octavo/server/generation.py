@@ -54,8 +54,7 @@ class Generation:
                     owner=origin.owner,
                     deltas=deltas,
                 )
-                self._streams.append(stream)
-                self._record.charge_prompt(stream.num_prompt_tokens)
+                self._add(stream)
         except BaseException:
             self._give_up()
             raise
@@ -64,7 +63,11 @@ class Generation:
     def of_request(cls, model: ServedModel, request: FrontRequest, *, deltas: bool) -> Generation:
         """Submits a request that is prepared."""
         generation = cls(model, [], request.params, request.request_id)
-        generation._streams.append(model.llm.submit_prepared(request, deltas=deltas))
+        try:
+            generation._add(model.llm.submit_prepared(request, deltas=deltas))
+        except BaseException:
+            generation._give_up()
+            raise
         return generation
 
     async def results(self) -> list[RequestOutput]:
@@ -96,6 +99,10 @@ class Generation:
             if output.error is not None:
                 raise WorkerFailed(output.error)
         return output
+
+    def _add(self, stream: RequestStream) -> None:
+        self._streams.append(stream)
+        self._record.charge_prompt(stream.num_prompt_tokens)
 
     def _give_up(self) -> None:
         """Aborts the streams that have not finished; the request no longer counts as running."""

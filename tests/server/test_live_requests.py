@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.support.live_server import LETTERS, until
+from tests.support.live_server import LETTERS, LiveServer, until
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 SLOW = {
     "prompt": "Hello",
@@ -240,3 +241,21 @@ def test_a_fork_that_cannot_be_is_refused_by_field(http, body, param):
     made = http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3}).json()
     answer = http.post(f"/v1/requests/{made['id']}/fork", json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_a_fork_counts_for_its_key_and_a_refused_one_leaves_nothing_running(tmp_path):
+    """A key that may run one request at once can fork again and again, also after a refusal."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys:\n  - {name: small, key: secret, max_running: 1}\n")
+    server = LiveServer(str(tiny_model_with_text()), f"--api-key-file={keys}")
+    try:
+        with server.http() as http:
+            http.headers["Authorization"] = "Bearer secret"
+            made = http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3}).json()
+            path = f"/v1/requests/{made['id']}/fork"
+            for body, status in (({}, 200), ({"then": [10**6]}, 400), ({"request_id": "a"}, 200)):
+                assert http.post(path, json=body).status_code == status
+            assert http.get(f"/v1/requests/{made['id']}").json()["owner"] == "small"
+            assert http.get("/v1/requests").json()["data"] == []
+    finally:
+        assert server.stop() == 0

@@ -20,7 +20,7 @@ from octavo.engine.front.changes import Fork
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.live.requests import STATES, LiveRequest
 from octavo.errors import EngineDead, InvalidRequest, RequestNotFound
-from octavo.server.auth import is_operator, origin_of, owner_of
+from octavo.server.auth import is_operator, origin_of, owner_of, require_operator
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.fields import field
@@ -96,7 +96,9 @@ class Found:
 async def list_requests(
     request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response:
-    """Lists the key's requests that wait or run, the operator's key all of them; without texts."""
+    """Lists the key's requests that wait or run, the operator all of them; without texts."""
+    if not owner_of(request):
+        require_operator(request)  # without names of keys, all have the same owner
     found = await _visible(request, service, recent=False)
     return _json({"object": "list", "data": [_describe(one) for one in found]})
 
@@ -149,11 +151,12 @@ async def fork(
     answer has the form of the request's own.
     """
     found = await _find(request, service, request_id)
+    model = service.model(found.model.name)  # which takes no new work while it drains
     body.request_id = body.request_id or secrets.token_hex(12)
     kind = CompletionAnswer if request_id.startswith(CompletionAnswer.prefix) else ChatAnswer
     made = _prepare(request, found, body, member_name(f"{kind.prefix}-{body.request_id}", 0))
-    answer = _answer(kind, found.model, made, body)
-    generation = Generation.of_request(found.model, made, deltas=bool(body.stream))
+    answer = _answer(kind, model, made, body)
+    generation = Generation.of_request(model, made, deltas=bool(body.stream))
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
     outputs = await unless_gone(request.receive, generation.results())
