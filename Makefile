@@ -6,6 +6,7 @@
 #   make test-all  ten times that, and the slow tests (about an hour)
 #   make soak      the full counts; goes on where it was stopped (hours)
 #   make clients   other projects' clients (langchain, litellm, lm-eval ...) against a live server
+#   make browser   the page in headless Chromium, which the system must have; UPDATE=1 stores new pictures
 #   make check     lint, formatting (Python and C++), types, who may import whom
 #   make bench     tokens/s of the default model on this machine
 #   make wheel     a wheel, in dist/
@@ -30,7 +31,7 @@ PYTEST = $(DEV_VENV)/bin/python -m pytest
 SOAK_LOG := build/soak.jsonl
 BESIDE_EACH_OTHER := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all soak clients check bench wheel sanitize qemu clean
+.PHONY: demo serve test test-all soak clients browser check bench wheel sanitize qemu clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -50,6 +51,10 @@ test-all: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
 	$(PYTEST) --tier all $(BESIDE_EACH_OTHER) -m "not alone"
 	$(PYTEST) --tier all -m alone
+
+browser: $(DEV_VENV)/.browser-stamp
+	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
+	$(PYTEST) tests/browser
 
 soak: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -100,6 +105,10 @@ $(CLIENTS_VENV)/.stamp: $(BUILT_FROM) | $(CLIENTS_VENV)/bin/pip
 tests/clients/node/node_modules/.stamp: tests/clients/node/package.json
 	@command -v npm > /dev/null || { echo "make clients needs Node.js 20 or newer with npm, found none" >&2; exit 2; }
 	npm install --prefix tests/clients/node --no-audit --no-fund --no-package-lock
+	@touch $@
+
+$(DEV_VENV)/.browser-stamp: $(DEV_VENV)/.stamp
+	$(DEV_VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
 	@touch $@
 
 %/bin/pip:

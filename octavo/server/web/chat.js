@@ -211,7 +211,7 @@ export class ChatView {
     return h(
       "div",
       { class: "opening" },
-      h("h1", {}, "What shall the model write?"),
+      h("h2", {}, "What shall the model write?"),
       h("p", {}, "Choose Tokens below its answer, and point at one, to see what else it weighed."),
       h("ul", { class: "suggestions" }, ...items),
     );

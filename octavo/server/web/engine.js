@@ -101,7 +101,7 @@ export class EngineView {
   draw() {
     if (!this.frame || !this.isShown) return;
     const frames = this.source.before(this.player.at, NUM_FRAMES);
-    this.colours.assign([...this.frame.requests.keys()]);
+    for (const frame of frames) this.colours.assign([...frame.requests.keys()]);
     this.figures.show(this.frame, frames);
     this.drawMaps();
     this.list.show(this.frame);
@@ -133,6 +133,7 @@ export class EngineView {
     if (name === this.focus) return;
     this.focus = name;
     this.lines.focus = name;
+    for (const map of this.maps) map.cursor = -1;
     byId("map-hover").textContent = name ? this.describe(name) : "\u00a0";
     this.redraw();
   }

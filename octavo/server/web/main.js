@@ -23,7 +23,7 @@ class ModelChoice {
       try {
         const { data } = await this.api.json("v1/models");
         showBanner("");
-        this.show(data.map((card) => card.id));
+        this.show(data);
         return;
       } catch (error) {
         showBanner(error.status ? error.message : "The server cannot be reached.");
@@ -33,10 +33,16 @@ class ModelChoice {
     }
   }
 
-  show(names) {
-    this.select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
+  /** Offers the models that can be asked; others are named with their state. */
+  show(cards) {
+    const isReady = ({ state = "ready" }) => state === "ready";
+    const options = cards.map((card) =>
+      h("option", { value: card.id, disabled: !isReady(card) }, isReady(card) ? card.id : `${card.id} (${card.state})`),
+    );
+    this.select.replaceChildren(...options);
+    const names = cards.filter(isReady).map((card) => card.id);
     const before = kept("model", "");
-    this.use(names.includes(before) ? before : names[0]);
+    this.use(names.includes(before) ? before : (names[0] ?? cards[0].id));
   }
 
   async use(name) {
@@ -89,8 +95,8 @@ class Page {
   async changeModel(name) {
     try {
       const query = new URLSearchParams({ model: name });
-      const { fields } = await this.api.json(`v1/capabilities?${query}`);
-      this.chat.settings.use(fields);
+      const { fields, features } = await this.api.json(`v1/capabilities?${query}`);
+      this.chat.settings.use(fields, features);
     } catch (error) {
       this.chat.settings.use([]);
       if (error.status !== 404) showBanner(error.message);

@@ -2,14 +2,17 @@
 
 import { byId, h, keep, kept } from "./dom.js";
 
+const PATH = "/v1/chat/completions";
 /** Fields that stand before the others, in this order. */
 const FIRST = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-/** Fields that the page sets itself. */
-const OWN = new Set(["n", "logprobs", "top_logprobs", "stream", "prompt_logprobs", "messages", "model"]);
-const KINDS = {
-  integer: "whole", int: "whole", whole: "whole", number: "number", float: "number",
-  boolean: "flag", bool: "flag", flag: "flag", string: "text", text: "text",
-};
+/** Fields that the page sets itself, or that change the answer's form and not its text. */
+const OWN = new Set(
+  ("model messages n stream stream_options logprobs top_logprobs prompt_logprobs prompt_logprob_start " +
+    "return_token_ids return_tokens_as_token_ids return_prompt_text timings echo user request_id " +
+    "cache_salt use_beam_search add_generation_prompt continue_final_message add_special_tokens " +
+    "chat_template response_format tool_choice function_call truncate_prompt_tokens").split(" "),
+);
+const KINDS = { integer: "whole", number: "number", boolean: "flag", string: "text" };
 /** Largest range that a slider covers sensibly. */
 const MAX_SLIDER = 4;
 
@@ -24,11 +27,13 @@ export class Settings {
     this.tokens.addEventListener("change", () => keep("tokens", this.tokens.checked));
     byId("reset-sampling").addEventListener("click", () => this.reset());
     this.fields = [];
+    this.given = [[], {}];
   }
 
   /** Makes a control for each field of a model. */
-  use(fields) {
-    this.fields = fields.map(normal).filter((field) => field && !OWN.has(field.name));
+  use(fields, features = {}) {
+    this.given = [fields, features];
+    this.fields = fields.map(normal).filter((field) => field && !(field.name === "priority" && !features.priority));
     const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
     const sorted = [...this.fields].sort((a, b) => rank(a) - rank(b));
     const first = sorted.filter((field) => rank(field) < FIRST.length);
@@ -49,7 +54,7 @@ export class Settings {
   reset() {
     this.values = {};
     keep("sampling", null);
-    this.use(this.fields);
+    this.use(...this.given);
   }
 
   set(name, value) {
@@ -76,15 +81,19 @@ export class Settings {
     });
     if (slider) parts.push(slider);
     if (field.help) parts.push(h("span", { class: "help" }, field.help));
-    return h("label", { class: `field${field.type === "text" ? " wide" : ""}` }, ...parts);
+    return h("label", { class: `field${field.type === "text" && !field.choices ? " wide" : ""}` }, ...parts);
   }
 }
 
-/** Returns a field as the controls need it; null for one that a form cannot ask for. */
+/** Returns a field as the controls need it; null for one that a form cannot or need not ask for. */
 function normal(field) {
-  const type = KINDS[field.type];
-  if (!type) return null;
-  return { ...field, type };
+  const kinds = [field.type].flat();
+  const type = KINDS[kinds.find((kind) => kind in KINDS)];
+  const isLone = !field.needs || Object.keys(field.needs).every((name) => !OWN.has(name));
+  const isChats = !field.paths || field.paths.includes(PATH);
+  if (!type || OWN.has(field.name) || !isChats || !isLone || field.inert || field.same_as) return null;
+  const isOpen = type === "number" && field.max > 1e9;
+  return { ...field, type, min: field.min ?? field.above, max: isOpen ? undefined : field.max };
 }
 
 const isSlider = ({ type, min, max }) =>
@@ -92,9 +101,10 @@ const isSlider = ({ type, min, max }) =>
 
 function inputOf(field, value) {
   const holder = field.default === null || field.default === undefined ? "" : String(field.default);
-  if (field.type === "flag") {
+  const choices = field.type === "flag" ? ["true", "false"] : field.choices;
+  if (choices) {
     const input = h("select", {}, h("option", { value: "" }, holder ? `default (${holder})` : "default"),
-      h("option", { value: "true" }, "yes"), h("option", { value: "false" }, "no"));
+      ...choices.map((choice) => h("option", { value: choice }, choice)));
     input.value = value === undefined ? "" : String(value);
     return input;
   }
@@ -113,7 +123,7 @@ function inputOf(field, value) {
 
 const sliderOf = (field, value) => {
   const slider = h("input", { type: "range", min: field.min, max: field.max, step: 0.01,
-    "aria-label": `${field.name}, slider`, tabindex: "-1" });
+    "aria-label": `${field.name.replaceAll("_", " ")}, slider`, tabindex: "-1" });
   slider.value = value ?? field.default ?? field.min;
   return slider;
 };
