@@ -160,8 +160,8 @@ NB_MODULE(_native, m) {
                 return kRowTypeNames[(int)d.kernels.row_type(code_of(code))];
             },
             "code"_a,
-            "How products of weights in that code read their rows, at this level: int8, digits, whole, bf16 "
-            "or fp32.")
+            "How products of weights in that code read their rows, at this level: int8, two_terms, whole, "
+            "outliers, bf16 or fp32.")
         .def(
             "product_rate",
             [](Device& d, const std::string& code, int rows) {
