@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "arrays.h"
@@ -14,9 +15,23 @@ namespace {
 
 using Ints = Array<int32_t>;
 
+void expect(bool holds, const char* otherwise) {
+    if (!holds) throw std::invalid_argument(otherwise);
+}
+
 template <typename T>
 const T* numbers(const nb::object& object, const char* name) {
     return array_of<Array<T>>(object, name).data();
+}
+
+// Returns an array whose length the step's other arrays determine.
+template <typename T>
+const T* numbers(const nb::object& object, const char* name, size_t wanted) {
+    const auto array = array_of<Array<T>>(object, name);
+    if (array.size() != wanted)
+        throw std::invalid_argument(std::string(name) + ": got " + std::to_string(array.size()) +
+                                    " numbers, the batch needs " + std::to_string(wanted));
+    return array.data();
 }
 
 // Returns null where the attribute is None, since its numbers are not wanted.
@@ -70,27 +85,44 @@ SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
     return a;
 }
 
+// Requests own rows of the step, which padding may follow; every sampled row is a row of the step.
+void check_rows(const Ints& query_starts, const Ints& sample_rows, size_t num_tokens) {
+    expect(query_starts.size() > 0, "query_starts: empty, one start and the end are the least");
+    const int32_t* starts = query_starts.data();
+    const size_t num_requests = query_starts.size() - 1;
+    expect(starts[0] == 0, "query_starts: the first request does not start at row 0");
+    for (size_t i = 0; i < num_requests; i++)
+        expect(starts[i] <= starts[i + 1], "query_starts: a request ends before it starts");
+    expect((size_t)starts[num_requests] <= num_tokens, "query_starts: ends behind the rows of the step");
+    for (size_t i = 0; i < sample_rows.size(); i++)
+        expect(sample_rows.data()[i] >= 0 && (size_t)sample_rows.data()[i] < num_tokens,
+               "sample_rows: a row that the step does not have");
+}
+
 }  // namespace
 
 Batch read_batch(const nb::object& batch, const nb::object& output, int num_steps) {
     const auto token_ids = array_of<Ints>(batch, "token_ids");
-    const auto places = array_of<Ints>(batch, "places");
     const auto positions = array_of<Array<int32_t, nb::ndim<2>>>(batch, "positions");
     const auto query_starts = array_of<Ints>(batch, "query_starts");
     const auto block_tables = array_of<Array<int32_t, nb::ndim<3>>>(batch, "block_tables");
     const auto sample_rows = array_of<Ints>(batch, "sample_rows");
+    const size_t num_tokens = token_ids.size(), num_groups = block_tables.shape(0);
+    check_rows(query_starts, sample_rows, num_tokens);
     Batch b{};
-    b.num_tokens = (int)token_ids.size();
+    b.num_tokens = (int)num_tokens;
     b.num_axes = (int)positions.shape(0);
     b.num_requests = (int)query_starts.size() - 1;
     b.num_samples = (int)sample_rows.size();
     b.table_width = (int)block_tables.shape(2);
+    expect(positions.shape(1) == num_tokens, "positions: not one of each axis for each row of the step");
+    expect(block_tables.shape(1) == (size_t)b.num_requests, "block_tables: not one for each request");
     b.token_ids = token_ids.data();
-    b.places = places.data();
+    b.places = numbers<int32_t>(batch, "places", num_tokens);
     b.positions = positions.data();
     b.query_starts = query_starts.data();
-    b.context_lens = numbers<int32_t>(batch, "context_lens");
-    b.slots = numbers<int32_t>(batch, "slots");
+    b.context_lens = numbers<int32_t>(batch, "context_lens", num_groups * b.num_requests);
+    b.slots = numbers<int32_t>(batch, "slots", num_groups * num_tokens);
     b.block_tables = block_tables.data();
     b.sample_rows = sample_rows.data();
     const nb::object sampling = batch.attr("sampling");

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from octavo.backends.base import LoadWeight
 from octavo.backends.native.extension import native_module
 from octavo.backends.native.formats import RowTypeOf, needs_widening
+from octavo.errors import UnsupportedModel
 from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
@@ -141,9 +142,7 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
     arrays of their own.
     """
     if isinstance(weight, PackedWeight):
-        assert weight.lookup is None, "check() refuses codes through a table"
-        assert weight.input_permutation is None, "check() refuses permuted inputs"
-        assert weight.code in ("int", "uint"), f"check() refuses {weight.code} codes"
+        _refuse_without_tiles(weight)
     if isinstance(weight, BlockWeight):
         return _block_fields(weight)
     assert weight.scales is not None
@@ -160,6 +159,21 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
         "super_mins": _supers(weight.mins),
         "zero_point": weight.zero_point,
     }
+
+
+def _refuse_without_tiles(weight: PackedWeight) -> None:
+    """Refuses codes that the kernels do not read: `prepare` may be called without `check`."""
+    if weight.lookup is not None or weight.code not in ("int", "uint"):
+        raise UnsupportedModel(
+            f"the native backend has no tiles for {weight.code} codes of {weight.bits} bits,"
+            " it has them for int and uint",
+            hint="--dtype bfloat16 turns them into floats at load",
+        )
+    if weight.input_permutation is not None:
+        raise UnsupportedModel(
+            "the native backend has no tiles for weights with permuted inputs",
+            hint="--dtype bfloat16 turns them into floats at load",
+        )
 
 
 def _block_fields(weight: BlockWeight) -> dict[str, Any]:

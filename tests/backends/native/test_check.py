@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from octavo import LLM
@@ -15,6 +16,7 @@ from octavo.errors import BackendUnavailable, UnsupportedModel
 from octavo.models.registry import build_programs
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Program, Value, Weight
+from octavo.quant.packed import Levels, PackedWeight
 from tests.checkpoint.test_fp8 import in_fp8
 from tests.support.native_harness import require_native
 from tests.support.tiny_models import FAMILIES, NATIVE_FAMILIES, tiny_model
@@ -147,6 +149,52 @@ def test_a_format_without_tiles_is_refused(stored):
     with pytest.raises(UnsupportedModel) as error:
         check(program, lambda weight: stored, row_type_of)
     assert f"table is stored as {stored}, supported are {', '.join(FORMATS)}" in str(error.value)
+
+
+CODES = np.zeros((9, 32), np.uint8)
+UNPACKABLE = {
+    "e4m3 codes of 8 bits": PackedWeight(
+        (9, 32), 8, "e4m3", CODES, 32, Levels(np.ones((9, 1), np.float32))
+    ),
+    "lookup codes of 4 bits": PackedWeight(
+        (9, 32),
+        4,
+        "lookup",
+        CODES[:, :16],
+        32,
+        Levels(np.ones((9, 1), np.float32)),
+        lookup=np.zeros(16, np.float32),
+    ),
+    "permuted inputs": PackedWeight(
+        (9, 32),
+        8,
+        "uint",
+        CODES,
+        32,
+        Levels(np.ones((9, 1), np.float32)),
+        input_permutation=np.arange(32, dtype=np.int32),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNPACKABLE)
+def test_preparing_refuses_what_was_not_checked(what):
+    """A weight without tiles is the model's fault, also where `prepare` is called by itself."""
+    require_native()
+    x, y = Value("x", "tokens", 32), Value("y", "samples", 32)
+    z = Value("z", "samples", 9)
+    program = program_of(
+        ops.Embedding(x, Weight("embedding", (9, 32)), IDS["token_ids"]),
+        ops.GatherRows(x, y),
+        ops.Linear(y, (z,), (Weight("table", (9, 32)),)),
+    )
+    weights = {
+        "embedding": PackedWeight.plain(np.zeros((9, 32), np.float32)),
+        "table": UNPACKABLE[what],
+    }
+    backend = NativeBackend(BackendOptions(max_tokens=4))
+    with pytest.raises(UnsupportedModel, match=f"no tiles for .*{what}"):
+        backend.prepare(program, lambda weight: weights[weight.name])
 
 
 def test_a_model_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):

@@ -288,6 +288,42 @@ def test_a_steps_arrays_have_all_their_axes():
         runnable.run(step, case.memory(runnable))
 
 
+LENGTHS = ["places", "positions", "context_lens", "slots", "block_tables"]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_steps_arrays_are_as_long_as_its_rows(name):
+    """An array that is too short is refused by name; its end would be read out of bounds."""
+    require_native()
+    case = chain()
+    runnable, step = case.native(None), case.batch(3, pad=0)
+    array = getattr(step, name)
+    cut = array[:, :-1] if array.ndim > 1 else array[:-1]
+    setattr(step, name, np.ascontiguousarray(cut))
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        runnable.run(step, case.memory(runnable))
+
+
+@pytest.mark.parametrize("starts", [[], [1, 3], [0, 4], [0, 3, 2]])
+def test_requests_own_rows_of_the_step(starts):
+    require_native()
+    case = chain()
+    runnable, step = case.native(None), case.batch(3, pad=0)
+    step.query_starts = np.array(starts, np.int32)
+    with pytest.raises(ValueError, match=r"^query_starts: "):
+        runnable.run(step, case.memory(runnable))
+
+
+@pytest.mark.parametrize("row", [-1, 3])
+def test_a_sampled_row_is_a_row_of_the_step(row):
+    require_native()
+    case = chain()
+    runnable, step = case.native(None), case.batch(3, pad=0)
+    step.sample_rows = np.array([row], np.int32)
+    with pytest.raises(ValueError, match="sample_rows: a row that the step does not have"):
+        runnable.run(step, case.memory(runnable))
+
+
 MANY_THREADS = """
 import resource
 from octavo.backends.base import BackendOptions
