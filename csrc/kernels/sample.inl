@@ -165,22 +165,38 @@ double total_weight(const Row& row) {
     return total;
 }
 
-// All tokens of min_p and more that can be among the shortest beginning of the order that reaches top_p of
-// `total`: the lighter ones together do not weigh what the beginning leaves.
-int heavy_tokens(const Row& row, double total, Candidate* heavy) {
-    const double share = (1 - (double)row.record.top_p) * total / row.vocab * 0.999;
-    const float least = rounded_down(row.z[row.best] + row.record.temperature * std::log(share));
-    int count = 0;
-    for (int from = 0; from < row.vocab; from += kLanes) {
-        const vf logits = row.logits(from);
-        if (!any_lane((vi)(logits >= splat(least)))) continue;
-        float weights[kLanes];
-        store(weights, row.weights(logits));
-        for (int id = from; id < from + kLanes && id < row.vocab; id++)
-            if (row.z[id] >= least && weights[id - from] >= row.record.min_p)
-                heavy[count++] = Candidate{row.z[id], id, weights[id - from]};
+// Logits sorted roughly: numbers of equal ranges that begin at the best logit and end at `least`. A lower
+// logit never has a lower number, and equal ones have the same.
+struct Ranges {
+    static constexpr int kCount = 1024;
+    float best, per_logit;
+
+    Ranges(float best, float least)
+        : best(best), per_logit(std::min(kCount / std::min(best - least, FLT_MAX), FLT_MAX)) {}
+
+    // The range is the whole part.
+    OCTAVO_INLINE vf of(vf logits) const {
+        return min((splat(best) - logits) * splat(per_logit), splat((float)(kCount - 1)));
     }
-    return count;
+};
+
+// Calls see(id, weight, range) for all tokens of min_p and more with logits of `least` and more. Sixteen
+// that `wanted` has no lane of are passed over at one look.
+template <typename Wanted, typename See>
+OCTAVO_INLINE void each_heavy(const Row& row, const Ranges& ranges, float least, Wanted wanted, See see) {
+    for (int from = 0; from < row.vocab; from += kLanes) {
+        const vf logits = row.logits(from), numbers = ranges.of(logits);
+        const vi heavy = (vi)(logits >= splat(least)) & wanted(numbers);
+        if (!any_lane(heavy)) continue;
+        const vf weight_lanes = row.weights(logits);
+        float weights[kLanes], places[kLanes];
+        int32_t taken[kLanes];
+        store(weights, weight_lanes);
+        store(places, numbers);
+        store_i(taken, heavy & (vi)(weight_lanes >= splat(row.record.min_p)));
+        for (int i = 0; i < kLanes; i++)
+            if (taken[i]) see(from + i, weights[i], (int)places[i]);
+    }
 }
 
 // The best top_k tokens that min_p keeps, with their weights.
@@ -211,16 +227,40 @@ Candidate last_of_weight(Candidate* range, int count, double goal) {
     return *range;
 }
 
+// The last token of the shortest beginning of the order that reaches top_p. Only tokens of the range of
+// logits that it lies in are collected: a flat row has tens of thousands of others.
+Candidate last_of_top_p(const Row& row, Candidate* space) {
+    const double total = total_weight(row);
+    // The lighter ones together do not weigh what the beginning leaves.
+    const double share = (1 - (double)row.record.top_p) * total / row.vocab * 0.999;
+    const float least = rounded_down(row.z[row.best] + row.record.temperature * std::log(share));
+    const Ranges ranges(row.z[row.best], least);
+    double weights[Ranges::kCount] = {};
+    const auto all = [](vf) { return (vi){} ^ -1; };
+    each_heavy(row, ranges, least, all, [&](int, float weight, int range) { weights[range] += weight; });
+    double goal = row.record.top_p * total;
+    int range = 0;
+    for (int next = 0; next < Ranges::kCount; next++) {
+        if (weights[next] == 0) continue;
+        range = next;
+        if (weights[range] >= goal) break;
+        goal -= weights[range];
+    }
+    int count = 0;
+    const vf first = splat((float)range), end = splat((float)(range + 1));
+    const auto in_range = [&](vf numbers) { return (vi)(numbers >= first) & (vi)(numbers < end); };
+    each_heavy(row, ranges, least, in_range,
+               [&](int id, float weight, int) { space[count++] = Candidate{row.z[id], id, weight}; });
+    return last_of_weight(space, count, goal);
+}
+
 // The last token in the order (logit down, id up) that top_k and top_p keep. min_p may end that order
 // earlier.
 Candidate last_kept(const Row& row, Candidate* space) {
     const SamplingRecord& record = row.record;
     const bool cuts_k = record.top_k > 0 && record.top_k < row.vocab, cuts_p = record.top_p < 1;
     if (!cuts_k && !cuts_p) return Candidate{-FLT_MAX, row.vocab};
-    if (!cuts_k) {
-        const double total = total_weight(row);
-        return last_of_weight(space, heavy_tokens(row, total, space), record.top_p * total);
-    }
+    if (!cuts_k) return last_of_top_p(row, space);
     const int count = best_tokens(row, space);
     if (!cuts_p) return *std::max_element(space, space + count, better);
     double total = 0;
