@@ -19,7 +19,7 @@ from octavo.errors import DownloadFailed
 
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
 HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
 """Patterns of files in a repository that repeat the weights in formats that are not read."""
 
