@@ -75,6 +75,8 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
         check_interactions(body)
         return body
 
+    reader: Any = parse
+    reader.kind = kind  # read by `openapi.describe_bodies`
     return parse
 
 

@@ -196,3 +196,13 @@ def test_what_is_no_unicode_is_refused(llm, ask):
         InvalidRequest, match=r"got '\\udcff' as character 1, allowed is Unicode text"
     ):
         asked[ask]()
+
+
+def test_a_chat_goes_on_within_its_last_message(llm, only_letters):
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "so "}]
+    (continued,) = llm.chat(talk, only_letters(), use_tqdm=False, continue_final_message=True)
+    (plain,) = llm.generate("<|turn|>user:Hi<|turn|>assistant:so ", only_letters(), use_tqdm=False)
+    assert continued.prompt_token_ids == plain.prompt_token_ids
+    assert continued.outputs[0].text == plain.outputs[0].text
+    with pytest.raises(InvalidRequest, match="continue_final_message: got a last message"):
+        llm.chat(talk[:1], only_letters(), use_tqdm=False, continue_final_message=True)

@@ -164,3 +164,15 @@ def test_interactions_that_are_listed_are_checked(http, listed):
             assert answer.json()["error"]["param"] == row["name"], row
             seen += 1
     assert seen >= 9
+
+
+def test_the_openapi_description_has_each_body_that_is_read(http):
+    paths = http.get("/openapi.json").json()["paths"]
+    body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    schema = body["schema"]
+    assert "messages" in schema["required"] and "$defs" not in schema
+    temperature = schema["properties"]["temperature"]
+    assert (temperature["minimum"], temperature["maximum"]) == (0, 2)
+    message = schema["properties"]["messages"]["items"]
+    assert {"role", "content", "tool_calls"} <= set(message["properties"])
+    assert "requestBody" in paths["/tokenize"]["post"]
