@@ -196,3 +196,19 @@ def test_a_refusal_of_the_server_is_shown_and_the_page_goes_on(visitor):
     visitor.press("Retry")
     visitor.wait_for_answer()
     visitor.page.wait_for_selector(".fault", state="hidden")
+
+
+def test_the_prompt_is_shown_as_the_tokens_that_the_model_reads(visitor, server):
+    page = visitor.page
+    page.fill("#draft", "Hello there")
+    page.click("#prompt-button")
+    page.wait_for_selector("#prompt-tokens .token")
+    with server.http() as http:
+        messages = [{"role": "user", "content": "Hello there"}]
+        tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    shown = page.locator("#prompt-tokens .token")
+    assert shown.count() == len(tokens)
+    titles = shown.evaluate_all("spans => spans.map((span) => span.title)")
+    assert titles == [f"token {token}" for token in tokens]
+    assert "<|im_start|>" in page.locator("#prompt-tokens .special").all_inner_texts()
+    assert page.inner_text("#prompt-note").startswith(f"{len(tokens)} tokens, of at most 512.")
