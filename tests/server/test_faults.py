@@ -3,6 +3,7 @@ of the inside.
 """
 
 import asyncio
+import json
 import shutil
 from dataclasses import replace
 
@@ -82,6 +83,34 @@ def test_a_stream_that_fails_ends_with_the_error(sick):
         response = http.post("/v1/completions", json=GOOD | {"prompt": "Zero", "stream": True})
     assert response.status_code == 200
     assert events_of(response.iter_lines())[-1]["error"]["code"] == 500
+
+
+DIALECTS = {
+    "/v1/messages": {"messages": [{"role": "user", "content": "Zero"}], "max_tokens": 9},
+    "/api/chat": {"messages": [{"role": "user", "content": "Zero"}]},
+    "/api/generate": {"prompt": "Zero"},
+    "/v2/chat": {"messages": [{"role": "user", "content": "Zero"}]},
+}
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_each_api_tells_of_a_failure_in_its_own_form(sick, path):
+    body = DIALECTS[path] | {"model": "tiny"}
+    with sick.http() as http:
+        whole = http.post(path, json=body | {"stream": False})
+        stream = http.post(path, json=body | {"stream": True})
+    assert (whole.status_code, stream.status_code) == (500, 200)
+    said = whole.json()
+    last_line = stream.text.rstrip().splitlines()[-1]
+    last = json.loads(last_line.removeprefix("data: "))
+    if path == "/v1/messages":
+        assert said["error"] == last["error"] and last["type"] == "error"
+        assert said["error"]["type"] == "api_error" and "NaN" in said["error"]["message"]
+    elif path == "/v2/chat":
+        assert (last["type"], last["delta"]["finish_reason"]) == ("message-end", "ERROR")
+        assert last["delta"]["error"] == said["message"] and "NaN" in said["message"]
+    else:
+        assert said == last and "NaN" in said["error"]
 
 
 def test_a_job_that_fails_keeps_the_error(sick):
