@@ -1,0 +1,68 @@
+"""Anthropic's own client. Newer ones leave sampling fields to `extra_body`."""
+
+import asyncio
+
+import anthropic
+import pytest
+
+from tests.clients.conftest import MODEL, QUESTION
+
+ASK = {
+    "model": MODEL,
+    "max_tokens": 12,
+    "messages": [{"role": "user", "content": QUESTION}],
+    "extra_body": {"temperature": 0},
+}
+
+
+@pytest.fixture
+def client(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_message_whole_and_streamed(client, answer):
+    whole = client.messages.create(**ASK)
+    assert whole.content[0].text == answer
+    with client.messages.stream(**ASK) as stream:
+        assert "".join(stream.text_stream) == answer
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.content[0].text) == (whole.stop_reason, answer)
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_asynchronous_messages(server, answer):
+    async def ask():
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client:
+            whole = await client.messages.create(**ASK)
+            async with client.messages.stream(**ASK) as stream:
+                streamed = await stream.get_final_message()
+        return whole.content[0].text, streamed.content[0].text
+
+    assert asyncio.run(ask()) == (answer, answer)
+
+
+def test_prefill_and_stop_sequences(client):
+    prefill = {"role": "assistant", "content": "The capital of France is"}
+    ask = ASK | {"messages": [*ASK["messages"], prefill], "stop_sequences": ["."]}
+    made = client.messages.create(**ask)
+    assert "Paris" in made.content[0].text
+    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", ".")
+
+
+def test_tokens_are_counted_and_models_listed(client):
+    counted = client.messages.count_tokens(model=MODEL, messages=ASK["messages"])
+    usage = client.messages.create(**ASK).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).display_name == MODEL
+
+
+def test_errors_are_the_clients_own(client):
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.messages.create(**ASK | {"model": "other"})
+    assert unknown.value.body["error"]["type"] == "not_found_error"
+    assert unknown.value.request_id == unknown.value.body["request_id"]
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    with pytest.raises(anthropic.BadRequestError, match="tools: this server does not support it"):
+        client.messages.create(**ASK, tools=[tool])

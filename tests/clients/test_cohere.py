@@ -1,0 +1,54 @@
+"""Cohere's own client, with version 2 of its API."""
+
+import asyncio
+
+import cohere
+import pytest
+
+from tests.clients.conftest import MODEL, QUESTION
+
+ASK = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": QUESTION}],
+    "temperature": 0,
+    "max_tokens": 12,
+}
+
+
+@pytest.fixture(params=["", "/cohere"])
+def client(server, request):
+    return cohere.ClientV2(base_url=server.url + request.param, api_key="none")
+
+
+def texts(events):
+    return [event.delta.message.content.text for event in events if event.type == "content-delta"]
+
+
+def test_a_chat_whole_and_streamed(client, answer):
+    whole = client.chat(**ASK)
+    assert whole.message.content[0].text == answer
+    events = list(client.chat_stream(**ASK, logprobs=True))
+    assert "".join(texts(events)) == answer
+    assert events[0].type == "message-start" and events[-1].type == "message-end"
+    assert events[-1].delta.finish_reason == whole.finish_reason
+    assert events[-1].delta.usage.tokens == whole.usage.tokens
+    assert all(event.logprobs.token_ids for event in events if event.type == "content-delta")
+
+
+def test_an_asynchronous_chat(server, answer):
+    async def ask():
+        async with cohere.AsyncClientV2(base_url=server.url, api_key="none") as client:
+            whole = await client.chat(**ASK)
+            events = [event async for event in client.chat_stream(**ASK)]
+        return whole.message.content[0].text, "".join(texts(events))
+
+    assert asyncio.run(ask()) == (answer, answer)
+
+
+def test_errors_are_the_clients_own(client):
+    with pytest.raises(cohere.NotFoundError) as unknown:
+        client.chat(**ASK | {"model": "other"})
+    assert unknown.value.body["message"].startswith("The model `other` does not exist.")
+    with pytest.raises(cohere.BadRequestError) as refused:
+        client.chat(**ASK, documents=["a"])
+    assert refused.value.body == {"message": "documents: this server does not support it"}

@@ -1,0 +1,63 @@
+"""Ollama's own client."""
+
+import asyncio
+
+import ollama
+import pytest
+
+from tests.clients.conftest import MODEL, QUESTION
+
+ASK = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": QUESTION}],
+    "options": {"temperature": 0, "num_predict": 12},
+}
+
+
+@pytest.fixture
+def client(server):
+    return ollama.Client(host=server.url)
+
+
+def test_a_chat_whole_and_streamed(client, answer):
+    whole = client.chat(**ASK)
+    assert whole.message.content == answer and whole.done
+    assert whole.eval_count > 0 and whole.eval_duration > 0 and whole.total_duration > 0
+    parts = list(client.chat(**ASK | {"model": f"{MODEL}:latest"}, stream=True))
+    assert "".join(part.message.content for part in parts) == answer
+    assert parts[-1].done and parts[-1].eval_count == whole.eval_count
+
+
+def test_an_asynchronous_chat(server, answer):
+    async def ask():
+        client = ollama.AsyncClient(host=server.url)
+        whole = await client.chat(**ASK)
+        parts = [part async for part in await client.chat(**ASK, stream=True)]
+        return whole.message.content, "".join(part.message.content for part in parts)
+
+    assert asyncio.run(ask()) == (answer, answer)
+
+
+def test_generate_answers_a_prompt(client, answer):
+    ask = {"model": MODEL, "options": ASK["options"]}
+    assert client.generate(prompt=QUESTION, **ask).response == answer
+    parts = client.generate(prompt=QUESTION, stream=True, keep_alive="5m", **ask)
+    assert "".join(part.response for part in parts) == answer
+    assert "Paris" in client.generate(prompt="The capital of France is", raw=True, **ask).response
+
+
+def test_models_are_listed_shown_and_running(client):
+    assert [model.model for model in client.list().models] == [f"{MODEL}:latest"]
+    assert client.ps().models[0].context_length == 2048
+    assert client.show(MODEL).capabilities == ["completion"]
+
+
+def test_errors_are_the_clients_own(client):
+    with pytest.raises(ollama.ResponseError, match="does not exist") as unknown:
+        client.chat(**ASK | {"model": "other"})
+    assert unknown.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="format: this server does not support it"):
+        client.chat(**ASK, format="json")
+    with pytest.raises(ollama.ResponseError, match="octavo pull") as pulled:
+        client.pull(MODEL)
+    assert pulled.value.status_code == 501
