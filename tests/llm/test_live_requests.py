@@ -7,6 +7,7 @@ import pytest
 from octavo import SamplingParams
 from octavo.engine.front.changes import Fork
 from octavo.engine.front.recent_requests import KEPT_S, MAX_KEPT, RecentRequests
+from octavo.engine.requests.request import BACKGROUND_PRIORITY
 from octavo.errors import InvalidRequest, RequestNotFound
 from tests.support.backend_choice import chosen_backend
 from tests.support.llm_tools import LONG, SAMPLED, fingerprint, make_async, prompts_of
@@ -121,6 +122,8 @@ def test_what_cannot_be_changed_or_forked_is_said():
             await llm.update("a", max_tokens=220)
         with pytest.raises(InvalidRequest, match="needed is one of max_tokens, priority, stop"):
             await llm.update("a")
+        with pytest.raises(InvalidRequest, match="no change from or to the background's"):
+            await llm.update("a", priority=BACKGROUND_PRIORITY)
         with pytest.raises(InvalidRequest, match="stop: stop texts need a tokenizer"):
             await llm.update("a", stop="x")
         with pytest.raises(InvalidRequest, match="unknown field 'heat'"):
@@ -141,6 +144,11 @@ def test_what_cannot_be_changed_or_forked_is_said():
         (shown,) = await llm.requests()
         assert shown.request_id == "b" and len(shown.samples) == 1
         await beams.final()
+        line = llm.submit({"prompt_token_ids": PROMPT}, LONG, "c", priority=BACKGROUND_PRIORITY)
+        await until(line, 1)
+        with pytest.raises(InvalidRequest, match="no change from or to the background's"):
+            await llm.update("c", priority=0)
+        await line.aclose()
 
     run(work)
 

@@ -20,6 +20,7 @@ from octavo.engine.front.input_processor import (
     Origin,
 )
 from octavo.engine.front.output_processor import RequestState
+from octavo.engine.requests.request import BACKGROUND_PRIORITY
 from octavo.errors import InvalidRequest, shown
 from octavo.sampling_params import SamplingParams, whole_number
 
@@ -71,13 +72,25 @@ def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) 
     params = inputs.resolve_params(_with(request.params, fields))
     origin = request.origin
     if update.priority is not None:
-        origin = inputs.checked_origin(replace(origin, priority=update.priority))
+        origin = _with_priority(inputs, origin, update.priority)
     replaced = msgspec.structs.replace
     samples = [
         replaced(one, params=_with(one.params, fields), priority=origin.priority)
         for one in request.samples
     ]
     return replace(request, params=params, origin=origin, samples=samples)
+
+
+def _with_priority(inputs: InputProcessor, origin: Origin, priority: int) -> Origin:
+    """Returns the origin with another priority; background requests and others stay what they are,
+    since policies account for the two apart.
+    """
+    if BACKGROUND_PRIORITY in (origin.priority, priority) and origin.priority != priority:
+        raise InvalidRequest(
+            f"priority: got {shown(priority)}, allowed is no change from or to the background's",
+            param="priority",
+        )
+    return inputs.checked_origin(replace(origin, priority=priority))
 
 
 def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
