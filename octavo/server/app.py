@@ -6,6 +6,7 @@ Knows no socket and loads no model; `run.py` does.
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from octavo.async_llm import AsyncLLM
@@ -21,6 +22,7 @@ from octavo.server.ollama import refusals as ollama_refusals
 from octavo.server.openai import batches, chat, completions, files, models
 from octavo.server.openai.responses import routes as responses
 from octavo.server.openapi import describe_bodies
+from octavo.server.request_log import Reader, RequestLog, SlowLog, log_access
 from octavo.server.routes import (
     admin,
     cache,
@@ -42,6 +44,8 @@ from octavo.server.state.service import Service
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store
 from octavo.server.stored_work import StoredWork
+from octavo.server.time_limit import TimeLimit
+from octavo.server.tracing import Tracer
 from octavo.version import __version__
 
 ROUTES = (
@@ -101,7 +105,31 @@ def create_app(
         describe_bodies(part.router)
         app.include_router(part.router)
     add_error_handlers(app)
+    app.add_middleware(TimeLimit, limit_s=settings.max_request_s)
     if settings.has_keys:
         app.add_middleware(ApiKeys, ring=keys, open_metrics=settings.open_metrics)
     app.add_middleware(HeadAsGet)
+    if settings.allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allow_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.state.tracer = Tracer.of(settings)
+    app.state.request_readers = _readers(settings, app.state.tracer)
+    app.add_middleware(RequestLog, readers=app.state.request_readers)
     return app
+
+
+def _readers(settings: ServerSettings, tracer: Tracer | None) -> list[Reader]:
+    """Returns what is told of each request's end."""
+    readers: list[Reader] = []
+    if settings.access_log:
+        readers.append(log_access)
+    if settings.slow_request_s is not None:
+        readers.append(SlowLog(settings.slow_request_s))
+    if tracer is not None:
+        readers.append(tracer)
+    return readers

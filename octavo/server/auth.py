@@ -64,7 +64,7 @@ class ApiKeys:
         account = self._ring.account(key.name)
         record = record_of(scope)
         record.owner, record.account = key.name, account
-        scope = {**scope, KEY_NAME: key.name, OPERATOR: self._ring.may_operate(key)}
+        scope[KEY_NAME], scope[OPERATOR] = key.name, self._ring.may_operate(key)
         if account is None:
             await self._app(scope, receive, send)
             return

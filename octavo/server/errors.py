@@ -39,6 +39,7 @@ TYPES_BY_STATUS = {
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    504: "RequestTimeoutError",
 }
 """Error types of HTTPExceptions, which the framework and the body's reader raise."""
 

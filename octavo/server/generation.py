@@ -41,6 +41,7 @@ class Generation:
         self._metrics = model.metrics
         self._record = model.record
         self._streams: list[RequestStream] = []
+        model.limits.check(len(prompts), params)
         self._record.start()
         self._is_counted = True
         try:

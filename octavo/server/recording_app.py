@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import add_error_handlers
 from octavo.server.head_requests import HeadAsGet
+from octavo.server.listener import take_port
 from octavo.server.routes import page, recording
-from octavo.server.run import take_port
 from octavo.server.state.shown_recording import ShownRecording
 from octavo.version import __version__
 

@@ -12,7 +12,6 @@ import logging
 import shlex
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import FrameType
@@ -21,11 +20,13 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import OctavoError
 from octavo.server.app import create_app
 from octavo.server.batched_writes import WriteBatch
+from octavo.server.listener import leave_path, listen
 from octavo.server.loader import ModelLoader
-from octavo.server.request_timeout import TimedHttp
+from octavo.server.log_format import NOTICES, configure_logging
+from octavo.server.request_timeout import ConnectionLimits, TimedHttp
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.key_ring import KeyRing
@@ -34,9 +35,8 @@ from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store, StoreLimits, open_store
 from octavo.server.stored_work import StoredWork
 
-BACKLOG = 2048
-
 logger = logging.getLogger(__name__)
+notices = logging.getLogger(NOTICES)
 
 
 def serve(
@@ -46,14 +46,15 @@ def serve(
 
     `defaults` are engine options of models that are loaded later.
     """
-    listener = take_port(settings.host, settings.port)
+    configure_logging(settings)
+    listener = listen(settings)
     if settings.is_open_to_all:
         _say(
             f"warning: {settings.host} can be reached from other machines and no --api-key is set:"
             " anyone may use this server"
         )
     models = ModelDirectory(map(EngineSlot, specs))
-    start = Start(models, settings, listener.getsockname()[1])
+    start = Start(models, settings, _port_of(listener))
     loader = ModelLoader(
         models,
         defaults=defaults,
@@ -72,17 +73,29 @@ def serve(
         async with stored_work(app):
             yield
         await asyncio.to_thread(models.close)
+        if app.state.tracer is not None:
+            await asyncio.to_thread(app.state.tracer.close)
 
     app = create_app(models, settings, loader=loader, lifespan=lifespan, store=store_for(settings))
-    http = TimedHttp.for_server(WriteBatch(), settings.request_timeout_s)
+    protocol = TimedHttp.for_server(WriteBatch(), ConnectionLimits.of(settings))
     config = uvicorn.Config(
-        app, http=http, log_level="warning", access_log=settings.access_log, lifespan="on"
+        app,
+        http=protocol,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        root_path=settings.root_path,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
     )
-    if settings.access_log:
-        # Config sets the level of uvicorn's own messages here too, and requests are logged at INFO.
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     server = Server(config, models, settings)
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        if settings.uds is not None:
+            leave_path(settings.uds)
     if start.failure is not None:
         raise start.failure
 
@@ -175,27 +188,9 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self._models.close)
 
 
-def take_port(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; raises ConfigError for a port in use or a foreign address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="choose another with --port or --host",
-        ) from error
-    return listener
-
-
 def _greeting(slots: Sequence[EngineSlot], settings: ServerSettings, port: int) -> str:
     """Returns the line that names models and URL, and a command to try with the first of them."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = _url(settings, port)
     names = ", ".join(slot.name for slot in slots)
     model = slots[0].name
     body: dict[str, Any] = {"prompt": [1, 2, 3]}
@@ -210,11 +205,30 @@ def _greeting(slots: Sequence[EngineSlot], settings: ServerSettings, port: int) 
         )
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.has_keys else ""
     curl = (
-        f"curl {url}{path} -H 'Content-Type: application/json'{key} -d"
+        f"curl {_curl_options(settings)}{url}{path} -H 'Content-Type: application/json'{key} -d"
         f" {shlex.quote(json.dumps({'model': model, **body}))}"
     )
     return f"serving {names} on {url}\ntry: {curl}"
 
 
+def _url(settings: ServerSettings, port: int) -> str:
+    """Returns the URL at which this machine reaches the server."""
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    if settings.uds is not None:
+        return f"{scheme}://localhost"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _curl_options(settings: ServerSettings) -> str:
+    socket_path = "" if settings.uds is None else f"--unix-socket {shlex.quote(settings.uds)} "
+    return socket_path + ("" if settings.ssl_certfile is None else "--insecure ")
+
+
+def _port_of(listener: socket.socket) -> int:
+    """Returns the number of a TCP port; 0 for a unix socket."""
+    return 0 if listener.family == socket.AF_UNIX else int(listener.getsockname()[1])
+
+
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    notices.info(text)

@@ -6,9 +6,12 @@ A field's name with dashes is its flag.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from octavo.config.engine_config import option
 from octavo.errors import ConfigError
@@ -22,6 +25,24 @@ class ServerSettings:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = option(8000, "port to listen on; 0 takes a free one")
+    uds: str | None = option(None, "path of a unix socket to listen on, in place of host and port")
+    ssl_certfile: str | None = option(
+        None, "certificate chain (PEM); the server then speaks HTTPS alone"
+    )
+    ssl_keyfile: str | None = option(
+        None, "key of the certificate (PEM, without a password); default in ssl_certfile"
+    )
+    root_path: str = option(
+        "", "path under which a proxy serves this server, and which it strips, e.g. /llm"
+    )
+    trusted_proxies: tuple[str, ...] = option(
+        (),
+        "address or network of a proxy whose X-Forwarded-For and -Proto are believed; may be given"
+        " several times",
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "origin whose web pages may ask this server (CORS), or *; may be given several times"
+    )
     api_key: tuple[str, ...] = option(
         (), "key that clients must send as a bearer token; may be given several times"
     )
@@ -45,6 +66,17 @@ class ServerSettings:
     request_timeout_s: int = option(
         60, "seconds in which a client must send a request's head, and then its body", low=1
     )
+    max_connections: int = option(1024, "most open connections; more get a 503", low=1)
+    slow_client_timeout_s: int = option(
+        30, "seconds after which a client that does not read its answer is dropped", low=1
+    )
+    max_request_s: int = option(
+        3600, "seconds that a request may take from its arrival to its last byte", low=1
+    )
+    max_prompts: int = option(2048, "most prompts of one request", low=1)
+    max_n: int = option(1024, "most samples (n, best_of) of a prompt", low=1)
+    max_stop_strings: int = option(64, "most stop texts of a request", low=1)
+    max_stop_characters: int = option(1024, "most characters of a stop text", low=1)
     max_jobs: int = option(1000, "most jobs (POST /generate) kept at once", low=1)
     job_ttl_s: int = option(600, "seconds for which a finished job's result is kept", low=1)
     max_models: int = option(16, "most models at once, loading and failed ones too", low=1)
@@ -74,7 +106,16 @@ class ServerSettings:
     shutdown_timeout_s: int = option(
         5, "seconds that running requests get to finish when the server is told to stop", low=0
     )
-    access_log: bool = option(False, "log each HTTP request")
+    access_log: bool = option(False, "log each HTTP request, on standard output")
+    log_format: Literal["text", "json"] = option("text", "form of all log lines")
+    slow_request_s: float | None = option(
+        None, "log requests that take longer, with where their time went", low=0
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL to which a trace of each request is sent (OTLP over HTTP), e.g."
+        " http://localhost:4318/v1/traces; needs octavo[otel]",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -85,6 +126,21 @@ class ServerSettings:
             )
         if self.operator_key is not None and not self.operator_key.strip():
             raise ConfigError("operator_key: got an empty one", hint="leave the option out")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile: needs ssl_certfile", hint="give both")
+        if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            raise ConfigError(
+                f"root_path: got {self.root_path!r}, allowed is a path such as /llm, without a"
+                " slash at its end"
+            )
+        for proxy in self.trusted_proxies:
+            _check_network(proxy)
+        for origin in self.allow_origin:
+            if not re.fullmatch(r"\*|https?://[^\s/?#@]+", origin):
+                raise ConfigError(
+                    f"allow_origin: got {origin!r}, allowed are * and origins such as"
+                    " https://example.org"
+                )
 
     @property
     def state_folder(self) -> Path | None:
@@ -99,9 +155,21 @@ class ServerSettings:
     @property
     def is_open_to_all(self) -> bool:
         """Whether other machines can reach the server and no key is needed."""
-        return self.host not in LOCAL_HOSTS and not self.has_keys
+        is_local = self.uds is not None or self.host in LOCAL_HOSTS
+        return not self.has_keys and (bool(self.trusted_proxies) or not is_local)
 
     @property
     def has_keys(self) -> bool:
         """Whether requests need a key."""
         return bool(self.api_key or self.operator_key or self.api_key_file)
+
+
+def _check_network(text: str) -> None:
+    try:
+        if text != "*":
+            ipaddress.ip_network(text)
+    except ValueError:
+        raise ConfigError(
+            f"trusted_proxies: got {text!r}, allowed are addresses, networks such as 10.0.0.0/8,"
+            " and *"
+        ) from None

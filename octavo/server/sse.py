@@ -6,6 +6,7 @@ here. Source of the format: WHATWG HTML, section 9.2.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import OctavoError
 from octavo.server.connection import unless_gone
 from octavo.server.errors import error_body
+from octavo.server.time_limit import DEADLINE, Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -49,31 +51,21 @@ class EventStream(Response):
         )
         try:
             with suppress(ClientDisconnect):
-                await unless_gone(receive, self._write(send))
+                await unless_gone(receive, self._write(send, scope.get(DEADLINE, Deadline())))
         finally:
             await self._events.aclose()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, deadline: Deadline) -> None:
         """Sends all events; an error becomes an event of its own, as the status has been sent."""
         try:
-            async for payloads in self._events:
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": self.format_events(payloads),
-                        "more_body": True,
-                    }
-                )
+            async with asyncio.timeout_at(deadline.at_s) as limit:
+                async for payloads in self._events:
+                    await _send_part(send, self.format_events(payloads))
         except Exception as error:
-            if not isinstance(error, OctavoError):
+            told: Exception = deadline.error if limit.expired() else error
+            if told is error and not isinstance(error, OctavoError):
                 logger.exception("a stream failed")
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": self.format_events(self.failure(error)),
-                    "more_body": True,
-                }
-            )
+            await _send_part(send, self.format_events(self.failure(told)))
         await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
     def failure(self, error: Exception) -> list[Any]:
@@ -99,3 +91,7 @@ class NamedEventStream(EventStream):
             for payload in payloads
         ]
         return b"".join(parts)
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -13,7 +13,7 @@ from octavo.server.key_file import KeyLimits, read_key_file
 from octavo.server.settings import ServerSettings
 from octavo.server.state.account import Account
 from octavo.server.state.key_ring import KeyRing
-from tests.support.live_server import LiveServer, until
+from tests.support.live_server import LONG, LiveServer, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -96,7 +96,7 @@ def test_tokens_of_prompts_and_answers_are_counted(keyed):
 
 
 def test_one_request_at_a_time_where_the_key_says_so(keyed):
-    long = ASK | {"max_tokens": 400, "stream": True}
+    long = LONG | {"stream": True}
     own = {"Authorization": "Bearer sk-cyd"}
     with (
         keyed.http() as http,

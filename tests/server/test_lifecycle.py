@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -88,12 +89,13 @@ def test_each_request_is_logged_if_wanted_and_none_else(start, capfd):
             assert http.get("/health").status_code == 200
             assert http.post("/v1/completions", json={}).status_code == 400
         assert server.stop() == 0
-        logged = [line.partition(" - ")[2] for line in capfd.readouterr().out.splitlines()]
+        logged = capfd.readouterr().out.splitlines()
         expected = [
-            '"GET /health HTTP/1.1" 200 OK',
-            '"POST /v1/completions HTTP/1.1" 400 Bad Request',
+            r'127\.0\.0\.1:\d+ - "GET /health HTTP/1.1" 200 OK [\d.]+ ms \w{32}',
+            r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1.1" 400 Bad Request [\d.]+ ms \w{32}',
         ]
-        assert logged == (expected if flags else [])
+        assert len(logged) == (len(expected) if flags else 0)
+        assert all(re.fullmatch(*pair) for pair in zip(expected, logged, strict=False)), logged
 
 
 def test_keys_guard_everything_but_health(start):

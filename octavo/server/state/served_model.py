@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from octavo.async_llm import AsyncLLM
 from octavo.ports import Tokenizer
+from octavo.server.request_limits import RequestLimits
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.request_record import RequestRecord
 
@@ -21,6 +22,7 @@ class ServedModel:
     """Public name, which clients send and answers repeat."""
     llm: AsyncLLM
     metrics: ModelMetrics
+    limits: RequestLimits
     record: RequestRecord
     """Record of the HTTP request that asks for work."""
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
+from octavo.async_llm import AsyncLLM
 from octavo.server.loader import ModelLoader
+from octavo.server.request_limits import RequestLimits
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
@@ -17,6 +19,7 @@ from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
 from octavo.server.state.request_record import RequestRecord, record_of
 from octavo.server.state.served_model import ServedModel
+from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store
 
 
@@ -41,15 +44,15 @@ class Service:
         Raises ModelNotFound for an unknown one, and Unavailable for one that is not ready.
         """
         slot = self.models.find(name)
-        return ServedModel(slot.name, slot.llm, slot.metrics, self.record)
+        return self._served(slot, slot.llm)
 
     def ready_models(self) -> list[ServedModel]:
         """Returns every model whose requests can be seen and changed, draining ones too."""
-        return [
-            ServedModel(slot.name, slot.loaded, slot.metrics, self.record)
-            for slot in self.models
-            if slot.loaded is not None
-        ]
+        return [self._served(slot, slot.loaded) for slot in self.models if slot.loaded is not None]
+
+    def _served(self, slot: EngineSlot, llm: AsyncLLM) -> ServedModel:
+        limits = RequestLimits.of(self.settings)
+        return ServedModel(slot.name, llm, slot.metrics, limits, self.record)
 
 
 async def service_of(request: Request) -> Service:
