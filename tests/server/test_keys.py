@@ -96,13 +96,14 @@ def test_tokens_of_prompts_and_answers_are_counted(keyed):
 
 
 def test_one_request_at_a_time_where_the_key_says_so(keyed):
-    long = LONG | {"stream": True}
+    long = LONG | {"prompt": [[5]] * 8, "stream": True}
     own = {"Authorization": "Bearer sk-cyd"}
     with (
         keyed.http() as http,
         keyed.http() as other,
         http.stream("POST", "/v1/completions", json=long, headers=own) as running,
     ):
+        assert running.status_code == 200
         next(running.iter_lines())
         refused = ask(other, "sk-cyd")
         assert refused.status_code == 429
