@@ -1,0 +1,67 @@
+"""The files of deploy/: valid in form, and true of the server that they start."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from yamllint import linter
+from yamllint.config import YamlLintConfig
+
+from octavo.config.engine_config import option_fields, options_of
+from octavo.server.settings import ServerSettings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FLAGS = {"--" + name.replace("_", "-") for name in (*options_of(ServerSettings), *option_fields())}
+PROBES = {"/health/live", "/health/ready"}
+
+
+def test_every_metric_of_the_dashboard_exists(http):
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = {name for query in queries for name in re.findall(r"octavo:\w+", query)}
+    assert len(named) >= 15
+    http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1})
+    served = set(re.findall(r"^(octavo:\w+)[{ ]", http.get("/metrics").text, re.MULTILINE))
+    assert named <= served, named - served
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_manifest_is_clean_and_its_probes_are_routes(http):
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    config = YamlLintConfig("extends: default\nrules: {line-length: {max: 100}, braces: disable}")
+    assert not list(linter.run(text, config))
+    deployment, service = yaml.safe_load_all(text)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    live, ready = (
+        container[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")
+    )
+    assert {live, ready} == PROBES and live != ready
+    assert all(http.get(path).status_code == 200 for path in PROBES)
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert {flag.partition("=")[0] for flag in container["args"][2:]} <= FLAGS
+
+
+@pytest.mark.parametrize("name", ["octavo.service", "Containerfile"])
+def test_every_flag_that_a_file_gives_exists(name):
+    command = re.findall(r"^(?:ExecStart|CMD).*$", (DEPLOY / name).read_text(), re.MULTILINE)
+    flags = re.findall(r"--[a-z][a-z-]+", " ".join(command))
+    assert flags and set(flags) <= FLAGS
+
+
+def test_the_unit_is_what_systemd_reads(tmp_path):
+    """Where systemd is installed its own linter reads the unit; else its form is checked alone."""
+    text = (DEPLOY / "octavo.service").read_text()
+    sections = re.findall(r"^\[(\w+)\]$", text, re.MULTILINE)
+    assert sections == ["Unit", "Service", "Install"]
+    if (linter_path := shutil.which("systemd-analyze")) is None:
+        return
+    unit = tmp_path / "octavo.service"
+    unit.write_text(text.replace("/opt/octavo/bin/octavo", "/bin/true"))
+    found = subprocess.run(
+        [linter_path, "verify", str(unit)], capture_output=True, text=True, check=False
+    )
+    assert "octavo.service" not in found.stderr, found.stderr
