@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import signal
 
 import pytest
@@ -13,7 +14,7 @@ from octavo.server.key_file import KeyLimits, read_key_file
 from octavo.server.settings import ServerSettings
 from octavo.server.state.account import Account
 from octavo.server.state.key_ring import KeyRing
-from tests.support.live_server import LONG, LiveServer, until
+from tests.support.live_server import LiveServer, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -96,20 +97,15 @@ def test_tokens_of_prompts_and_answers_are_counted(keyed):
 
 
 def test_one_request_at_a_time_where_the_key_says_so(keyed):
-    long = LONG | {"prompt": [[5]] * 8, "stream": True}
-    own = {"Authorization": "Bearer sk-cyd"}
-    with (
-        keyed.http() as http,
-        keyed.http() as other,
-        http.stream("POST", "/v1/completions", json=long, headers=own) as running,
-    ):
-        assert running.status_code == 200
-        next(running.iter_lines())
-        refused = ask(other, "sk-cyd")
-        assert refused.status_code == 429
-        assert "1 requests of this key are running, allowed are 1" in refused.text
-        assert ask(other, "sk-root").status_code == 200, "other keys are not held up"
+    """A job counts from its admission to its end, which a stopped engine puts off."""
     with keyed.http() as http:
+        os.kill(keyed.core_pid, signal.SIGSTOP)
+        try:
+            jobs = [ask(http, key, "/generate") for key in ("sk-cyd", "sk-cyd", "sk-root")]
+        finally:
+            os.kill(keyed.core_pid, signal.SIGCONT)
+        assert [job.status_code for job in jobs] == [202, 429, 202]
+        assert "1 requests of this key are running, allowed are 1" in jobs[1].text
         assert until(lambda: ask(http, "sk-cyd").status_code == 200, 10)
 
 
