@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -32,11 +33,19 @@ time to the first token.
 """
 
 
-def build_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """Imports the named subcommands and puts them together."""
+COMPLETION_VARIABLE = "_OCTAVO_COMPLETE"
+"""Environment variable in which a shell's completion script says what it asks for."""
+COMPLETED_LINES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
+"""Environment variables in which such a script passes the line so far: bash's, and the others'."""
+
+
+def build_app(names: Sequence[str] = COMMANDS, *, add_completion: bool = False) -> typer.Typer:
+    """Imports the named subcommands and puts them together; `add_completion` gives the command the
+    options that install shell completion.
+    """
     app = typer.Typer(
         name="octavo",
-        add_completion=False,
+        add_completion=add_completion,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -55,14 +64,24 @@ def run_command(arguments: Sequence[str]) -> int:
     """Runs the command that a shell was given; returns its exit code."""
     gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
     _tolerate_bytes()
-    wanted = [name for name in COMMANDS if name in arguments[:1]]
-    command = typer.main.get_command(build_app(wanted or COMMANDS))
+    is_completing = COMPLETION_VARIABLE in os.environ
+    first = _completed_words()[1:2] if is_completing else arguments[:1]
+    wanted = [name for name in COMMANDS if name in first]
+    command = typer.main.get_command(build_app(wanted or COMMANDS, add_completion=not wanted))
 
     def run() -> None:
+        if is_completing:
+            typer.completion.completion_init()
+            command.main([], "octavo", COMPLETION_VARIABLE)
         with command.make_context("octavo", list(arguments) or ["--help"]) as context:
             command.invoke(context)
 
     return exit_code_of(run)
+
+
+def _completed_words() -> list[str]:
+    """Returns the words of the line that a shell wants completed."""
+    return next((os.environ[name].split() for name in COMPLETED_LINES if name in os.environ), [])
 
 
 def _tolerate_bytes() -> None:

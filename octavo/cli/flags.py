@@ -56,6 +56,17 @@ def with_flags(parameter: str, specs: Mapping[str, OptionField]) -> Callable[[Co
     return decorate
 
 
+def _completer(choices: Iterable[str]) -> Callable[[str], list[str]] | None:
+    """Returns what a shell asks for the rest of a value; None where any text is allowed."""
+    if not choices:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
+
+
 def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
     """Returns an option's flag as Typer reads it from a signature.
 
@@ -76,7 +87,9 @@ def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
         names = (flag, short) if (short := spec.entry.metadata["short"]) else (flag,)
         annotation = Annotated[
             list[str] | None if spec.is_list else str | None,
-            typer.Option(*names, help=text, metavar=metavar),
+            typer.Option(
+                *names, help=text, metavar=metavar, autocompletion=_completer(spec.choices)
+            ),
         ]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
