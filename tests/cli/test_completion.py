@@ -37,7 +37,7 @@ def completing(line: str) -> str:
     words = line.split(" ")
     return (
         'source <(octavo --show-completion); COMP_LINE="octavo"\n'
-        f"COMP_WORDS=({' '.join(word or repr('') for word in words)}); COMP_CWORD={len(words) - 1}\n"
+        f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
         '_octavo_completion octavo; printf "%s\\n" "${COMPREPLY[@]}"'
     )
 
