@@ -67,11 +67,11 @@ def run_command(arguments: Sequence[str]) -> int:
     is_completing = COMPLETION_VARIABLE in os.environ
     first = _completed_words()[1:2] if is_completing else arguments[:1]
     wanted = [name for name in COMMANDS if name in first]
-    command = typer.main.get_command(build_app(wanted or COMMANDS, add_completion=not wanted))
+    add_completion = is_completing or not wanted
+    command = typer.main.get_command(build_app(wanted or COMMANDS, add_completion=add_completion))
 
     def run() -> None:
         if is_completing:
-            typer.completion.completion_init()
             command.main([], "octavo", COMPLETION_VARIABLE)
         with command.make_context("octavo", list(arguments) or ["--help"]) as context:
             command.invoke(context)
