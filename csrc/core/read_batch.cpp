@@ -85,8 +85,8 @@ SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
     return a;
 }
 
-// Requests own rows of the step, which padding may follow; every sampled row is a row of the step.
-void check_rows(const Ints& query_starts, const Ints& sample_rows, size_t num_tokens) {
+// Requests own rows of the step, which padding may follow.
+void check_rows(const Ints& query_starts, size_t num_tokens) {
     expect(query_starts.size() > 0, "query_starts: empty, one start and the end are the least");
     const int32_t* starts = query_starts.data();
     const size_t num_requests = query_starts.size() - 1;
@@ -94,9 +94,6 @@ void check_rows(const Ints& query_starts, const Ints& sample_rows, size_t num_to
     for (size_t i = 0; i < num_requests; i++)
         expect(starts[i] <= starts[i + 1], "query_starts: a request ends before it starts");
     expect((size_t)starts[num_requests] <= num_tokens, "query_starts: ends behind the rows of the step");
-    for (size_t i = 0; i < sample_rows.size(); i++)
-        expect(sample_rows.data()[i] >= 0 && (size_t)sample_rows.data()[i] < num_tokens,
-               "sample_rows: a row that the step does not have");
 }
 
 }  // namespace
@@ -108,7 +105,7 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     const auto block_tables = array_of<Array<int32_t, nb::ndim<3>>>(batch, "block_tables");
     const auto sample_rows = array_of<Ints>(batch, "sample_rows");
     const size_t num_tokens = token_ids.size(), num_groups = block_tables.shape(0);
-    check_rows(query_starts, sample_rows, num_tokens);
+    check_rows(query_starts, num_tokens);
     Batch b{};
     b.num_tokens = (int)num_tokens;
     b.num_axes = (int)positions.shape(0);

@@ -314,16 +314,6 @@ def test_requests_own_rows_of_the_step(starts):
         runnable.run(step, case.memory(runnable))
 
 
-@pytest.mark.parametrize("row", [-1, 3])
-def test_a_sampled_row_is_a_row_of_the_step(row):
-    require_native()
-    case = chain()
-    runnable, step = case.native(None), case.batch(3, pad=0)
-    step.sample_rows = np.array([row], np.int32)
-    with pytest.raises(ValueError, match="sample_rows: a row that the step does not have"):
-        runnable.run(step, case.memory(runnable))
-
-
 MANY_THREADS = """
 import resource
 from octavo.backends.base import BackendOptions
