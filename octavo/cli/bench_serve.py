@@ -22,11 +22,12 @@ from octavo.cli.model import fetched
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from octavo.cli.serve_figures import Outcome
     from octavo.cli.traffic import TrafficRequest
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 DEFAULT_NUM_REQUESTS = 100
-DEFAULT_LEN = 128
+DEFAULT_LEN = "128"
 
 Trace = Annotated[
     Path | None,
@@ -57,26 +58,42 @@ RequestRate = Annotated[
     float | None,
     typer.Option(help="Requests per second, Poisson, in place of the trace's times; default inf."),
 ]
+Burstiness = Annotated[
+    float | None,
+    typer.Option(
+        help="Shape of the gaps at --request-rate: below 1 in bursts, above 1 evenly; default 1."
+    ),
+]
 MaxConcurrency = Annotated[
     int | None, typer.Option(help="Most requests under way; others are sent later.", min=1)
 ]
 InputLen = Annotated[
-    int | None, typer.Option(help="Tokens of a synthetic prompt; default 128.", min=1)
+    str | None,
+    typer.Option(help="Tokens of a synthetic prompt, or a range: 64-2048; default 128."),
 ]
 OutputLen = Annotated[
-    int | None, typer.Option(help="Tokens of a synthetic answer; default 128.", min=1)
+    str | None,
+    typer.Option(help="Tokens of a synthetic answer, or a range: 16-256; default 128."),
 ]
 Goodput = Annotated[
     list[str] | None,
     typer.Option(
-        help="Limits in ms for requests that count: ttft:500 tpot:50 e2el:2000.", metavar="LIMIT"
+        help="Limits in ms for requests that count: ttft:500 tpot:50 itl:100 e2el:2000.",
+        metavar="LIMIT",
     ),
 ]
 MoreGoodput = Annotated[
     list[str] | None,
     typer.Argument(help="More limits of --goodput.", metavar="LIMIT", show_default=False),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the prompts and of Poisson's moments.")]
+Plot = Annotated[
+    str | None,
+    typer.Option(
+        help="Draw latencies and the course of the run into this SVG, or with - into the terminal.",
+        metavar="FILE",
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the prompts, lengths and random times.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -91,10 +108,12 @@ def serve(
     api_key: ApiKey = None,
     num_requests: NumRequests = None,
     request_rate: RequestRate = None,
+    burstiness: Burstiness = None,
     max_concurrency: MaxConcurrency = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
     goodput: Goodput = None,
+    plot: Plot = None,
     seed: Seed = 0,
     json: Json = False,
     options: dict[str, Any],
@@ -118,10 +137,12 @@ def serve(
         time_scale=time_scale,
         num_requests=num_requests,
         request_rate=request_rate,
+        burstiness=burstiness,
         input_len=input_len,
         output_len=output_len,
         seed=seed,
     )
+    _check_plot(plot, json=json)
     requests = traffic.requests()
     if url is not None and (given := [name for name in options if name != "model"]):
         raise ConfigError(
@@ -137,6 +158,8 @@ def serve(
         )
     found = figures(outcomes, elapsed_s, limits)
     _print(model, address, traffic, requests, found, json=json)
+    if plot is not None:
+        _draw(plot, outcomes, limits)
     if not found["completed"]:
         print("octavo: every request failed", file=sys.stderr)
         raise typer.Exit(1)
@@ -151,27 +174,30 @@ class TrafficOptions:
     time_scale: float | None
     num_requests: int | None
     request_rate: float | None
-    input_len: int | None
-    output_len: int | None
+    burstiness: float | None
+    input_len: str | None
+    output_len: str | None
     seed: int
 
     def requests(self) -> list[TrafficRequest]:
         """Returns the requests; raises ConfigError for an option that is wrong."""
-        from octavo.cli.traffic import at_rate, parse_scale, read_trace, synthetic
+        from octavo.cli.traffic import at_rate, mixed, parse_lengths, parse_scale, read_trace
 
         self._check()
+        burstiness = self.burstiness or 1.0
         if self.trace is None:
-            requests = synthetic(
-                num_requests=self.num_requests or DEFAULT_NUM_REQUESTS,
-                input_len=self.input_len or DEFAULT_LEN,
-                output_len=self.output_len or DEFAULT_LEN,
+            requests = mixed(
+                self.num_requests or DEFAULT_NUM_REQUESTS,
+                parse_lengths("input_len", self.input_len or DEFAULT_LEN),
+                parse_lengths("output_len", self.output_len or DEFAULT_LEN),
+                seed=self.seed,
             )
-            return at_rate(requests, self.request_rate or math.inf, self.seed)
+            return at_rate(requests, self.request_rate or math.inf, self.seed, burstiness)
         requests = read_trace(
             self.trace, scale=parse_scale(self.scale), num_requests=self.num_requests
         )
         if self.request_rate:
-            return at_rate(requests, self.request_rate, self.seed)
+            return at_rate(requests, self.request_rate, self.seed, burstiness)
         factor = self.time_scale or 1.0
         return [replace(request, at_s=request.at_s * factor) for request in requests]
 
@@ -181,6 +207,7 @@ class TrafficOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}: got {value:g}, allowed is a number above 0")
+        self._check_burstiness()
         if self.request_rate is not None and self.time_scale is not None:
             raise ConfigError(
                 "time_scale: allowed only without request_rate, which replaces the trace's times"
@@ -195,6 +222,51 @@ class TrafficOptions:
             raise ConfigError(
                 f"{name}: allowed only without --trace, whose lengths it would replace"
             )
+
+    def _check_burstiness(self) -> None:
+        from octavo.cli.traffic import BURSTINESS
+
+        low, high = BURSTINESS
+        if self.burstiness is None:
+            return
+        if not low <= self.burstiness <= high:
+            raise ConfigError(
+                f"burstiness: got {self.burstiness:g}, allowed is a number from {low:g} to {high:g}"
+            )
+        if self.request_rate is None:
+            raise ConfigError("burstiness: allowed only with --request-rate")
+
+
+def _check_plot(plot: str | None, *, json: bool) -> None:
+    """Raises ConfigError, before anything is measured, for a picture that cannot be drawn."""
+    if plot is None:
+        return
+    if plot == "-":
+        if json:
+            raise ConfigError("plot: got -, which --json leaves no room for", hint="--plot run.svg")
+        return
+    path = Path(plot)
+    if path.suffix != ".svg" or not path.parent.is_dir():
+        raise ConfigError(
+            f"plot: got {plot!r}, allowed is a file named .svg in a folder that exists, or -"
+        )
+
+
+def _draw(plot: str, outcomes: Sequence[Outcome], limits: dict[str, float]) -> None:
+    from octavo.cli.serve_plot import plot_of
+    from octavo.cli.serve_plot_svg import picture
+    from octavo.cli.serve_plot_text import lines
+
+    drawn = plot_of(outcomes, limits)
+    if plot == "-":
+        import shutil
+
+        print(lines(drawn, shutil.get_terminal_size().columns, sys.stdout.encoding))
+        return
+    try:
+        Path(plot).write_text(picture(drawn), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"plot: cannot write {plot}: {error.strerror}") from error
 
 
 def _print(
@@ -220,6 +292,8 @@ def _print(
             "trace": None if traffic.trace is None else str(traffic.trace),
             "scale": traffic.scale,
             "seed": traffic.seed,
+            "request_rate": traffic.request_rate,
+            "burstiness": traffic.burstiness,
             "num_requests": len(requests),
             "shared_share": shared,
         }

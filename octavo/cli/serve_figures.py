@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,16 @@ def per_token_s(streamed: StreamedAnswer) -> float | None:
     return (streamed.token_times[-1] - streamed.token_times[0]) / later if later > 0 else None
 
 
+def longest_gap_s(streamed: StreamedAnswer) -> float | None:
+    """Returns the longest wait between two arrivals of tokens; None if all came at once."""
+    return max(gaps_s(streamed), default=None)
+
+
+def gaps_s(streamed: StreamedAnswer) -> Iterator[float]:
+    """Yields the time between each arrival of tokens and the next."""
+    return (later - earlier for earlier, later in itertools.pairwise(streamed.token_times))
+
+
 def whole_s(streamed: StreamedAnswer) -> float:
     return streamed.ended - streamed.sent
 
@@ -50,9 +60,12 @@ def num_tokens(streamed: StreamedAnswer) -> int:
 LIMITS: dict[str, Callable[[StreamedAnswer], float | None]] = {
     "ttft": first_token_s,
     "tpot": per_token_s,
+    "itl": longest_gap_s,
     "e2el": whole_s,
 }
-"""Times that a goodput limit can bound, by the names that vLLM gives them."""
+"""Times that a goodput limit can bound, by the names that vLLM gives them; itl bounds the longest
+gap of an answer.
+"""
 
 
 def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
@@ -93,9 +106,7 @@ def figures(
         "time_to_first_token_ms": percentiles(
             first_token_s(streamed) for streamed in done if streamed.token_times
         ),
-        "inter_token_ms": percentiles(
-            b - a for streamed in done for a, b in itertools.pairwise(streamed.token_times)
-        ),
+        "inter_token_ms": percentiles(itertools.chain.from_iterable(map(gaps_s, done))),
         "time_per_output_token_ms": percentiles(per_token),
         "request_latency_ms": percentiles(map(whole_s, done)),
         "sent_late_ms": percentiles(outcome.late_s for outcome in outcomes),

@@ -24,6 +24,8 @@ TRACE_BLOCK = 512
 """Tokens of a named block of a trace."""
 KV_BLOCK = 16
 """Tokens of a KV block, the least that a prefix cache shares."""
+BURSTINESS = (0.01, 100.0)
+"""Least and greatest shape of the gaps between requests that is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,32 @@ class TrafficRequest:
     """Names of the prompt's blocks, from its beginning on; () if it shares none."""
     block_tokens: int = TRACE_BLOCK
     """Tokens of each block, after scaling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Range of lengths, both ends included."""
+
+    low: int
+    high: int
+
+    def draw(self, source: random.Random) -> int:
+        """Returns a length; each doubling of the length is as likely as any other."""
+        drawn = math.exp(source.uniform(math.log(self.low), math.log(self.high + 1)))
+        return min(self.high, max(self.low, int(drawn)))
+
+
+def parse_lengths(name: str, text: str) -> Lengths:
+    """Reads one length such as "128", or a range such as "64-2048"; `name` is for the message."""
+    low, dash, high = text.partition("-")
+    if low.isdecimal() and (high.isdecimal() or not dash):
+        lengths = Lengths(int(low), int(high or low))
+        if 1 <= lengths.low <= lengths.high:
+            return lengths
+    raise ConfigError(
+        f"{name}: got {text!r}, allowed is a number of tokens of at least 1 such as 128, or a range"
+        " such as 64-2048"
+    )
 
 
 def parse_scale(text: str) -> Fraction:
@@ -79,21 +107,37 @@ def read_trace(
 
 def synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[TrafficRequest]:
     """Returns requests that are sent at once and have no tokens in common."""
+    inputs = Lengths(input_len, input_len)
+    outputs = Lengths(output_len, output_len)
+    return mixed(num_requests, inputs, outputs, seed=0)
+
+
+def mixed(
+    num_requests: int, inputs: Lengths, outputs: Lengths, *, seed: int
+) -> list[TrafficRequest]:
+    """Returns requests of drawn lengths that are sent at once and have no tokens in common."""
+    source = random.Random(f"{seed}/lengths")
     return [
-        TrafficRequest(f"request {number}", 0.0, input_len, output_len)
+        TrafficRequest(f"request {number}", 0.0, inputs.draw(source), outputs.draw(source))
         for number in range(1, num_requests + 1)
     ]
 
 
-def at_rate(requests: Sequence[TrafficRequest], rate: float, seed: int) -> list[TrafficRequest]:
-    """Returns the requests in their order, at the times of a Poisson process of `rate` per second.
+def at_rate(
+    requests: Sequence[TrafficRequest], rate: float, seed: int, burstiness: float = 1.0
+) -> list[TrafficRequest]:
+    """Returns the requests in their order, `rate` per second on average; all at once for math.inf.
 
-    With a rate of math.inf all are sent at once.
+    The gaps between them follow a gamma distribution of the shape `burstiness`: 1 is a Poisson
+    process, less sends in bursts with pauses between them, more sends at even times.
     """
-    draw, now, timed = random.Random(seed), 0.0, []
+    draw = random.Random(seed)
+    now = 0.0
+    timed = []
     for request in requests:
         timed.append(replace(request, at_s=now))
-        now += 0.0 if math.isinf(rate) else draw.expovariate(rate)
+        if not math.isinf(rate):
+            now += draw.gammavariate(burstiness, 1 / (rate * burstiness))
     return timed
 
 

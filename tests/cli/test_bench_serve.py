@@ -5,6 +5,7 @@ import socket
 import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from xml.etree import ElementTree
 
 import pytest
 
@@ -95,6 +96,26 @@ def test_a_table_for_people(octavo, url):
     assert "goodput                   0.00 requests/s, 0.0% of all: ttft <= 0.001 ms" in ended.out
 
 
+def test_mixed_lengths_in_bursts_and_a_picture(octavo, url, tmp_path):
+    picture = tmp_path / "run.svg"
+    traffic = ("--num-requests=12", "--input-len=8-64", "--output-len=2-12")
+    bursts = ("--request-rate=40", "--burstiness=0.2", "--seed=3")
+    arguments = ("bench", "serve", f"--url={url}", *traffic, *bursts)
+    ended = octavo(*arguments, "--json", f"--plot={picture}", "--goodput=itl:60000")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert (found["completed"], found["request_rate"], found["burstiness"]) == (12, 40, 0.2)
+    assert 12 * 8 <= found["prompt_tokens"] <= 12 * 64
+    assert 12 * 2 <= found["output_tokens"] <= 12 * 12
+    assert found["goodput"]["requests"] == 12
+    assert ElementTree.fromstring(picture.read_text()).tag.endswith("}svg")
+    ended = octavo(*arguments, "--plot=-")
+    assert ended.code == 0, ended.err
+    for title in ("time to first token", "time between tokens", "whole request"):
+        assert f"\n{title}" in ended.out
+    assert "\noutput tokens/s  " in ended.out and "█" in ended.out
+
+
 def test_a_server_of_its_own(octavo, tiny):
     ended = octavo(
         "bench",
@@ -120,10 +141,10 @@ def test_a_server_of_its_own(octavo, tiny):
         (["--request-rate=0"], "request_rate: got 0, allowed is a number above 0"),
         (["--request-rate=nan"], "request_rate: got nan, allowed is a number above 0"),
         (
-            ["--goodput=itl:5"],
+            ["--goodput=ttlt:5"],
             (
-                "goodput: got 'itl:5', allowed is NAME:MILLISECONDS of ttft, tpot, e2el, such as"
-                " ttft:500"
+                "goodput: got 'ttlt:5', allowed is NAME:MILLISECONDS of ttft, tpot, itl, e2el, such"
+                " as ttft:500"
             ),
         ),
         (["--goodput=ttft"], "goodput: got 'ttft', allowed is NAME"),
@@ -139,6 +160,16 @@ def test_a_server_of_its_own(octavo, tiny):
         (["--url=http://127.0.0.1:1"], "url: no server answers at http://127.0.0.1:1: "),
         (["--trace=none.jsonl"], "trace: cannot read none.jsonl: No such file or directory"),
         (["--trace=none.jsonl", "--input-len=4"], "input_len: allowed only without --trace"),
+        (["--input-len=0"], "input_len: got '0', allowed is a number of tokens of at least 1"),
+        (["--output-len=9-8"], "output_len: got '9-8', allowed is a number of tokens"),
+        (["--burstiness=0.5"], "burstiness: allowed only with --request-rate"),
+        (
+            ["--burstiness=0", "--request-rate=1"],
+            "burstiness: got 0, allowed is a number from 0.01 to 100",
+        ),
+        (["--plot=run.png"], "plot: got 'run.png', allowed is a file named .svg"),
+        (["--plot=no-folder/run.svg"], "plot: got 'no-folder/run.svg', allowed is a file"),
+        (["--plot=-", "--json"], "plot: got -, which --json leaves no room for"),
     ],
 )
 def test_bad_arguments(octavo, arguments, message):
@@ -297,3 +328,14 @@ def test_figures_add_up():
     assert found["errors"] == [{"message": "no", "count": 1, "first": "request 2"}]
     with pytest.raises(ConfigError):
         parse_goodput(["ttft:-5"])
+
+
+def test_an_answer_is_good_by_its_longest_gap():
+    request = TrafficRequest("request 1", 0.0, 10, 4)
+    outcomes = [
+        Outcome(request, 0.0, streamed([0.1, 0.2, 0.5])),
+        Outcome(request, 0.0, streamed([0.1, 0.2, 0.3])),
+        Outcome(request, 0.0, streamed([0.1])),
+    ]
+    good = figures(outcomes, 1.0, parse_goodput(["itl:150"]))["goodput"]
+    assert good["requests"] == 2, "an answer of one token has no gap that is too long"

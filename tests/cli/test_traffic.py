@@ -5,11 +5,22 @@ a wrong line is named.
 import itertools
 import json
 import math
+import statistics
 from fractions import Fraction
 
 import pytest
 
-from octavo.cli.traffic import at_rate, parse_scale, prompt_of, read_trace, shared_share, synthetic
+from octavo.cli.traffic import (
+    Lengths,
+    at_rate,
+    mixed,
+    parse_lengths,
+    parse_scale,
+    prompt_of,
+    read_trace,
+    shared_share,
+    synthetic,
+)
 from octavo.errors import ConfigError
 
 ROWS = [
@@ -150,3 +161,34 @@ def test_poisson():
     )
     assert {request.at_s for request in at_rate(requests, math.inf, seed=1)} == {0}
     assert prompt_of(timed[0], 0) != prompt_of(timed[1], 0) and len(prompt_of(timed[0], 0)) == 7
+
+
+def test_bursts_keep_the_rate_and_vary_more():
+    """The coefficient of variation of gamma gaps is one over the root of their shape."""
+    requests = synthetic(num_requests=20_001, input_len=1, output_len=1)
+    for burstiness in (0.25, 1.0, 4.0):
+        times = [request.at_s for request in at_rate(requests, 5.0, 1, burstiness)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        mean = statistics.mean(gaps)
+        assert mean == pytest.approx(0.2, rel=0.05)
+        assert statistics.pstdev(gaps) / mean == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_drawn_lengths_stay_in_their_range_and_repeat():
+    inputs = parse_lengths("input_len", "64-2048")
+    assert (inputs, parse_lengths("output_len", "7")) == (Lengths(64, 2048), Lengths(7, 7))
+    requests = mixed(2000, inputs, Lengths(7, 7), seed=1)
+    assert {request.output_len for request in requests} == {7}
+    lengths = [request.input_len for request in requests]
+    assert 64 <= min(lengths) < 70 and 1900 < max(lengths) <= 2048
+    assert statistics.median(lengths) == pytest.approx(math.sqrt(64 * 2048), rel=0.1), (
+        "each doubling is as likely as any other"
+    )
+    assert requests == mixed(2000, inputs, Lengths(7, 7), seed=1)
+    assert requests != mixed(2000, inputs, Lengths(7, 7), seed=2)
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "8-", "9-8", "1-2-3", "1.5", "many", ""])
+def test_wrong_lengths_are_refused(text):
+    with pytest.raises(ConfigError, match="input_len: got"):
+        parse_lengths("input_len", text)
