@@ -92,9 +92,10 @@ def test_a_running_request_is_listed_and_shown(http):
 def test_a_request_that_waits_says_for_what_and_how_long(http):
     with streaming(http) as first, streaming_later(http) as second:
         assert until(lambda: second in listed(http))
-        assert until(lambda: listed(http)[second]["waited_s"] > 0)
+        # Until a step has seen it, it waits for the step that runs.
+        assert until(lambda: listed(http)[second]["waits_for"] == "batch full")
         shown = listed(http)[second]
-        assert shown["state"] == "waiting" and shown["waits_for"] == "batch full"
+        assert shown["state"] == "waiting" and shown["waited_s"] > 0
         assert http.delete(f"/v1/requests/{second}").json()["aborted"]
         http.delete(f"/v1/requests/{first.id}")
         first.finish()
