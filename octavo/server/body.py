@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Depends, Request
@@ -38,13 +39,15 @@ class Body(BaseModel):
         """Response headers that name the ignored fields."""
         return {IGNORED_HEADER: ", ".join(self._ignored)} if self._ignored else {}
 
-    def take_unknown_fields(self, *, lenient: bool) -> None:
-        """Refuses unknown fields; with `lenient` notes them as ignored."""
+    def take_unknown_fields(self, *, lenient: bool, dropped: Sequence[str] = ()) -> None:
+        """Refuses unknown fields; with `lenient` notes them as ignored, and the dropped ones."""
         unknown = [name for name, value in (self.model_extra or {}).items() if value is not None]
         if unknown and not lenient:
             raise self._refusal(unknown[0])
         self._ignored = [
-            name.encode("ascii", "replace").decode() for name in unknown if name.isprintable()
+            name.encode("ascii", "replace").decode()
+            for name in (*unknown, *dropped)
+            if name.isprintable()
         ]
 
     def _refusal(self, name: str) -> InvalidRequest:
@@ -67,11 +70,15 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
     async def parse(request: Request, service: Annotated[Service, Depends(service_of)]) -> BodyT:
         _check_content_type(request)
         raw = await _read_in_time(request, service.settings)
+        lenient, dropped = service.settings.lenient, []
         try:
             body = kind.model_validate_json(raw)
         except ValidationError as error:
-            raise _describe(kind, error) from None
-        body.take_unknown_fields(lenient=service.settings.lenient)
+            dropped = _inert_faults(kind, error) if lenient else []
+            if not dropped:
+                raise _describe(kind, error) from None
+            body = _without(kind, raw, dropped)
+        body.take_unknown_fields(lenient=lenient, dropped=dropped)
         check_interactions(body)
         return body
 
@@ -118,6 +125,27 @@ async def _read(request: Request, limit: int) -> bytes:
             raise HTTPException(413, f"the body is too large: allowed are at most {limit} bytes")
         parts.append(part)
     return b"".join(parts)
+
+
+def _inert_faults(kind: type[Body], error: ValidationError) -> list[str]:
+    """Returns the fields with values that are not allowed, where all of them change nothing here
+    whatever their value; [] where there are others.
+    """
+    faulty = list(dict.fromkeys(str(fault["loc"][0]) for fault in error.errors() if fault["loc"]))
+    inert = [
+        name
+        for name in faulty
+        if (info := kind.model_fields.get(name)) is not None
+        and isinstance(info.json_schema_extra, dict)
+        and info.json_schema_extra.get("inert")
+    ]
+    return faulty if faulty == inert else []
+
+
+def _without(kind: type[BodyT], raw: bytes, names: Sequence[str]) -> BodyT:
+    """Parses a body without some of its fields."""
+    fields = {name: value for name, value in json.loads(raw).items() if name not in names}
+    return kind.model_validate_json(json.dumps(fields))
 
 
 def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
