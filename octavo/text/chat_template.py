@@ -1,5 +1,5 @@
-"""Renders chat templates: Jinja in a sandbox, with the few functions that templates written for
-Hugging Face expect.
+"""Renders chat templates: Jinja in a sandbox with bounds, and the few functions that templates
+written for Hugging Face expect.
 
 Knows nothing of tokens. jinja2 is imported at the first conversation, for it costs 40 ms. Source of
 the functions and the two `blocks` settings: transformers' documentation of chat templates.
@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest
+from octavo.text.template_bounds import bounded_environment, render
 
 if TYPE_CHECKING:
     import jinja2
@@ -65,7 +66,7 @@ class ChatTemplate:
                 "messages": messages if self._knows_developers else _as_system(messages),
                 "add_generation_prompt": add_generation_prompt,
             }
-            return compiled.render({"tools": None, "documents": None} | known | dict(variables))
+            return render(compiled, {"tools": None, "documents": None} | known | dict(variables))
         except Exception as error:  # a template can fail with any error of the values it is given
             raise InvalidRequest(
                 f"messages: the chat template failed: {error}", param="messages"
@@ -100,7 +101,6 @@ def _as_system(messages: Sequence[Any]) -> list[Any]:
 def _environment() -> jinja2.Environment:
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
         """Tag `{% generation %} ... {% endgeneration %}`, which marks an assistant's words for
@@ -122,7 +122,7 @@ def _environment() -> jinja2.Environment:
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = bounded_environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.filters["tojson"] = to_json

@@ -1,0 +1,152 @@
+"""Bounds on what rendering a chat template may take: steps, seconds, characters.
+
+A template comes with a checkpoint or, where the server allows it, with a request; a loop of 10^9
+rounds or a text that doubles 40 times must end with an error, not with the process. Loops, calls
+and sums of texts are rewritten in the parsed template so that each counts. jinja2 is imported when
+an environment is made.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jinja2
+
+MAX_STEPS = 5_000_000
+"""Most rounds of loops and calls of one rendering."""
+
+MAX_SECONDS = 10.0
+"""Longest time of one rendering, in seconds; looked at every few hundred steps."""
+
+MAX_CHARACTERS = 64 << 20
+"""Longest text that a template may make, in characters."""
+
+STEPS_A_LOOK = 256
+WIDE_FORMAT = re.compile(r"%[-+ #0]*(\d{7,}|\*)|\.\d{7,}")
+
+
+class Effort:
+    """The steps and seconds of one rendering so far."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._ends = time.monotonic() + MAX_SECONDS
+
+    def step(self) -> None:
+        """Counts a round of a loop or a call; raises ValueError beyond the bounds."""
+        self._num_steps += 1
+        if self._num_steps > MAX_STEPS:
+            raise ValueError(f"it takes more than {MAX_STEPS:,} steps")
+        if self._num_steps % STEPS_A_LOOK == 0 and time.monotonic() > self._ends:
+            raise ValueError(f"it takes more than {MAX_SECONDS:g} seconds")
+
+
+def check_length(num_characters: int) -> None:
+    """Raises ValueError for a text that is too long."""
+    if num_characters > MAX_CHARACTERS:
+        raise ValueError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
+
+
+def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """Renders a template of `bounded_environment` within the bounds; ValueError beyond them."""
+    running = template.environment.running  # type: ignore[attr-defined]
+    running.effort = Effort()
+    parts, length = [], 0
+    for part in template.generate(variables):
+        length += len(part)
+        check_length(length)
+        parts.append(part)
+    return "".join(parts)
+
+
+def bounded_environment(**options: Any) -> jinja2.Environment:
+    """Returns a sandbox whose templates count their loops, calls and sums of texts."""
+    from jinja2 import nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.visitor import NodeTransformer
+
+    class Counting(NodeTransformer):
+        """Rewrites loops and sums of texts as calls of the environment's methods."""
+
+        def visit_For(self, node: nodes.For) -> nodes.Node:
+            self.generic_visit(node)
+            node.iter = _call("each", [node.iter])  # type: ignore[list-item]
+            return node
+
+        def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+            self.generic_visit(node)
+            return _call("joined", node.nodes)
+
+    def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
+        return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
+
+    class BoundedEnvironment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+        def __init__(self) -> None:
+            super().__init__(**options)
+            self.running = threading.local()
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            tree: nodes.Template = Counting().visit(super()._parse(source, name, filename))
+            return tree.set_environment(self)  # type: ignore[return-value]
+
+        def each(self, items: Iterable[Any]) -> Iterator[Any]:
+            """Yields the items, each a step."""
+            for item in items:
+                self.running.effort.step()
+                yield item
+
+        def joined(self, *parts: Any) -> str:
+            """Returns the parts as one text."""
+            texts = [str(part) for part in parts]
+            check_length(sum(map(len, texts)))
+            return "".join(texts)
+
+        def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
+            self.running.effort.step()
+            for argument in (*arguments, *named.values()):
+                if isinstance(argument, int):
+                    check_length(argument)
+            return super().call(context, function, *arguments, **named)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            check_operands(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+    environment = BoundedEnvironment()
+    for name in ("center", "indent"):
+        environment.filters[name] = _bounded_filter(environment.filters[name])
+    return environment
+
+
+def check_operands(operator: str, left: Any, right: Any) -> None:
+    """Raises ValueError where an operation would make a text, a list or a number too long."""
+    sizes = [len(item) if isinstance(item, str | list | tuple) else None for item in (left, right)]
+    if operator == "+" and None not in sizes:
+        check_length(sum(size or 0 for size in sizes))
+    if operator == "*":
+        for size, count in ((sizes[0], right), (sizes[1], left)):
+            if size is not None and isinstance(count, int):
+                check_length(size * count)
+    if operator == "**" and isinstance(left, int) and isinstance(right, int):
+        check_length(left.bit_length() * right)
+    if operator == "%" and isinstance(left, str) and WIDE_FORMAT.search(left):
+        raise ValueError("it formats a text of unbounded width")
+
+
+def _bounded_filter(function: Any) -> Any:
+    """Returns a filter that refuses widths beyond the longest text."""
+
+    def bounded(text: Any, *arguments: Any, **named: Any) -> Any:
+        for argument in (*arguments, *named.values()):
+            if isinstance(argument, int):
+                check_length(argument)
+        return function(text, *arguments, **named)
+
+    return bounded
