@@ -4,6 +4,7 @@ there.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -15,6 +16,12 @@ def user_path(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         return Path(text)
+
+
+def state_home() -> Path:
+    """Returns the folder of what Octavo keeps between runs, by the XDG rules."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "octavo"
 
 
 def is_there(path: Path) -> bool:

@@ -7,13 +7,13 @@ A field's name with dashes is its flag.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from octavo.config.engine_config import option
+from octavo.config.paths import state_home
 from octavo.errors import ConfigError
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -149,8 +149,7 @@ class ServerSettings:
             return Path(self.state_dir).expanduser() if self.state_dir else None
         if not self.port:
             return None  # the next server would have another port, and not find it
-        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return Path(home) / "octavo" / f"port-{self.port}"
+        return state_home() / f"port-{self.port}"
 
     @property
     def is_open_to_all(self) -> bool:

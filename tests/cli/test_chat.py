@@ -1,7 +1,9 @@
 """`octavo chat`, driven through its standard input."""
 
 import io
+import json
 import signal
+import stat
 import sys
 
 import pytest
@@ -42,25 +44,114 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def lines_of(*answers: str) -> list[str]:
+    return "".join(f"{answer}\n" for answer in answers).splitlines()
+
+
 def test_the_history_goes_along_until_reset(talk):
     (first,) = expected([[user("one")]])
     second, alone = expected([[user("one"), assistant(first), user("two")], [user("two")]])
     out, _ = talk("one", "two", "/reset", "two", "/exit", "never read")
-    assert out == f"{first}\n{second}\n{alone}\n".splitlines()
+    assert out == lines_of(first, second, alone)
+
+
+def test_undo_and_retry_go_back_one_question(talk):
+    first, other = expected([[user("one")], [user("two")]])
+    out, messages = talk("/undo", "one", "/retry", "/undo", "two")
+    assert out == lines_of(first, first, other)
+    assert "nothing has been asked yet" in messages and "taken back: one" in messages
+
+
+def test_a_message_of_several_lines_is_one_message(talk):
+    quoted, joined = expected([[user("a\n/b")], [user("c\nd")]])
+    out, _ = talk('"""a', '/b"""', "/reset", "c\\", "d")
+    assert out == lines_of(quoted, joined)
+
+
+def test_the_system_message_can_be_set_and_removed(talk):
+    (answer, alone) = expected([[system("Be short."), user("one")], [user("one")]])
+    out, messages = talk("/system Be short.", "one", "/system -", "/reset", "one")
+    assert out == lines_of(answer, alone)
+    assert "system message: Be short." in messages and "no system message" in messages
+
+
+def test_sampling_values_are_checked_when_set(talk):
+    out, messages = talk(
+        "/set temperature 9", "/set temprature 1", "/set top_k no", "/set max_tokens 2", "/set"
+    )
+    assert out == []
+    said = "\n".join(messages)
+    assert "temperature: got 9, allowed is a number from 0 to 2" in said
+    assert "no value 'temprature'\nhint: did you mean temperature?" in said
+    assert "top_k: got 'no'" in said
+    assert messages[-2] == "max_tokens 2"
+
+
+def test_a_set_value_is_used(talk):
+    _, messages = talk("/set max_tokens 2", "one")
+    assert any(", 2 new tokens in " in line for line in messages)
+
+
+def test_the_default_limit_of_an_answer_is_named(octavo, tiny, monkeypatch):
+    monkeypatch.setattr("octavo.cli.chat_session.DEFAULT_MAX_TOKENS", 7)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    ended = octavo("chat", *tiny)
+    assert "cut off after 7 tokens, the default of max_tokens: /set max_tokens N" in ended.err
+
+
+def test_a_saved_conversation_goes_on_where_it_was(talk, tmp_path):
+    file = tmp_path / "chat.json"
+    (first,) = expected([[system("Be short."), user("one")]])
+    (second,) = expected(
+        [[system("Be short."), user("one"), assistant(first), user("two")]],
+    )
+    out, _ = talk("/system Be short.", "one", f"/save {file}", f"/save {file}")
+    assert out == lines_of(first)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    out, _ = talk(f"/load {file}", "two")
+    assert out == lines_of(second)
+
+
+def test_a_file_that_is_no_conversation_is_refused_and_not_replaced(talk, tmp_path):
+    file = tmp_path / "notes.json"
+    file.write_text(json.dumps({"messages": [user("one")]}))
+    before = file.read_bytes()
+    _, messages = talk(f"/load {file}", f"/save {file}", f"/load {tmp_path / 'none'}", "/save")
+    assert messages[1:-1] == [
+        f"{file}: holds no conversation: questions and answers take turns",
+        f"{file}: holds no conversation: questions and answers take turns",
+        f"{tmp_path / 'none'}: cannot be read: No such file or directory",
+        "/save: a file is needed",
+        "hint: /save chat.json",
+    ]
+    assert file.read_bytes() == before
 
 
 def test_an_unknown_command_is_named(talk):
     out, messages = talk("/rest")
     assert out == []
-    assert "no such command: /rest (/reset starts over" in messages[1]
+    assert messages[1:3] == ["no such command: /rest", "hint: did you mean /reset?"]
 
 
 def test_a_question_that_does_not_fit_is_taken_back(talk):
     (answer,) = expected([[user("one")]])
     out, messages = talk("x" * 300, "one")
-    assert out == answer.splitlines()
+    assert [line for line in out if line] == lines_of(answer)
     assert any("maximum context length is 256" in line for line in messages)
     assert "hint: /reset starts over" in messages
+
+
+def test_options_of_an_engine_are_refused_with_a_url(octavo):
+    ended = octavo("chat", "--url=http://127.0.0.1:9", "--threads=1")
+    assert ended.code == 2 and "--threads: with --url the server has its own" in ended.err
+    ended = octavo("chat", "--url=http://127.0.0.1:9")
+    assert "no server answers at http://127.0.0.1:9: Connection refused" in ended.err
+    assert octavo("chat", "--url=nonsense").message[0].endswith("http://HOST:PORT or https://HOST")
+    assert "api_key: allowed only with --url" in octavo("chat", "--api-key=x").err
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation():

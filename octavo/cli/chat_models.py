@@ -1,0 +1,158 @@
+"""Who answers in `octavo chat`: an engine in this process, or a server that speaks OpenAI's API.
+
+Both stop an answer at Ctrl-C and return it as far as it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.cli.run import Statistics, sampling_for
+from octavo.errors import ConfigError, WorkerFailed
+
+if TYPE_CHECKING:
+    from octavo.cli.http_client import HttpClient
+    from octavo.llm import LLM
+
+Show = Callable[[str], None]
+"""A function that is given each new piece of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """An answer as far as it came."""
+
+    text: str
+    statistics: Statistics | None = None
+    error: str | None = None
+    """Reason why it came to an early end, other than Ctrl-C."""
+
+
+class Answering(Protocol):
+    """A model that answers conversations."""
+
+    def reply(
+        self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
+    ) -> ChatReply:
+        """Answers the last message, and shows the answer as it comes."""
+
+
+class LocalModel:
+    """An engine in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def reply(
+        self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
+    ) -> ChatReply:
+        params = sampling_for(self._llm, dict(sampling))
+        outputs = self._llm.stream(self._llm.chat_prompt(list(messages)), params)
+        text, output = "", None
+        with _ctrl_c() as pressed, contextlib.closing(outputs):  # type: ignore[type-var]  # a generator
+            for output in outputs:
+                new, text = output.outputs[0].text[len(text) :], output.outputs[0].text
+                show(new)
+                if pressed:
+                    break
+        if output is None:
+            return ChatReply(text)
+        return ChatReply(text, Statistics.of(output, ""), output.error)
+
+
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[list[int]]:
+    """Collects Ctrl-C instead of raising, since an answer can only be stopped between two steps."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class RemoteModel:
+    """A model of a server."""
+
+    def __init__(self, client: HttpClient, name: str | None = None) -> None:
+        self._client = client
+        self.name = name or self._first_name()
+
+    def _first_name(self) -> str:
+        answer = self._client.get("/v1/models")
+        if answer.status != 200:
+            raise ConfigError(f"url: {self._client.url}/v1/models answers {answer.refusal()}")
+        try:
+            return str(answer.json()["data"][0]["id"])
+        except (LookupError, TypeError, WorkerFailed) as error:
+            raise ConfigError(f"url: {self._client.url}/v1/models is no list of models") from error
+
+    def reply(
+        self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
+    ) -> ChatReply:
+        body = {
+            **{name: value for name, value in sampling.items() if value is not None},
+            "model": self.name,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer, error = _RemoteAnswer(self.name, show), None
+        events = self._client.events("/v1/chat/completions", body)
+        try:
+            for event in events:
+                answer.take(event)
+        except KeyboardInterrupt:
+            pass
+        except WorkerFailed as failure:
+            if not answer.text:
+                raise
+            error = failure.message
+        finally:
+            events.close()  # type: ignore[attr-defined]  # a generator
+        return ChatReply(answer.text, answer.statistics(), error)
+
+
+class _RemoteAnswer:
+    """An answer of a server, and when its pieces came."""
+
+    def __init__(self, model: str, show: Show) -> None:
+        self.text = ""
+        self._model = model
+        self._show = show
+        self._sent = time.monotonic()
+        self._times: list[float] = []
+        self._usage: dict[str, int] = {}
+        self._finish_reason: str | None = None
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Takes an event; raises WorkerFailed for one that tells of an error."""
+        if event.get("error"):
+            raise WorkerFailed(str(event["error"].get("message", event["error"])))
+        self._usage = event.get("usage") or self._usage
+        for choice in event.get("choices", ()):
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            new = choice.get("delta", {}).get("content") or ""
+            if new:
+                self._times.append(time.monotonic())
+                self.text += new
+                self._show(new)
+
+    def statistics(self) -> Statistics:
+        """Returns counts and times; without the server's counts a piece is taken for a token."""
+        num_tokens = self._usage.get("completion_tokens", len(self._times))
+        spent_s = self._times[-1] - self._times[0] if self._times else 0.0
+        return Statistics(
+            model=self._model,
+            finish_reason=self._finish_reason,
+            prompt_tokens=self._usage.get("prompt_tokens", 0),
+            completion_tokens=num_tokens,
+            time_to_first_token_s=self._times[0] - self._sent if self._times else None,
+            tokens_per_second=(num_tokens - 1) / spent_s if spent_s > 0 else None,
+            total_s=time.monotonic() - self._sent,
+        )
