@@ -12,7 +12,7 @@ import sys
 import termios
 import time
 
-WAIT_S = 60
+WAIT_S = 30
 
 
 class Terminal:
@@ -43,7 +43,7 @@ class Terminal:
         deadline = time.monotonic() + WAIT_S
         while text not in self._unread:
             ready, _, _ = select.select([self._controller], [], [], deadline - time.monotonic())
-            assert ready, f"{text!r} was not shown, but {self._unread!r}"
+            assert ready, f"{text!r} was not shown, but {self._unread[-2000:]!r}"
             self._unread += os.read(self._controller, 65536).decode(errors="replace")
         shown, _, self._unread = self._unread.partition(text)
         return shown + text

@@ -1,0 +1,78 @@
+"""`octavo top`: a live view of a server's queues, KV blocks, speed and running requests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from octavo.cli.top_reading import ServerReader
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLES = ("OCTAVO_OPERATOR_KEY", "OCTAVO_API_KEY")
+
+
+def top(
+    *,
+    url: Annotated[str, typer.Option(help="The server.")] = DEFAULT_URL,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Its key; the operator's shows all requests. Default"
+            f" ${KEY_VARIABLES[0]}, else ${KEY_VARIABLES[1]}."
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two readings.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one view and end, as outside a terminal.")
+    ] = False,
+) -> None:
+    """Show what a server is doing: queues, KV blocks, tokens/s and requests, by model."""
+    from octavo.cli.http_client import HttpClient
+    from octavo.cli.top_reading import ServerReader
+
+    key = api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+    reader = ServerReader(HttpClient(url, key))
+    if once or not sys.stdout.isatty():
+        _print_once(reader, interval)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            _show_live(reader, interval)
+
+
+def _print_once(reader: ServerReader, interval: float) -> None:
+    """Prints one view; rates need two readings."""
+    from rich.console import Console
+
+    from octavo.cli.top_view import view_of
+
+    before = reader.read()
+    time.sleep(interval)
+    Console().print(view_of(before, reader.read()))
+
+
+def _show_live(reader: ServerReader, interval: float) -> None:
+    """Shows the view until Ctrl-C; a server that has gone is waited for."""
+    from rich.live import Live
+
+    from octavo.cli.top_view import view_of
+    from octavo.errors import Unavailable
+
+    before = reader.read()
+    with Live(view_of(before, before), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            try:
+                now = reader.read()
+            except Unavailable as error:
+                live.update(error.message, refresh=True)
+                continue
+            live.update(view_of(before, now), refresh=True)
+            before = now

@@ -1,0 +1,88 @@
+"""Reads a server's state for `octavo top`: /v1/models, /metrics and /v1/requests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.cli.http_client import HttpClient
+
+PREFIX = "octavo:"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A server's state at one time."""
+
+    time_s: float
+    url: str
+    series: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Values of the series by model and by name, without prefix."""
+    states: dict[str, str] = field(default_factory=dict)
+    """State of each model, such as "ready"."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    note: str | None = None
+    """Reason why no requests are listed."""
+
+
+class ServerReader:
+    """Reads one server."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+
+    def read(self) -> Reading:
+        """Reads all; raises ConfigError where the server is none of Octavo's or refuses."""
+        series = self._series()
+        cards = self._client.get("/v1/models")
+        states = {
+            str(card["id"]): str(card.get("state", ""))
+            for card in (cards.json()["data"] if cards.status == 200 else ())
+        }
+        answer = self._client.get("/v1/requests")
+        refused = answer.status != 200
+        return Reading(
+            time_s=time.monotonic(),
+            url=self._client.url,
+            series=series,
+            states=states or dict.fromkeys(series, ""),
+            requests=[] if refused else answer.json()["data"],
+            note=f"requests are not shown: {answer.refusal()}" if refused else None,
+        )
+
+    def _series(self) -> dict[str, dict[str, float]]:
+        answer = self._client.get("/metrics")
+        if answer.status != 200:
+            raise ConfigError(
+                f"url: {self._client.url}/metrics answers {answer.refusal()}",
+                hint="--api-key gives the server's key" if answer.status in (401, 403) else None,
+            )
+        found = series_of(answer.body.decode(errors="replace"))
+        if not found:
+            raise ConfigError(
+                f"url: {self._client.url}/metrics has none of Octavo's series",
+                hint="octavo top shows servers that `octavo serve` has started",
+            )
+        return found
+
+
+def series_of(text: str) -> dict[str, dict[str, float]]:
+    """Returns the values of Octavo's gauges and counters by model and by name."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, dict[str, float]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            if family.name.startswith(PREFIX) and family.type in ("gauge", "counter"):
+                for sample in family.samples:
+                    if model := sample.labels.get("model_name"):
+                        values = found.setdefault(model, {})
+                        name = sample.name.removeprefix(PREFIX)
+                        values[name] = values.get(name, 0.0) + sample.value
+    except ValueError as error:
+        raise ConfigError(f"url: /metrics is not in Prometheus' text form: {error}") from error
+    return found
