@@ -41,6 +41,14 @@ def test_json_by_any_name_is_taken(http, media_type):
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize(("site", "status"), [(None, 200), ("cross-site", 415)])
+def test_a_browser_declares_what_it_sends(http, site, status):
+    """Without a type any page could send a body to a server on its user's machine."""
+    headers = {} if site is None else {"Sec-Fetch-Site": site}
+    answer = http.post("/v1/completions", content=json.dumps(PROMPT), headers=headers)
+    assert answer.status_code == status, answer.text
+
+
 @pytest.mark.parametrize("path", ["/health", "/version", "/metrics", "/v1/models", "/v1/cache"])
 def test_head_answers_as_get_without_a_body(http, path):
     head = http.head(path)
