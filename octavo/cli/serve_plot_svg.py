@@ -121,7 +121,9 @@ def _frame(
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Returns the numbers 1, 2 and 5 times a power of ten that lie within; at most about eight."""
+    """Returns the numbers 1, 2 and 5 times a power of ten that lie within, at most about eight; the
+    ends where there are fewer than two.
+    """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1, 2, 5), (1, 3), (1,)):
         found = [
@@ -132,7 +134,7 @@ def _decades(low: float, high: float) -> list[float]:
         ]
         if len(found) <= 8:
             break
-    return found
+    return found if len(found) > 1 else [float(f"{low:.3g}"), float(f"{high:.3g}")]
 
 
 def _polyline(points: Sequence[tuple[float, float]]) -> str:
