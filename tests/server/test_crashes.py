@@ -18,7 +18,7 @@ from tests.support.live_server import LETTERS, LiveServer, until
 from tests.support.tiers import tier
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
-NUM_KILLS = {"sample": 5, "all": 20, "soak": 200}
+NUM_KILLS = {"sample": 3, "all": 20, "soak": 200}
 MOST_UNTIL_KILL_S = 1.5
 NUM_LINES = 12
 
