@@ -16,7 +16,6 @@ from octavo.checkpoint.json_file import read_json_if_there
 from octavo.checkpoint.sentencepiece_model import (
     CHATGLM_PREFIX,
     chatglm_tokens,
-    num_pieces,
     read_vocabulary,
 )
 from octavo.errors import WeightMismatch
@@ -63,7 +62,7 @@ def tokenizer_source(
 def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Vocabulary:
     """Returns the vocabulary of tokenizer.model with the tokens that other files add to it."""
     if config.get("model_type") == "chatglm":
-        vocabulary = read_vocabulary(pieces, chatglm_tokens(num_pieces(pieces)))
+        vocabulary = read_vocabulary(pieces, chatglm_tokens)
         return replace(vocabulary, prefix=CHATGLM_PREFIX)
     named = read_json_if_there(pieces.with_name("added_tokens.json"))
     added = {token_id: (text, True) for text, token_id in named.items()}
@@ -80,7 +79,7 @@ def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, 
             f"{pieces.parent}: the added tokens of added_tokens.json and tokenizer_config.json"
             f" cannot be read: {error}"
         ) from error
-    return read_vocabulary(pieces, added)
+    return read_vocabulary(pieces, lambda _: added)
 
 
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:

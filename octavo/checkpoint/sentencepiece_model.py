@@ -8,7 +8,7 @@ package is needed. Source of the numbers of fields: sentencepiece's `sentencepie
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,13 @@ CHATGLM_PREFIX = ("[gMASK]", "sop")
 
 MAX_PIECES = 1 << 21
 
+AddedTokens = Mapping[int, tuple[str, bool]]
+"""Tokens beside the pieces by id: the text, and whether it is special."""
 
-def read_vocabulary(path: Path, added: Mapping[int, tuple[str, bool]]) -> Vocabulary:
-    """Returns the pieces of the file, and behind them the added tokens: texts by id, and whether
-    each is special. UnsupportedModel names a kind other than BPE, WeightMismatch a damaged file.
+
+def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> Vocabulary:
+    """Returns the pieces of the file, and behind them the tokens that are added to that many.
+    UnsupportedModel names a kind other than BPE, WeightMismatch a damaged file.
     """
     try:
         data = path.read_bytes()
@@ -65,7 +68,7 @@ def read_vocabulary(path: Path, added: Mapping[int, tuple[str, bool]]) -> Vocabu
             f"{path}: a SentencePiece model that normalises texts, supported is none",
             hint="save the tokenizer with transformers, which writes tokenizer.json",
         )
-    pieces += _added_pieces(path, len(pieces), added)
+    pieces += _added_pieces(path, len(pieces), added_behind(len(pieces)))
     return Vocabulary(
         model="llama",
         pre="default",
@@ -76,22 +79,12 @@ def read_vocabulary(path: Path, added: Mapping[int, tuple[str, bool]]) -> Vocabu
     )
 
 
-def chatglm_tokens(num_pieces: int) -> dict[int, tuple[str, bool]]:
+def chatglm_tokens(num_pieces: int) -> AddedTokens:
     """Returns the tokens that ChatGLM's own code adds behind so many pieces."""
     return {num_pieces + i: (text, True) for i, text in enumerate(CHATGLM_TOKENS)}
 
 
-def num_pieces(path: Path) -> int:
-    """Returns the number of pieces in a file; 0 where it cannot be read."""
-    try:
-        return len(_message(path.read_bytes()).get(1, []))
-    except (OSError, ValueError, struct.error):
-        return 0
-
-
-def _added_pieces(
-    path: Path, first: int, added: Mapping[int, tuple[str, bool]]
-) -> list[tuple[bytes, float, int]]:
+def _added_pieces(path: Path, first: int, added: AddedTokens) -> list[tuple[bytes, float, int]]:
     """Returns the added tokens behind the pieces, and an unused piece for each id between them."""
     behind = {token_id: token for token_id, token in added.items() if token_id >= first}
     end = max(behind, default=first - 1) + 1

@@ -18,8 +18,7 @@ from octavo.models.decoder import (
     rms_norm,
 )
 from octavo.models.hf_config import HfConfig
-from octavo.models.rope import RopeParameters
-from octavo.program.ops import RopeTable
+from octavo.models.rope import tables_by_layer_type
 from octavo.program.program import Program
 
 NORMS = NormNames(
@@ -41,7 +40,12 @@ def build(config: HfConfig) -> dict[str, Program]:
         shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0
     )
     cache = plan_cache(shape, windows)
-    sliding, full = rope_tables(config, shape.head_dim)
+    sliding, full = tables_by_layer_type(
+        config.having(max_position_embeddings=config.integer("max_position_embeddings", 131_072)),
+        shape.head_dim,
+        sliding_theta=config.number("rope_local_base_freq", 10_000.0),
+        full_theta=config.number("rope_theta", 1_000_000.0),
+    )
     bias = config.flag("attention_bias", False)
     width, activation = (
         config.size("intermediate_size"),
@@ -68,22 +72,4 @@ def build(config: HfConfig) -> dict[str, Program]:
             embedding_scale=shape.hidden_size**0.5,
             logit_softcap=config.optional_number("final_logit_softcapping"),
         ),
-    )
-
-
-def rope_tables(config: HfConfig, head_dim: int) -> tuple[RopeTable, RopeTable]:
-    """Returns the tables of sliding and full layers. New configs keep one set for each layer type;
-    old ones scale the full layers' only.
-    """
-    by_type = config.table("rope_parameters")
-    sliding = by_type.get("sliding_attention") or {}
-    full = {**(by_type.get("full_attention") or {}), **config.table("rope_scaling")}
-    positions = config.integer("max_position_embeddings", 131_072, low=1)
-    local_theta, theta = (
-        config.number("rope_local_base_freq", 10_000.0),
-        config.number("rope_theta", 1_000_000.0),
-    )
-    return (
-        RopeParameters(sliding, theta=local_theta, max_positions=positions).table(head_dim),
-        RopeParameters(full, theta=theta, max_positions=positions).table(head_dim),
     )

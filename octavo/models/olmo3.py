@@ -7,8 +7,7 @@ from __future__ import annotations
 from octavo.models.decoder import AFTER_ONLY, DecoderShape, Frame
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
-from octavo.models.rope import RopeParameters
-from octavo.program.ops import RopeTable
+from octavo.models.rope import tables_by_layer_type
 from octavo.program.program import Program
 
 
@@ -17,7 +16,10 @@ def build(config: HfConfig) -> dict[str, Program]:
     windows = config.layer_windows(
         shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % 4 != 0
     )
-    sliding, full = rope_tables(config, shape.head_dim)
+    theta = config.number("rope_theta", 500_000.0)
+    sliding, full = tables_by_layer_type(
+        config, shape.head_dim, sliding_theta=theta, full_theta=theta
+    )
     bias = config.flag("attention_bias", False)
     return build_llama(
         config,
@@ -28,19 +30,4 @@ def build(config: HfConfig) -> dict[str, Program]:
         out_bias=bias,
         row_norms=True,
         frame=Frame(norms=AFTER_ONLY),
-    )
-
-
-def rope_tables(config: HfConfig, head_dim: int) -> tuple[RopeTable, RopeTable]:
-    """Returns the tables of sliding and full layers; configs of before transformers 5 keep one set
-    of scaling parameters, which is the full layers'.
-    """
-    by_type = config.table("rope_parameters")
-    sliding = by_type.get("sliding_attention") or {}
-    full = {**(by_type.get("full_attention") or {}), **config.table("rope_scaling")}
-    theta = config.number("rope_theta", 500_000.0)
-    positions = config.integer("max_position_embeddings", low=1)
-    return (
-        RopeParameters(sliding, theta=theta, max_positions=positions).table(head_dim),
-        RopeParameters(full, theta=theta, max_positions=positions).table(head_dim),
     )

@@ -130,6 +130,22 @@ def rope_parameters(
     )
 
 
+def tables_by_layer_type(
+    config: HfConfig, head_dim: int, *, sliding_theta: float, full_theta: float
+) -> tuple[RopeTable, RopeTable]:
+    """Returns the tables of sliding and of full layers. New configs keep one set of parameters for
+    each; old ones scale the full layers' only. The bases are those where the config has none.
+    """
+    by_type = config.table("rope_parameters")
+    sliding = by_type.get("sliding_attention") or {}
+    full = {**(by_type.get("full_attention") or {}), **config.table("rope_scaling")}
+    positions = config.integer("max_position_embeddings", low=1)
+    return (
+        RopeParameters(sliding, theta=sliding_theta, max_positions=positions).table(head_dim),
+        RopeParameters(full, theta=full_theta, max_positions=positions).table(head_dim),
+    )
+
+
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     """Returns YaRN's attention temperature, 0.1 * weight * ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

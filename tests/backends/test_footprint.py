@@ -13,7 +13,8 @@ from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.errors import UnsupportedModel
 from octavo.models.registry import build_programs
 from octavo.quant.gguf import BLOCK_TYPES
-from tests.support.tiny_models import WIDTHS_OF_32, each_family, tiny_model
+from tests.support.tiny_models import each_family, tiny_model
+from tests.support.tiny_shapes import WIDTHS_OF_32
 
 NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]

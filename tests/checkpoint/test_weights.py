@@ -15,7 +15,8 @@ from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
 from octavo.program.program import Program, Value, Weight
 from octavo.quant.online import pack_int4
 from octavo.quant.packed import PackedWeight
-from tests.support.tiny_models import WIDTHS_OF_32, tiny_model
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_shapes import WIDTHS_OF_32
 
 
 class Memory:

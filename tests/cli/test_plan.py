@@ -11,7 +11,8 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.wiring.engine import build_in_process
 from octavo.worker.machine import Machine
-from tests.support.tiny_models import WIDTHS_OF_32, tiny_model
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_shapes import WIDTHS_OF_32
 
 GIVEN = ("--bandwidth=1G", "--flops=1T")
 

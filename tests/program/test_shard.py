@@ -31,7 +31,8 @@ from octavo.program.passes.shard import shard
 from octavo.program.passes.splits import kv_spans, query_spans, shares
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 from tests.support.paged_runner import PagedRunner
-from tests.support.tiny_models import DISTINCT, WIDTHS_OF_32, tiny_model
+from tests.support.tiny_models import DISTINCT, tiny_model
+from tests.support.tiny_shapes import WIDTHS_OF_32
 
 torch.set_num_threads(1)
 

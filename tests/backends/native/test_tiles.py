@@ -14,8 +14,8 @@ from octavo.backends.native.weights import NativeWeights, add_weight
 from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight
 from octavo.quant.packed import PackedWeight
-from tests.backends.native.test_linear import FLOATS, FORMATS, GGUF, weight_of
 from tests.support.native_harness import normal, require_native
+from tests.support.native_products import FLOATS, FORMATS, GGUF, weight_of
 
 TILE, GROUP = 16, 32
 SHAPES = [(37, 256), (16, 768), (5, 2304)]
