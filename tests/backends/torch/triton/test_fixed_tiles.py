@@ -5,8 +5,6 @@ In Triton's interpreter this holds for models whose widths are multiples of 16, 
 loops over elements leave no tails.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -48,14 +46,16 @@ def fixed_runner(path, load=None, dtype="auto", seed=0):
         batch_invariant=True,
         dtype=dtype,
     )
-    runner = PagedRunner(
-        path, TorchBackend(options, DEVICE.type), load=load, padding=seed, seed=seed
-    )
-    for prepared in runner.runnables.values():
-        prepared._engine = replace(prepared._engine, rows_alone=False)
-    return runner
+    return PagedRunner(path, TorchBackend(options, DEVICE.type), load=load, padding=seed, seed=seed)
 
 
+@pytest.fixture
+def whole_steps(monkeypatch):
+    """Computes whole steps on the interpreter too, as a GPU with these kernels does."""
+    monkeypatch.setattr("octavo.backends.torch.backend.kernels_suffice", lambda *_: True)
+
+
+@pytest.mark.usefixtures("whole_steps")
 @pytest.mark.parametrize(
     ("family", "dtype", "quantization"),
     [("llama", "bfloat16", None), ("qwen2_moe", "auto", "int4")],
