@@ -1,0 +1,126 @@
+"""What the bodies of calls have in common: a call begins once its name is known, and always has
+arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from octavo.text.parsers.parts import PartList
+from octavo.text.parsers.source import MalformedText, Steps, TextSource
+
+MAX_NAME = 256
+"""Most characters of a function's name in a model's text."""
+NAME = re.compile(r"[A-Za-z0-9_.:/\-]+")
+
+
+class FunctionTypes:
+    """The functions that a request offers, and the JSON types of their parameters."""
+
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes the JSON schema of each function's arguments, by name."""
+        self._functions = functions
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._functions.keys()
+
+    def is_text(self, function: str, parameter: str) -> bool:
+        """Tells whether a parameter is a text, which key-value formats write without quotes."""
+        schema = self._functions.get(function, {}).get("properties", {}).get(parameter)
+        return schema is None or "string" in _types(schema)
+
+
+def _types(schema: Any) -> set[str]:
+    """Returns the JSON types that a schema may take, as far as it names them."""
+    if not isinstance(schema, Mapping):
+        return set()
+    found = schema.get("type")
+    types = {found} if isinstance(found, str) else set(found or ())
+    if not types and "enum" in schema:
+        types = {"string" for value in schema["enum"] if isinstance(value, str)}
+    for word in ("anyOf", "oneOf", "allOf"):
+        for branch in schema.get(word, ()):
+            types |= _types(branch)
+    return types
+
+
+class CallWriter:
+    """The call that is being read; it shows nothing before its name is known."""
+
+    def __init__(self, parts: PartList, known: Collection[str] | None = None) -> None:
+        """`known` are the only names that make a call; None takes every name."""
+        self._parts = parts
+        self._known = known
+        self._has_arguments = False
+        self.has_begun = False
+        self.name = ""
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        """Begins the call; raises MalformedText for what is no function's name."""
+        if len(name) > MAX_NAME or NAME.fullmatch(name) is None:
+            raise MalformedText
+        if self._known is not None and name not in self._known:
+            raise MalformedText
+        self.name = name
+        self.has_begun = True
+        self._parts.begin_call(name, call_id)
+
+    def argue(self, text: str) -> None:
+        self._has_arguments = self._has_arguments or bool(text)
+        self._parts.argue(text)
+
+    def end(self) -> None:
+        """Ends the call; without arguments they are an empty object."""
+        if not self._has_arguments:
+            self._parts.argue("{}")
+
+
+class CallBody(Protocol):
+    """The form in which a format writes one or more calls, between its marks."""
+
+    @property
+    def openings(self) -> Sequence[str]:
+        """Characters with which a body may begin where no mark announces it; () where it cannot."""
+        ...
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """Texts within a body for which a vocabulary may have special tokens."""
+        ...
+
+    def read(self, source: TextSource, section: CallSection) -> Steps[None]:
+        """Reads the calls; raises MalformedText where the text has another form."""
+        ...
+
+
+class CallSection:
+    """The calls between two marks, each written by a writer of its own."""
+
+    def __init__(
+        self,
+        source: TextSource,
+        parts: PartList,
+        types: FunctionTypes,
+        known: Collection[str] | None = None,
+    ) -> None:
+        self.types = types
+        self._source = source
+        self._parts = parts
+        self._known = known
+        self.writer = CallWriter(parts, known)
+
+    def next_call(self) -> CallWriter:
+        """Returns the writer of the next call; what comes before it is given back no more."""
+        if self.writer.has_begun:
+            self._source.hold()
+        self.writer = CallWriter(self._parts, self._known)
+        return self.writer
+
+
+def json_piece(text: str) -> str:
+    """Returns a text as it stands within the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

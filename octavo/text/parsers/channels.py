@@ -1,0 +1,53 @@
+"""gpt-oss's messages: each has a header with a channel and perhaps a recipient, and a text.
+
+What is told on the channel of analysis is reasoning, a text to a function is a call's arguments,
+and the rest is content. Source: OpenAI's description of the harmony response format.
+"""
+
+from __future__ import annotations
+
+import re
+
+from octavo.text.parsers.calls import CallWriter
+from octavo.text.parsers.parts import PartKind, PartList
+from octavo.text.parsers.source import Emit, MalformedText, Steps, TextSource
+
+OPENINGS = ("<|start|>", "<|channel|>")
+ENDINGS = ("<|end|>", "<|call|>", "<|return|>")
+MESSAGE = "<|message|>"
+RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+ANALYSIS = re.compile(r"(?:<\|channel\|>|^)\s*analysis")
+
+
+def read_channels(source: TextSource, parts: PartList) -> Steps[None]:
+    """Reads a whole answer, message by message; text outside any message is content."""
+    num_thoughts = 0
+    while (yield from source.until(OPENINGS, _say(parts, PartKind.CONTENT))):
+        header: list[str] = []
+        if not (yield from source.until([MESSAGE], header.append)):
+            return
+        text = "".join(header)
+        recipient = RECIPIENT.search(text)
+        if recipient is not None:
+            yield from _call(source, CallWriter(parts), recipient[1])
+        elif ANALYSIS.search(text) or "to=" in text:
+            think = _say(parts, PartKind.REASONING)
+            if num_thoughts:
+                think("\n")
+            num_thoughts += 1
+            yield from source.until(ENDINGS, think, keeps_end=False)
+        else:
+            yield from source.until(ENDINGS, _say(parts, PartKind.CONTENT))
+
+
+def _say(parts: PartList, kind: PartKind) -> Emit:
+    return lambda text: parts.say(kind, text)
+
+
+def _call(source: TextSource, call: CallWriter, name: str) -> Steps[None]:
+    try:
+        call.begin(name)
+    except MalformedText:
+        return
+    if (yield from source.until(ENDINGS, call.argue, keeps_end=False)):
+        call.end()

@@ -1,0 +1,306 @@
+"""The forms in which models write calls and reasoning, one row each, and how a chat template tells
+which one a model has learned.
+
+Names are vLLM's where it has the format. Sources: the models' chat templates and cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.text.parsers.bodies import JsonCalls, JsonOr, KeyValues, NamedJson
+from octavo.text.parsers.calls import CallBody
+from octavo.text.parsers.pythonic import PythonCalls
+
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+def _deepseek(words: str) -> str:
+    """Returns one of DeepSeek's marks, whose bars and spaces are signs of their own."""
+    return f"<{BAR}{words.replace(' ', SPACE)}{BAR}>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls: marks around sections and calls, and the body of a call."""
+
+    name: str
+    models: str
+    """Models that write it, for the documents."""
+    body: CallBody
+    begin: Sequence[str] = ()
+    """Marks that open a section; () where calls stand at the front of the answer, unmarked."""
+    end: Sequence[str] = ()
+    """Marks that close a section, where there are any."""
+    call_begin: str = ""
+    call_end: str = ""
+    found_by: Sequence[Sequence[str]] = ()
+    """Sets of texts; a chat template with all of one set is of a model that writes the format."""
+    id_length: int = 0
+    """Length of a call's id in letters and digits, where the template checks it; 0 for any."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that must be seen, though the vocabulary may have special tokens for them."""
+        found = (*self.begin, *self.end, self.call_begin, self.call_end, *self.body.marks)
+        return tuple(mark for mark in dict.fromkeys(found) if mark)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Tags around what a model thinks before it answers."""
+
+    name: str
+    models: str
+    opening: str
+    closing: str
+    dropped: Sequence[str] = ()
+    """Marks around the answer itself, which are no part of it."""
+    found_by: Sequence[Sequence[str]] = ()
+    aliases: Sequence[str] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.opening, self.closing, *self.dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelFormat:
+    """Messages with headers, gpt-oss's: thoughts, answers and calls are channels of one form."""
+
+    name: str
+    models: str
+    found_by: Sequence[Sequence[str]]
+    opening: str = "<|channel|>analysis<|message|>"
+    closing: str = "<|channel|>final<|message|>"
+    id_length: int = 0
+    aliases: Sequence[str] = ()
+    marks: tuple[str, ...] = (
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|constrain|>",
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
+    )
+
+
+_PARAMETERS = KeyValues(
+    name_open="<function=",
+    name_end=">",
+    key_open="<parameter=",
+    key_end={">": None},
+    value_end="</parameter>",
+    call_end="</function>",
+)
+
+HARMONY = ChannelFormat(
+    "openai", "gpt-oss", found_by=[["<|channel|>", "<|message|>"]], aliases=("openai_gptoss",)
+)
+
+TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
+    HARMONY,
+    ToolFormat(
+        "qwen3_coder",
+        "Qwen3-Coder, Qwen3.5",
+        _PARAMETERS,
+        begin=["<tool_call>"],
+        end=["</tool_call>"],
+        found_by=[["<tool_call>", "<function="]],
+    ),
+    ToolFormat(
+        "glm45",
+        "GLM-4.5 and later",
+        KeyValues(
+            name_open="",
+            name_end="",
+            key_open="<arg_key>",
+            key_end={"</arg_key>\n<arg_value>": None, "</arg_key><arg_value>": None},
+            value_end="</arg_value>",
+            call_end="</tool_call>",
+        ),
+        begin=["<tool_call>"],
+        found_by=[["<tool_call>", "<arg_key>"]],
+    ),
+    ToolFormat(
+        "seed_oss",
+        "Seed-OSS",
+        _PARAMETERS,
+        begin=["<seed:tool_call>"],
+        end=["</seed:tool_call>"],
+        found_by=[["<seed:tool_call>"]],
+    ),
+    ToolFormat(
+        "hermes",
+        "Qwen2.5, Qwen3, Hermes 2 and 3, SmolLM3",
+        JsonCalls(),
+        begin=["<tool_call>"],
+        end=["</tool_call>"],
+        found_by=[["<tool_call>"]],
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        "DeepSeek-V3.1",
+        NamedJson(separators=[_deepseek("tool sep")]),
+        begin=[_deepseek("tool calls begin")],
+        end=[_deepseek("tool calls end")],
+        call_begin=_deepseek("tool call begin"),
+        call_end=_deepseek("tool call end"),
+        found_by=[[_deepseek("tool calls begin"), "</think>", "thinking"]],
+    ),
+    ToolFormat(
+        "deepseek_v3",
+        "DeepSeek-V3, DeepSeek-R1",
+        NamedJson(before=f"function{_deepseek('tool sep')}", separators=["```json"]),
+        begin=[_deepseek("tool calls begin")],
+        end=[_deepseek("tool calls end")],
+        call_begin=_deepseek("tool call begin"),
+        call_end=f"```{_deepseek('tool call end')}",
+        found_by=[[_deepseek("tool calls begin")]],
+    ),
+    ToolFormat(
+        "kimi_k2",
+        "Kimi K2",
+        NamedJson(separators=["<|tool_call_argument_begin|>"]),
+        begin=["<|tool_calls_section_begin|>"],
+        end=["<|tool_calls_section_end|>"],
+        call_begin="<|tool_call_begin|>",
+        call_end="<|tool_call_end|>",
+        found_by=[["<|tool_calls_section_begin|>"]],
+    ),
+    ToolFormat(
+        "minimax_m2",
+        "MiniMax-M2",
+        KeyValues(
+            name_open='<invoke name="',
+            name_end='">',
+            key_open='<parameter name="',
+            key_end={'">': None},
+            value_end="</parameter>",
+            call_end="</invoke>",
+        ),
+        begin=["<minimax:tool_call>"],
+        end=["</minimax:tool_call>"],
+        found_by=[["<minimax:tool_call>"], ["minimax:tool_call"]],
+    ),
+    ToolFormat(
+        "mistral",
+        "Mistral, Ministral, Magistral, Devstral",
+        JsonOr(NamedJson(separators=["[ARGS]"], id_mark="[CALL_ID]")),
+        begin=["[TOOL_CALLS]"],
+        found_by=[["[TOOL_CALLS]"]],
+        id_length=9,
+    ),
+    ToolFormat(
+        "granite",
+        "Granite 3",
+        JsonCalls(),
+        begin=["<|tool_call|>"],
+        found_by=[["<|tool_call|>"]],
+    ),
+    ToolFormat(
+        "cohere",
+        "Command R7B, Command A",
+        JsonCalls(),
+        begin=["<|START_ACTION|>"],
+        end=["<|END_ACTION|>"],
+        found_by=[["<|START_ACTION|>"]],
+    ),
+    ToolFormat(
+        "phi4_mini_json",
+        "Phi-4-mini",
+        JsonCalls(),
+        begin=["functools"],
+        found_by=[["functools"], ["<|tool|>", "<|/tool|>"]],
+    ),
+    ToolFormat(
+        "olmo3",
+        "OLMo 3",
+        PythonCalls(in_list=False, openings=()),
+        begin=["<function_calls>"],
+        end=["</function_calls>"],
+        found_by=[["<function_calls>"]],
+    ),
+    ToolFormat(
+        "llama4_pythonic",
+        "Llama 4",
+        PythonCalls(),
+        begin=["<|python_start|>"],
+        end=["<|python_end|>"],
+        found_by=[["<|python_start|>"]],
+    ),
+    ToolFormat(
+        "llama3_json",
+        "Llama 3.1 to 3.3",
+        JsonOr(PythonCalls(in_list=False, suffix=".call"), openings=["{"]),
+        begin=["<|python_tag|>"],
+        found_by=[["<|python_tag|>"], ["<|start_header_id|>", '"parameters"']],
+    ),
+    ToolFormat(
+        "pythonic",
+        "Llama 3.2, ToolACE",
+        PythonCalls(),
+        found_by=[["func_name1(params_name1=params_value1"], ["[func_name("]],
+    ),
+    ToolFormat("json", "models without a format of their own", JsonCalls()),
+)
+
+REASONING_FORMATS: Sequence[ReasoningFormat | ChannelFormat] = (
+    HARMONY,
+    ReasoningFormat(
+        "mistral", "Magistral", "[THINK]", "[/THINK]", found_by=[["[THINK]", "[/THINK]"]]
+    ),
+    ReasoningFormat(
+        "seed_oss",
+        "Seed-OSS",
+        "<seed:think>",
+        "</seed:think>",
+        found_by=[["<seed:think>"], ["seed:think"]],
+    ),
+    ReasoningFormat(
+        "cohere",
+        "Command A Reasoning",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        dropped=["<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"],
+        found_by=[["<|START_THINKING|>"]],
+    ),
+    ReasoningFormat(
+        "deepseek_r1",
+        "DeepSeek-R1 and V3.1, Qwen3, QwQ, GLM-4.5, SmolLM3, MiniMax-M2, Kimi K2, OLMo 3",
+        "<think>",
+        "</think>",
+        found_by=[["<think>", "</think>"], ["</think>"]],
+        aliases=("qwen3", "glm45", "minimax_m2", "olmo3"),
+    ),
+)
+
+DEFAULT_TOOL_FORMAT = "hermes"
+"""Format of calls that a model is taught in its prompt, where its template knows no tools."""
+
+
+def tool_format_of(template: str | None) -> ToolFormat | ChannelFormat | None:
+    """Returns the first format that a chat template shows; None where it shows none."""
+    return next((row for row in TOOL_FORMATS if _shows(template, row.found_by)), None)
+
+
+def reasoning_format_of(template: str | None) -> ReasoningFormat | ChannelFormat | None:
+    """Returns the tags that a chat template shows; None where it shows none."""
+    return next((row for row in REASONING_FORMATS if _shows(template, row.found_by)), None)
+
+
+def named_tool_format(name: str) -> ToolFormat | ChannelFormat | None:
+    """Returns the format of a name; None where there is none."""
+    return next((row for row in TOOL_FORMATS if row.name == name), None)
+
+
+def named_reasoning_format(name: str) -> ReasoningFormat | ChannelFormat | None:
+    """Returns the tags of a name; None where there are none."""
+    return next((row for row in REASONING_FORMATS if name in (row.name, *row.aliases)), None)
+
+
+def _shows(template: str | None, found_by: Sequence[Sequence[str]]) -> bool:
+    return template is not None and any(all(text in template for text in all_) for all_ in found_by)

@@ -1,0 +1,125 @@
+"""Calls in Python's notation: `[look_up(city="Oslo", days=3), now()]`.
+
+A call begins at its first keyword, or at the parenthesis that closes an empty one; each argument is
+given as JSON once it is complete.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.text.parsers.calls import NAME, CallSection, CallWriter
+from octavo.text.parsers.source import CutText, MalformedText, Steps, TextSource
+
+KEYWORD = re.compile(r"\w+")
+PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """Calls in a list, or with `in_list` False one behind the other."""
+
+    in_list: bool = True
+    suffix: str = ""
+    """Method of a function's name that stands for calling it, such as ".call"."""
+    openings: Sequence[str] = ("[",)
+    marks: Sequence[str] = ()
+
+    def read(self, source: TextSource, section: CallSection) -> Steps[None]:
+        yield from source.skip_space()
+        if self.in_list:
+            yield from source.expect("[")
+        while True:
+            yield from source.skip_space()
+            yield from self._call(source, section.next_call())
+            char = yield from source.peek_past_space()
+            if self.in_list and char not in (",", "]"):
+                raise CutText if not char else MalformedText
+            if char not in (",", "]") and NAME.match(char or " ") is None:
+                return
+            if char in (",", "]"):
+                yield from source.skip_space()
+                source.take()
+            if char == "]":
+                return
+
+    def _call(self, source: TextSource, call: CallWriter) -> Steps[None]:
+        name: list[str] = []
+        yield from source.run(NAME, name.append)
+        yield from source.expect("(")
+        function = "".join(name).removesuffix(self.suffix)
+        before = "{"
+        while True:
+            yield from source.skip_space()
+            if (yield from source.next()) == ")":
+                source.take()
+                break
+            keyword = yield from _keyword(source)
+            if not call.has_begun:
+                call.begin(function)
+            call.argue(f"{before}{json.dumps(keyword)}: ")
+            call.argue(_as_json((yield from _literal(source))))
+            before = ", "
+        if not call.has_begun:
+            call.begin(function)
+        call.argue("{}" if before == "{" else "}")
+
+
+def _keyword(source: TextSource) -> Steps[str]:
+    keyword: list[str] = []
+    yield from source.run(KEYWORD, keyword.append)
+    yield from source.skip_space()
+    if not keyword:
+        raise MalformedText
+    yield from source.expect("=")
+    yield from source.skip_space()
+    return "".join(keyword)
+
+
+def _literal(source: TextSource) -> Steps[str]:
+    """Returns the text of one value, and reads the comma behind it."""
+    pieces: list[str] = []
+    closing: list[str] = []
+    while True:
+        char = yield from source.next()
+        if char in "\"'":
+            yield from _quoted(source, pieces)
+            continue
+        if not closing and char in ",)":
+            if char == ",":
+                source.take()
+            return "".join(pieces).strip()
+        pieces.append(source.take())
+        if char in PAIRS:
+            closing.append(PAIRS[char])
+        elif closing and char == closing[-1]:
+            closing.pop()
+
+
+def _quoted(source: TextSource, pieces: list[str]) -> Steps[None]:
+    """Copies a string with its quotes, one or three at each end."""
+    quote = yield from source.next()
+    end = quote * 3 if (yield from source.peek(3)) == quote * 3 else quote
+    for _ in end:
+        pieces.append(source.take())
+    while (found := (yield from source.at([end, "\\"]))) != end:
+        if found:
+            pieces.append(found)
+        yield from source.next()
+        pieces.append(source.take())
+    pieces.append(end)
+
+
+def _as_json(text: str) -> str:
+    """Returns a Python literal as JSON; what is none is given as a text."""
+    constants = {"true": "true", "false": "false", "null": "null"}
+    if text in constants:
+        return text
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,184 @@
+"""Reads a model's answer as it comes into reasoning, content and calls.
+
+Knows text only: the parts of an answer are the same however it was cut. What turns out not to be a
+call is content, as it was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.text.parsers.calls import CallSection, FunctionTypes
+from octavo.text.parsers.channels import read_channels
+from octavo.text.parsers.formats import ChannelFormat, ReasoningFormat, ToolFormat
+from octavo.text.parsers.parts import MessageText, Part, PartKind, PartList
+from octavo.text.parsers.source import MalformedText, Steps, TextSource
+
+ANYTHING = re.compile(r"[\s\S]+")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """Parts that an answer may have, and where it begins."""
+
+    tools: ToolFormat | ChannelFormat | None = None
+    """Format of calls; None where the request offers no functions."""
+    reasoning: ReasoningFormat | ChannelFormat | None = None
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """JSON schema of each function's arguments, by name."""
+    begins_in_reasoning: bool = False
+    """Whether the prompt has opened the reasoning already."""
+    may_reason: bool = True
+    """Whether reasoning may begin; the prompt may have closed it already."""
+
+
+class MessageReader:
+    """The parts of one answer."""
+
+    def __init__(self, form: MessageForm) -> None:
+        self._form = form
+        self._parts = PartList()
+        self._source = TextSource()
+        self._types = FunctionTypes(form.functions)
+        self._space = ""
+        """Space at the end of what has been told, which is shown where more of its kind follows."""
+        self._steps = self._message()
+        self._has_ended = False
+
+    def read(self, text: str, *, finished: bool = False) -> list[Part]:
+        """Returns the parts that more text makes sure of; at the end all the rest."""
+        self._source.add(text)
+        if finished:
+            self._source.end()
+        if not self._has_ended:
+            self._has_ended = next(self._steps, "ended") == "ended"
+        return self._parts.taken()
+
+    def _message(self) -> Steps[None]:
+        form = self._form
+        channels = form.tools if form.reasoning is None else form.reasoning
+        if isinstance(channels, ChannelFormat):
+            yield from read_channels(self._source, self._parts)
+            return
+        dropped: Sequence[str] = ()
+        if isinstance(form.reasoning, ReasoningFormat):
+            yield from self._reasoning(form.reasoning)
+            dropped = form.reasoning.dropped
+        if isinstance(form.tools, ToolFormat):
+            yield from self._content_and_calls(form.tools, dropped)
+            return
+        while dropped and (yield from self._source.until(dropped, self._speak)):
+            pass
+        yield from self._rest()
+
+    def _rest(self) -> Steps[None]:
+        """Tells all text as content."""
+        self._say(self._space)
+        yield from self._source.run(ANYTHING, self._say)
+
+    # -- reasoning ---------------------------------------------------------------------------------
+
+    def _reasoning(self, tags: ReasoningFormat) -> Steps[None]:
+        """Reads what stands between the tags, without the space around it."""
+        if not self._form.may_reason:
+            return
+        self._source.hold()
+        yield from self._source.skip_space()
+        opened = yield from self._source.at([tags.opening])
+        before = self._source.held()
+        if not opened and not self._form.begins_in_reasoning:
+            self._speak(before)
+            return
+        yield from self._source.skip_space()
+        yield from self._source.until([tags.closing], self._think, keeps_end=False)
+        self._space = ""
+        yield from self._source.skip_space()
+
+    def _think(self, text: str) -> None:
+        self._tell(PartKind.REASONING, text)
+
+    # -- content and calls -------------------------------------------------------------------------
+
+    def _content_and_calls(self, tools: ToolFormat, dropped: Sequence[str]) -> Steps[None]:
+        """Reads content up to the next call, and the call; the space between them is dropped."""
+        if tools.body.openings and not (yield from self._at_front(tools)):
+            yield from self._unmarked(tools)
+        marks = [*tools.begin, *dropped]
+        while marks and (mark := (yield from self._source.until(marks, self._speak))):
+            if mark not in dropped:
+                yield from self._section(tools, mark)
+        yield from self._rest()
+
+    def _at_front(self, tools: ToolFormat) -> Steps[bool]:
+        """Tells whether the text goes on with anything but a call without a mark."""
+        char = yield from self._source.peek_past_space()
+        return char not in tools.body.openings if char else True
+
+    def _unmarked(self, tools: ToolFormat) -> Steps[None]:
+        """Reads calls that begin without a mark: functions of the request alone."""
+        section = CallSection(self._source, self._parts, self._types, self._types.names)
+        self._source.hold()
+        yield from self._source.skip_space()
+        yield from self._calls(tools, section)
+
+    def _section(self, tools: ToolFormat, mark: str) -> Steps[None]:
+        """Reads the calls behind a mark, up to the end of their section."""
+        section = CallSection(self._source, self._parts, self._types)
+        self._source.hold(mark)
+        while (yield from self._at_call(tools, section)):
+            if not (yield from self._calls(tools, section)):
+                return
+        if not section.writer.has_begun:
+            self._speak(self._source.held())
+            return
+        self._source.held()
+        yield from self._source.skip_space()
+        yield from self._source.at(tools.end)
+
+    def _at_call(self, tools: ToolFormat, section: CallSection) -> Steps[bool]:
+        """Reads the mark of the section's next call; returns whether there is one."""
+        if not tools.call_begin:
+            return not section.writer.has_begun
+        yield from self._source.skip_space()
+        return bool((yield from self._source.at([tools.call_begin])))
+
+    def _calls(self, tools: ToolFormat, section: CallSection) -> Steps[bool]:
+        """Reads calls; returns whether they were calls, and tells what was none as content."""
+        try:
+            yield from tools.body.read(self._source, section)
+            if tools.call_end:
+                yield from self._source.skip_space()
+                yield from self._source.expect(tools.call_end)
+        except MalformedText:
+            text = self._source.held()
+            if not section.writer.has_begun:
+                self._speak(text)
+            return False
+        self._source.held()
+        self._space = ""
+        return True
+
+    # -- telling -----------------------------------------------------------------------------------
+
+    def _speak(self, text: str) -> None:
+        self._tell(PartKind.CONTENT, text)
+
+    def _say(self, text: str) -> None:
+        self._parts.say(PartKind.CONTENT, text)
+
+    def _tell(self, kind: PartKind, text: str) -> None:
+        """Tells a text, but keeps the space at its end until more follows."""
+        text = self._space + text
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        self._parts.say(kind, body)
+
+
+def read_message(form: MessageForm, text: str) -> MessageText:
+    """Returns a whole answer's message."""
+    message = MessageText()
+    message.add(MessageReader(form).read(text, finished=True))
+    return message
