@@ -22,12 +22,16 @@ from octavo.server.settings import ServerSettings
 from octavo.server.state.service import Service, service_of
 
 IGNORED_HEADER = "X-Octavo-Ignored-Fields"
+MAX_QUOTED = 80
+"""Most characters of a client's text that an error repeats."""
 
 
 class Body(BaseModel):
-    """Base of all request bodies: strict types, unknown fields kept aside."""
+    """Base of all request bodies: strict types, finite numbers, unknown fields kept aside."""
 
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Names of fields that other servers know and this one does not honour."""
@@ -45,12 +49,13 @@ class Body(BaseModel):
         if unknown and not lenient:
             raise self._refusal(unknown[0])
         self._ignored = [
-            name.encode("ascii", "replace").decode()
+            _clipped(name).encode("ascii", "replace").decode()
             for name in (*unknown, *dropped)
             if name.isprintable()
         ]
 
     def _refusal(self, name: str) -> InvalidRequest:
+        name = _clipped(name)
         if name in self.unsupported:
             return InvalidRequest(f"{name}: this server does not support it", param=name)
         close = difflib.get_close_matches(name, type(self).model_fields, 1)
@@ -184,10 +189,14 @@ def _path(location: tuple[int | str, ...]) -> str:
     """Returns a location as a path, such as messages[0].role."""
     text = ""
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+        text += f"[{part}]" if isinstance(part, int) else f".{_clipped(part)}"
     return text.removeprefix(".")
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return _clipped(repr(value))
+
+
+def _clipped(text: str) -> str:
+    """Returns a client's text as an error quotes it: its beginning, where it is long."""
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."

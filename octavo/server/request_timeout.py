@@ -1,25 +1,58 @@
-"""Limits on connections, below ASGI: how many, how late a request's head, how slow a reader.
+"""Limits on connections, below ASGI: how many, how late and how long a request's head, how slow a
+reader.
 
 The head (request line and headers) is timed per connection; the body where it is read (`body.py`).
 Without limits a client could hold any number of connections open by sending nothing more, or by
-never reading its answer.
+never reading its answer, or fill the memory with a head that never ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from octavo.server.batched_writes import BatchedHttp, WriteBatch
 from octavo.server.settings import ServerSettings
 
-FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
+MAX_HEAD_BYTES = 64 << 10
+"""Longest head of a request; one that comes in a single piece may be as long as the piece."""
+MAX_HEADERS = 256
+
+
+def _refusal(status: str, kind: str, message: str, *headers: str) -> bytes:
+    """Returns the whole answer that ends a connection below ASGI, in OpenAI's form."""
+    code = int(status.partition(" ")[0])
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = msgspec.json.encode({"error": error})
+    lines = (
+        f"HTTP/1.1 {status}",
+        "Content-Type: application/json",
+        "Connection: close",
+        f"Content-Length: {len(body)}",
+        *headers,
+        "\r\n",
+    )
+    return "\r\n".join(lines).encode() + body
+
+
+FULL = _refusal(
+    "503 Service Unavailable",
+    "ServiceUnavailableError",
+    "too many connections are open (hint: try again in a second)",
+    "Retry-After: 1",
 )
-FULL_BODY = (
-    b'{"error":{"message":"too many connections are open (hint: try again in a second)",'
-    b'"type":"ServiceUnavailableError","param":null,"code":503}}'
+MALFORMED = _refusal(
+    "400 Bad Request", "BadRequestError", "the request is no valid HTTP/1.1 message"
+)
+HEAD_TOO_LONG = _refusal(
+    "431 Request Header Fields Too Large",
+    "RequestTooLargeError",
+    f"the request's line and headers are too long: allowed are {MAX_HEAD_BYTES} bytes and"
+    f" {MAX_HEADERS} headers",
 )
 
 
@@ -47,28 +80,57 @@ class TimedHttp(BatchedHttp):
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+        self._answered: RequestResponseCycle | None = None
         if len(self.connections) > self.limits.max_connections:
-            transport.write(FULL % (len(FULL_BODY), FULL_BODY))
-            transport.close()
+            self._refuse(FULL)
             return
         self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():  # what a refused connection still sends is not read
-            super().data_received(data)
+        """Takes in what has arrived, unless the connection has been refused."""
+        if self.transport.is_closing():
+            return
+        self._num_head_bytes += len(data)
+        super().data_received(data)
+        is_in_head = self._head_timer is not None
+        if is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(HEAD_TOO_LONG)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what the parser cannot read, or has stopped reading."""
+        too_many = self.headers is not None and len(self.headers) > MAX_HEADERS
+        self._refuse(HEAD_TOO_LONG if too_many else MALFORMED)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_head_bytes = 0
         self._start_head_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            raise ValueError("too many headers")  # ends the parser
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the request that is being answered: uvicorn tells the last one that was read."""
         self._stop_head_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: a request to change the protocol is answered in this one."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         """Stops the answer while its reader lags behind, and gives the reader a time limit."""
@@ -98,6 +160,12 @@ class TimedHttp(BatchedHttp):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+    def _refuse(self, answer: bytes) -> None:
+        """Ends the connection with an answer, unless it is ending."""
+        if not self.transport.is_closing():
+            self.transport.write(answer)
+            self.transport.close()
 
     def _close_unfinished(self) -> None:
         self._head_timer = None

@@ -81,6 +81,7 @@ def serve(
     config = uvicorn.Config(
         app,
         http=protocol,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="on",
