@@ -15,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.gguf import read_gguf
-from octavo.checkpoint.gguf_families import FAMILIES, Family, Header
+from octavo.checkpoint.gguf_families import FAMILIES
+from octavo.checkpoint.gguf_family import Family, Header
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import TokenizerSource, Vocabulary
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.packed import PackedWeight
 
-IGNORED_TENSORS = frozenset({"rope_freqs.weight"})
+IGNORED_TENSORS = frozenset(
+    {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+)
 """Names of tensors that are no weights: they are read into the config."""
 
 CONTROL = 3
@@ -63,9 +66,10 @@ class GgufCheckpoint:
                 " file"
             )
             raise UnsupportedModel(what, hint="join them with llama.cpp's llama-gguf-split --merge")
-        self._family: Family = FAMILIES[architecture]
-        self._gguf_names = self._names()
+        self.architecture: str = architecture
         self._header = Header(self._file, architecture)
+        self._family: Family = FAMILIES[architecture].of(self._header)
+        self._gguf_names = self._names()
         self._eos_ids = self._end_ids()
         self.config: dict[str, Any] = self._config()
         self.generation_config: dict[str, Any] = self._generation_config()
@@ -80,9 +84,9 @@ class GgufCheckpoint:
         source = self._source(name)
         packed = self._file.tensor(source)
         stem = source.rpartition(".")[0].rpartition(".")[2]
-        if stem in self._family.interleaved:
-            packed = packed.rows(self._half_order(stem, packed))
-        if self._family.norm_offset and stem.endswith("norm"):
+        if stem in self._family.row_orders:
+            packed = packed.rows(self._row_order(stem, packed.shape[0]))
+        if self._family.norm_offset and source.endswith("norm.weight"):
             packed = PackedWeight.plain(packed.dequantize() - np.float32(self._family.norm_offset))
         return packed
 
@@ -134,15 +138,12 @@ class GgufCheckpoint:
             found[name] = source
         return found
 
-    def _half_order(self, stem: str, packed: StoredWeight) -> NDArray[np.intp]:
-        """Returns for each row in halves order the row that holds it in rotary pairs."""
-        heads = self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
-        num_rows = packed.shape[0]
-        if num_rows % (2 * heads):
-            raise WeightMismatch(
-                f"{self.path}: {stem} has {num_rows} rows, which {heads} heads do not share evenly"
-            )
-        return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    def _row_order(self, stem: str, num_rows: int) -> NDArray[np.intp]:
+        """Returns for each row in the family's order the row of the file that holds it."""
+        try:
+            return self._family.row_orders[stem](self.config, num_rows)
+        except WeightMismatch as fault:
+            raise WeightMismatch(f"{self.path}: {stem} has {fault}") from None
 
     def _config(self) -> dict[str, Any]:
         metadata, tensors = self._file.metadata, self._file.tensors

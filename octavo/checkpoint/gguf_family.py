@@ -1,0 +1,269 @@
+"""One GGUF architecture as a Hugging Face family: the header with typed access, the mapping of
+names, and the orders of rows.
+
+Knows nothing of bytes (`gguf.py`) and reads no tensor but rope's factors; the families themselves
+stand in `gguf_families.py`. Source: llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoint.gguf import GgufFile
+from octavo.errors import UnsupportedModel, WeightMismatch
+
+YARN_KEYS = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+    "mscale": "yarn_log_multiplier",
+    "mscale_all_dim": "yarn_log_multiplier",
+}
+"""Keys of YaRN's parameters in a header. Only models whose mscale and mscale_all_dim are equal
+state them, in one number.
+"""
+
+Config = dict[str, Any]
+RowOrder = Callable[[Mapping[str, Any], int], NDArray[np.intp]]
+"""Returns for each row of a safetensors weight the row of the file that holds it, by the config
+and the number of rows.
+"""
+
+
+class Header:
+    """A header's keys under the architecture's prefix, with errors that name the key."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.file = file
+        self.architecture = architecture
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.file.metadata.get(f"{self.architecture}.{key}", default)
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """Returns a number; one per layer is fine where all are equal."""
+        value = self.get(key, default)
+        name = f"{self.architecture}.{key}"
+        if value is None:
+            raise WeightMismatch(f"{self.file.path}: the header lacks {name}")
+        if isinstance(value, np.ndarray):
+            different = np.unique(value)
+            if len(different) != 1:
+                raise UnsupportedModel(
+                    f"{self.file.path}: {name} differs from layer to layer, which is not supported"
+                )
+            value = different[0].item()
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise WeightMismatch(f"{self.file.path}: {name} is {value!r}, allowed is a number")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Returns a whole number of at least 1."""
+        value = self.number(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise WeightMismatch(
+                f"{self.file.path}: {self.architecture}.{key} is {value!r}, allowed is a whole"
+                " number of at least 1"
+            )
+        return value
+
+    def has(self, *names: str) -> bool:
+        """Returns whether the file has all of these tensors."""
+        return all(name in self.file.tensors for name in names)
+
+    def num_blocks(self) -> int:
+        """Number of layers, by the tensors of the file."""
+        stated = self.count("block_count")
+        found = len({name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")})
+        if stated != found:
+            raise WeightMismatch(
+                f"{self.file.path}: {self.architecture}.block_count is {stated}, the file has"
+                f" tensors of {found} blocks"
+            )
+        return stated
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The mapping from one GGUF architecture to a Hugging Face checkpoint.
+
+    `tensors` and `layer_tensors` map the stems of GGUF names ("output_norm", "attn_q" of
+    "blk.N.attn_q") to theirs. `row_orders` names the layer stems whose rows stand in another order
+    than in safetensors. `norm_offset` is the number that the converter added to the weight of every
+    norm. `variants` are families that write the same architecture, each with the mark by which its
+    files are known.
+    """
+
+    model_type: str
+    config: Callable[[Header], Config]
+    tensors: dict[str, str]
+    layer_tensors: dict[str, str]
+    layer_prefix: str = "model.layers"
+    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    variants: tuple[tuple[Callable[[Header], bool], Family], ...] = ()
+
+    def of(self, header: Header) -> Family:
+        """Returns the variant that the file is of, or this family."""
+        return next((family for is_it, family in self.variants if is_it(header)), self)
+
+    def name(self, gguf_name: str) -> str | None:
+        """Returns the safetensors name, or None where the family has no such tensor."""
+        stem, _, suffix = gguf_name.rpartition(".")
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if layer:
+            known = self.layer_tensors.get(layer[2])
+            return known and f"{self.layer_prefix}.{layer[1]}.{known}.{suffix}"
+        known = self.tensors.get(stem)
+        return known and f"{known}.{suffix}"
+
+
+def halves(heads_key: str) -> RowOrder:
+    """Returns the order that undoes rotary pairs: rows (2i, 2i+1) of a head go to (i, i + D/2)."""
+
+    def order(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
+        pairs = _heads_of(num_rows, 2 * config[heads_key])
+        return pairs.reshape(config[heads_key], -1, 2).swapaxes(1, 2).reshape(-1)
+
+    return order
+
+
+def by_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
+    """Returns the order that puts q, k and v of each head together where the file has all of q, all
+    of k, all of v.
+    """
+    heads = config["num_attention_heads"]
+    return _heads_of(num_rows, 3 * heads).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1)
+
+
+def by_kv_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
+    """Returns the order that puts the queries of each kv head before its k and v where the file has
+    all of q, all of k, all of v.
+    """
+    heads, kv_heads = config["num_attention_heads"], config["num_kv_heads"]
+    rows = _heads_of(num_rows, heads + 2 * kv_heads).reshape(heads + 2 * kv_heads, -1)
+    q = rows[:heads].reshape(kv_heads, heads // kv_heads, -1)
+    k, v = rows[heads : heads + kv_heads, None], rows[heads + kv_heads :, None]
+    return np.concatenate([q, k, v], axis=1).reshape(-1)
+
+
+def _heads_of(num_rows: int, heads: int) -> NDArray[np.intp]:
+    if num_rows % heads:
+        raise WeightMismatch(f"{num_rows} rows, which {heads} heads do not share evenly")
+    return np.arange(num_rows)
+
+
+def base_config(header: Header) -> Config:
+    """Returns the config of a family with rotary positions and grouped heads."""
+    heads = header.count("attention.head_count")
+    hidden = header.count("embedding_length")
+    head_dim = header.count("attention.key_length", hidden // heads)
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": header.count("feed_forward_length"),
+        "num_hidden_layers": header.num_blocks(),
+        "num_attention_heads": heads,
+        "num_key_value_heads": header.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope_theta": float(header.number("rope.freq_base", 10000.0)),
+        "rope_scaling": rope_scaling(header),
+        "max_position_embeddings": header.count("context_length"),
+        "hidden_act": "silu",
+    }
+    rotary_dim = header.count("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+    if header.number("expert_count", 0):
+        raise UnsupportedModel(
+            f"{header.file.path}: {header.architecture} with experts is not supported from GGUF"
+        )
+    return config
+
+
+def rope_scaling(header: Header) -> Config | None:
+    """Returns `rope_scaling`.
+
+    Llama 3's frequency factors (a tensor in GGUF) become a longrope of one length, which is the
+    same formula.
+    """
+    if "rope_freqs.weight" in header.file.tensors:
+        factors = header.file.tensor("rope_freqs.weight").dequantize().tolist()
+        length = header.count("context_length")
+        both = {"short_factor": factors, "long_factor": factors}
+        return {
+            "rope_type": "longrope",
+            **both,
+            "attention_factor": 1.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": length,
+        }
+    if header.has("rope_factors_long.weight", "rope_factors_short.weight"):
+        return _longrope(header)
+    kind = header.get("rope.scaling.type", "none")
+    if isinstance(kind, str) and kind == "none":
+        return None
+    if not isinstance(kind, str) or kind not in ("linear", "yarn"):
+        raise UnsupportedModel(
+            f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear and"
+            " yarn"
+        )
+    scaling: Config = {"rope_type": kind, "factor": float(header.number("rope.scaling.factor"))}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = header.count(
+            "rope.scaling.original_context_length"
+        )
+        for name, key in YARN_KEYS.items():
+            scaling[name] = header.get(f"rope.scaling.{key}")
+    return scaling
+
+
+def _longrope(header: Header) -> Config:
+    """Returns Phi-3's scaling, whose two lists of factors are tensors."""
+    short, long = (
+        header.file.tensor(f"rope_factors_{length}.weight").dequantize().tolist()
+        for length in ("short", "long")
+    )
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": float(header.number("rope.scaling.attn_factor", 1.0)),
+        "original_max_position_embeddings": header.count("rope.scaling.original_context_length"),
+    }
+
+
+def rms_config(header: Header) -> Config:
+    """Returns the config of a family with RMS norms."""
+    return base_config(header) | {
+        "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
+        "attention_bias": header.has("blk.0.attn_q.bias"),
+    }
+
+
+def layer_norm_config(header: Header, eps_name: str = "layer_norm_eps") -> Config:
+    """Returns the config of a family with LayerNorms, whose epsilon it calls `eps_name`."""
+    return base_config(header) | {
+        eps_name: header.number("attention.layer_norm_epsilon"),
+        "attention_bias": header.has("blk.0.attn_q.bias"),
+    }
+
+
+def windows_by_pattern(header: Header, period: int) -> Config:
+    """Returns the layers' types; where the header has no pattern, each `period`-th is full."""
+    num_layers = header.num_blocks()
+    flags = header.get("attention.sliding_window_pattern")
+    if isinstance(flags, np.ndarray):
+        windowed = [bool(flag) for flag in flags]
+    else:
+        period = header.count("attention.sliding_window_pattern", period)
+        windowed = [bool((layer + 1) % period) for layer in range(num_layers)]
+    return {
+        "sliding_window": header.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in windowed],
+    }

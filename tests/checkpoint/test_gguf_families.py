@@ -1,0 +1,161 @@
+"""GGUF files of llama.cpp's converter give the tensors and the logits of the safetensors that they
+were made of.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from octavo.checkpoint.gguf_families import FAMILIES
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader
+from octavo.models.registry import build_programs
+from tests.support.chatglm import save_as_chatglm
+from tests.support.gguf_conversion import convert
+from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_models import tiny_model
+
+
+class Case(NamedTuple):
+    """A tiny model, in widths that a header can state, and what the converter reads besides."""
+
+    family: str
+    architecture: str
+    shape: dict[str, Any] = {}  # noqa: RUF012
+    written: dict[str, Any] = {}  # noqa: RUF012
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.1 * i for i in range(8)],
+    "original_max_position_embeddings": 512,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MPT = {
+    "architectures": ["MPTForCausalLM"],
+    "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None},
+}
+GEMMA3 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+}
+FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 256}
+
+CASES = (
+    Case("llama", "llama"),
+    Case("llama", "llama", {"rope_parameters": LLAMA3, "num_attention_heads": 2}),
+    Case("mistral", "llama", {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 90}),
+    Case("qwen2", "qwen2"),
+    Case("qwen3", "qwen3"),
+    Case("gemma", "gemma"),
+    Case("gemma2", "gemma2", {"query_pre_attn_scalar": 24}),
+    Case("gemma3_text", "gemma3", GEMMA3),
+    Case("phi", "phi2", {"intermediate_size": 256, "num_key_value_heads": 4}),
+    Case("phi3", "phi3"),
+    Case("phi3", "phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
+    Case("phi3", "phi3", {"sliding_window": 24}),
+    Case("glm", "chatglm", {"head_dim": 16, "rms_norm_eps": 1e-5}),
+    Case("chatglm", "chatglm", {"head_dim": 16}, {"head_dim": 16}),
+    Case("glm4", "glm4", {"head_dim": 16}),
+    Case("gpt2", "gpt2", {"n_inner": 288}, {"n_ctx": 1024}),
+    Case("gpt_bigcode", "starcoder", {"n_inner": 240}),
+    Case("starcoder2", "starcoder2", {"sliding_window": None}),
+    Case("gpt_neox", "gptneox", {}, {"rotary_pct": 0.25}),
+    Case("gpt_neox", "gptneox", {"use_parallel_residual": False}, {"rotary_pct": 0.25}),
+    Case("bloom", "bloom"),
+    Case("mpt", "mpt", {}, MPT),
+    Case("falcon", "falcon", {"ffn_hidden_size": 256}, {"num_kv_heads": 1}),
+    Case("falcon", "falcon", FALCON_40B),
+    Case("falcon", "falcon", FALCON_40B | {"num_ln_in_parallel_attn": 1}),
+    Case("stablelm", "stablelm", {"use_qkv_bias": True}),
+    Case("stablelm", "stablelm", {"use_parallel_residual": True}),
+    Case("olmo", "olmo"),
+    Case("olmo2", "olmo2"),
+    Case("olmo3", "olmo2"),
+    Case("granite", "granite"),
+    Case("smollm3", "smollm3"),
+    Case("cohere", "command-r"),
+    Case("cohere2", "cohere2", {}, {"rotary_pct": 1.0}),
+    Case("internlm3", "llama"),
+    Case("exaone4", "exaone4"),
+    Case("exaone4", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    Case("ministral3", "mistral3", {"rope_parameters": YARN}),
+    Case("seed_oss", "seed_oss"),
+    Case("nemotron", "nemotron"),
+)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join([case.family, *case.shape]), scope="module")
+def converted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Case, Path, Path]:
+    case, folder = request.param, tmp_path_factory.mktemp("gguf")
+    source = source_of(case, folder)
+    return case, source, convert(source, folder, **case.written)
+
+
+def source_of(case: Case, folder: Path) -> Path:
+    """Returns the Hugging Face directory of a case; transformers has no ChatGLM of its own."""
+    if case.family != "chatglm":
+        return tiny_model(case.family, **case.shape).path
+    save_as_chatglm(tiny_model("glm", **case.shape), folder / "chatglm")
+    return folder / "chatglm"
+
+
+def test_tensors_are_bitwise_the_models(converted: tuple[Case, Path, Path]) -> None:
+    """Names, shapes and row orders are those of safetensors; weights of norms that the file keeps
+    plus one lose an ulp of 1 at most.
+    """
+    case, source, path = converted
+    found, given = open_checkpoint(path), open_checkpoint(source)
+    architecture = found.architecture
+    assert architecture == case.architecture
+    reader, wanted = WeightReader(found), WeightReader(given)
+    for weight in build_programs(given.config)["decoder"].weights:
+        plus_one = FAMILIES[architecture].norm_offset and weight.name.endswith("norm.weight")
+        np.testing.assert_allclose(
+            reader.load(weight).dequantize(),
+            wanted.load(weight).dequantize(),
+            atol=1.2e-7 if plus_one else 0,
+            rtol=0,
+            err_msg=weight.name,
+        )
+
+
+def test_logits_are_the_models(converted: tuple[Case, Path, Path]) -> None:
+    """A header and what llama.cpp knows without it build the Program of the config.json."""
+    _, source, path = converted
+    ids = np.random.default_rng(0).integers(0, 240, 40)
+    wanted = PagedRunner(source).logits(ids)
+    np.testing.assert_allclose(
+        PagedRunner(path).logits(ids), wanted, atol=2e-6 * abs(wanted).max(), rtol=0
+    )
+
+
+def test_every_architecture_has_a_case() -> None:
+    """No row of the table stays unproven."""
+    assert {case.architecture for case in CASES} == set(FAMILIES)
