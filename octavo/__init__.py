@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import BeamSearchParams, SamplingParams
+    from octavo.structured_outputs import StructuredOutputs
 
 _HOMES = {
     "LLM": "octavo.llm",
     "AsyncLLM": "octavo.async_llm",
     "SamplingParams": "octavo.sampling_params",
     "BeamSearchParams": "octavo.sampling_params",
+    "StructuredOutputs": "octavo.structured_outputs",
     "RequestOutput": "octavo.outputs",
     "CompletionOutput": "octavo.outputs",
     "Logprob": "octavo.outputs",
@@ -34,6 +36,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 

@@ -20,6 +20,7 @@ from octavo.step import (
     StepPlan,
     StepResult,
 )
+from octavo.structured_outputs import GrammarSpec
 
 Between = Callable[[Sequence[RowResult]], bool]
 """Called between two decode steps of a plan with the results of the first; False ends the plan
@@ -229,6 +230,45 @@ class Rendering:
 
 
 DEFAULT_RENDERING = Rendering()
+
+
+class Matcher(Protocol):
+    """One answer's way through a grammar, token by token."""
+
+    def copy(self) -> Matcher:
+        """Returns a matcher at the same place, which goes on by itself."""
+        ...
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Goes on by tokens; raises where one is not legal."""
+        ...
+
+    def allows(self, token_id: int) -> bool:
+        """Returns whether a token may come next."""
+        ...
+
+    def mask(self) -> bytes:
+        """Returns a bit for each token of the vocabulary, the lowest first: whether it may come
+        next. End tokens may where the text is a whole one.
+        """
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but an end token may come next."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars over the model's vocabulary. `text/grammar` implements it."""
+
+    def compile(self, spec: GrammarSpec) -> Matcher:
+        """Returns a matcher at the beginning of the grammar's text; any thread may call it."""
+        ...
+
+    def num_bytes(self, spec: GrammarSpec) -> int:
+        """Returns about how much memory a compiled grammar takes."""
+        ...
 
 
 class Tokenizer(Protocol):

@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.errors import InvalidRequest, did_you_mean, shown
+from octavo.checked_call import CheckedCall
+from octavo.errors import InvalidRequest, shown
+from octavo.structured_outputs import StructuredOutputs
 
 INT32_MAX = (1 << 31) - 1
 """Highest count or token id: the arrays of a step hold 32-bit integers."""
@@ -117,32 +119,9 @@ SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None,),
     "allowed_token_ids": (None,),
     "bad_words": (None,),
+    "structured_outputs": (None,),
 }
 """Values that a beam search takes for the fields that would change the model's own logprobs."""
-
-
-class CheckedCall(msgspec.StructMeta):
-    """Makes a struct's unknown, missing and positional arguments our errors, not Python's."""
-
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
-        known: tuple[str, ...] = cls.__struct_fields__
-        if args:
-            raise InvalidRequest(
-                f"{cls.__name__}: got {shown(args[0])} without a name, fields are given by name",
-                hint=f"for example {cls.__name__}({known[0]}=...)",
-            )
-        for name in fields:
-            if name not in known:
-                raise InvalidRequest(
-                    f"{cls.__name__}: unknown field {name!r}",
-                    hint=did_you_mean(name, known),
-                    param=name,
-                )
-        num_required = len(known) - len(cls.__struct_defaults__)
-        for name in known[:num_required]:
-            if name not in fields:
-                raise InvalidRequest(f"{cls.__name__}: {name} is needed", param=name)
-        return super().__call__(**fields)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
@@ -184,6 +163,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """Form that the answer has; None: any text."""
     beam_width: int | None = None
     """Number of beams of a beam search, of which the n best are returned; None: no search."""
     length_penalty: float = 1.0
@@ -201,6 +182,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
         self._check_numbers()
         self._check_texts()
         self._check_token_ids()
+        self._check_structure()
         if self.beam_width is not None:
             self._make_search(self.beam_width)
         elif self.is_greedy:
@@ -295,6 +277,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
             self.logit_bias = {
                 _bias_token(key): _bias(key, value) for key, value in self.logit_bias.items()
             }
+
+    def _check_structure(self) -> None:
+        form: object = self.structured_outputs
+        if isinstance(form, Mapping):
+            form = self.structured_outputs = StructuredOutputs(**form)
+        ok = form is None or isinstance(form, StructuredOutputs)
+        _check("structured_outputs", form, ok, "None, or StructuredOutputs")
+        if form is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos: got True with structured_outputs, whose end tells that the answer is"
+                " complete",
+                param="ignore_eos",
+                hint="leave ignore_eos out; max_tokens bounds the length",
+            )
 
     def _make_search(self, width: int) -> None:
         """Refuses what a beam search cannot honour: it draws nothing, and looks at the model's own

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import GrammarSpec
 
 
 class NewRow(msgspec.Struct):
@@ -32,6 +33,8 @@ class NewRow(msgspec.Struct):
     """Ids that end the request (end of sequence unless ignored, stop_token_ids); banned until
     `params.min_tokens` are generated.
     """
+    grammar: GrammarSpec | None = None
+    """Grammar of the row's text; None: any text."""
 
 
 class ScheduledRow(msgspec.Struct):

@@ -81,7 +81,7 @@ SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
     a.bias_starts = numbers<int32_t>(sampling, "bias_starts");
     a.bias_ids = numbers<int32_t>(sampling, "bias_ids");
     a.bias_values = numbers<float>(sampling, "bias_values");
-    a.allowed_masks = (const uint8_t*)numbers<bool>(sampling, "allowed_masks");
+    a.allowed_masks = numbers<uint32_t>(sampling, "allowed_masks");
     return a;
 }
 

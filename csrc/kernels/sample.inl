@@ -110,13 +110,21 @@ void write_logprobs(const SampleArgs& a, int at, const float* x, int token, Cand
 
 // -- what changes the logits --
 
+// Bans those of the 32 tokens from `first` on whose bit is not set. Most words hold no token, or all.
+void ban_others(float* z, int first, int vocab, uint32_t allowed) {
+    const int end = std::min(vocab, first + 32);
+    if (allowed == 0) std::fill(z + first, z + end, -INFINITY);
+    if (allowed == 0 || allowed == ~0u) return;
+    for (int id = first; id < end; id++)
+        if (!(allowed >> (id - first) & 1)) z[id] = -INFINITY;
+}
+
 void change_logits(const SampleArgs& a, int at, float* z) {
     const SamplingRecord& record = a.records[at];
     for (int i = a.bias_starts[at]; i < a.bias_starts[at + 1]; i++) z[a.bias_ids[i]] += a.bias_values[i];
     if (record.allowed_mask >= 0) {
-        const uint8_t* mask = a.allowed_masks + (int64_t)record.allowed_mask * a.vocab;
-        for (int id = 0; id < a.vocab; id++)
-            if (!mask[id]) z[id] = -INFINITY;
+        const uint32_t* mask = a.allowed_masks + (int64_t)record.allowed_mask * a.mask_words();
+        for (int word = 0; word < a.mask_words(); word++) ban_others(z, 32 * word, a.vocab, mask[word]);
     }
     for (int i = a.history_starts[at]; i < a.history_starts[at + 1]; i++) {
         float& value = z[a.history_ids[i]];

@@ -322,11 +322,13 @@ struct SampleArgs {
     const int32_t *history_starts, *history_ids, *history_counts;
     const int32_t *bias_starts, *bias_ids;
     const float* bias_values;
-    const uint8_t* allowed_masks;  // [A][V]
+    const uint32_t* allowed_masks;  // [A][mask_words()], a bit for each token
     int32_t *out_ids, *out_ranks, *out_top_ids;
     uint8_t* out_failed;
     float *out_logprobs, *out_top_logprobs;
     int32_t max_top;  // columns of out_top_*
+
+    int mask_words() const { return (vocab + 31) / 32; }
 
     bool changes_logits(int at) const {
         return bias_starts[at + 1] > bias_starts[at] || records[at].allowed_mask >= 0 ||

@@ -57,6 +57,24 @@ def sampling_records(count: int, **fields: ArrayLike) -> NDArray[np.void]:
     return records
 
 
+def mask_words(vocab_size: int) -> int:
+    """Returns the number of words that hold one bit for each token."""
+    return -(-vocab_size // 32)
+
+
+def packed_masks(masks: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """Returns masks `[A, V]` as bits `[A, ceil(V / 32)]`."""
+    padding = 32 * mask_words(masks.shape[1]) - masks.shape[1]
+    bits = np.packbits(np.pad(masks, ((0, 0), (0, padding))), axis=1, bitorder="little")
+    return np.ascontiguousarray(bits).view(np.uint32)
+
+
+def unpacked_mask(mask: NDArray[np.uint32], vocab_size: int) -> NDArray[np.bool_]:
+    """Returns a mask `[ceil(V / 32)]` as booleans `[V]`."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size)
+    return bits.astype(np.bool_)
+
+
 @dataclass(slots=True)
 class SamplingBatch:
     """How to draw from each of a step's `S` sampled rows; all arrays are C-contiguous.
@@ -78,8 +96,8 @@ class SamplingBatch:
     bias_ids: NDArray[np.int32]
     bias_values: NDArray[np.float32]
     """Added to the logits; -inf bans a token."""
-    allowed_masks: NDArray[np.bool_]
-    """[A, V]"""
+    allowed_masks: NDArray[np.uint32]
+    """[A, ceil(V / 32)]: bit i % 32 of word i // 32 says whether token i is allowed."""
 
     def __len__(self) -> int:
         return len(self.records)

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.batch import SampleResult, SamplingBatch
+from octavo.backends.batch import SampleResult, SamplingBatch, unpacked_mask
 
 Floats = NDArray[np.float64]
 Record = Mapping[str, Any] | np.void
@@ -126,7 +126,7 @@ def changed_logits(raw: Floats, s: int, batch: SamplingBatch) -> Floats:
     entries = slice(batch.bias_starts[s], batch.bias_starts[s + 1])
     np.add.at(z, batch.bias_ids[entries], batch.bias_values[entries].astype(np.float64))
     if record["allowed_mask"] >= 0:
-        z[~batch.allowed_masks[record["allowed_mask"]]] = -np.inf
+        z[~unpacked_mask(batch.allowed_masks[record["allowed_mask"]], len(z))] = -np.inf
     entries = slice(batch.history_starts[s], batch.history_starts[s + 1])
     ids, counts = batch.history_ids[entries], batch.history_counts[entries].astype(np.float64)
     repetition = float(record["repetition_penalty"])

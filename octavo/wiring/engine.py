@@ -7,6 +7,7 @@ executor of a recording (`octavo replay`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,16 @@ from octavo.engine.scheduling.build import build_scheduler, prompt_limits
 from octavo.errors import ConfigError
 from octavo.ports import Executor, Profiler, Tokenizer
 from octavo.progress import Report
+from octavo.text.grammar.lazy import LazyGrammars
 from octavo.version import __version__
-from octavo.wiring.model import Model, build_tokenizer, load_model, open_model
+from octavo.wiring.model import (
+    Model,
+    build_tokenizer,
+    end_token_ids,
+    lazy_grammars,
+    load_model,
+    open_model,
+)
 from octavo.wiring.ranks import start_other_ranks
 from octavo.wiring.tiers import build_tiers
 from octavo.worker.loaded_model import device_memory
@@ -60,6 +69,14 @@ WhenStarted: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
+class CoreTexts:
+    """The parts of a core that need the tokenizer."""
+
+    stop_texts: MakeStopTexts
+    grammars: LazyGrammars
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltCore:
     """A core ready to step, what fronts must know of it, and the worker that it steps."""
 
@@ -75,9 +92,12 @@ def build_in_process(config: EngineConfig, report: Report) -> Front:
     """Builds an engine whose core is in this process."""
     model = open_model(config)
     tokenizer = build_tokenizer(model)
-    built = build_core(model, report, LazyStopTexts(lambda: tokenizer))
+    texts = core_texts(model, lambda: tokenizer)
+    built = build_core(model, report, texts)
     client = InProcessClient(built.core, built.info)
-    return _build_front(model, client, built.info, tokenizer, built.worker)
+    return _build_front(
+        model, client, built.info, tokenizer, grammars=texts.grammars, profiler=built.worker
+    )
 
 
 def build_with_process(
@@ -95,7 +115,8 @@ def build_with_process(
     except BaseException:
         client.close()
         raise
-    return _build_front(model, client, info, tokenizer)
+    grammars = lazy_grammars(model, lambda: tokenizer)
+    return _build_front(model, client, info, tokenizer, grammars=grammars)
 
 
 def _start_process(model: Model, report: Report) -> SupervisedClient:
@@ -121,6 +142,8 @@ def _build_front(
     client: EngineClient,
     info: EngineInfo,
     tokenizer: Tokenizer | None,
+    *,
+    grammars: LazyGrammars,
     profiler: Profiler | None = None,
 ) -> Front:
     options = model.config.scheduler
@@ -131,13 +154,13 @@ def _build_front(
         kv_capacity_tokens=info.kv_capacity_tokens,
         block_size=BLOCK_SIZE,
     )
-    of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
     inputs = InputProcessor(
         limits=ModelLimits(info.vocab_size, prompts, model.config.model.max_logprobs),
         tokenizer=tokenizer,
-        eos_token_ids=(*model.info.eos_token_ids, *of_tokenizer),
+        eos_token_ids=end_token_ids(model, tokenizer),
         seed=model.config.model.seed,
         scheduling_policy=options.scheduling_policy,
+        grammars=grammars,
     )
     return Front(
         config=model.config,
@@ -155,21 +178,27 @@ def _build_front(
 def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[EngineCore, EngineInfo]:
     """Builds a core from flat options: the entry point of the core's own process."""
     model = open_model(EngineConfig.from_options(**options))
-    built = build_core(model, report, LazyStopTexts(lambda: build_tokenizer(model)))
+    built = build_core(model, report, core_texts(model, lambda: build_tokenizer(model)))
     return built.core, built.info
 
 
-def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> BuiltCore:
+def core_texts(model: Model, read: Callable[[], Tokenizer | None]) -> CoreTexts:
+    """Returns what a core needs of the tokenizer, which is read for the first that needs it."""
+    read_once = functools.cache(read)
+    return CoreTexts(LazyStopTexts(read_once), lazy_grammars(model, read_once))
+
+
+def build_core(model: Model, report: Report, texts: CoreTexts) -> BuiltCore:
     """Packs the weights, allocates the KV cache and puts a scheduler in front; starts the other
     ranks first, where there are any.
     """
     if model.config.observe.record is not None:
         check_writable(Path(model.config.observe.record))
     if model.config.backend.tensor_parallel_size == 1:
-        return _build_core(model, report, stop_texts)
+        return _build_core(model, report, texts)
     ranks, others = start_other_ranks(model)
     try:
-        return _build_core(model, report, stop_texts, ranks, others)
+        return _build_core(model, report, texts, ranks, others)
     except BaseException as error:
         raise end_ranks(others, error) from None
 
@@ -177,12 +206,12 @@ def build_core(model: Model, report: Report, stop_texts: MakeStopTexts) -> Built
 def _build_core(
     model: Model,
     report: Report,
-    stop_texts: MakeStopTexts,
+    texts: CoreTexts,
     ranks: TorchRanks | None = None,
     others: OtherRanks | None = None,
 ) -> BuiltCore:
     config = model.config
-    loaded = load_model(model, report, ranks)
+    loaded = load_model(model, report, texts.grammars, ranks)
     budget = common_budget(loaded, others)
     if (memory := device_memory(loaded.backend)) is not None:
         report(memory_table(memory, budget.num_bytes))
@@ -202,7 +231,7 @@ def _build_core(
         block_size=BLOCK_SIZE,
         max_model_len=max_model_len,
         tiers=tiers,
-        stop_texts=stop_texts,
+        stop_texts=texts.stop_texts,
     )
     core = EngineCore(
         scheduler,
@@ -286,7 +315,9 @@ def build_executor(header: RecordingHeader, *, model: str | None, report: Report
             hint="replay it without --execute",
         )
     config = _recorded_config(header, model, kv_cache_memory_bytes=header.kv_bytes)
-    return build_core(open_model(config), report, stop_texts_of(header, model=model)).worker
+    opened = open_model(config)
+    texts = core_texts(opened, lambda: build_tokenizer(opened))
+    return build_core(opened, report, texts).worker
 
 
 def stop_texts_of(header: RecordingHeader, *, model: str | None) -> MakeStopTexts:

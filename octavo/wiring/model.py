@@ -7,6 +7,7 @@ Knows one process and one rank's part of the weights; who starts the others is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,11 @@ from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
-from octavo.ports import Checkpoint, ModelHeader, Tokenizer, TokenizerSource
+from octavo.ports import Checkpoint, Grammars, ModelHeader, Tokenizer, TokenizerSource
 from octavo.program.passes.shard import shard
 from octavo.program.program import Program
 from octavo.progress import Report
+from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.wiring.tiers import check_tiers
 from octavo.worker.capacity import capacity_of
 from octavo.worker.load_bar import LoadBar
@@ -82,7 +84,9 @@ def derive_from(config: EngineConfig, header: ModelHeader) -> tuple[EngineConfig
     return derived, info
 
 
-def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) -> LoadedModel:
+def load_model(
+    model: Model, report: Report, grammars: Grammars, ranks: TorchRanks | None = None
+) -> LoadedModel:
     """Loads the whole model, or what one of several ranks computes."""
     config, whole = model.config, model.decoder()
     own = part_of(config, model.checkpoint, whole, 0 if ranks is None else ranks.rank)
@@ -92,7 +96,7 @@ def load_model(model: Model, report: Report, ranks: TorchRanks | None = None) ->
     backend.check(own, formats)
     footprint = backend.footprint(own, formats)
     _check_cache(config.cache, backend, footprint)
-    rows = request_rows(config, backend.options, own)
+    rows = request_rows(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
     with LoadBar(reader.load, len(own.weights)) as bar:
@@ -222,6 +226,23 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
     from octavo.text.tokenizer import load_tokenizer
 
     return load_tokenizer(_tokenizer_source(model), chat_template=options.chat_template)
+
+
+def end_token_ids(model: Model, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Returns the tokens that end an answer, by the model's config and by its tokenizer."""
+    of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
+    return (*model.info.eos_token_ids, *of_tokenizer)
+
+
+def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGrammars:
+    """Makes what compiles the model's grammars; `read` gives its tokenizer."""
+
+    def setup() -> GrammarSetup:
+        tokenizer = read()
+        assert tokenizer is not None, "the front refuses grammars where there is no tokenizer"
+        return GrammarSetup(tokenizer, model.decoder().vocab_size, end_token_ids(model, tokenizer))
+
+    return LazyGrammars(setup)
 
 
 def _tokenizer_source(model: Model) -> TokenizerSource:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from octavo.backends.devices import choose_device
 from octavo.config.engine_config import EngineConfig
 from octavo.progress import quiet
-from octavo.wiring.model import Model, load_model, open_model, part_of
+from octavo.wiring.model import (
+    Model,
+    build_tokenizer,
+    lazy_grammars,
+    load_model,
+    open_model,
+    part_of,
+)
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.start import start_ranks
@@ -42,4 +49,6 @@ def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
     from octavo.backends.torch.ranks import TorchRanks
 
     started()
-    return load_model(model, quiet, TorchRanks(setup.rank, setup.num_ranks, device, setup.port))
+    grammars = lazy_grammars(model, lambda: build_tokenizer(model))
+    ranks = TorchRanks(setup.rank, setup.num_ranks, device, setup.port)
+    return load_model(model, quiet, grammars, ranks)

@@ -18,7 +18,7 @@ from octavo.backends.base import (
 from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.ports import ConnectorWorker
+from octavo.ports import ConnectorWorker, Grammars
 from octavo.program.program import Program
 from octavo.progress import Report
 from octavo.worker.block_places import (
@@ -144,15 +144,22 @@ def common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
     return layouts
 
 
-def request_rows(config: EngineConfig, options: BackendOptions, program: Program) -> RequestRows:
+def request_rows(
+    config: EngineConfig, options: BackendOptions, program: Program, grammars: Grammars
+) -> RequestRows:
     """Makes the arrays of as many requests as may run; ConfigError, before any weight is read,
     where they do not fit into memory.
     """
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "derive() has set it"
-    sizes = {"num_groups": len(program.groups), "vocab_size": program.vocab_size}
     try:
-        return RequestRows(max_rows=options.max_rows, max_model_len=max_model_len, **sizes)
+        return RequestRows(
+            max_rows=options.max_rows,
+            max_model_len=max_model_len,
+            num_groups=len(program.groups),
+            vocab_size=program.vocab_size,
+            grammars=grammars,
+        )
     except MemoryError:
         what = (
             f"max_num_seqs: got {options.max_requests:,}, but the token ids of so many requests of"

@@ -299,7 +299,7 @@ def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:
         sampling.records["allowed_mask"][entry] >= 0
         or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
     ):
-        bans = "allowed_token_ids, logit_bias, bad_words and min_tokens"
+        bans = "the grammar, allowed_token_ids, logit_bias, bad_words and min_tokens"
         return (
             f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's"
             " logits are not numbers (NaN)"

@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.ports import Grammars
 from octavo.step import NewRow, ScheduledRow
 from octavo.worker.block_places import BlockPlaces
+from octavo.worker.grammar_rows import GrammarRows
 from octavo.worker.sampling_rows import SamplingRows
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -24,7 +26,13 @@ class RequestRows:
     """The rows of up to `N` requests of `context` tokens in `G` cache groups."""
 
     def __init__(
-        self, *, max_rows: int, max_model_len: int, num_groups: int, vocab_size: int
+        self,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        num_groups: int,
+        vocab_size: int,
+        grammars: Grammars | None = None,
     ) -> None:
         max_blocks = -(-max_model_len // BLOCK_SIZE)
         self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)
@@ -33,7 +41,10 @@ class RequestRows:
         """Places of the rows' blocks, `[G, N, B]`, padded with -1."""
         self.num_prompt_tokens = [0] * max_rows
         self._end_token_ids = [NO_TOKENS] * max_rows
-        self.sampling = SamplingRows(max_rows=max_rows, vocab_size=vocab_size)
+        self.grammars = GrammarRows(grammars)
+        self.sampling = SamplingRows(
+            max_rows=max_rows, vocab_size=vocab_size, grammars=self.grammars
+        )
         self._num_blocks = [[0] * max_rows for _ in range(num_groups)]
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
@@ -49,6 +60,7 @@ class RequestRows:
         places.clear(row)
         self.block_tables[:, row] = -1
         self.sampling.free(row)
+        self.grammars.free(row)
         self._free.append(row)
 
     def add(self, new: NewRow) -> None:
@@ -60,6 +72,7 @@ class RequestRows:
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self._end_token_ids[row] = np.array(new.end_token_ids, np.int32)
+        self.grammars.add(row, new)
         self.sampling.add(row, new)
 
     def update_tables(self, scheduled: ScheduledRow, places: BlockPlaces) -> None:
@@ -96,3 +109,4 @@ class RequestRows:
         if self.sampling.has_extras:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 self.sampling.took(row, token_id)
+                self.grammars.took(row, token_id)

@@ -15,9 +15,18 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.batch import SamplingBatch, sampling_records
+from octavo.backends.batch import (
+    SamplingBatch,
+    mask_words,
+    packed_masks,
+    sampling_records,
+)
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow
+from octavo.worker.grammar_rows import GrammarRows
+
+Bits = NDArray[np.uint32]
+"""A bit for each token, the lowest first."""
 
 MINUS_INFINITY = float("-inf")
 NO_IDS = np.zeros(0, np.int32)
@@ -63,15 +72,18 @@ class RowExtras:
     bad_words: list[list[int]]
     counts: TokenCounts | None
     """Tokens that penalties apply to; None without a penalty."""
-    allowed_mask: NDArray[np.bool_] | None
-    """[V]; None allows all."""
+    allowed_mask: Bits | None
+    """[ceil(V / 32)]; None allows all."""
 
-    def bias(self, token_ids: NDArray[np.int32]) -> dict[int, float]:
-        """Returns what is added to the logits of the token after `token_ids [num_tokens]`."""
-        if len(token_ids) >= self.min_num_tokens and not self.bad_words:
+    def bias(self, token_ids: NDArray[np.int32], *, must_end: bool = False) -> dict[int, float]:
+        """Returns what is added to the logits of the token after `token_ids [num_tokens]`. Where
+        the text `must_end`, its end is not banned.
+        """
+        ends_banned = len(token_ids) < self.min_num_tokens and not must_end
+        if not ends_banned and not self.bad_words:
             return self.logit_bias
         bias = dict(self.logit_bias)
-        if len(token_ids) < self.min_num_tokens:
+        if ends_banned:
             bias.update(dict.fromkeys(self.end_token_ids, MINUS_INFINITY))
         output_ids = token_ids[self.num_prompt_tokens :]
         for word in self.bad_words:
@@ -106,14 +118,32 @@ class Csr:
         return np.cumsum(sizes, dtype=np.int32)
 
 
+class Masks:
+    """The distinct masks of a step's rows, in the order in which they are first met."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Bits] = []
+        self._places: dict[int, int] = {}
+
+    def place(self, mask: Bits) -> int:
+        """Returns a mask's place. Rows that allow the same ids share one array, so identity tells
+        masks apart.
+        """
+        place = self._places.setdefault(id(mask), len(self.arrays))
+        if place == len(self.arrays):
+            self.arrays.append(mask)
+        return place
+
+
 class SamplingRows:
     """Owns the sampling records of `N` permanent rows."""
 
-    def __init__(self, *, max_rows: int, vocab_size: int) -> None:
+    def __init__(self, *, max_rows: int, vocab_size: int, grammars: GrammarRows) -> None:
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._records = sampling_records(max_rows)
         self._extras: dict[int, RowExtras] = {}
-        self._masks: WeakValueDictionary[tuple[int, ...], NDArray[np.bool_]] = WeakValueDictionary()
+        self._masks: WeakValueDictionary[tuple[int, ...], Bits] = WeakValueDictionary()
 
     def add(self, row: int, new: NewRow) -> None:
         """Fills a row from a request's parameters; position and mask are set with each step."""
@@ -171,7 +201,7 @@ class SamplingRows:
             bias_starts=starts,
             bias_ids=NO_IDS,
             bias_values=NO_VALUES,
-            allowed_masks=np.zeros((0, self._vocab_size), np.bool_),
+            allowed_masks=np.zeros((0, mask_words(self._vocab_size)), np.uint32),
         )
         if self._extras:
             self._add_extras(batch, rows.tolist(), token_ids, ends)
@@ -185,23 +215,20 @@ class SamplingRows:
         ends: NDArray[np.int32],
     ) -> None:
         bias, history = Csr(), Csr()
-        masks: list[NDArray[np.bool_]] = []
-        place_of_mask: dict[int, int] = {}
+        masks = Masks()
         for entry, row in enumerate(rows):
             extras = self._extras.get(row)
             if extras is None:
                 continue
-            if added := extras.bias(token_ids[row, : ends[entry]]):
+            must_end = self._grammars.is_complete(row)
+            if added := extras.bias(token_ids[row, : ends[entry]], must_end=must_end):
                 ids = np.fromiter(added.keys(), np.int32)
                 bias.add(entry, ids, np.fromiter(added.values(), np.float32))
             if extras.counts is not None:
                 history.add(entry, *extras.counts.arrays())
-            if extras.allowed_mask is not None:
-                # Requests that allow the same ids share one mask, so identity tells them apart.
-                place = place_of_mask.setdefault(id(extras.allowed_mask), len(masks))
-                if place == len(masks):
-                    masks.append(extras.allowed_mask)
-                batch.records["allowed_mask"][entry] = place
+            mask = self._mask(row, extras)
+            if mask is not None:
+                batch.records["allowed_mask"][entry] = masks.place(mask)
         if bias.ids:
             batch.bias_starts = bias.starts(len(rows))
             batch.bias_ids = np.concatenate(bias.ids)
@@ -210,8 +237,15 @@ class SamplingRows:
             batch.history_starts = history.starts(len(rows))
             batch.history_ids = np.concatenate(history.ids)
             batch.history_counts = np.concatenate(history.values)
-        if masks:
-            batch.allowed_masks = np.stack(masks)
+        if masks.arrays:
+            batch.allowed_masks = np.stack(masks.arrays)
+
+    def _mask(self, row: int, extras: RowExtras) -> Bits | None:
+        """Returns the tokens that a row may draw, by its grammar and its allowed ids."""
+        allowed, legal = extras.allowed_mask, self._grammars.mask(row)
+        if allowed is None or legal is None:
+            return legal if allowed is None else allowed
+        return allowed & legal
 
     def _make_extras(self, new: NewRow) -> RowExtras | None:
         params = new.params
@@ -226,6 +260,7 @@ class SamplingRows:
             params.bad_words_token_ids,
             params.allowed_token_ids,
             penalised,
+            new.grammar,
         )
         if not any(wanted):
             return None
@@ -242,17 +277,18 @@ class SamplingRows:
             allowed_mask=self._allowed_mask(params),
         )
 
-    def _allowed_mask(self, params: SamplingParams) -> NDArray[np.bool_] | None:
-        """Returns the mask `[V]` of the allowed ids, one array for all requests with the same
-        ones."""
+    def _allowed_mask(self, params: SamplingParams) -> Bits | None:
+        """Returns the mask `[ceil(V / 32)]` of the allowed ids, one array for all requests with the
+        same ones.
+        """
         if params.allowed_token_ids is None:
             return None
         key = tuple(sorted(params.allowed_token_ids))
         mask = self._masks.get(key)
         if mask is None:
-            mask = np.zeros(self._vocab_size, np.bool_)
-            mask[list(key)] = True
-            self._masks[key] = mask
+            allowed = np.zeros((1, self._vocab_size), np.bool_)
+            allowed[0, list(key)] = True
+            mask = self._masks[key] = packed_masks(allowed)[0]
         return mask
 
 

@@ -18,6 +18,8 @@ LEAVES = {
     "ports",
     "config",
     "sampling_params",
+    "checked_call",
+    "structured_outputs",
     "outputs",
     "errors",
     "progress",
@@ -173,6 +175,7 @@ def test_exported_names():
         "Logprob",
         "RequestOutput",
         "SamplingParams",
+        "StructuredOutputs",
         "__version__",
     }
     for name in octavo.__all__:

@@ -13,11 +13,10 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.front.stop_texts import LazyStopTexts
 from octavo.engine.requests.request import EngineRequest
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, OctavoError, UnsupportedModel
 from octavo.progress import quiet
-from octavo.wiring.engine import build_core
+from octavo.wiring.engine import build_core, core_texts
 from octavo.wiring.model import open_model
 from tests.support.llm_tools import GREEDY, alone, fingerprint, make_llm, prompts_of, small_options
 from tests.support.tiny_models import tiny_model
@@ -43,7 +42,8 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
 def test_a_step_shows_that_it_gets_ahead(backend):
     """A step reports progress many times, so that a long one is told from one that hangs."""
     options = EngineConfig.from_options(**small_options() | {"backend": backend})
-    built = build_core(open_model(options), quiet, stop_texts=LazyStopTexts(lambda: None))
+    model = open_model(options)
+    built = build_core(model, quiet, core_texts(model, lambda: None))
     one_token = SamplingParams(temperature=0, max_tokens=1)
     built.core.add(EngineRequest("a", [5, 6, 7], one_token, seed=0))
     before = built.worker.progress

@@ -21,10 +21,9 @@ import torch
 from octavo import LLM, AsyncLLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.supervised import SupervisedClient
-from octavo.engine.front.stop_texts import LazyStopTexts
 from octavo.errors import EngineDead, OctavoError
 from octavo.progress import quiet
-from octavo.wiring.engine import build_core, build_with_process
+from octavo.wiring.engine import build_core, build_with_process, core_texts
 from octavo.wiring.model import open_model
 from octavo.worker.ranks.ranked_worker import RankedWorker
 from tests.support.llm_tools import prompts_of, small_options
@@ -244,7 +243,7 @@ def test_ranks_that_are_closed_are_not_reported_as_lost(capfd: pytest.CaptureFix
     """Each of several ends when it is told to, before its neighbour has been waited for."""
     config = EngineConfig.from_options(**OPTIONS | {"tensor_parallel_size": 4})
     model = open_model(config)
-    built = build_core(model, quiet, LazyStopTexts(lambda: None))
+    built = build_core(model, quiet, core_texts(model, lambda: None))
     ranks = ranks_below(os.getpid())
     assert len(ranks) == 3 and isinstance(built.worker, RankedWorker)
     losses: list[OctavoError] = []

@@ -150,9 +150,9 @@ def test_token_ids_come_along(http):
     [
         ({"tools": [{"type": "function"}]}, "tools", "tools: this server does not support them"),
         (
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "xml"}},
             "response_format",
-            "got the type 'json_object', allowed is 'text'",
+            "got the type 'xml', allowed are text, json_object, json_schema, structural_tag",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "allowed only where logprobs is true"),
         (

@@ -80,7 +80,7 @@ def test_each_field_of_the_completions_route_is_known_by_its_meaning(http):
     body = {"prompt": "Hello", "max_tokens": 1}
     for fields in ({"metadata": {}}, {"store": False}, {"truncate_prompt_tokens": 3}):
         assert post(http, body | fields, "/v1/completions").status_code == 200
-    for name in ("prompt_embeds", "structured_outputs", "messages", "verbosity"):
+    for name in ("prompt_embeds", "vllm_xargs", "messages", "verbosity"):
         error = post(http, body | {name: "x"}, "/v1/completions").json()["error"]
         assert error["param"] == name
 

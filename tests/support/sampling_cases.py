@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends import sampling
-from octavo.backends.batch import SampleResult, SamplingBatch, sampling_records
+from octavo.backends.batch import SampleResult, SamplingBatch, packed_masks, sampling_records
 
 NUDGE = 1e-6
 """How far a backend that computes in fp32 may move the borders of a draw."""
@@ -57,7 +57,9 @@ def batch_for(
         bias_starts=bias_starts,
         bias_ids=np.array(bias_ids, np.int32),
         bias_values=np.array(bias_values, np.float32),
-        allowed_masks=np.array(masks if masks is not None else np.zeros((0, vocab_size)), np.bool_),
+        allowed_masks=packed_masks(
+            np.array(masks if masks is not None else np.zeros((0, vocab_size)), np.bool_)
+        ),
     )
 
 
@@ -123,7 +125,7 @@ def random_batch(rows: int, vocab: int, seed: int) -> SamplingBatch:
         bias_starts=bias_starts,
         bias_ids=bias_ids,
         bias_values=bias_values.astype(np.float32),
-        allowed_masks=masks,
+        allowed_masks=packed_masks(masks),
     )
 
 

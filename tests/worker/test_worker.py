@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from octavo.backends.batch import unpacked_mask
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.worker_fakes import FakeRunnable, make_worker
 
@@ -151,7 +152,8 @@ def test_bias_and_allowed_ids():
         *[([], [])] * 4,
     ]
     assert batch.records["allowed_mask"].tolist() == [-1, -1, 0, 0, 1]
-    assert [np.flatnonzero(mask).tolist() for mask in batch.allowed_masks] == [[3, 4], [9]]
+    allowed = [unpacked_mask(mask, 1000) for mask in batch.allowed_masks]
+    assert [np.flatnonzero(mask).tolist() for mask in allowed] == [[3, 4], [9]]
 
 
 def test_end_tokens_are_banned_until_min_tokens():

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from octavo.backends.base import BackendOptions, DeviceMemory
-from octavo.backends.batch import SamplingBatch, StepBatch, sampling_records
+from octavo.backends.batch import SamplingBatch, StepBatch, mask_words, sampling_records
 from octavo.backends.kv import BLOCK_SIZE
 
 
@@ -70,7 +70,7 @@ def _draws(count: int, vocab_size: int) -> SamplingBatch:
         bias_starts=starts,
         bias_ids=none,
         bias_values=np.zeros(0, np.float32),
-        allowed_masks=np.zeros((0, vocab_size), np.bool_),
+        allowed_masks=np.zeros((0, mask_words(vocab_size)), np.uint32),
     )
 
 

@@ -63,7 +63,7 @@ def draw_arrays(batch: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
             "bias_values": batch.bias_values,
         }
     if wants.masked:
-        arrays["allowed_masks"] = batch.allowed_masks
+        arrays["allowed_masks"] = batch.allowed_masks.view(np.int32)
     if wants.penalised:
         arrays |= {
             "history_rows": _rows(batch.history_starts),
@@ -126,8 +126,8 @@ def _changed(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
         z.index_put_(places, inputs["bias_values"].double(), accumulate=True)
     if wants.masked:
         allowed = field(records, "allowed_mask").long()
-        banned = ~inputs["allowed_masks"][allowed.clamp(min=0)] & (allowed >= 0)[:, None]
-        z.masked_fill_(banned, -torch.inf)
+        bits = _bits(inputs["allowed_masks"][allowed.clamp(min=0)], z.shape[1])
+        z.masked_fill_(~bits & (allowed >= 0)[:, None], -torch.inf)
     if wants.penalised:
         rows, ids = inputs["history_rows"], inputs["history_ids"].long()
         repetition, presence, frequency = (
@@ -138,6 +138,13 @@ def _changed(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
         seen = torch.where(seen > 0, seen / repetition, seen * repetition)
         z[rows, ids] = seen - frequency * counts - presence * (counts > 0)
     return z
+
+
+def _bits(words: Tensor, vocab_size: int) -> Tensor:
+    """Returns the bits of `words [S, ceil(V / 32)] int32` as booleans `[S, V]`."""
+    places = torch.arange(32, device=words.device, dtype=torch.int32)
+    bits = (words[:, :, None] >> places) & 1
+    return bits.view(len(words), -1)[:, :vocab_size].bool()
 
 
 def _drawn(z: Tensor, top: Tensor, records: Tensor, *, cuts: bool, kernels: Kernels) -> Tensor:

@@ -133,6 +133,7 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequ
         fork.origin,
     )
     sample = parent.samples[fork.index]
+    _continue_grammar(inputs, parent, made, prompt_ids[len(parent.prompt_token_ids) :], fork)
     if state.samples[fork.index].finish_reason is None:
         made.samples[0] = msgspec.structs.replace(
             made.samples[0],
@@ -140,6 +141,30 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequ
             fork_tokens=len(parent.prompt_token_ids) + len(kept),
         )
     return made
+
+
+def _continue_grammar(
+    inputs: InputProcessor,
+    parent: FrontRequest,
+    made: FrontRequest,
+    added: Sequence[int],
+    fork: Fork,
+) -> None:
+    """Puts a fork at its place in the parent's grammar; InvalidRequest where it cannot go on
+    there.
+    """
+    spec, before = made.samples[0].grammar, parent.samples[0].grammar
+    if spec is None or before is None or "structured_outputs" in fork.changes:
+        return
+    num_given = before.num_given_tokens + len(added)
+    given = made.prompt_token_ids[len(made.prompt_token_ids) - num_given :]
+    if not inputs.continues(spec, given):
+        raise InvalidRequest(
+            "fork: what it keeps and goes on with does not begin a text of its form", param="then"
+        )
+    made.samples[0] = msgspec.structs.replace(
+        made.samples[0], grammar=msgspec.structs.replace(spec, num_given_tokens=num_given)
+    )
 
 
 def _kept(state: RequestState, fork: Fork) -> list[int]:

@@ -22,6 +22,8 @@ from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
 from octavo.ports import Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams, whole_number
+from octavo.structured_outputs import GrammarSpec, StructuredOutputs
+from octavo.text.grammar.lazy import LazyGrammars
 from octavo.text.unicode import check_unicode, is_long
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -90,6 +92,7 @@ class InputProcessor:
         eos_token_ids: Iterable[int],
         seed: int,
         scheduling_policy: str = "fcfs",
+        grammars: LazyGrammars | None = None,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
@@ -98,6 +101,7 @@ class InputProcessor:
         ]
         self._seed = seed
         self._scheduling_policy = scheduling_policy
+        self._grammars = grammars
         self._seed_numbers = itertools.count(1)
         self._core_ids = itertools.count()
         """Names of the core's requests, none used twice: a late output of an aborted request must
@@ -118,20 +122,22 @@ class InputProcessor:
         self._check_beams(len(token_ids), params)
         params = self.resolve_params(params)
         _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
+        grammar = self._grammar(params.structured_outputs)
         arrival_time = time.monotonic()
         first = EngineRequest(
             str(next(self._core_ids)),
             token_ids,
-            params,
+            msgspec.structs.replace(params, structured_outputs=None),
             seed=self._draw_seed() if params.seed is None else params.seed,
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             cache_salt=salt,
             priority=origin.priority,
             tenant=origin.tenant,
             arrival_time=arrival_time,
+            grammar=grammar,
         )
         return FrontRequest(
-            request_id, text, token_ids, params, _samples(first, params), arrival_time, origin
+            request_id, text, token_ids, params, _samples(first), arrival_time, origin
         )
 
     def chat_prompt(
@@ -336,6 +342,25 @@ class InputProcessor:
                 found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
         return [list(token_ids) for token_ids in found if token_ids]
 
+    def _grammar(self, form: StructuredOutputs | None) -> GrammarSpec | None:
+        """Returns the grammar of the form that an answer is to have."""
+        if form is None:
+            return None
+        self.need_tokenizer(
+            f"{form.given_as}: a form needs a tokenizer, and this engine has none", form.given_as
+        )
+        if self._grammars is None or not self._eos_token_ids:
+            raise InvalidRequest(
+                f"{form.given_as}: the model has no token that ends an answer, and a form needs"
+                " one",
+                param=form.given_as,
+            )
+        return self._grammars.admit(form)
+
+    def continues(self, spec: GrammarSpec, token_ids: Sequence[int]) -> bool:
+        """Returns whether tokens are the beginning of an admitted grammar's text."""
+        return self._grammars is not None and self._grammars.continues(spec, token_ids)
+
     def need_tokenizer(self, message: str, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(
@@ -425,11 +450,11 @@ def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> No
         raise InvalidRequest(message, param="prompt_logprob_start")
 
 
-def _samples(first: EngineRequest, params: SamplingParams) -> list[EngineRequest]:
+def _samples(first: EngineRequest) -> list[EngineRequest]:
     """Makes a request for each sample: the first computes the prompt (and its logprobs), the others
     wait to share it. A beam search is one request; its beams are the core's business.
     """
-    copy = msgspec.structs.replace
+    copy, params = msgspec.structs.replace, first.params
     if params.beam_width is not None:
         return [first]
     if params.is_ranked and params.logprobs is None:

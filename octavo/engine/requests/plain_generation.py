@@ -14,6 +14,8 @@ from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.sampling_params import SamplingParams
 from octavo.step import RowResult
 
+GRAMMAR = "a grammar: what may come next depends on the tokens before"
+
 
 @dataclass(frozen=True, slots=True)
 class EndRules:
@@ -47,11 +49,13 @@ class PlainGeneration:
     reads_logprobs = False
     num_seqs = 1
 
-    def __init__(self, params: SamplingParams, rules: EndRules) -> None:
+    def __init__(
+        self, params: SamplingParams, rules: EndRules, *, has_grammar: bool = False
+    ) -> None:
         self.row_params = params
-        self.needs_last_token = _needs_last_token(params)
+        self.needs_last_token = GRAMMAR if has_grammar else _needs_last_token(params)
         self._rules = rules
-        self._watched = rules.one_token or bool(params.bad_words_token_ids)
+        self._watched = rules.one_token or bool(params.bad_words_token_ids) or has_grammar
         """Whether something has to be done for each of its tokens."""
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:

@@ -21,6 +21,7 @@ from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.outputs import FinishReason, Timings
 from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
+from octavo.structured_outputs import GrammarSpec
 
 BACKGROUND_PRIORITY = 1 << 31
 """Priority of background work under every policy; above all that users may give."""
@@ -57,6 +58,8 @@ class EngineRequest(msgspec.Struct):
     """Tokens that an earlier core has already sampled for it."""
     resumed: bool = False
     """Whether an earlier core knew the request."""
+    grammar: GrammarSpec | None = None
+    """Grammar of its text; None: any text."""
     one_token: bool = False
     """Whether it ends as aborted once it has one more token, unless that one is its end anyway."""
 
@@ -163,11 +166,12 @@ class Request(TokenRow):
             frozenset(source.eos_token_ids),
             self.end_token_ids,
             num_prompt_tokens=self.num_prompt_tokens,
-            min_num_tokens=self.num_prompt_tokens + params.min_tokens,
+            # The worker bans a grammar's end until then, as long as it has anything else.
+            min_num_tokens=self.num_prompt_tokens + (0 if source.grammar else params.min_tokens),
             max_num_tokens=self.max_num_tokens,
             one_token=source.one_token,
         )
-        return PlainGeneration(params, rules)
+        return PlainGeneration(params, rules, has_grammar=source.grammar is not None)
 
     def change(self, params: SamplingParams, *, max_num_tokens: int) -> None:
         """Takes over what `params` say of its end; `max_num_tokens` is the most that the context

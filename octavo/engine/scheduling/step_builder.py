@@ -106,6 +106,7 @@ class StepBuilder:
                 seed=source.seed,
                 sample_index=source.sample_index,
                 end_token_ids=sorted(request.end_token_ids),
+                grammar=source.grammar,
             )
         )
 

@@ -67,10 +67,6 @@ class SamplingBody(Body):
     unsupported: ClassVar[frozenset[str]] = frozenset(
         {
             "audio",
-            "guided_choice",
-            "guided_grammar",
-            "guided_json",
-            "guided_regex",
             "include_reasoning",
             "kv_transfer_params",
             "logits_processors",
@@ -81,7 +77,6 @@ class SamplingBody(Body):
             "prompt_embeds",
             "repetition_detection",
             "return_token_offsets",
-            "structured_outputs",
             "thinking_token_budget",
             "vllm_xargs",
             "web_search_options",
@@ -129,6 +124,33 @@ class SamplingBody(Body):
         "a list of at least one token id", "the only tokens that may be drawn"
     )
     bad_words: list[str] | None = field("a list of texts", "texts that are never written")
+    response_format: dict[str, Any] | None = field(
+        'an object whose type is "text", "json_object", "json_schema" or "structural_tag"',
+        "form of the answer",
+    )
+    structured_outputs: dict[str, Any] | None = field(
+        "an object with exactly one of json, json_object, regex, choice, grammar and"
+        " structural_tag",
+        "form of the answer",
+    )
+    guided_json: dict[str, Any] | str | None = field(
+        "a JSON schema", "the old name of structured_outputs.json"
+    )
+    guided_regex: str | None = field(
+        "a regular expression", "the old name of structured_outputs.regex"
+    )
+    guided_choice: list[str] | None = field(
+        "a list of texts", "the old name of structured_outputs.choice"
+    )
+    guided_grammar: str | None = field(
+        "a grammar in Lark's or GBNF's notation",
+        "the old name of structured_outputs.grammar",
+    )
+    guided_whitespace_pattern: str | None = field(
+        "a regular expression",
+        "whitespace between the parts of JSON",
+        rules={"needs": {"guided_json": []}},
+    )
     use_beam_search: bool | None = field(
         FLAG, "searches for the likeliest answers instead of drawing one"
     )
@@ -352,9 +374,6 @@ class ChatBody(ConversationBody, PromptBody):
     )
     add_special_tokens: bool = field(
         FLAG, "puts the tokenizer's own tokens around what the template writes", default=False
-    )
-    response_format: dict[str, Any] | None = field(
-        '{"type": "text"}; this server forces no form', "form of the answer"
     )
     tools: list[dict[str, Any]] | None = field(
         "an empty list; this server does not support tools", "functions that the model may call"

@@ -161,11 +161,6 @@ def _check(body: ChatBody) -> None:
             f"tool_choice: got {body.tool_choice!r}, and this server does not support tools",
             param="tool_choice",
         )
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        got = body.response_format.get("type")
-        raise InvalidRequest(
-            f"response_format: got the type {got!r}, allowed is 'text'", param="response_format"
-        )
 
 
 def _max_tokens(body: ChatBody) -> int | None:

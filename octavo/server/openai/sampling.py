@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.sampling_params import SamplingParams
 from octavo.server.openai.bodies import SAMPLING_FIELDS, SamplingBody
+from octavo.server.openai.structured import structured_outputs_of
 
 SEARCH_FIELDS = ("beam_width", "length_penalty", "early_stopping")
 
@@ -37,6 +38,7 @@ def sampling_params(
             **search,
             "max_tokens": max_tokens,
             "logprobs": logprobs,
+            "structured_outputs": structured_outputs_of(body),
             **others,
         }
     )

@@ -90,7 +90,7 @@ def _features(model: ServedModel, service: Service) -> dict[str, Any]:
         "request_chat_template": service.settings.trust_request_chat_template,
         "beam_search": True,
         "tools": False,
-        "structured_outputs": False,
+        "structured_outputs": tokenizer is not None,
         "images": False,
         "priority": model.llm.config.scheduler.scheduling_policy == "priority",
     }

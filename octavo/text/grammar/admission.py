@@ -1,0 +1,189 @@
+"""Admits forms: turns StructuredOutputs into a GrammarSpec that compiles, or says what is wrong
+with them.
+
+Runs in the front process, on the threads that check requests. Bounded by the size of what is given
+and by the compiler's limits on its work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from octavo.errors import InvalidRequest
+from octavo.structured_outputs import GrammarSpec, StructuredOutputs
+from octavo.text.grammar import lark
+from octavo.text.grammar.compiler import (
+    GrammarCompiler,
+    GrammarError,
+    first_line,
+    limits,
+    probe,
+    refuse,
+)
+from octavo.text.grammar.schema import (
+    MAX_BYTES,
+    OPTIONS,
+    SchemaError,
+    blame,
+    check_cycles,
+    prepared,
+    read,
+)
+from octavo.text.unicode import check_unicode
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
+"""Whitespace between the parts of JSON, so that no answer is whitespace until its length ends."""
+MAX_TAGS = 256
+"""Structures of one structural tag."""
+
+Grammar = dict[str, Any]
+"""One grammar as llguidance reads it: a name, and a JSON schema or a text in Lark's notation."""
+
+
+def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
+    """Returns the grammar of a form over the compiler's vocabulary; InvalidRequest says why it
+    cannot be met.
+    """
+    check_unicode(form.starts_after, form.given_as)
+    try:
+        grammars = _grammars(form, compiler)
+    except SchemaError as error:
+        raise refuse(form.given_as, f"{form.kind}: {error}") from None
+    text = json.dumps(grammars, ensure_ascii=False, separators=(",", ":"))
+    spec = GrammarSpec(form.kind, text, starts_after=form.starts_after)
+    try:
+        probe(compiler.compile(spec))
+    except GrammarError as error:
+        faults = [_fault(one) for one in grammars if "json_schema" in one]
+        found = next((fault for fault in faults if fault is not None), error)
+        raise refuse(form.given_as, f"{form.kind}: {found}") from None
+    return spec
+
+
+def _grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
+    if form.structural_tag is not None:
+        return _tag_grammars(form, compiler)
+    if form.json is not None:
+        return [_json(form, form.json, "answer")]
+    if form.json_object is not None:
+        return [_json(form, {"type": "object"}, "answer")]
+    return [{"name": "answer", "lark_grammar": _lark(form)}]
+
+
+def _json(form: StructuredOutputs, given: Any, name: str) -> Grammar:
+    schema = prepared(read(given), closes_objects=form.disable_additional_properties)
+    check_cycles(schema)
+    return {"name": name, "json_schema": schema | {OPTIONS: _options(form)}}
+
+
+def _options(form: StructuredOutputs) -> dict[str, Any]:
+    """Returns how llguidance reads a schema: whitespace, and no keyword passed over."""
+    return {
+        "item_separator": ",",
+        "key_separator": ":",
+        "whitespace_flexible": not form.disable_any_whitespace,
+        "whitespace_pattern": None
+        if form.disable_any_whitespace
+        else form.whitespace_pattern or WHITESPACE,
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+
+
+def _lark(form: StructuredOutputs) -> str:
+    if form.choice is not None:
+        for text in form.choice:
+            check_unicode(text, form.given_as)
+        _check_length(form, sum(map(len, form.choice)))
+        return lark.choice(form.choice)
+    text = str(form.grammar if form.regex is None else form.regex)
+    check_unicode(text, form.given_as)
+    _check_length(form, len(text))
+    if form.regex is not None:
+        made: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+        return made
+    try:
+        return str(any_to_lark(text))
+    except (RecursionError, Exception) as error:  # the converter raises what it likes
+        raise refuse(form.given_as, f"grammar: not readable: {error}"[:500]) from None
+
+
+def _check_length(form: StructuredOutputs, num_chars: int) -> None:
+    if num_chars > MAX_BYTES:
+        raise refuse(
+            form.given_as, f"{form.kind}: got {num_chars:,} characters, allowed are {MAX_BYTES:,}"
+        )
+
+
+def _fault(grammar: Grammar) -> SchemaError | None:
+    """Returns the place at fault in a schema that does not compile; None where it compiles."""
+    options = grammar["json_schema"][OPTIONS]
+
+    def check(schema: dict[str, Any]) -> str:
+        whole = {"grammars": [{"name": "part", "json_schema": schema | {OPTIONS: options}}]}
+        return first_line(LLMatcher.validate_grammar(json.dumps(whole), limits=limits()))
+
+    schema = {key: value for key, value in grammar["json_schema"].items() if key != OPTIONS}
+    return blame(schema, check) if check(schema) else None
+
+
+# -- structural tags -------------------------------------------------------------------------------
+
+
+def _tag_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
+    """Returns the grammar of free text with tags in it, then those of what the tags hold."""
+    structures = _structures(form)
+    bodies = [_body(form, structure, f"body_{index}") for index, structure in enumerate(structures)]
+    names = [body["name"] for body in bodies]
+    whole = lark.tags(structures, names, compiler.special_tokens)
+    return [{"name": "answer", "lark_grammar": whole}, *bodies]
+
+
+def _structures(form: StructuredOutputs) -> list[dict[str, Any]]:
+    tag = read(form.structural_tag or {})
+    given: Any = tag.get("structures")
+    triggers = tag.get("triggers")
+    if not _is_list(given, dict) or not _is_list(triggers, str):
+        raise _bad_tag(form, "needed are structures and triggers, lists of at least one")
+    if len(given) > MAX_TAGS:
+        raise _bad_tag(form, f"got {len(given)} structures, allowed are {MAX_TAGS}")
+    return [_structure(form, one, triggers) for one in given]
+
+
+def _structure(form: StructuredOutputs, given: Mapping[str, Any], triggers: Any) -> dict[str, Any]:
+    unknown = sorted(set(given) - {"begin", "end", "schema", "grammar", "regex"})
+    if unknown:
+        raise _bad_tag(form, f"a structure has begin, schema, end; got {unknown[0]!r}")
+    begin, end = given.get("begin"), given.get("end", "")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise _bad_tag(form, "begin and end are texts")
+    trigger = next((one for one in triggers if one and begin.startswith(one)), None)
+    if trigger is None:
+        raise _bad_tag(form, f"no trigger begins {begin[:80]!r}")
+    for text in (begin, end):
+        check_unicode(text, form.given_as)
+    return {**given, "begin": begin, "end": end, "trigger": trigger}
+
+
+def _body(form: StructuredOutputs, structure: Mapping[str, Any], name: str) -> Grammar:
+    """Returns the grammar of what stands between a structure's begin and its end."""
+    kinds = [kind for kind in ("schema", "grammar", "regex") if kind in structure]
+    if len(kinds) != 1:
+        raise _bad_tag(form, "a structure has exactly one of schema, grammar, regex")
+    if kinds == ["schema"]:
+        return _json(form, structure["schema"], name)
+    part = StructuredOutputs(**{kinds[0]: structure[kinds[0]], "given_as": form.given_as})
+    return {"name": name, "lark_grammar": _lark(part)}
+
+
+def _is_list(given: object, kind: type) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(one, kind) for one in given)
+
+
+def _bad_tag(form: StructuredOutputs, message: str) -> InvalidRequest:
+    return refuse(form.given_as, f"structural_tag: {message}")

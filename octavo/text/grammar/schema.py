@@ -1,0 +1,402 @@
+"""Checks a JSON schema before it is compiled: its size and depth, and what the compiler would take
+without a word (cycles without an end, options of its own).
+
+A refusal names the place by its JSON pointer. `oneOf` becomes `anyOf` where a constant tells the
+branches apart. Which keywords are known is llguidance's business; `blame` finds the place of what
+it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+MAX_BYTES = 1 << 20
+"""Bytes of one schema or grammar."""
+MAX_DEPTH = 64
+"""Objects and arrays of a schema within each other."""
+MAX_NODES = 20_000
+"""Objects and arrays in a schema."""
+MAX_PROPERTIES = 2_000
+"""Properties of one object; the time to compile them grows with the square."""
+MAX_PASSES = 50
+"""Passes over a schema in which every reference must have shown that it ends."""
+BLAME_S = 0.5
+"""Upper bound on the search for the place of a fault, in seconds."""
+
+OPTIONS = "x-guidance"
+"""Key of the compiler's own options in a schema, which are not the user's to set."""
+
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")
+SINGLES = (
+    "additionalProperties",
+    "items",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+"""Keywords whose values are schemas: by name, in a list, alone."""
+
+Schema = Any
+"""A JSON schema: an object or a boolean."""
+
+
+class SchemaError(Exception):
+    """A schema that is refused, with the pointer of the place at fault."""
+
+    def __init__(self, pointer: str, message: str) -> None:
+        super().__init__(f"{pointer}: {message}")
+        self.pointer = pointer
+
+
+@dataclass(frozen=True, slots=True)
+class SubSchema:
+    """A schema within a schema."""
+
+    pointer: str
+    schema: Schema
+
+
+def read(given: Mapping[str, Any] | str | bool) -> dict[str, Any]:
+    """Returns a schema as an object, from an object, its JSON text or a boolean."""
+    if isinstance(given, str):
+        given = _parsed(given)
+    if given is False:
+        raise SchemaError("#", "false allows nothing")
+    if given is True:
+        return {}
+    if not isinstance(given, Mapping):
+        raise SchemaError("#", "got no object, a schema is a JSON object")
+    _check_size(given)
+    return dict(given)
+
+
+def _parsed(text: str) -> Any:
+    if len(text) > MAX_BYTES:
+        raise SchemaError("#", f"got {len(text):,} characters, allowed are {MAX_BYTES:,}")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SchemaError("#", f"no JSON: {error}") from None
+    except RecursionError:
+        raise SchemaError("#", f"nested more than {MAX_DEPTH} deep") from None
+
+
+def _check_size(schema: Any) -> None:
+    """Refuses what is deep or large, or is no JSON, without a recursion of its own."""
+    stack = [("#", schema, 1)]
+    num_nodes = num_bytes = 0
+    while stack:
+        pointer, value, depth = stack.pop()
+        num_bytes += _own_bytes(pointer, value)
+        if isinstance(value, Mapping | list | tuple):
+            num_nodes += 1
+            if depth > MAX_DEPTH:
+                raise SchemaError(_cut(pointer), f"nested more than {MAX_DEPTH} deep")
+            stack += [(at, part, depth + 1) for at, part in _parts(pointer, value)]
+        if num_nodes > MAX_NODES or num_bytes > MAX_BYTES:
+            raise SchemaError(
+                "#", f"too large, allowed are {MAX_BYTES:,} bytes in {MAX_NODES:,} objects"
+            )
+
+
+def _own_bytes(pointer: str, value: Any) -> int:
+    """Returns about how many bytes a value takes beside its parts; refuses what is no JSON."""
+    if isinstance(value, str):
+        _check_text(pointer, value)
+        return len(value) + 2
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise SchemaError(_cut(pointer), f"got the key {key!r}, keys are texts")
+            _check_text(pointer, key)
+        if len(value.get("properties") or ()) > MAX_PROPERTIES:
+            raise SchemaError(
+                f"{pointer}/properties",
+                f"got {len(value['properties']):,}, allowed are {MAX_PROPERTIES:,}",
+            )
+        return sum(len(key) + 4 for key in value)
+    if isinstance(value, float) and not (abs(value) < float("inf")):
+        raise SchemaError(_cut(pointer), f"got {value}, which JSON has no number for")
+    if value is None or isinstance(value, bool | int | float | list | tuple):
+        return 2
+    raise SchemaError(_cut(pointer), f"got {type(value).__name__}, which JSON has not")
+
+
+def _check_text(pointer: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SchemaError(_cut(pointer), "got a lone surrogate, which UTF-8 cannot hold") from None
+
+
+def _parts(pointer: str, value: Any) -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, part in items:
+        yield f"{pointer}/{_escaped(str(key))}", part
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _cut(pointer: str) -> str:
+    return pointer if len(pointer) <= 200 else f"{pointer[:200]}..."
+
+
+# -- walks over schemas ----------------------------------------------------------------------------
+
+
+def children(place: SubSchema) -> Iterator[SubSchema]:
+    """Yields the schemas directly within a schema."""
+    schema = place.schema
+    if not isinstance(schema, Mapping):
+        return
+    for key, value in schema.items():
+        at = f"{place.pointer}/{_escaped(key)}"
+        if key in MAPS and isinstance(value, Mapping):
+            for name, part in value.items():
+                yield SubSchema(f"{at}/{_escaped(name)}", part)
+        elif isinstance(value, list | tuple) and (key in LISTS or key == "items"):
+            for index, part in enumerate(value):
+                yield SubSchema(f"{at}/{index}", part)
+        elif key in SINGLES and isinstance(value, Mapping | bool):
+            yield SubSchema(at, value)
+
+
+def places(root: Schema) -> Iterator[SubSchema]:
+    """Yields a schema and all schemas within it, in the order of the document."""
+    stack = [SubSchema("#", root)]
+    while stack:
+        place = stack.pop()
+        yield place
+        stack += reversed(list(children(place)))
+
+
+def resolved(root: Schema, reference: object) -> SubSchema | None:
+    """Returns what a local `$ref` names; None for other references."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    found = root
+    for part in unquote(reference[2:]).split("/") if len(reference) > 1 else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+        elif isinstance(found, list | tuple) and key.isdigit() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return SubSchema(reference, found)
+
+
+# -- what is prepared ------------------------------------------------------------------------------
+
+
+def prepared(schema: dict[str, Any], *, closes_objects: bool) -> dict[str, Any]:
+    """Returns a copy of a schema that the compiler may see; refuses cycles without an end.
+
+    With `closes_objects`, objects have no properties but those that their schema names.
+    """
+    schema = json.loads(json.dumps(schema))
+    for place in places(schema):
+        if not isinstance(place.schema, dict):
+            continue
+        if OPTIONS in place.schema:
+            raise SchemaError(f"{place.pointer}/{OPTIONS}", "not supported in a request")
+        if "oneOf" in place.schema and "anyOf" not in place.schema:
+            _open_one_of(schema, place.schema)
+        if closes_objects and "properties" in place.schema:
+            place.schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def _open_one_of(root: Schema, schema: dict[str, Any]) -> None:
+    """Makes `oneOf` an `anyOf` where at most one branch can hold; else leaves it to the compiler,
+    which knows types.
+    """
+    branches = schema["oneOf"]
+    if not isinstance(branches, list) or not branches:
+        return
+    whole = [_constants(root, branch) for branch in branches]
+    names = {name for branch in branches for name in _required(root, branch)}
+    by_name = ([_constants_of(root, branch, name) for branch in branches] for name in names)
+    if _are_disjoint(whole) or any(_are_disjoint(sets) for sets in by_name):
+        schema["anyOf"] = schema.pop("oneOf")
+
+
+def _are_disjoint(sets: list[set[str] | None]) -> bool:
+    known = [values for values in sets if values is not None]
+    return len(known) == len(sets) and sum(map(len, known)) == len(set().union(*known))
+
+
+def _target(root: Schema, schema: Schema) -> Mapping[str, Any]:
+    """Returns what a schema that only refers stands for."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            break
+        place = resolved(root, schema["$ref"])
+        schema = {} if place is None else place.schema
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def _constants(root: Schema, schema: Schema) -> set[str] | None:
+    """Returns the values that a schema allows, spelled alike where they are equal; None where it
+    does not list them.
+    """
+    schema = _target(root, schema)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {_spelled(value) for value in values} if isinstance(values, list) else None
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value, sort_keys=True)
+
+
+def _required(root: Schema, schema: Schema) -> list[str]:
+    schema = _target(root, schema)
+    names = schema.get("required") if schema.get("type") == "object" else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _constants_of(root: Schema, schema: Schema, name: str) -> set[str] | None:
+    """Returns the values that a schema allows for a property which it requires."""
+    if name not in _required(root, schema):
+        return None
+    properties = _target(root, schema).get("properties")
+    if not isinstance(properties, Mapping) or name not in properties:
+        return None
+    return _constants(root, properties[name])
+
+
+# -- cycles ----------------------------------------------------------------------------------------
+
+
+def check_cycles(root: Schema) -> None:
+    """Refuses a schema whose every instance is endless: it requires itself."""
+    waiting = [place for place in places(root) if isinstance(place.schema, dict)]
+    endless = {id(place.schema) for place in waiting}
+    for _ in range(MAX_PASSES):
+        before = len(waiting)
+        waiting = [place for place in reversed(waiting) if not _settle(root, place.schema, endless)]
+        if len(waiting) == before:
+            break
+    if waiting:
+        at = next((place for place in waiting if "$ref" in place.schema), waiting[0])
+        raise SchemaError(
+            f"{at.pointer}/$ref" if "$ref" in at.schema else at.pointer,
+            "needs itself again and again, so that no text that meets it would end",
+        )
+
+
+def _settle(root: Schema, schema: Schema, endless: set[int]) -> bool:
+    """Removes a schema from the `endless` ones where it has a finite instance; returns whether."""
+    if not _has_end(root, schema, endless):
+        return False
+    endless.discard(id(schema))
+    return True
+
+
+def _has_end(root: Schema, schema: Schema, endless: set[int]) -> bool:
+    """Returns whether some instance of a schema is finite, as far as `endless` tells."""
+
+    def ends(part: Any) -> bool:
+        return id(part) not in endless
+
+    if "const" in schema or "enum" in schema:
+        return True
+    if "$ref" in schema:
+        place = resolved(root, schema["$ref"])
+        if place is not None and not ends(place.schema):
+            return False
+    if not all(map(ends, _list(schema, "allOf"))):
+        return False
+    for key in ("anyOf", "oneOf"):
+        branches = _list(schema, key)
+        if branches and not any(map(ends, branches)):
+            return False
+    return schema.get("type") not in ("object", "array") or all(map(ends, _needed(schema)))
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _needed(schema: Mapping[str, Any]) -> list[Any]:
+    """Returns the schemas of the parts that each instance has."""
+    if schema["type"] == "object":
+        properties = schema.get("properties")
+        named = properties if isinstance(properties, Mapping) else {}
+        names = (name for name in _list(schema, "required") if isinstance(name, str))
+        return [named[name] for name in names if name in named]
+    least = schema.get("minItems", 0)
+    first = _list(schema, "prefixItems") or _list(schema, "items")
+    needed = first[:least] if isinstance(least, int) else []
+    rest = schema.get("items")
+    if isinstance(least, int) and least > len(first) and isinstance(rest, Mapping):
+        needed = [*needed, rest]
+    return needed
+
+
+# -- the place of a fault --------------------------------------------------------------------------
+
+
+def blame(root: dict[str, Any], check: Callable[[dict[str, Any]], str]) -> SchemaError:
+    """Returns where the fault lies for which `check` refuses a schema: the innermost schema that it
+    refuses for the same reason by itself.
+    """
+    reason = check(root)
+    shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    place, until, seen = SubSchema("#", root), time.monotonic() + BLAME_S, {"#"}
+    while time.monotonic() < until:
+        inner = next(
+            (
+                part
+                for part in _inner(root, place)
+                if part.pointer not in seen
+                and isinstance(part.schema, Mapping)
+                and time.monotonic() < until
+                and check({**shared, **part.schema}) == reason
+            ),
+            None,
+        )
+        if inner is None:
+            break
+        seen.add(inner.pointer)
+        place = inner
+    return SchemaError(place.pointer + _keyword(place.schema, reason), reason)
+
+
+def _inner(root: Schema, place: SubSchema) -> Iterator[SubSchema]:
+    yield from children(place)
+    if isinstance(place.schema, Mapping):
+        target = resolved(root, place.schema.get("$ref"))
+        if target is not None:
+            yield target
+
+
+def _keyword(schema: Mapping[str, Any], reason: str) -> str:
+    """Returns the last part of the pointer, where the reason names a keyword of the schema."""
+    named = [key for key in schema if f'"{key}"' in reason or reason.startswith(f"{key} ")]
+    if not named and "$ref" in schema and reason.startswith(("Pointer", "Resource")):
+        named = ["$ref"]
+    if not named and "regex" in reason and "pattern" in schema:
+        named = ["pattern"]
+    if not named and "format" in reason and "format" in schema:
+        named = ["format"]
+    return f"/{_escaped(named[0])}" if named else ""

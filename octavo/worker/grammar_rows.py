@@ -1,0 +1,98 @@
+"""The grammars of the running requests: compiled ones, kept for the next request that has the same,
+and one matcher for each row.
+
+The worker takes in tokens itself, so what a row may draw crosses no boundary: a row that returns
+after a preemption, or in another process, has its matcher rebuilt from its tokens. Owns no logits
+and knows no sampling option; how grammars are read is behind `ports.Grammars`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.ports import Grammars, Matcher
+from octavo.step import NewRow
+from octavo.structured_outputs import GrammarSpec
+
+MAX_COMPILED_BYTES = 64 << 20
+"""Memory of the compiled grammars that are kept."""
+
+
+class CompiledGrammars:
+    """Compiled grammars by digest; those used least recently go first."""
+
+    def __init__(self, grammars: Grammars, max_bytes: int = MAX_COMPILED_BYTES) -> None:
+        self._grammars = grammars
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[bytes, tuple[Matcher, int]] = OrderedDict()
+
+    def matcher(self, spec: GrammarSpec) -> Matcher:
+        """Returns a new matcher at the beginning of a grammar's text."""
+        found = self._kept.get(spec.digest)
+        if found is None:
+            found = self._kept[spec.digest] = self._compile(spec)
+            self._num_bytes += found[1]
+            self._drop_oldest()
+        else:
+            self._kept.move_to_end(spec.digest)
+        return found[0].copy()
+
+    def _compile(self, spec: GrammarSpec) -> tuple[Matcher, int]:
+        return self._grammars.compile(spec), self._grammars.num_bytes(spec)
+
+    def _drop_oldest(self) -> None:
+        while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+            _, (_, num_bytes) = self._kept.popitem(last=False)
+            self._num_bytes -= num_bytes
+
+
+class GrammarRows:
+    """The matchers of the rows that have a grammar."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        """Takes None where nothing compiles grammars; the front then refuses them all."""
+        self._compiled = None if grammars is None else CompiledGrammars(grammars)
+        self._matchers: dict[int, Matcher] = {}
+        self._faults: dict[int, Exception] = {}
+        """Faults of matchers that could not take in a row's last token; raised when the row is
+        next drawn.
+        """
+
+    def add(self, row: int, new: NewRow) -> None:
+        """Gives a row the grammar that it comes with, at the place where its tokens are."""
+        if new.grammar is None:
+            return
+        assert self._compiled is not None, "the front refuses grammars where nothing compiles them"
+        matcher = self._compiled.matcher(new.grammar)
+        matcher.take(new.token_ids[new.num_prompt_tokens - new.grammar.num_given_tokens :])
+        self._matchers[row] = matcher
+
+    def free(self, row: int) -> None:
+        self._matchers.pop(row, None)
+        self._faults.pop(row, None)
+
+    def took(self, row: int, token_id: int) -> None:
+        """Takes in a row's drawn token; a fault waits until the row is drawn again."""
+        matcher = self._matchers.get(row)
+        if matcher is None:
+            return
+        try:
+            matcher.take([token_id])
+        except Exception as error:
+            self._faults[row] = error
+
+    def mask(self, row: int) -> NDArray[np.uint32] | None:
+        """Returns the tokens that may come next, `[ceil(V / 32)]`; None where any may."""
+        if row in self._faults:
+            raise self._faults[row]
+        matcher = self._matchers.get(row)
+        return None if matcher is None else np.frombuffer(matcher.mask(), np.uint32)
+
+    def is_complete(self, row: int) -> bool:
+        """Returns whether a row's text is complete, and nothing but its end may follow."""
+        matcher = self._matchers.get(row)
+        return matcher is not None and matcher.is_complete

@@ -1,0 +1,235 @@
+"""Answers have the form that they were asked for, however they are drawn and whatever happens on
+the way.
+"""
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from octavo import SamplingParams, StructuredOutputs
+from octavo.errors import InvalidRequest
+from tests.support.llm_tools import fingerprint, make_llm, prompts_of
+from tests.support.tiers import examples
+from tests.support.tiny_tokenizer import tiny_model_with_text
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["circle", "square", "äöü"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 99}},
+        "note": {"type": "string", "maxLength": 6},
+    },
+    "required": ["kind", "sizes"],
+    "additionalProperties": False,
+}
+SCHEMA["properties"]["sizes"]["maxItems"] = 3
+
+
+@pytest.fixture(scope="module")
+def llm(backend):
+    path = tiny_model_with_text()
+    with make_llm(model_path=path, backend=backend, skip_tokenizer_init=False) as llm:
+        yield llm
+
+
+def params(form, **options) -> SamplingParams:
+    if isinstance(form, dict):
+        form = StructuredOutputs(json=form)
+    return SamplingParams(**{"max_tokens": 180, "seed": 7, "structured_outputs": form} | options)
+
+
+MODES = {
+    "greedy": {"temperature": 0},
+    "sampled": {},
+    "hot": {"temperature": 2},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.4},
+    "min_p": {"min_p": 0.2},
+    "penalties": {"repetition_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": 0.5},
+    "biased": {"logit_bias": {5: 9.0, 94: -20.0}},
+    "with logprobs": {"logprobs": 3},
+    "two samples": {"n": 2},
+    "at least 40 tokens": {"min_tokens": 40},
+    "bad words": {"bad_words": ["1", "25"]},
+}
+
+
+def check(output, schema) -> None:
+    """Checks that each complete answer meets the schema, and that others are its beginnings."""
+    for sample in output.outputs:
+        assert output.error is None
+        if sample.finish_reason == "stop":
+            jsonschema.validate(json.loads(sample.text), schema)
+        else:
+            assert sample.finish_reason == "length"
+
+
+def strings_of(*names):
+    """Returns a schema of short texts."""
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string", "maxLength": 4} for name in names},
+        "required": list(names),
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_an_answer_meets_its_schema(llm, mode):
+    (output,) = llm.generate(prompts_of(9), params(SCHEMA, **mode))
+    check(output, SCHEMA)
+    assert {sample.finish_reason for sample in output.outputs} == {"stop"}
+
+
+def some_schema(rng: random.Random, depth: int = 2) -> dict:
+    """Draws a schema whose answers are short."""
+    kinds = ["integer", "boolean", "string", "enum", "const", "pattern"]
+    kind = rng.choice(kinds + ["object", "array", "anyOf"] * (depth > 0))
+    if kind == "object":
+        names = rng.sample("abcdefgh", rng.randint(1, 3))
+        return {
+            "type": "object",
+            "properties": {name: some_schema(rng, depth - 1) for name in names},
+            "required": names[: rng.randint(0, len(names))],
+            "additionalProperties": False,
+        }
+    if kind == "array":
+        least = rng.randint(0, 1)
+        return {
+            "type": "array",
+            "items": some_schema(rng, depth - 1),
+            "minItems": least,
+            "maxItems": least + 1,
+        }
+    return {
+        "integer": {"type": "integer", "minimum": -rng.randint(0, 50), "maximum": 99},
+        "boolean": {"type": ["boolean", "null"]},
+        "string": {"type": "string", "minLength": 1, "maxLength": rng.randint(1, 5)},
+        "enum": {"enum": rng.sample(["x", "yy", 3, None, "ß", [1], {"k": 0}], 3)},
+        "const": {"const": rng.choice(["c", 1.5, True, {"a": [None]}])},
+        "pattern": {"type": "string", "pattern": "^[a-f]{2}-[0-9]{1,3}$"},
+        "anyOf": {"anyOf": [some_schema(rng, depth - 1) for _ in range(depth and 2)]},
+    }[kind]
+
+
+def test_drawn_schemas_are_met_in_every_mode(llm):
+    rng = random.Random(4)
+    schemas = [some_schema(rng) for _ in range(examples(10))]
+    modes = [rng.choice(list(MODES.values())) for _ in schemas]
+    wanted = [
+        params(schema, **mode, seed=rng.randrange(99))
+        for schema, mode in zip(schemas, modes, strict=True)
+    ]
+    outputs = llm.generate(prompts_of(*range(3, 3 + len(schemas))), wanted)
+    for output, schema in zip(outputs, schemas, strict=True):
+        check(output, schema)
+
+
+def test_a_request_draws_alone_what_it_draws_in_a_batch(llm):
+    prompts = prompts_of(4, 9, 17)
+    wanted = [params(strings_of("a"), logprobs=1, **MODES[mode]) for mode in ("greedy", "top_p")]
+    wanted.append(SamplingParams(max_tokens=30, seed=1, logprobs=1))
+    together = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+    alone = [
+        fingerprint(llm.generate([prompt], one)[0])
+        for prompt, one in zip(prompts, wanted, strict=True)
+    ]
+    assert together == alone
+
+
+def test_a_masked_draw_is_the_ordinary_one_where_all_is_legal(llm):
+    free = SamplingParams(max_tokens=12, seed=3, bad_words=[])
+    anything = StructuredOutputs(regex="(.|\\n)*")
+    (plain,), (formed,) = (
+        llm.generate(prompts_of(5), msg) for msg in (free, params(anything, max_tokens=12, seed=3))
+    )
+    valid = plain.outputs[0].text
+    if "\ufffd" not in valid and plain.outputs[0].finish_reason == "length":
+        assert formed.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        ({"choice": ["yes", "no", "never"]}, {"yes", "no", "never"}),
+        ({"regex": "(ab|cd){2}"}, {"abab", "abcd", "cdab", "cdcd"}),
+        ({"grammar": 'start: "x" "y"?'}, {"x", "xy"}),
+        ({"json": {"enum": [1, "a"]}}, {"1", '"a"'}),
+    ],
+)
+def test_each_kind_of_form(llm, form, texts):
+    outputs = llm.generate(
+        prompts_of(3, 4, 5, 6), [params(StructuredOutputs(**form), seed=seed) for seed in range(4)]
+    )
+    assert {output.outputs[0].text for output in outputs} <= texts
+    assert all(output.outputs[0].finish_reason == "stop" for output in outputs)
+
+
+def test_an_answer_cut_by_its_length_is_a_beginning(llm):
+    (output,) = llm.generate(prompts_of(4), params(SCHEMA, max_tokens=5))
+    assert output.outputs[0].finish_reason == "length"
+    assert output.outputs[0].text.startswith("{")
+
+
+def test_a_stop_string_ends_an_answer_before_its_form_does(llm):
+    (output,) = llm.generate(prompts_of(4), params(SCHEMA, stop=['"sizes"']))
+    assert output.outputs[0].stop_reason == '"sizes"'
+
+
+def test_allowed_ids_and_a_form_hold_together(llm):
+    form = StructuredOutputs(regex="[a-z]{1,20}")
+    letters = llm.get_tokenizer().encode("ab", add_special_tokens=False)
+    (output,) = llm.generate(prompts_of(4), params(form, allowed_token_ids=[*letters, 2]))
+    assert set(output.outputs[0].text) <= {"a", "b"}
+
+
+def test_bans_that_leave_no_token_fail_that_request_alone(llm):
+    wanted = [
+        params(StructuredOutputs(choice=["a"]), allowed_token_ids=[7]),
+        params(StructuredOutputs(choice=["a"])),
+    ]
+    failed, fine = llm.generate(prompts_of(4, 5), wanted)
+    assert "no token can be drawn" in failed.error and "the grammar" in failed.error
+    assert fine.outputs[0].text == "a"
+
+
+def test_a_preempted_answer_goes_on_where_it_was(backend):
+    """Three answers do not fit into 17 blocks at once."""
+    path = tiny_model_with_text()
+    options = {"backend": backend, "skip_tokenizer_init": False}
+    prompts = prompts_of(90, 91, 92)
+    wanted = [params(strings_of("a", "b"), seed=seed) for seed in range(3)]
+    with make_llm(model_path=path, **options) as llm:
+        calm = llm.generate(prompts, wanted)
+        block_bytes = (64 << 20) // (llm.info.kv_capacity_tokens // 16)
+    options["kv_cache_memory_bytes"] = 17 * block_bytes
+    with make_llm(model_path=path, **options) as llm:
+        tight = llm.generate(prompts, wanted)
+        assert llm.get_metrics().num_preemptions > 0
+    assert [fingerprint(one) for one in tight] == [fingerprint(one) for one in calm]
+
+
+def test_what_goes_with_no_form_is_refused(llm):
+    with pytest.raises(InvalidRequest, match="ignore_eos: got True with structured_outputs"):
+        params(SCHEMA, ignore_eos=True)
+    with pytest.raises(InvalidRequest, match=r"structured_outputs: got .* in a beam search"):
+        params(SCHEMA, beam_width=2)
+    with pytest.raises(InvalidRequest, match="#/properties/a/not"):
+        llm.generate(prompts_of(4), params({"properties": {"a": {"not": {}}}}))
+
+
+def test_an_engine_without_a_tokenizer_refuses_forms(backend):
+    with (
+        make_llm(backend=backend) as llm,
+        pytest.raises(InvalidRequest, match="a form needs a tokenizer"),
+    ):
+        llm.generate(prompts_of(4), params(SCHEMA))
+
+
+def test_params_take_a_form_as_plain_data():
+    made = SamplingParams(structured_outputs={"regex": "a"})
+    assert made.structured_outputs == StructuredOutputs(regex="a")
+    with pytest.raises(InvalidRequest, match="structured_outputs: got 3"):
+        SamplingParams(structured_outputs=3)
