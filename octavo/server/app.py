@@ -35,6 +35,7 @@ from octavo.server.routes import (
     requests,
     tokenize,
 )
+from octavo.server.same_origin import SameOrigin
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
@@ -108,6 +109,8 @@ def create_app(
     app.add_middleware(TimeLimit, limit_s=settings.max_request_s)
     if settings.has_keys:
         app.add_middleware(ApiKeys, ring=keys, open_metrics=settings.open_metrics)
+    else:
+        app.add_middleware(SameOrigin, allowed=settings.allow_origin)
     app.add_middleware(HeadAsGet)
     if settings.allow_origin:
         app.add_middleware(

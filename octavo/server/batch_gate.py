@@ -1,4 +1,5 @@
-"""How many lines of batches run at once: many on an idle engine, few beside other requests.
+"""How many lines of batches run at once on each model: many on an idle engine, few beside other
+requests.
 
 Lines stand behind all other requests in the engine itself. What the engine cannot give back, the
 places and KV blocks of lines that run already, is bounded here: new lines start slowly after
@@ -10,16 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from octavo.async_llm import AsyncLLM
 from octavo.errors import OctavoError
 from octavo.server.state.service import Service
 
-LOOK_EVERY_S = 0.05
-"""Time between two looks at the engine, in seconds."""
-DOUBLE_EVERY_S = 1.0
-"""Time in which the lines allowed at once double on an engine without other requests."""
 SHARE_BESIDE_OTHERS = 8
 """Lines run beside other requests in one of so many of the places that they may have."""
 
@@ -30,11 +28,50 @@ class PutBack(Exception):
     """A line was stopped so that another request can run; it is to be run again."""
 
 
-class BatchGate:
-    """The places of all batches' lines, entered in turn."""
+@dataclass(frozen=True, slots=True)
+class GatePace:
+    """The gate's speed."""
 
-    def __init__(self, service: Service) -> None:
+    look_every_s: float = 0.05
+    """Time between two looks at an engine, in seconds."""
+    double_every_s: float = 1.0
+    """Time in which the lines allowed at once double on an engine without other requests."""
+
+
+class BatchGate:
+    """The places of all batches' lines, each model's entered in turn."""
+
+    def __init__(self, service: Service, pace: GatePace | None = None) -> None:
         self._service = service
+        self._pace = pace or GatePace()
+        self._lanes: dict[str, _Lane] = {}
+        """Lanes of the models that have lines, by public name."""
+
+    async def run(self, work: Coroutine[Any, Any, ResultT], model: str | None) -> ResultT:
+        """Runs a line when there is a place for it; raises PutBack where it had to give way."""
+        try:
+            name = self._service.models.find(model).name
+        except OctavoError:
+            return await work  # what is wrong is the line's answer
+        lane = self._lanes.setdefault(name, _Lane(self._service, name, self._pace))
+        lane.num_inside += 1
+        try:
+            return await lane.run(work)
+        finally:
+            lane.num_inside -= 1
+            if not lane.num_inside:
+                self._lanes.pop(name, None)
+
+
+class _Lane:
+    """The lines of one model, those that wait and those that run."""
+
+    def __init__(self, service: Service, model: str, pace: GatePace) -> None:
+        self.num_inside = 0
+        """Number of lines that wait or run."""
+        self._service = service
+        self._model = model
+        self._pace = pace
         self._turn = asyncio.Lock()
         self._running: list[asyncio.Task[Any]] = []
         """Lines that run, oldest first."""
@@ -42,18 +79,17 @@ class BatchGate:
         self._doubled_at = 0.0
         self._watcher: asyncio.Task[None] | None = None
 
-    async def run(self, work: Coroutine[Any, Any, ResultT], model: str | None) -> ResultT:
-        """Runs a line when there is a place for it; raises PutBack where it had to give way."""
+    async def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         try:
             async with self._turn:
-                while not self._may_start(model):
-                    await asyncio.sleep(LOOK_EVERY_S)
+                while not self._may_start():
+                    await asyncio.sleep(self._pace.look_every_s)
                 task = asyncio.create_task(work)
         except BaseException:
             work.close()
             raise
         self._running.append(task)
-        self._watch(model)
+        self._watch()
         try:
             return await task
         except asyncio.CancelledError:
@@ -65,8 +101,8 @@ class BatchGate:
         finally:
             self._running.remove(task)
 
-    def _may_start(self, model: str | None) -> bool:
-        llm = self._llm(model)
+    def _may_start(self) -> bool:
+        llm = self._llm()
         if llm is None:
             return True  # what is wrong is the line's answer
         most = self._service.settings.max_running_batch_lines
@@ -76,7 +112,7 @@ class BatchGate:
             self._allowed = max(1, most // SHARE_BESIDE_OTHERS)
             return llm.stats().num_waiting == 0 and len(self._running) < self._allowed
         now = time.monotonic()
-        if now - self._doubled_at > DOUBLE_EVERY_S:
+        if now - self._doubled_at > self._pace.double_every_s:
             self._allowed, self._doubled_at = min(most, 2 * self._allowed), now
         return len(self._running) < self._allowed
 
@@ -84,23 +120,23 @@ class BatchGate:
         """Returns how many requests of the engine are no lines."""
         return llm.num_unfinished - len(self._running)
 
-    def _watch(self, model: str | None) -> None:
+    def _watch(self) -> None:
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._give_way(model))
+            self._watcher = asyncio.create_task(self._give_way())
 
-    async def _give_way(self, model: str | None) -> None:
+    async def _give_way(self) -> None:
         """Stops the youngest line while another request waits; ends with the last line."""
         while self._running:
-            await asyncio.sleep(LOOK_EVERY_S)
-            llm = self._llm(model)
+            await asyncio.sleep(self._pace.look_every_s)
+            llm = self._llm()
             if llm is None or not self._running:
                 continue
             if self._num_others(llm) > 0 and llm.stats().num_waiting > 0:
                 self._running[-1].cancel()
 
-    def _llm(self, model: str | None) -> AsyncLLM | None:
-        """Returns the engine of a model; None while it cannot take requests."""
+    def _llm(self) -> AsyncLLM | None:
+        """Returns the engine of the model; None while it cannot take requests."""
         try:
-            return self._service.model(model).llm
+            return self._service.model(self._model).llm
         except OctavoError:
             return None

@@ -102,8 +102,11 @@ class InputLimits:
 
 
 def check_input(path: Path, limits: InputLimits) -> CheckedInput:
-    """Reads a whole file; a file with errors does not run at all."""
+    """Reads a whole file; a file with errors, or one that is gone, does not run at all."""
     found = CheckedInput()
+    if not path.is_file():
+        found.errors.append(LineError("missing_file", "the file is no longer on the disk"))
+        return found
     seen: set[str] = set()
     for number, raw in _numbered(path, limits.max_line_bytes):
         try:

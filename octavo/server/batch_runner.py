@@ -39,6 +39,8 @@ TRIES = 3
 """Times that a line is run whose answer is an error of the server."""
 RETRY_S = 1.0
 """Pause before a line that found no engine, or a full queue, is run again, in seconds."""
+LONGEST_RETRY_S = 60.0
+"""Longest pause before a line is run again whose key has used up its tokens, in seconds."""
 PAUSES_S = (1.0, 300.0)
 """Shortest and longest pause before a batch goes on whose store has failed, in seconds."""
 RESULTS_AT_ONCE = 64
@@ -207,8 +209,9 @@ class BatchRunner:
                 continue
             tries += answer.status >= 500 and answer.status not in NOT_YET
             if not self._is_outcome(answer, model, tries):
+                pause_s = min(max(RETRY_S, answer.retry_after_s), LONGEST_RETRY_S)
                 answer = None
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(pause_s)
         result = LineResult(line.number, answer.status != 200, _outcome(line, answer))
         await self._store.add_line(run.record.id, result)
         run.count(failed=result.failed)

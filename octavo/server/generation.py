@@ -106,13 +106,18 @@ class Generation:
         self._record.charge_prompt(stream.num_prompt_tokens)
 
     def _give_up(self) -> None:
-        """Aborts the streams that have not finished; the request no longer counts as running."""
-        if self._is_counted:
-            self._is_counted = False
-            self._record.stop()
+        """Aborts the streams that have not finished, and charges what they have generated; the
+        request no longer counts as running.
+        """
+        if not self._is_counted:
+            return
+        self._is_counted = False
+        self._record.stop()
         for stream in self._streams:
-            if stream.abandon():
+            stream.abandon()
+            if stream.num_lost_tokens is not None:
                 self._metrics.count_abort()
+                self._record.charge(stream.num_lost_tokens)
 
 
 def member_name(name: str, index: int) -> str:

@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastapi import APIRouter, FastAPI
+from starlette.datastructures import Headers
 from starlette.types import Message
 
 from octavo.server.auth import IS_BACKGROUND, KEY_NAME
 from octavo.server.errors import add_error_handlers
+from octavo.server.state.request_record import SCOPE_KEY
 from octavo.server.state.service import Service
 
 
@@ -24,6 +26,8 @@ class InnerAnswer:
 
     status: int
     body: bytes
+    retry_after_s: float = 0.0
+    """Seconds after which the route wants to be asked again; 0 where it does not say."""
 
 
 class InnerRequests:
@@ -33,6 +37,7 @@ class InnerRequests:
         self, service: Service, routers: Iterable[APIRouter], *, stored_work: object
     ) -> None:
         """Takes what the routes find in their application's state."""
+        self._service = service
         self._app = FastAPI(openapi_url=None)
         self._app.state.service = service
         self._app.state.stored_work = stored_work
@@ -56,11 +61,12 @@ class InnerRequests:
             "client": None,
             "server": None,
             IS_BACKGROUND: True,
+            SCOPE_KEY: self._service.background_record(owner),
             **({KEY_NAME: owner} if owner else {}),
         }
         exchange = _Exchange(body)
         await self._app(scope, exchange.receive, exchange.send)
-        return InnerAnswer(exchange.status, b"".join(exchange.parts))
+        return InnerAnswer(exchange.status, b"".join(exchange.parts), exchange.retry_after_s)
 
 
 class _Exchange:
@@ -69,6 +75,7 @@ class _Exchange:
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
         self.status = 500
+        self.retry_after_s = 0.0
         self.parts: list[bytes] = []
 
     async def receive(self) -> Message:
@@ -80,5 +87,6 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.retry_after_s = float(Headers(scope=message).get("retry-after", "0"))
         elif message["type"] == "http.response.body":
             self.parts.append(message.get("body", b""))

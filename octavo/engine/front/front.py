@@ -138,6 +138,12 @@ class Front:
         """Tells whether the request's next output is its final one."""
         return self.outputs.is_finished(request_id)
 
+    def num_generated(self, request_id: str) -> int:
+        """Returns the number of tokens that a request's samples have so far; 0 for an unknown
+        one.
+        """
+        return self.outputs.num_generated(request_id)
+
     def abort(self, request_id: str) -> None:
         """Ends a request early; its final output has the finish_reason "abort"."""
         unfinished = self.outputs.unfinished_ids(request_id)

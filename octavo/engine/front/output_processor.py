@@ -182,6 +182,11 @@ class OutputProcessor:
             ]
         )
 
+    def num_generated(self, request_id: str) -> int:
+        """Returns the number of tokens generated so far; 0 for an unknown request."""
+        state = self._states.get(request_id)
+        return 0 if state is None else state.metrics.num_generation_tokens
+
     def unfinished(self) -> list[RequestState]:
         """Returns the requests of which some sample waits or runs, the oldest first."""
         return [state for state in self._states.values() if state.num_unfinished]

@@ -27,6 +27,8 @@ class RequestStream:
         """`drop` ends the request when the stream is abandoned."""
         self.request_id = request_id
         self.num_prompt_tokens = 0
+        self.num_lost_tokens: int | None = None
+        """Tokens generated before the stream was abandoned; None where it was not."""
         self._front = front
         self._drop = drop
         self._deltas = deltas
@@ -64,6 +66,7 @@ class RequestStream:
         if self._finished:
             return False
         self._finished = True
+        self.num_lost_tokens = self._front.num_generated(self.request_id)
         self._drop(self.request_id)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import Annotated, Any
@@ -86,7 +87,10 @@ async def show_file(file_id: str, request: Request, store: StoreHere) -> dict[st
 @router.get("/v1/files/{file_id}/content")
 async def content(file_id: str, request: Request, store: StoreHere) -> Response:
     record = await find_file(store, file_id, owner_of(request))
-    return FileResponse(path_of(store.folder, record.id), media_type="application/octet-stream")
+    path = path_of(store.folder, record.id)
+    if not await asyncio.to_thread(path.is_file):
+        raise HTTPException(404, f"the bytes of the file {file_id!r} are no longer on the disk")
+    return FileResponse(path, media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}")

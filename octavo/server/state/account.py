@@ -80,8 +80,12 @@ class Account:
                 f"{self.num_running} requests of this key are running, allowed are {most}",
                 hint="wait for one to end",
             )
-        self._check("tokens", 1)
+        self.check_tokens()
         self.num_running += 1
+
+    def check_tokens(self) -> None:
+        """Raises Overloaded where no token is left."""
+        self._check("tokens", 1)
 
     def charge_prompt(self, num_tokens: int) -> None:
         """Takes a prompt's tokens; raises where not that many are left."""

@@ -25,12 +25,18 @@ class RequestRecord:
     """Name of the key that was sent."""
     account: Account | None = None
     """Account of the key's limits; None where it has none."""
+    is_background: bool = False
+    """Whether the server asks itself, with no client waiting: then its tokens count for the key,
+    and the work does not count as running.
+    """
     outputs: list[RequestOutput] = field(default_factory=list)
     """Final outputs of the engine's work for it, for its log line and its trace."""
 
     def start(self) -> None:
         """Counts work that starts; raises what the key's limits refuse."""
-        if self.account is not None:
+        if self.account is not None and self.is_background:
+            self.account.check_tokens()
+        elif self.account is not None:
             self.account.start()
 
     def charge_prompt(self, num_tokens: int) -> None:
@@ -39,14 +45,20 @@ class RequestRecord:
             self.account.charge_prompt(num_tokens)
 
     def stop(self) -> None:
-        if self.account is not None:
+        """Counts work that `start` has counted as ended."""
+        if self.account is not None and not self.is_background:
             self.account.stop()
+
+    def charge(self, num_tokens: int) -> None:
+        """Charges tokens that were generated."""
+        if self.account is not None:
+            self.account.charge(num_tokens)
 
     def end(self, output: RequestOutput) -> None:
         """Takes in the final output of one prompt, and charges what was generated."""
         self.outputs.append(output)
-        if self.account is not None and output.metrics is not None:
-            self.account.charge(output.metrics.num_generation_tokens)
+        if output.metrics is not None:
+            self.charge(output.metrics.num_generation_tokens)
 
 
 def record_of(scope: Scope) -> RequestRecord:

@@ -46,6 +46,11 @@ class Service:
         slot = self.models.find(name)
         return self._served(slot, slot.llm)
 
+    def background_record(self, owner: str) -> RequestRecord:
+        """Returns the record of work that the server does by itself for a key."""
+        account = self.keys.account(owner)
+        return RequestRecord(owner=owner, account=account, is_background=True)
+
     def ready_models(self) -> list[ServedModel]:
         """Returns every model whose requests can be seen and changed, draining ones too."""
         return [self._served(slot, slot.loaded) for slot in self.models if slot.loaded is not None]

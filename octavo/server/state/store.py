@@ -112,10 +112,15 @@ class Store:
         self.limits = limits
         self._lock = _locked(folder)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-store")
-        self._database: sqlite3.Connection = self._thread.submit(_opened, folder).result()
         self._num_bytes = 0
         self._swept_at = 0.0
-        self._thread.submit(self._recount).result()
+        try:
+            self._database: sqlite3.Connection = self._thread.submit(_opened, folder).result()
+            self._thread.submit(self._recount).result()
+        except BaseException:
+            self._thread.shutdown()
+            os.close(self._lock)
+            raise
 
     def close(self) -> None:
         """Closes the database and gives the folder free."""
@@ -238,11 +243,13 @@ class Store:
                 transaction.execute(f"INSERT INTO records ({COLUMNS}) VALUES ({marks})", row)
                 gained += row[-2] + len(row[-1])
             for row in map(_row, replace):
-                gained += row[-2] + len(row[-1]) - self._bytes_of(row[0])
-                transaction.execute(
+                before = self._bytes_of(row[0])
+                changed = transaction.execute(
                     "UPDATE records SET expires_at = ?, num_bytes = ?, body = ? WHERE id = ?",
                     (*row[-3:], row[0]),
                 )
+                if changed.rowcount:  # it may have been deleted
+                    gained += row[-2] + len(row[-1]) - before
             if drop_lines_of is not None:
                 transaction.execute("DELETE FROM lines WHERE batch = ?", (drop_lines_of,))
         self._num_bytes += gained

@@ -205,7 +205,9 @@ class ResponseRuns:
             return prepared.ended(turn, "".join(run.deltas), "cancelled")
 
     async def _prepared(self, asked: Asked) -> Prepared:
-        return await prepare(asked, self._service.model(asked.body.model), self._store)
+        record = self._service.background_record(asked.owner)
+        model = replace(self._service, record=record).model(asked.body.model)
+        return await prepare(asked, model, self._store)
 
     async def _patiently(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """Returns what work returns, once the engine is there and its queue has a place."""
