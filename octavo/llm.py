@@ -45,7 +45,10 @@ class LLM:
     ) -> None:
         """Loads a model; `report` is told what is being done."""
         given = options if model is None else {"model": model, **options}
-        self._front = build_in_process(EngineConfig.from_options(**given), report)
+        self.front = build_in_process(EngineConfig.from_options(**given), report)
+        """What prepares the requests and holds the client of the core; for code that steps the core
+        itself, while no other thread calls.
+        """
         self._request_ids = itertools.count()
         self._changed: set[str] = set()
         """Ids of requests with something new that their reader has not seen; several streams may be
@@ -60,17 +63,17 @@ class LLM:
     @property
     def config(self) -> EngineConfig:
         """Every option, derived ones included."""
-        return self._front.config
+        return self.front.config
 
     @property
     def info(self) -> EngineInfo:
         """Vocabulary, context and what the KV cache holds."""
-        return self._front.info
+        return self.front.info
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
         """Sampling values that the model's makers recommend; {} where they name none."""
-        return self._front.generation_config
+        return self.front.generation_config
 
     def generate(
         self,
@@ -145,7 +148,7 @@ class LLM:
             chat_template_kwargs or {},
             chat_template,
         )
-        return self._front.chat_prompt(messages, rendering)
+        return self.front.chat_prompt(messages, rendering)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -157,29 +160,29 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer; InvalidRequest where the engine runs without one."""
-        return self._front.tokenizer
+        return self.front.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the params of a request that names none: the model's own."""
-        return self._front.default_params
+        return self.front.default_params
 
     def get_metrics(self) -> EngineStats:
         """Returns gauges and counters after the last step."""
-        return self._front.stats
+        return self.front.stats
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
         returns False, and does nothing, while requests run.
         """
-        return self._front.reset_prefix_cache(reset_connector=reset_connector)
+        return self.front.reset_prefix_cache(reset_connector=reset_connector)
 
     def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
         """Computes a prompt and keeps its whole blocks in `prefix_cache_dir` for `ttl_s` seconds
         (None: for good, 0: no longer); returns how many tokens these blocks hold.
         """
-        params = self._front.pin_params(ttl_s)
+        params = self.front.pin_params(ttl_s)
         (computed,) = self.generate(prompt, params, use_tqdm=False)
-        return self._front.pin(computed, prompt, ttl_s)
+        return self.front.pin(computed, prompt, ttl_s)
 
     def start_profile(self) -> None:
         """Times each kind of op from now on; BackendUnavailable where the backend cannot."""
@@ -192,13 +195,13 @@ class LLM:
         return self._profiler().stop_profile()
 
     def _profiler(self) -> Profiler:
-        assert self._front.profiler is not None, "LLM's core runs in this process"
-        return self._front.profiler
+        assert self.front.profiler is not None, "LLM's core runs in this process"
+        return self.front.profiler
 
     def close(self) -> None:
         """Gives back threads and memory; calls that wait in other threads get EngineDead."""
         self._is_closed = True
-        self._front.close()
+        self.front.close()
         with self._turn:
             self._turn.notify_all()
 
@@ -220,7 +223,7 @@ class LLM:
         )
         origins = map(Origin, priority_for_each(priority, len(prompts)))
         return [
-            self._front.prepare(str(next(self._request_ids)), *one)
+            self.front.prepare(str(next(self._request_ids)), *one)
             for one in zip(prompts, of_each, origins, strict=True)
         ]
 
@@ -232,7 +235,7 @@ class LLM:
         try:
             with self._turn:
                 for request in requests:
-                    self._front.submit(request)
+                    self.front.submit(request)
             while unfinished:
                 for output in self._next_outputs(unfinished, streaming=streaming):
                     if output.finished:
@@ -241,7 +244,7 @@ class LLM:
         finally:
             with self._turn:
                 for request_id in unfinished:
-                    self._front.drop(request_id)
+                    self.front.drop(request_id)
                     self._changed.discard(request_id)
 
     def _next_outputs(self, request_ids: set[str], *, streaming: bool) -> list[RequestOutput]:
@@ -257,8 +260,8 @@ class LLM:
                 else:
                     self._step(at_once=streaming)
             self._changed -= changed
-            wanted = [name for name in changed if streaming or self._front.is_finished(name)]
-            return [self._front.output(name) for name in wanted]
+            wanted = [name for name in changed if streaming or self.front.is_finished(name)]
+            return [self.front.output(name) for name in wanted]
 
     def _step(self, *, at_once: bool) -> None:
         """Steps the core once, for the requests of all threads; with `at_once` the step ends with
@@ -267,17 +270,17 @@ class LLM:
         self._is_stepping = True
         self._turn.release()
         try:
-            step = self._front.client.receive(take_early=None if at_once else self._take_early)
+            step = self.front.client.receive(take_early=None if at_once else self._take_early)
         finally:
             self._turn.acquire()
             self._is_stepping = False
             self._turn.notify_all()
         if step is not None:
-            self._changed.update(self._front.take(step))
+            self._changed.update(self.front.take(step))
 
     def _take_early(self, step: CoreOutputs) -> bool:
         """Takes in what a step yields before its end."""
         with self._turn:
-            self._changed.update(self._front.take(step))
+            self._changed.update(self.front.take(step))
             self._turn.notify_all()
         return True

@@ -50,7 +50,7 @@ def default_backend() -> Literal["torch", "native"]:
 def require_torch() -> Any:
     """Imports PyTorch; BackendUnavailable has the command that installs it, and names the build."""
     try:
-        torch = _torch()
+        torch = import_torch()
     except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
         raise BackendUnavailable(
             f"the torch backend needs PyTorch 2.9 or newer: {error}", hint=install_hint()
@@ -113,7 +113,7 @@ def cuda_build() -> str | None:
     """Returns the CUDA version that the installed PyTorch is built for; None for a build without
     CUDA.
     """
-    build = _torch().version.cuda
+    build = import_torch().version.cuda
     return None if build is None else str(build)
 
 
@@ -148,7 +148,8 @@ def version_of(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _torch() -> Any:
+def import_torch() -> Any:
+    """Imports PyTorch, of any version; ImportError or OSError where it cannot be loaded."""
     import torch
 
     return torch

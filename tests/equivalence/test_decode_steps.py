@@ -15,7 +15,7 @@ from octavo.engine.core import CoreOutputs
 from octavo.engine.recording.recorder import StepComputed, StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduling import multi_step
-from tests.support.llm_tools import fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
 
 SCARCE = {"llama": "110KiB", "gemma3_text": "144KiB", "gpt2": "192KiB"}
 """Families, and what eight or nine blocks take."""
@@ -89,7 +89,7 @@ class Traffic:
         *,
         aborts: bool,
     ) -> None:
-        self._front = llm._front
+        self._front = llm.front
         self._draw = draw
         self._aborts = aborts
         self._coming = {str(index): request for index, request in enumerate(requests)}
@@ -160,7 +160,7 @@ def test_many_steps_in_a_call_are_single_steps(family, seed):
     with llm_of(family, 8, **scarce) as llm:
         traffic = Traffic(llm, requests, draw, aborts=seed >= 2)
         found = traffic.run()
-        stats = llm._front.client._core.scheduler.stats()
+        stats = core_of(llm).scheduler.stats()
     assert (
         traffic.num_early > 50
         and stats.num_used_blocks == 0
@@ -189,7 +189,7 @@ def test_a_stream_gets_each_token_when_it_is_made():
 def test_a_call_ends_with_what_comes():
     """An abort or an arrival is seen between two steps of a call, and ends it."""
     with llm_of("llama", 8) as llm:
-        front, params = llm._front, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        front, params = llm.front, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         first, second = (front.inputs.process(name, [3, 4, 5], params) for name in "ab")
         front.client.add(first.samples)
         taken: list[int] = []

@@ -22,6 +22,7 @@ from tests.support.llm_tools import (
     PENALISED,
     SAMPLED,
     alone,
+    core_of,
     fingerprint,
     make_llm,
     prompts_of,
@@ -354,7 +355,7 @@ def test_a_window_of_few_blocks_is_as_good_as_one_of_many(backend: str) -> None:
             alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)
         ]
     with setup.llm(max_num_seqs=3, max_num_batched_tokens=32, swap_space=0) as llm:
-        full, window = llm._front.client._core.scheduler.blocks.pools  # type: ignore[attr-defined]
+        full, window = core_of(llm).scheduler.blocks.pools
         assert (
             window.num_blocks
             < 20

@@ -15,7 +15,16 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.worker.cache_engine import CacheEngine
-from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
+from octavo.worker.worker import Worker
+from tests.support.llm_tools import (
+    GREEDY,
+    PENALISED,
+    SAMPLED,
+    core_of,
+    fingerprint,
+    make_llm,
+    prompts_of,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory on demand is Linux's")
 
@@ -105,8 +114,9 @@ def test_samples_of_one_prompt_are_those_that_share_blocks(setup: Any) -> None:
 
 
 def cache_engine(llm: LLM) -> CacheEngine:
-    engine: CacheEngine = llm._front.client._core.executor._cache_engine  # type: ignore[attr-defined]
-    return engine
+    worker = core_of(llm).executor
+    assert isinstance(worker, Worker)
+    return worker.cache_engine
 
 
 def given_bytes(llm: LLM) -> int:
@@ -153,7 +163,7 @@ def test_memory_is_given_as_requests_grow_and_taken_back_when_they_leave(setup: 
 def test_an_engine_that_falls_idle_holds_nothing(setup: Any) -> None:
     with make(setup) as llm:
         llm.generate(PROMPTS, LONG)
-        core = llm._front.client._core  # type: ignore[attr-defined]
+        core = core_of(llm)
         assert given_bytes(llm) > 0
         while core.has_work:
             core.step()
@@ -177,7 +187,7 @@ def test_a_window_gives_back_what_it_has_passed() -> None:
         full, window = (
             sum(_resident_bytes(*span) for span in kv.spans(group)) for group in range(2)
         )
-        blocks = llm._front.client._core.scheduler.blocks.pools[1].num_blocks  # type: ignore[attr-defined]
+        blocks = core_of(llm).scheduler.blocks.pools[1].num_blocks
     assert blocks < 10 and 0 < window < full
 
 

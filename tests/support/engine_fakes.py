@@ -107,7 +107,7 @@ class FakeExecutor:
             if row.start + row.num_tokens > len(self.rows[row.request_id].tokens):
                 raise RuntimeError(f"the last token of {row.request_id} was never drawn")
         self.tiers.begin(plan.connector)
-        steps = [[self._run(row) for row in plan.rows]]
+        steps = [[self.run_row(row) for row in plan.rows]]
         while (
             len(steps) < plan.num_steps
             and not any(map(self._ends, steps[-1]))
@@ -117,7 +117,7 @@ class FakeExecutor:
                 ScheduledRow(row.request_id, row.start + len(steps), 1, [], samples=True)
                 for row in plan.rows
             ]
-            steps.append([self._run(row) for row in further])
+            steps.append([self.run_row(row) for row in further])
         results = [_joined(rows) for rows in zip(*steps, strict=True)]
         return StepResult(
             plan.step,
@@ -149,7 +149,7 @@ class FakeExecutor:
             else:
                 target.pop((move.target, offset), None)
 
-    def _run(self, row) -> RowResult:
+    def run_row(self, row) -> RowResult:
         state = self.rows[row.request_id]
         for table, added in zip(state.tables, row.new_block_ids, strict=False):
             table += added

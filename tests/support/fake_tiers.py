@@ -57,14 +57,14 @@ class FakeTiers:
         self.pace = pace
         self.refuses = False
         """Whether the disk refuses writes, as a full one does."""
-        self._jobs: deque[tuple[str, Any]] = deque()
+        self.jobs: deque[tuple[str, Any]] = deque()
         self._known: set[BlockName] = set()
         self._report = ConnectorReport()
 
     def check(self, move: BlockMove) -> None:
         """Checks that a move touches no slot that is still read or written."""
         slot = move.target if move.kind == "save" else move.source
-        for kind, what in self._jobs:
+        for kind, what in self.jobs:
             if isinstance(what, SlotBlock) and (what.group, what.slot) == (move.group, slot):
                 assert kind == "keep" and move.kind == "load", (
                     f"a slot to {kind} is moved: {move.kind}"
@@ -75,17 +75,17 @@ class FakeTiers:
             return
         assert self.disk is not None or not (plan.keep or plan.fetch)
         if plan.forget_all:
-            self._jobs.append(("forget all", None))
-        self._jobs += [("fetch", block) for block in plan.fetch]
-        self._jobs += [("keep", block) for block in plan.keep]
-        self._jobs += [("touch", name) for name in plan.touch]
-        self._jobs += [("pin", pin) for pin in plan.pin]
-        self._jobs += [("forget", name) for name in plan.forget]
+            self.jobs.append(("forget all", None))
+        self.jobs += [("fetch", block) for block in plan.fetch]
+        self.jobs += [("keep", block) for block in plan.keep]
+        self.jobs += [("touch", name) for name in plan.touch]
+        self.jobs += [("pin", pin) for pin in plan.pin]
+        self.jobs += [("forget", name) for name in plan.forget]
 
     def report(self) -> ConnectorReport | None:
         for _ in range(self.pace):
-            if self._jobs:
-                self._do(*self._jobs.popleft())
+            if self.jobs:
+                self._do(*self.jobs.popleft())
         report, self._report = self._report, ConnectorReport()
         return report if report != ConnectorReport() else None
 

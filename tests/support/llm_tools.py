@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo import LLM, AsyncLLM, RequestOutput, SamplingParams
+from octavo.engine.clients.in_process import InProcessClient
+from octavo.engine.core import EngineCore
 from tests.support.backend_choice import chosen_backend
 from tests.support.tiny_models import tiny_model
 
@@ -98,3 +100,11 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> list:
     """Computes a prompt by itself, with nothing to be found in the cache."""
     assert llm.reset_prefix_cache()
     return fingerprint(llm.generate(prompt, params)[0])
+
+
+def core_of(llm: LLM) -> EngineCore:
+    """Returns the core of an engine, which runs in this process."""
+    client = llm.front.client
+    if not isinstance(client, InProcessClient):
+        raise TypeError(f"an LLM's core is in its process, got a {type(client).__name__}")
+    return client.core

@@ -102,7 +102,7 @@ class PagedRunner:
         order (of no row without `sample`).
         """
         spans = list(spans)
-        batch = self._batch(spans, self.programs[program])
+        batch = self.batch(spans, self.programs[program])
         if not sample:
             batch.sample_rows = batch.sample_rows[:0]
         return self.runnables[program].run(batch, self.kv).arrays
@@ -118,7 +118,7 @@ class PagedRunner:
             [self.step([(request, start, stop)])["logits"] for start, stop in spans]
         )
 
-    def _batch(self, spans: list[tuple[Request, int, int]], program: Program) -> StepBatch:
+    def batch(self, spans: list[tuple[Request, int, int]], program: Program) -> StepBatch:
         written = {op.group for op in program.ops if type(op).__name__ == "KvWrite"}
         places = np.concatenate([np.arange(start, stop) for _, start, stop in spans]).astype(
             np.int32

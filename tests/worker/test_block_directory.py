@@ -79,7 +79,7 @@ def set_time(directory: BlockDirectory, number: int, when: float) -> None:
 
 
 def path_of(directory: BlockDirectory, number: int) -> Path:
-    return directory._path_of(block(number).name)
+    return directory.path_of(block(number).name)
 
 
 def there(directory: BlockDirectory) -> set[int]:
@@ -262,7 +262,7 @@ def test_removing_all_leaves_other_models_alone(directory, tmp_path, clock):
     assert directory.stored().num_bytes == FILE_BYTES
 
 
-def test_a_disk_that_refuses_leaves_nothing_behind(directory, clock, monkeypatch):
+def test_a_disk_that_refuses_leaves_nothing_behind(directory, clock, tmp_path, monkeypatch):
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -271,7 +271,7 @@ def test_a_disk_that_refuses_leaves_nothing_behind(directory, clock, monkeypatch
         directory.write(block(1), data(1).data)
     monkeypatch.undo()
     assert directory.stored().num_write_errors == 1
-    assert there(directory) == set() and not list((directory._root / "tmp").iterdir())
+    assert there(directory) == set() and not list((tmp_path / "tmp").iterdir())
     write(directory, clock, 1)
     assert read(directory, 1) is not None
 

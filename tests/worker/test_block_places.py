@@ -112,9 +112,7 @@ def test_requests_come_and_go_in_any_order(seed):
         assert found[name] == expected_tokens(prompt, 40)[: len(found[name])]
         assert len(found[name]) == 40 or name in aborted
     assert core.scheduler.stats().num_preemptions > 0
-    assert (
-        worker._cache_engine.places.num_bytes == 0 and (worker._cache_engine.kv.tokens == -7).all()
-    )
+    assert worker.cache_engine.places.num_bytes == 0 and (worker.cache_engine.kv.tokens == -7).all()
 
 
 # -- one group's places ----------------------------------------------------------------------------

@@ -59,10 +59,15 @@ class TorchBackend:
     name = "torch"
 
     def __init__(
-        self, options: BackendOptions, device: str = "cpu", ranks: TorchRanks | None = None
+        self,
+        options: BackendOptions,
+        device: str = "cpu",
+        ranks: TorchRanks | None = None,
+        attention: tuple[AttentionKernels, ...] | None = None,
     ) -> None:
         """`device` is what `devices.choose_device` returns, or one of several; `ranks` are given
-        where several share a Program.
+        where several share a Program; `attention` is what the first fitting kernels are taken from,
+        by default what the options name.
         """
         if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
             raise BackendUnavailable(
@@ -72,7 +77,7 @@ class TorchBackend:
         self.options = options
         self.device = torch.device(device)
         self.ranks = ranks
-        self._attention = choose_attention(options, self.device)
+        self._attention = attention or choose_attention(options, self.device)
         self._kernels = choose_kernels(
             options.torch_kernels, self.device, fixed_tiles=options.batch_invariant
         )
@@ -210,12 +215,12 @@ class TorchBackend:
             format_of,
             self.options.max_tokens,
             DTYPES.get(self.options.dtype),
-            self._packed_dtype,
+            self.packed_dtype,
         )
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
         return measured_ceilings(
-            num_bytes, DTYPES_OF_CODES.get(code, self._packed_dtype), self.device
+            num_bytes, DTYPES_OF_CODES.get(code, self.packed_dtype), self.device
         )
 
     def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
@@ -247,7 +252,7 @@ class TorchBackend:
         return self.options.num_threads if self.device.type == "cpu" else None
 
     @property
-    def _packed_dtype(self) -> torch.dtype:
+    def packed_dtype(self) -> torch.dtype:
         """Type in which products with packed weights are computed where the options name none."""
         if self.device.type != "cuda":
             return torch.float32
@@ -270,9 +275,9 @@ class TorchBackend:
         """
         first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
         return (
-            self._packed_dtype
+            self.packed_dtype
             if first is None
-            else DTYPES_OF_CODES.get(load(first).packed().code, self._packed_dtype)
+            else DTYPES_OF_CODES.get(load(first).packed().code, self.packed_dtype)
         )
 
 

@@ -38,24 +38,24 @@ class BlockCopies:
         device can gather bytes."""
         self._arriving: list[tuple[Tensor, Sequence[NDArray[np.uint8]]]] = []
         """Blocks on their way to the host in pinned memory, and where they go from there."""
-        self._streams = streams
+        self.streams = streams
         self.pin = streams.pin
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, targets = (self._streams.indices([pair[end] for pair in pairs]) for end in (0, 1))
+        sources, targets = (self.streams.indices([pair[end] for pair in pairs]) for end in (0, 1))
 
         def copy() -> None:
             for tensor in self._groups[group]:
                 tensor.index_copy_(1, targets, tensor.index_select(1, sources))
 
-        self._streams.compute(copy)
+        self.streams.compute(copy)
 
     def read(self, group: int, block_ids: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
         for part in self._batches(group, len(block_ids)):
             self._read(group, list(block_ids[part]), into[part])
 
     def _read(self, group: int, block_ids: list[int], into: Sequence[NDArray[np.uint8]]) -> None:
-        streams, ids = self._streams, self._streams.indices(block_ids)
+        streams, ids = self.streams, self.streams.indices(block_ids)
         staged = streams.staging(len(block_ids), self._block_bytes(group), on_side=False)
         streams.compute(lambda: self._gather(group, ids, staged))
         streams.side_waits()
@@ -79,7 +79,7 @@ class BlockCopies:
             self._write(group, list(block_ids[part]), data[part])
 
     def _write(self, group: int, block_ids: list[int], data: Sequence[NDArray[np.uint8]]) -> None:
-        streams, ids = self._streams, self._streams.indices(block_ids)
+        streams, ids = self.streams, self.streams.indices(block_ids)
         hosts = list(map(torch.from_numpy, data))
         if not all(map(streams.is_pinned, hosts)):
             known = streams.pinned(len(hosts), self._block_bytes(group))
@@ -97,7 +97,7 @@ class BlockCopies:
         streams.compute(lambda: self._scatter(group, ids, staged))
 
     def settle(self) -> float:
-        seconds = self._streams.drain()
+        seconds = self.streams.drain()
         arriving, self._arriving = self._arriving, []
         for blocks, into in arriving:
             for block, host in zip(blocks.numpy(), into, strict=True):

@@ -109,13 +109,13 @@ class CudaStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._spans: list[tuple[Any, Any]] = []
 
     @property
     def _computing(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+        return torch.cuda.current_stream(self.device)
 
     def compute(self, work: Work) -> None:
         work()
@@ -136,7 +136,7 @@ class CudaStreams:
 
     def staging(self, num_blocks: int, num_bytes: int, *, on_side: bool) -> Tensor:
         with torch.cuda.stream(self._side if on_side else self._computing):
-            made = torch.empty(num_blocks, num_bytes, dtype=torch.uint8, device=self._device)
+            made = torch.empty(num_blocks, num_bytes, dtype=torch.uint8, device=self.device)
         made.record_stream(self._computing if on_side else self._side)
         return made
 
@@ -158,7 +158,7 @@ class CudaStreams:
             with contextlib.suppress(
                 RuntimeError
             ):  # CUDA names an error again at the next launch, which must not be a step's
-                torch.zeros(1, device=self._device)
+                torch.zeros(1, device=self.device)
             return
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
@@ -166,7 +166,7 @@ class CudaStreams:
         return memory.is_pinned()
 
     def indices(self, block_ids: list[int]) -> Tensor:
-        return on_device(np.array(block_ids, np.int64), self._device)
+        return on_device(np.array(block_ids, np.int64), self.device)
 
     def drain(self) -> float:
         self._side.synchronize()

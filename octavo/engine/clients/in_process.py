@@ -40,7 +40,8 @@ class InProcessClient:
 
     def __init__(self, core: EngineCore, info: EngineInfo) -> None:
         self.info = info
-        self._core = core
+        self.core = core
+        """The core itself, for code that looks into it while no `receive` runs."""
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Held while the core works, since a query may come from another thread."""
@@ -62,17 +63,17 @@ class InProcessClient:
         self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
     ) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._take_commands(wait=not self._core.has_work, timeout_s=timeout_s)
-        while not self._closed and self._core.has_work and (pause_s := self._core.pause_s()):
+        self._take_commands(wait=not self.core.has_work, timeout_s=timeout_s)
+        while not self._closed and self.core.has_work and (pause_s := self.core.pause_s()):
             left_s = pause_s if end is None else end - time.monotonic()
             if left_s <= 0:
                 return None
             self._take_commands(wait=True, timeout_s=min(pause_s, left_s))
         with self._lock:
-            if self._closed or not self._core.has_work:
+            if self._closed or not self.core.has_work:
                 return None
             # A command that has come goes before further decode steps of this call.
-            return self._core.step(
+            return self.core.step(
                 lambda outputs: (
                     take_early is not None and self._inbox.empty() and take_early(outputs)
                 )
@@ -93,12 +94,12 @@ class InProcessClient:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._core.close()
+                self.core.close()
 
     def _query(self, query: Query) -> QueryAnswer:
         self._take_commands(wait=False, timeout_s=None)
         with self._lock:
-            return run_query(self._core, query)
+            return run_query(self.core, query)
 
     def _take_commands(self, *, wait: bool, timeout_s: float | None) -> None:
         """Applies all commands that have come; with `wait` blocks for the first, up to the time."""
@@ -106,7 +107,7 @@ class InProcessClient:
             while True:
                 command = self._inbox.get(block=wait, timeout=timeout_s if wait else None)
                 with self._lock:
-                    apply_command(self._core, command)
+                    apply_command(self.core, command)
                 wait = False
         except queue.Empty:
             return

@@ -131,7 +131,7 @@ class BlockDirectory:
 
         A file that another engine has written and pinned stays pinned.
         """
-        path = self._path_of(block.name)
+        path = self.path_of(block.name)
         until = max(self._pins.get(block.name, 0.0), _time_of(path))
         header = header_of(self._fingerprint, block.group, block.key, len(data))
         gone = self._make_room(len(header) + len(data))
@@ -152,7 +152,7 @@ class BlockDirectory:
         """Reads a block's bytes; False where its file is not there, or damaged, which is reported
         and ends with its removal.
         """
-        path = self._path_of(block.name)
+        path = self.path_of(block.name)
         try:
             read_block_file(
                 path, header_of(self._fingerprint, block.group, block.key, len(into)), into
@@ -171,7 +171,7 @@ class BlockDirectory:
 
     def touch(self, name: BlockName) -> None:
         """Notes that a block is used now."""
-        path, now = self._path_of(name), self._clock()
+        path, now = self.path_of(name), self._clock()
         entry = self._files.get(path)
         if entry is not None and entry.used_at < now - TOUCH_S:
             self._set_time(path, now)
@@ -181,14 +181,14 @@ class BlockDirectory:
         once it is.
         """
         for name, until in pins:
-            path = self._path_of(name)
+            path = self.path_of(name)
             if path not in self._files or not self._set_time(path, max(until, self._clock())):
                 self._pins[name] = until
         self._count_pinned()
 
     def remove(self, name: BlockName) -> None:
         """Removes a block's file and its pin."""
-        path = self._path_of(name)
+        path = self.path_of(name)
         self._pins.pop(name, None)
         self._drop(path)
         _unlink(path)
@@ -201,6 +201,11 @@ class BlockDirectory:
             _unlink(path)
         self._pins.clear()
         self._count_pinned()
+
+    def path_of(self, name: BlockName) -> Path:
+        """Returns the path of a block's file, whether or not it is there."""
+        digest = name.digest.hex()
+        return self._folder / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
 
     # -- the files ---------------------------------------------------------------------------------
 
@@ -279,10 +284,6 @@ class BlockDirectory:
 
     def _new_temporary(self) -> Path:
         return self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}"
-
-    def _path_of(self, name: BlockName) -> Path:
-        digest = name.digest.hex()
-        return self._folder / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
 
     def _name_of(self, path: Path) -> BlockName | None:
         """Returns the block that a file holds; None for another fingerprint's, and for what is no

@@ -6,7 +6,6 @@ themselves need a CUDA device and the package.
 """
 
 import importlib.util
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,17 +182,29 @@ class Prefill(Wrapper):
         )
 
 
-STAND_IN = SimpleNamespace(
-    BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill
-)
+class StandIn:
+    """Stand-in for FlashInfer's package, computed in PyTorch; keeps each wrapper that it makes."""
+
+    def __init__(self):
+        self.made = []
+
+    def BatchDecodeWithPagedKVCacheWrapper(self, *arguments, **options):
+        return self._kept(Decode(*arguments, **options))
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *arguments, **options):
+        return self._kept(Prefill(*arguments, **options))
+
+    def _kept(self, wrapper):
+        self.made.append(wrapper)
+        return wrapper
 
 
 def backend_of(choice, device="cpu", **options):
-    backend = TorchBackend(
-        BackendOptions(num_threads=1, kv_cache_dtype="bf16", dtype="float32", **options), device
+    return TorchBackend(
+        BackendOptions(num_threads=1, kv_cache_dtype="bf16", dtype="float32", **options),
+        device,
+        attention=(choice,),
     )
-    backend._attention = (choice,)
-    return backend
 
 
 def expected(shape):
@@ -213,7 +224,8 @@ def decoded(shape):
 @pytest.mark.parametrize("name", SHAPES)
 def test_its_pages_say_what_the_step_says(name):
     shape = SHAPES[name]
-    wanted, choice = expected(shape), FlashInfer(STAND_IN, CPU)
+    package = StandIn()
+    wanted, choice = expected(shape), FlashInfer(package, CPU)
     np.testing.assert_allclose(
         Run(shape, backend_of(choice)).whole(pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE
     )
@@ -223,12 +235,12 @@ def test_its_pages_say_what_the_step_says(name):
             np.testing.assert_allclose(
                 run.steps(steps, pad=2), wanted, rtol=TOLERANCE, atol=TOLERANCE
             )
-        assert {is_decode for is_decode, _ in choice._wrappers} == {True, False}
+        assert {type(wrapper) for wrapper in package.made} == {Decode, Prefill}
 
 
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_batch_invariant_rows_are_bitwise_alone(name):
-    shape, choice = SHAPES[name], FlashInfer(STAND_IN, CPU)
+    shape, choice = SHAPES[name], FlashInfer(StandIn(), CPU)
     whole = Run(shape, backend_of(choice, batch_invariant=True)).whole()
     run = Run(shape, backend_of(choice, batch_invariant=True), seed=3)
     np.testing.assert_array_equal(run.steps(mixed(shape), pad=2), whole)
@@ -238,12 +250,12 @@ def test_layers_that_are_alike_are_planned_once_a_step():
     from tests.support.paged_runner import PagedRunner
     from tests.support.tiny_models import tiny_model
 
-    choice = FlashInfer(STAND_IN, CPU)
+    package = StandIn()
+    choice = FlashInfer(package, CPU)
     path = tiny_model("gemma3_text", head_dim=64).path
     runner = PagedRunner(path, backend_of(choice))
     found = runner.logits(np.arange(5, 45), chunk=20)
-    wrappers = list(choice._wrappers.values())
-    assert sorted((wrapper.plans, wrapper.runs) for wrapper in wrappers) == [
+    assert sorted((wrapper.plans, wrapper.runs) for wrapper in package.made) == [
         (2, 2),
         (2, 6),
     ], "two steps; one full layer, three windows"
@@ -256,7 +268,7 @@ def test_layers_that_are_alike_are_planned_once_a_step():
 def test_keys_out_of_the_window_are_not_asked_for():
     """Blocks before the window may be freed: a table entry of -1 there is never asked for."""
     shape = Shape(mask="window", window=37, contexts=(100,), k_width=64, v_width=64)
-    run = Run(shape, backend_of(FlashInfer(STAND_IN, CPU)))
+    run = Run(shape, backend_of(FlashInfer(StandIn(), CPU)))
     wanted = run.whole()[99]
     run.tables[0] = run.tables[0].copy()
     run.tables[0][:3] = -1
@@ -295,13 +307,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("op", "kv_dtype", "why"), REFUSED)
 def test_what_it_cannot_take_it_refuses_by_name(op, kv_dtype, why):
-    assert why in FlashInfer(STAND_IN, CPU).refusal(op, kv_dtype)
+    assert why in FlashInfer(StandIn(), CPU).refusal(op, kv_dtype)
 
 
 def test_a_program_that_it_cannot_run_is_refused_when_it_is_prepared():
     shape = Shape(k_width=64, v_width=64, sinks=True)
     with pytest.raises(BackendUnavailable, match="attention with flashinfer: it has no sinks here"):
-        Run(shape, backend_of(FlashInfer(STAND_IN, CPU)))
+        Run(shape, backend_of(FlashInfer(StandIn(), CPU)))
 
 
 def test_without_cuda_or_the_package_the_error_says_what_to_do(monkeypatch):

@@ -16,10 +16,13 @@ from octavo.backends.torch import fp8
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.device_weight import DeviceWeight
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
+from octavo.backends.torch.weights import load_weights
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.errors import BackendUnavailable
 from octavo.models.registry import build_programs
+from octavo.program.ops import Linear
+from octavo.program.passes.optimize import optimize
 from octavo.program.program import CacheGroup
 from octavo.quant.online import pack_fp8, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
@@ -139,10 +142,9 @@ def test_where_there_is_no_such_product_the_weights_become_floats(monkeypatch):
 
 def test_merged_products_are_one_and_bytes_are_a_quarter():
     path, load = packed_model()
-    prepared = TorchBackend(BackendOptions(num_threads=1)).prepare(
-        build_programs(open_checkpoint(path).config)["decoder"], load
-    )
-    *products, head = prepared._weights._products
+    program = optimize(build_programs(open_checkpoint(path).config)["decoder"])
+    weights = load_weights(program, load, torch.device("cpu"), torch.float32)
+    *products, head = (weights.product(op) for op in program.ops if isinstance(op, Linear))
     assert {len(product.parts) for product in products} == {1} and head.parts[0].is_plain
     floats = sum(product.parts[0].codes.numel() for product in products)
     assert sum(product.parts[0].num_bytes for product in products) == floats + 4 * sum(

@@ -108,7 +108,7 @@ def test_draws_of_a_captured_step(monkeypatch):
     sampling = random_batch(3, 320, 4)
     results = []
     for runner, requests in ((graphs, mine[:3]), (eager, theirs[:3])):
-        batch = runner._batch(
+        batch = runner.batch(
             [(r, 3 + 13 * i, 4 + 13 * i) for i, r in enumerate(requests)],
             runner.programs["decoder"],
         )
@@ -135,7 +135,7 @@ def test_last_tokens_stay_on_the_device(monkeypatch, invariant, head_rows):
         runner.step([(request, 0, 7) for request in requests])
         drawn, under_way = [], []
         for step in range(4):
-            batch = runner._batch(
+            batch = runner.batch(
                 [(request, 7 + step, 8 + step) for request in requests], runner.programs["decoder"]
             )
             batch.sampling = random_batch(3, 320, step)

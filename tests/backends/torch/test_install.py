@@ -96,7 +96,7 @@ def test_a_pytorch_that_cannot_be_used_is_no_default(monkeypatch):
     def broken():
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    monkeypatch.setattr(devices, "_torch", broken)
+    monkeypatch.setattr(devices, "import_torch", broken)
     assert devices.default_backend() == "native"
     with pytest.raises(
         BackendUnavailable, match=r"needs PyTorch 2.9 or newer: libcudnn\.so\.9: cannot open"
@@ -120,9 +120,9 @@ def test_an_old_gpu_gets_no_triton_and_fp16(monkeypatch):
     )
     backend = TorchBackend(BackendOptions(num_threads=1))
     monkeypatch.setattr(backend, "device", torch.device("cuda"))
-    assert backend._packed_dtype == torch.float16
+    assert backend.packed_dtype == torch.float16
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     assert (
         triton_device.refusal(torch.device("cuda")) is None
-        and backend._packed_dtype == torch.bfloat16
+        and backend.packed_dtype == torch.bfloat16
     )

@@ -4,12 +4,12 @@ kills it again and again fails alone.
 
 import os
 import signal
+import subprocess
 import threading
 import time
 
 import pytest
 
-from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.supervised import MAX_FAILED_STARTS
 from octavo.errors import InvalidRequest
 from tests.support.core_builders import BAD
@@ -129,14 +129,14 @@ def test_a_process_that_cannot_be_made_is_tried_again(start, monkeypatch):
     client.add(requests())
     tokens = take_steps(client, 3)
     failures = [OSError("out of processes")]
-    whole = ProcessClient._start
+    whole = subprocess.Popen
 
-    def start_process(*arguments):
+    def start_process(*arguments, **options):
         if failures:
             raise failures.pop()
-        return whole(*arguments)
+        return whole(*arguments, **options)
 
-    monkeypatch.setattr(ProcessClient, "_start", start_process)
+    monkeypatch.setattr(subprocess, "Popen", start_process)
     os.kill(client.pid, signal.SIGKILL)
     collect_good(client, PROMPTS, [], tokens)
     assert client.said[1].startswith("no process can be started: out of processes: another engine")

@@ -62,9 +62,11 @@ def test_tokens_are_bounded_but_a_prompt_alone_is_never_too_long():
 
 def test_retry_after_follows_the_measured_rate():
     limit = limit_of(max_num_queued_reqs=10)
+    before = Size()
     for second in range(30):
         added = 12 + 2 * second
-        limit.sent(Size(added) - limit._sent)
+        limit.sent(Size(added) - before)
+        before = Size(added)
         limit.take(EngineStats(num_running=2, num_waiting=10, num_added=added), float(second))
     assert refused(limit, Size(1), now=29.0).retry_after_s == pytest.approx(0.5)
     assert refused(limit, Size(8), now=29.0).retry_after_s == pytest.approx(4.0)

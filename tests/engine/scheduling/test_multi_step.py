@@ -210,7 +210,7 @@ def test_a_failure_within_a_call_is_that_requests():
     for name, prompt in (("a", PROMPT), ("b", [7, 8])):
         core.add(make_request(name, prompt, max_tokens=30))
     core.step()
-    run = executor._run
+    run = executor.run_row
 
     def run_or_fail(row):
         result = run(row)
@@ -218,7 +218,7 @@ def test_a_failure_within_a_call_is_that_requests():
             result.failure = "NaN"
         return result
 
-    executor._run = run_or_fail
+    executor.run_row = run_or_fail
     early = Early()
     a, b = core.step(early).outputs
     assert (

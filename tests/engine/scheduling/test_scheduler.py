@@ -155,7 +155,7 @@ def test_a_block_that_was_forgotten_while_it_is_kept_is_kept_anew():
     core.add(make_request("b", prompt))
     tiers.pace = 1
     run_all(core)
-    while tiers._jobs:
+    while tiers.jobs:
         core.step()
     assert {key.token_ids[0] for key, _ in tiers.disk.values()} == {0, 16}
 

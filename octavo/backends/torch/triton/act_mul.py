@@ -31,7 +31,7 @@ def act_mul(gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
     out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if num_rows:
         block = min(BLOCK, triton.next_power_of_2(width))
-        _act_mul_kernel[(num_rows, triton.cdiv(width, block))](
+        act_mul_kernel[(num_rows, triton.cdiv(width, block))](
             gate=gate,
             up=up,
             out=out,
@@ -49,7 +49,7 @@ def act_mul(gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
 
 
 @triton.jit
-def _act_mul_kernel(
+def act_mul_kernel(
     gate,
     up,
     out,

@@ -29,14 +29,12 @@ def combine_rows(x: Tensor, weights: Tensor) -> Tensor:
     if num_rows:
         block = min(BLOCK, triton.next_power_of_2(width))
         grid = (num_rows, triton.cdiv(width, block))
-        _combine_kernel[grid](
-            x, weights, out, x.stride(0), width, NUM=weights.shape[1], BLOCK=block
-        )
+        combine_kernel[grid](x, weights, out, x.stride(0), width, NUM=weights.shape[1], BLOCK=block)
     return out
 
 
 @triton.jit
-def _combine_kernel(x, weights, out, x_stride, width, NUM: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(x, weights, out, x_stride, width, NUM: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

@@ -121,7 +121,7 @@ def grouped_product(
         row_bytes=row_bytes,
         bits=matrix.bits,
     )
-    _grouped_linear_kernel[(len(rows.tile_experts), triton.cdiv(num_outputs, launch["BLOCK_N"]))](
+    grouped_linear_kernel[(len(rows.tile_experts), triton.cdiv(num_outputs, launch["BLOCK_N"]))](
         x=x,
         x_stride=x.stride(0),
         tiles=tiles,
@@ -136,7 +136,7 @@ def grouped_product(
 
 
 @triton.jit
-def _grouped_linear_kernel(
+def grouped_linear_kernel(
     x,
     x_stride,
     tiles,

@@ -45,7 +45,7 @@ def _launch(a: Tensor, b: Tensor | None, norm: Norm, total: Tensor | None, out: 
         return
     width = norm.width or a.shape[1]
     block = triton.next_power_of_2(width)
-    _norm_kernel[(len(a), a.shape[1] // width)](
+    norm_kernel[(len(a), a.shape[1] // width)](
         a=a,
         b=b,
         weight=norm.weight,
@@ -67,7 +67,7 @@ def _launch(a: Tensor, b: Tensor | None, norm: Norm, total: Tensor | None, out: 
 
 
 @triton.jit
-def _norm_kernel(
+def norm_kernel(
     a,
     b,
     weight,

@@ -117,7 +117,7 @@ def multiply(
     num_rows, num_outputs = out.shape
     num_tiles = triton.cdiv(weight.codes.shape[1], tiles.launch["BLOCK_B"])
     sums = torch.empty(tiles.splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    _packed_linear_kernel[
+    packed_linear_kernel[
         (
             triton.cdiv(num_outputs, tiles.launch["BLOCK_N"]),
             tiles.splits,
@@ -134,13 +134,13 @@ def multiply(
         BLOCK_M=tile_rows,
         **tiles.launch,
     )
-    _sum_splits_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
+    sum_splits_kernel[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
         sums, bias, out, out.stride(0), num_rows, num_outputs, SPLITS=tiles.splits, BLOCK=SUM_BLOCK
     )
 
 
 @triton.jit
-def _packed_linear_kernel(
+def packed_linear_kernel(
     x,
     x_stride,
     num_rows,
@@ -178,7 +178,7 @@ def _packed_linear_kernel(
 
 
 @triton.jit
-def _sum_splits_kernel(
+def sum_splits_kernel(
     sums, bias, out, out_stride, num_rows, num_outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)

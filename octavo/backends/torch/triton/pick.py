@@ -56,7 +56,7 @@ def pick(d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool, device: str
     if num_rows:
         launch = tuned("pick", device, vocab_size=vocab_size)
         launch["BLOCK"] = min(launch["BLOCK"], max(4, triton.next_power_of_2(vocab_size)))
-        _pick_kernel[(num_rows,)](
+        pick_kernel[(num_rows,)](
             d.contiguous(),
             weights.contiguous(),
             records.contiguous(),
@@ -69,7 +69,7 @@ def pick(d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool, device: str
 
 
 @triton.jit
-def _pick_kernel(
+def pick_kernel(
     d,
     weights,
     records,

@@ -51,16 +51,16 @@ def tuned(kernel: str, device: str, **shape: int | str) -> dict[str, int]:
     """Returns the launch of a kernel for a shape on a device, whose name is
     `device.device_name`'s.
     """
-    return dict(_best(kernel, device, tuple(sorted(shape.items()))).launch)
+    return dict(best_row(kernel, device, tuple(sorted(shape.items()))).launch)
 
 
 def is_measured(kernel: str, device: str, **shape: int | str) -> bool:
     """Returns whether the launch that `tuned` returns was measured on this device."""
-    return _best(kernel, device, tuple(sorted(shape.items()))).device != ANY
+    return best_row(kernel, device, tuple(sorted(shape.items()))).device != ANY
 
 
 @cache
-def _best(kernel: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> TunedLaunch:
+def best_row(kernel: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> TunedLaunch:
     found = [row for row in table() if row.holds(kernel, device, dict(shape))]
     if not found:
         raise KeyError(

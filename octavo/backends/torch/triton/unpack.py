@@ -55,13 +55,13 @@ def unpacked(parts: Sequence[DeviceWeight], dtype: torch.dtype, device: str) -> 
 def _unpack(weight: DeviceWeight, out: Tensor, device: str) -> None:
     num_outputs, row_bytes = weight.codes.shape
     launch = tuned("unpack", device, outputs=num_outputs, row_bytes=row_bytes, bits=weight.bits)
-    _unpack_kernel[
+    unpack_kernel[
         (triton.cdiv(num_outputs, launch["BLOCK_N"]), triton.cdiv(row_bytes, launch["BLOCK_B"]))
     ](out, weight.width, MatrixBytes.of(weight), **launch)
 
 
 @triton.jit
-def _unpack_kernel(
+def unpack_kernel(
     out,
     width,
     matrix,

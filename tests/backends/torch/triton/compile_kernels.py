@@ -14,20 +14,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from octavo.backends.torch.triton import attention_arguments as bundles
-from octavo.backends.torch.triton.act_mul import ACTIVATIONS, _act_mul_kernel
-from octavo.backends.torch.triton.combine import _combine_kernel
+from octavo.backends.torch.triton.act_mul import ACTIVATIONS, act_mul_kernel
+from octavo.backends.torch.triton.combine import combine_kernel
 from octavo.backends.torch.triton.decode import decode_kernel
-from octavo.backends.torch.triton.grouped_linear import ExpertTiles, _grouped_linear_kernel
+from octavo.backends.torch.triton.grouped_linear import ExpertTiles, grouped_linear_kernel
 from octavo.backends.torch.triton.matrix_tile import MatrixBytes
 from octavo.backends.torch.triton.merge import merge_kernel
-from octavo.backends.torch.triton.norm import _norm_kernel
-from octavo.backends.torch.triton.packed_linear import _packed_linear_kernel, _sum_splits_kernel
-from octavo.backends.torch.triton.pick import _pick_kernel
+from octavo.backends.torch.triton.norm import norm_kernel
+from octavo.backends.torch.triton.packed_linear import packed_linear_kernel, sum_splits_kernel
+from octavo.backends.torch.triton.pick import pick_kernel
 from octavo.backends.torch.triton.prefill import prefill_kernel
 from octavo.backends.torch.triton.rope_write import rope_write_kernel
 from octavo.backends.torch.triton.splits import BY_DISTANCE, NO_BIAS, SLOPES
 from octavo.backends.torch.triton.tuning import tuned
-from octavo.backends.torch.triton.unpack import _unpack_kernel
+from octavo.backends.torch.triton.unpack import unpack_kernel
 
 H100 = GPUTarget("cuda", 90, 32)
 MOST_SHARED_BYTES = 227 << 10
@@ -109,14 +109,14 @@ def rows(dtype, *, everything):
         absent = {} if has_sum else {"b": None, "total": None}
         absent |= {} if has_bias else {"bias": None}
         flags = {"HAS_SUM": has_sum, "HAS_BIAS": has_bias, "CENTERED": centered}
-        compile_for_h100(_norm_kernel, norm | absent, flags | {"BLOCK": 4096, "num_warps": 8})
+        compile_for_h100(norm_kernel, norm | absent, flags | {"BLOCK": 4096, "num_warps": 8})
     gate = dict.fromkeys(("gate", "up", "out"), dtype)
     gate |= dict.fromkeys(("clamp", "alpha", "up_offset"), "fp32")
     for activation in ACTIVATIONS if everything else ACTIVATIONS[:3]:
         launch = {"ACTIVATION": activation, "HAS_CLAMP": True, "BLOCK": 1024}
-        compile_for_h100(_act_mul_kernel, gate, launch)
+        compile_for_h100(act_mul_kernel, gate, launch)
     sums = {"x": dtype, "weights": "*fp32", "out": dtype}
-    compile_for_h100(_combine_kernel, sums, {"NUM": 8, "BLOCK": 1024})
+    compile_for_h100(combine_kernel, sums, {"NUM": 8, "BLOCK": 1024})
 
 
 def products(dtype, *, everything):
@@ -128,17 +128,17 @@ def products(dtype, *, everything):
         arrays = {"x": dtype, "sums": "*fp32", "matrix": packed}
         for tile_rows in (16, 32, 64) if everything else (16, 64):
             launch = tuned("packed_linear", "*") | {"BLOCK_M": tile_rows}
-            compile_for_h100(_packed_linear_kernel, arrays, launch)
-        compile_for_h100(_unpack_kernel, {"out": dtype, "matrix": packed}, tuned("unpack", "*"))
+            compile_for_h100(packed_linear_kernel, arrays, launch)
+        compile_for_h100(unpack_kernel, {"out": dtype, "matrix": packed}, tuned("unpack", "*"))
         if everything:
             arrays = experts | {"matrix": packed}
-            compile_for_h100(_grouped_linear_kernel, arrays, few | {"BLOCK_M": 16})
+            compile_for_h100(grouped_linear_kernel, arrays, few | {"BLOCK_M": 16})
     splits = {"sums": "*fp32", "bias": dtype, "out": dtype}
-    compile_for_h100(_sum_splits_kernel, splits, {"SPLITS": 8, "BLOCK": 256})
+    compile_for_h100(sum_splits_kernel, splits, {"SPLITS": 8, "BLOCK": 256})
     plain = matrix(dtype, None, unit=0, plain=True)
     for tile_rows, launch in ((16, few), (64, many)):
         arrays = experts | {"matrix": plain}
-        compile_for_h100(_grouped_linear_kernel, arrays, launch | {"BLOCK_M": tile_rows})
+        compile_for_h100(grouped_linear_kernel, arrays, launch | {"BLOCK_M": tile_rows})
 
 
 def call_of(
@@ -243,7 +243,7 @@ def writes(dtype, *, everything):
 def draws():
     row = {"d": "*fp64", "weights": "*fp64", "records": "*i32", "tokens": "*i64"}
     for cuts in (True, False):
-        compile_for_h100(_pick_kernel, row | {"CUTS": cuts}, tuned("pick", "*"))
+        compile_for_h100(pick_kernel, row | {"CUTS": cuts}, tuned("pick", "*"))
 
 
 if __name__ == "__main__":

@@ -156,14 +156,13 @@ def backend(kv="fp32", *, fixed_tiles=False, **options):
     """Returns a backend. With `fixed_tiles` rows stay together, though batch_invariant would
     compute each as a step of its own.
     """
-    made = TorchBackend(
+    return TorchBackend(
         BackendOptions(
             num_threads=1, kv_cache_dtype=kv, dtype="float32", attention_backend="triton", **options
         ),
         DEVICE.type,
+        attention=(TritonAttention(DEVICE, fixed_tiles=fixed_tiles),),
     )
-    made._attention = (TritonAttention(DEVICE, fixed_tiles=fixed_tiles),)
-    return made
 
 
 CHOSEN = ["three a head", "odd widths", "window over splits", "softcap", "sinks in a window"]

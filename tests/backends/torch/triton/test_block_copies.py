@@ -299,7 +299,7 @@ def test_swapped_out_over_and_in_again(device):
 def test_cuda_streams_keep_the_order():
     """Many rounds run beside long products, so that a missing event would show."""
     engine, kv = engine_on("cuda", 2)
-    assert isinstance(kv.copies._streams, CudaStreams)
+    assert isinstance(kv.copies.streams, CudaStreams)
     busy = torch.randn(2048, 2048, device="cuda")
     for value in range(50):
         busy = (busy @ busy).clamp(-1, 1)
@@ -332,7 +332,7 @@ class HostMemory:
 def streams_over(runtime, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     streams = object.__new__(CudaStreams)
-    streams._device = torch.device("cpu")
+    streams.device = torch.device("cpu")
     return streams
 
 

@@ -19,4 +19,4 @@ def test_kernels_compile_for_an_h100(which, tmp_path):
     command = [sys.executable, "-m", "tests.backends.torch.triton.compile_kernels", *which]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "_pick_kernel" in done.stdout
+    assert "pick_kernel" in done.stdout

@@ -87,7 +87,7 @@ def test_small_tiles_compute_the_same(fixed_tiles, monkeypatch):
     """
     rows = tuple(TunedLaunch(**{**row, "device": "*"}) for row in ROWS)
     monkeypatch.setattr(tuning, "table", lambda: rows)
-    tuning._best.cache_clear()
+    tuning.best_row.cache_clear()
     case = Case(
         heads=8, kv_heads=2, k_width=192, v_width=128, requests=((1, 300), (40, 290), (1, 17))
     )
@@ -96,7 +96,7 @@ def test_small_tiles_compute_the_same(fixed_tiles, monkeypatch):
     decode, shared = tiles.decode(case.call), tiles.shared(case.call)
     rows_a_run = tiles.rows_a_run(192, 128, 4)
     found = case.live(small.attend(case.call))
-    tuning._best.cache_clear()
+    tuning.best_row.cache_clear()
     assert (
         decode["BLOCK_M"] == 16 and decode["BLOCK_N"] < 64 and rows_a_run * 4 == shared["BLOCK_M"]
     )

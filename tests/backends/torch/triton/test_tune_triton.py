@@ -53,6 +53,6 @@ def test_it_writes_rows_for_this_device(tmp_path, monkeypatch, capsys):
     assert [row.shape for row in made if row.kernel == "packed_linear"] == products
     assert capsys.readouterr().out.count('"ms"') == 5
     monkeypatch.setattr(tuning, "table", lambda: made)
-    tuning._best.cache_clear()
+    tuning.best_row.cache_clear()
     assert tuning.tuned("prefill_attention", device, **shape)["BLOCK_N"] == 32
-    tuning._best.cache_clear()
+    tuning.best_row.cache_clear()

@@ -23,9 +23,9 @@ def test_the_row_that_says_most_counts(monkeypatch):
         TunedLaunch("other", "gpu", {"width": 64, "kv": "int8"}, {"BLOCK": 6}),
     )
     monkeypatch.setattr(tuning, "table", lambda: rows)
-    tuning._best.cache_clear()
+    tuning.best_row.cache_clear()
     found = [tuned("k", *call, **shape)["BLOCK"] for call, shape in CALLS]
-    tuning._best.cache_clear()
+    tuning.best_row.cache_clear()
     assert found == [1, 2, 3, 4, 5, 5]
 
 
