@@ -29,6 +29,7 @@ INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
 
 PYTEST = $(DEV_VENV)/bin/python -m pytest
 SOAK_LOG := build/soak.jsonl
+ALONE := -m alone $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 BESIDE_EACH_OTHER := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: demo serve test test-all soak clients browser check bench wheel sanitize qemu clean
@@ -45,12 +46,12 @@ serve: $(VENV)/.stamp
 test: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
 	$(PYTEST) $(BESIDE_EACH_OTHER) -m "not alone"
-	$(PYTEST) -m alone
+	$(PYTEST) $(ALONE)
 
 test-all: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
 	$(PYTEST) --tier all $(BESIDE_EACH_OTHER) -m "not alone"
-	$(PYTEST) --tier all -m alone
+	$(PYTEST) --tier all $(ALONE)
 
 browser: $(DEV_VENV)/.browser-stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -59,7 +60,7 @@ browser: $(DEV_VENV)/.browser-stamp
 soak: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
 	$(PYTEST) --tier soak --progress $(SOAK_LOG) $(BESIDE_EACH_OTHER) -m "not alone"
-	$(PYTEST) --tier soak --progress $(SOAK_LOG) -m alone
+	$(PYTEST) --tier soak --progress $(SOAK_LOG) $(ALONE)
 	cp $(SOAK_LOG:.jsonl=.summary.json) benchmarks/results/soak.json
 
 clients: $(CLIENTS_VENV)/.stamp tests/clients/node/node_modules/.stamp

@@ -46,8 +46,8 @@ class LLM:
         """Loads a model; `report` is told what is being done."""
         given = options if model is None else {"model": model, **options}
         self.front = build_in_process(EngineConfig.from_options(**given), report)
-        """Front that prepares requests and holds the client of the core; for code that steps the core
-        itself, while no other thread calls.
+        """Front that prepares the requests and holds the client of the core; for code that steps
+        the core itself, while no other thread calls.
         """
         self._request_ids = itertools.count()
         self._changed: set[str] = set()

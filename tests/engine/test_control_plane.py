@@ -436,7 +436,7 @@ TestControlPlane.settings = settings(
 )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_long_runs(seed):
     """Runs of hundreds of requests keep the invariants, most of them with common prefixes, and a
     disk that is mostly well.

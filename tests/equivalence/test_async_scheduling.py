@@ -108,8 +108,15 @@ def mixed(
     return {index: fingerprint(output) for index, output in final.items() if output.finished}
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [
+        ("reference", "llama"),
+        ("reference", "gemma3_text"),
+        ("torch", "llama"),
+        pytest.param("torch", "gemma3_text", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mix_of_requests_gets_the_same(backend: str, family: str) -> None:
     options = {
         "family": family,

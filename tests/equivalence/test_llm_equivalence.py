@@ -87,6 +87,11 @@ class Setup:
         return self.llm(kv_cache_memory_bytes=block_bytes * num_blocks, **options)
 
     @property
+    def has_threads(self) -> bool:
+        """Whether the option `threads` says how the backend cuts its work."""
+        return self.backend == "native"
+
+    @property
     def requests(self) -> tuple[list[list[int]], list[SamplingParams]]:
         return prompts_of(*LENGTHS[: self.num_requests]), list(
             itertools.islice(itertools.cycle(PARAMS), self.num_requests)
@@ -159,6 +164,8 @@ def found_again(output: RequestOutput) -> int:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_any_way_is_alone(setup: Setup, whole: list[Any], way: str) -> None:
+    if way.endswith(" threads") and not setup.has_threads:
+        return
     with setup.llm(**WAYS[way]) as llm:
         assert fingerprints(llm, *setup.requests) == whole
 
@@ -201,6 +208,8 @@ def test_a_prefix_read_together_is_as_good_as_read_alone(setup: Setup, threads: 
     """A prefix of whole splits of 256 keys is shared by requests that are decoded beside each
     other, beside one that shares nothing, and in chunks.
     """
+    if threads > 1 and not setup.has_threads:
+        return
     prefix, other, *tails = prompts_of(290, 20, 1, 12, 13, 40)
     prompts = [other, *(prefix + tail for tail in tails)]
     with setup.llm(enable_prefix_caching=False, shared_prefix_attention=False) as llm:

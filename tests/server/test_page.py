@@ -4,6 +4,7 @@ and open to a visitor without a key.
 
 import asyncio
 import re
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 import tree_sitter
 import tree_sitter_javascript
+from fastapi import FastAPI
 
 import octavo.server
 from octavo.server.app import create_app
@@ -33,9 +35,14 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 every_script = pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
 
 
+@cache
+def app_of(key: str | None) -> FastAPI:
+    return create_app(EngineSlot(), ServerSettings(api_key=(key,) if key else ()))
+
+
 def get(path: str, *, key: str | None = None, **headers: str) -> httpx.Response:
     """Returns an app's answer, without a server and without an engine."""
-    app = create_app(EngineSlot(), ServerSettings(api_key=(key,) if key else ()))
+    app = app_of(key)
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)

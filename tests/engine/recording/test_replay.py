@@ -25,6 +25,7 @@ from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
 from tests.support.engine_fakes import BLOCK, FakeExecutor, LaunchingExecutor, make_request
 from tests.support.fake_tiers import Disk, FakeTiers, tiers_of
 from tests.support.llm_tools import make_llm, prompts_of
+from tests.support.tiers import examples
 
 GROUPS = [BlockGroup(18, num_host_blocks=5), BlockGroup(18, WindowLife(40), 5)]
 
@@ -87,7 +88,7 @@ def traffic(core, seed, *, num_requests=60):
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(1)))
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_every_plan_is_made_again(tmp_path, policy, seed, runs_ahead):
     path = tmp_path / "log"
