@@ -124,6 +124,10 @@ SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
 """Values that a beam search takes for the fields that would change the model's own logprobs."""
 
 
+MASKED_FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Filters whose outcome depends on which tokens are masked, and their neutral values."""
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     """One request's way of choosing tokens and of ending; checked when made.
 
@@ -192,6 +196,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_EPS
+
+    @property
+    def depends_on_mask(self) -> bool:
+        """Whether a masked draw may differ from the first legal token of an unmasked one."""
+        return any(getattr(self, name) != value for name, value in MASKED_FILTERS.items())
 
     @property
     def num_samples(self) -> int:

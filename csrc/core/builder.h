@@ -127,17 +127,34 @@ struct Builder {
         executor.finish(token_floats, block_floats, sample_floats);
     }
 
-    // batch: StepBatch; output: StepOutput, whose arrays are filled in.
-    void run(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv) {
+    // batch: StepBatch; output: StepOutput, whose arrays are filled in; check: None, or a function that is
+    // given the step's index once it is drawn, and returns None or a Redraw.
+    void run(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
+             const nb::object& check) {
         const Batch step = read_batch(batch, output);
+        {
+            nb::gil_scoped_release release;
+            executor.run(step, *kv);
+        }
+        check_draws(step, *kv, check, 0);
+    }
+
+    void check_draws(const Batch& step, const KvMemory& kv, const nb::object& check, int index) {
+        const nb::object found = check.is_none() ? nb::none() : check(index);
+        if (found.is_none()) return;
+        const auto samples = array_of<Array<int32_t, nb::ndim<1>>>(found, "samples");
+        const auto masks = array_of<Array<uint32_t, nb::ndim<2>>>(found, "masks");
+        if (masks.shape(0) != samples.size() || (int)masks.shape(1) != (executor.vocab() + 31) / 32)
+            throw std::invalid_argument("masks: not one for each row that is drawn again");
+        const std::vector<int32_t> rows(samples.data(), samples.data() + samples.size());
         nb::gil_scoped_release release;
-        executor.run(step, *kv);
+        executor.redraw(step, kv, rows, masks.data());
     }
 
     // Returns how many steps were computed. An exception in any but the first ends them instead: the caller
     // meets it again when it computes that step next.
     int decode(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
-               const nb::object& steps, const nb::callable& goes_on) {
+               const nb::object& steps, const nb::callable& goes_on, const nb::object& check) {
         const int num_steps = nb::cast<int>(steps.attr("num_steps"));
         const Batch first = read_batch(batch, output, num_steps);
         DecodeBatch decoding(first, kv->num_groups(), num_steps, read_end_tokens(steps, first.num_requests));
@@ -149,6 +166,7 @@ struct Builder {
                 if (done == 0) throw;
                 return done;
             }
+            check_draws(decoding.batch(), *kv, check, done);
             const bool is_last = done + 1 == num_steps || !decoding.advance();
             if (is_last || !nb::cast<bool>(goes_on(done))) return done + 1;
         }

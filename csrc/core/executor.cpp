@@ -158,6 +158,7 @@ void Executor::add_sampling(const Place& logits) {
     const auto* linear = dynamic_cast<const LinearStage*>(head_.back().get());
     if (linear && linear->writes_only(logits)) logits_product_ = linear;
     push(std::make_unique<SampleStage>(logits, vocab_));
+    sampling_ = head_.back().get();
     push(std::make_unique<RowStage>(true));
     add_row_op(make_logits_out(logits));
 }
@@ -311,6 +312,25 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
     kernels_.begin_step();
     Walk walk(*this, batch, kv);
     pool_.walk(walk);
+}
+
+void Executor::redraw(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
+                      const uint32_t* masks) {
+    if (!batch.keeps_logits || batch.num_samples > kSampleChunk) fail("rows drawn again without their logits");
+    std::vector<SamplingRecord> records(batch.sampling.records, batch.sampling.records + batch.num_samples);
+    for (size_t i = 0; i < samples.size(); i++) {
+        if (samples[i] < 0 || samples[i] >= batch.num_samples)
+            fail("sampled row " + std::to_string(samples[i]) + " drawn again, of " +
+                 std::to_string(batch.num_samples));
+        records[samples[i]].allowed_mask = (int32_t)i;
+    }
+    Batch masked = batch;
+    masked.sampling.records = records.data();
+    masked.sampling.allowed_masks = masks;
+    const View view{.executor = *this, .batch = masked, .kv = kv, .num_samples = batch.num_samples};
+    pool_.parallel_for((int)samples.size(), [&](int piece, int thread) {
+        sampling_->run(view, samples[piece], threads_[thread], 0);
+    });
 }
 
 }  // namespace octavo

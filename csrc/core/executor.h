@@ -211,6 +211,11 @@ class Executor {
 
     // -- running --
     void run(const Batch& batch, const KvMemory& kv);
+    // Draws some sampled rows of the step that was just run again, each under its mask of masks
+    // [samples][mask_words]. The step kept its logits, and they are those of all its sampled rows: at most
+    // kSampleChunk.
+    void redraw(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
+                const uint32_t* masks);
 
     // Stages computed, ever: grows while a step runs, and any thread may look.
     uint64_t stages_done() const { return stages_done_.load(std::memory_order_relaxed); }
@@ -220,6 +225,7 @@ class Executor {
     const std::map<std::string, StageTime>& profiled() const { return profiled_; }
 
     ThreadPool& pool() const { return pool_; }
+    int vocab() const { return vocab_; }
     const KernelTable& kernels() const { return kernels_; }
     float* arena(Axis axis) const { return (float*)arenas_[(int)axis]->data(); }
     int64_t row_floats(Axis axis) const { return row_floats_[(int)axis]; }
@@ -257,6 +263,7 @@ class Executor {
     std::vector<int> body_ranges_;  // the range of each stage of the body, as it was told
     std::vector<StageRange> each_;  // every stage of the body alone
     std::vector<StageRange> ranges_;  // the stages of a range together
+    const Stage* sampling_ = nullptr;  // the stage of draws
     const Stage* logits_product_ = nullptr;  // the product that writes just the logits, if one does
     int64_t row_floats_[kNumAxes] = {};
     int least_rows_ = 0;  // for each thread, from which on the threads go by ranges

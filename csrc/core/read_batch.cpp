@@ -126,6 +126,7 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     b.draws = !sampling.is_none();
     if (b.draws) {
         b.sampling = read_sampling(sampling, b.num_samples);
+        b.keeps_logits = nb::cast<bool>(sampling.attr("keeps_logits"));
         read_results(b.sampling, output.attr("samples"), (size_t)b.num_samples * num_steps);
     } else {
         b.out_logits = nb::cast<Out<float>>(output.attr("arrays")["logits"]).data();

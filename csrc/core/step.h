@@ -68,9 +68,11 @@ struct Batch {
     bool draws;  // whether `sampling` is set; otherwise logits go to out_logits [S][V]
     SampleArgs sampling;  // all but logits, stride, vocab and first, which the stage of draws knows
     float* out_logits;
+    bool keeps_logits = false;  // whether rows may be drawn again once all are drawn
 
     // Whether each draw is its row's best logit and no other logit is needed.
     bool draws_best() const {
+        if (keeps_logits) return false;
         for (int at = 0; at < num_samples; at++)
             if (!draws || !sampling.takes_best(at)) return false;
         return true;

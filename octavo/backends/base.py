@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from octavo.backends.batch import DecodeSteps, GoesOn, SampleResult, StepBatch, StepOutput
+from octavo.backends.batch import Check, DecodeSteps, GoesOn, SampleResult, StepBatch, StepOutput
 from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
 from octavo.outputs import Profile
 from octavo.program.program import Program, Weight
@@ -143,13 +143,31 @@ class AsyncRunnable(Protocol):
 
 
 @runtime_checkable
+class CheckingRunnable(Protocol):
+    """A Runnable that has its draws checked, and draws again what does not hold."""
+
+    max_checked: int
+    """Most sampled rows of a step whose draws are checked."""
+
+    def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
+        """Computes what `run` does, then draws rows again as `check` says."""
+        ...
+
+
+@runtime_checkable
 class DecodingRunnable(Protocol):
     """A Runnable that computes several decode steps in one call."""
 
     def decode(
-        self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, goes_on: GoesOn
+        self,
+        batch: StepBatch,
+        kv: KvCache,
+        steps: DecodeSteps,
+        goes_on: GoesOn,
+        check: Check | None,
     ) -> list[SampleResult]:
-        """Computes several steps, each bitwise as `run` does, and returns their results.
+        """Computes several steps, each bitwise as `run` does, or `run_checked` with a check, and
+        returns their results.
 
         A fault in the first step is raised; a fault in a later one ends the call before it.
         """

@@ -57,19 +57,23 @@ def sampling_records(count: int, **fields: ArrayLike) -> NDArray[np.void]:
     return records
 
 
+Bits = NDArray[np.uint32]
+"""A bit for each token, the lowest first."""
+
+
 def mask_words(vocab_size: int) -> int:
     """Returns the number of words that hold one bit for each token."""
     return -(-vocab_size // 32)
 
 
-def packed_masks(masks: NDArray[np.bool_]) -> NDArray[np.uint32]:
+def packed_masks(masks: NDArray[np.bool_]) -> Bits:
     """Returns masks `[A, V]` as bits `[A, ceil(V / 32)]`."""
     padding = 32 * mask_words(masks.shape[1]) - masks.shape[1]
     bits = np.packbits(np.pad(masks, ((0, 0), (0, padding))), axis=1, bitorder="little")
     return np.ascontiguousarray(bits).view(np.uint32)
 
 
-def unpacked_mask(mask: NDArray[np.uint32], vocab_size: int) -> NDArray[np.bool_]:
+def unpacked_mask(mask: Bits, vocab_size: int) -> NDArray[np.bool_]:
     """Returns a mask `[ceil(V / 32)]` as booleans `[V]`."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size)
     return bits.astype(np.bool_)
@@ -96,8 +100,10 @@ class SamplingBatch:
     bias_ids: NDArray[np.int32]
     bias_values: NDArray[np.float32]
     """Added to the logits; -inf bans a token."""
-    allowed_masks: NDArray[np.uint32]
+    allowed_masks: Bits
     """[A, ceil(V / 32)]: bit i % 32 of word i // 32 says whether token i is allowed."""
+    keeps_logits: bool = False
+    """Whether rows may be drawn again under masks once all are drawn, as a Check says."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -207,6 +213,19 @@ class StepOutput:
     arrays: dict[str, NDArray] = field(default_factory=dict)
     """Otherwise the Program's outputs by name; logits are `[S, V]` in float32 or float64."""
 
+
+@dataclass(frozen=True, slots=True)
+class Redraw:
+    """Rows of a step that are drawn again, since what they drew is not allowed."""
+
+    samples: NDArray[np.int32]
+    """Indices of the rows among the sampled ones, `[N]`."""
+    masks: Bits
+    """Tokens that each of them may draw, `[N, ceil(V / 32)]`."""
+
+
+Check = Callable[[SampleResult], Redraw | None]
+"""Looks at the draws of a step; None where all of them hold."""
 
 GoesOn = Callable[[SampleResult], bool]
 """Takes the draws of a decode step and says whether there is to be another one."""

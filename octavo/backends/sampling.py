@@ -32,12 +32,13 @@ Nguyen et al. 2024; top_p: Holtzman et al. 2020.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.batch import SampleResult, SamplingBatch, unpacked_mask
+from octavo.backends.batch import Redraw, SampleResult, SamplingBatch, unpacked_mask
 
 Floats = NDArray[np.float64]
 Record = Mapping[str, Any] | np.void
@@ -68,6 +69,18 @@ def sample(logits: NDArray[np.float32], batch: SamplingBatch) -> SampleResult:
     if num_rows and (records["num_logprobs"].max() >= 0 or records["target_id"].max() >= 0):
         _add_logprobs(result, logits, batch)
     return result
+
+
+def masked(batch: SamplingBatch, redraw: Redraw) -> SamplingBatch:
+    """Returns a batch in which the rows that are drawn again have their masks; the others draw what
+    they drew.
+    """
+    records = batch.records.copy()
+    records["allowed_mask"][redraw.samples] = len(batch.allowed_masks) + np.arange(
+        len(redraw.samples)
+    )
+    masks = np.concatenate([batch.allowed_masks, redraw.masks])
+    return replace(batch, records=records, allowed_masks=masks)
 
 
 def scores(z: Floats, record: Record) -> Floats:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
+from octavo.backends.batch import Bits, mask_words
 from octavo.ports import Grammars, Matcher
 from octavo.step import NewRow
 from octavo.structured_outputs import GrammarSpec
@@ -53,9 +53,10 @@ class CompiledGrammars:
 class GrammarRows:
     """The matchers of the rows that have a grammar."""
 
-    def __init__(self, grammars: Grammars | None) -> None:
+    def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
         """Takes None where nothing compiles grammars; the front then refuses them all."""
         self._compiled = None if grammars is None else CompiledGrammars(grammars)
+        self._mask_words = mask_words(vocab_size)
         self._matchers: dict[int, Matcher] = {}
         self._faults: dict[int, Exception] = {}
         """Faults of matchers that could not take in a row's last token; raised when the row is
@@ -85,12 +86,35 @@ class GrammarRows:
         except Exception as error:
             self._faults[row] = error
 
-    def mask(self, row: int) -> NDArray[np.uint32] | None:
+    def __contains__(self, row: int) -> bool:
+        return row in self._matchers
+
+    def mask(self, row: int) -> Bits | None:
         """Returns the tokens that may come next, `[ceil(V / 32)]`; None where any may."""
         if row in self._faults:
             raise self._faults[row]
         matcher = self._matchers.get(row)
         return None if matcher is None else np.frombuffer(matcher.mask(), np.uint32)
+
+    def allows(self, row: int, token_id: int) -> bool:
+        """Returns whether a token may come next in a row that has a grammar."""
+        return row not in self._faults and self._matchers[row].allows(token_id)
+
+    def mask_or_none(self, row: int) -> Bits:
+        """Returns the tokens that may come next in a row that has a grammar; none where there is a
+        fault, which `fault` then tells.
+        """
+        try:
+            mask = self.mask(row)
+            assert mask is not None, "only rows with a grammar are asked for"
+            return mask
+        except Exception as error:
+            self._faults[row] = error
+            return np.zeros(self._mask_words, np.uint32)
+
+    def fault(self, row: int) -> str:
+        """Returns why a row's grammar cannot be followed any further; "" where it can."""
+        return str(self._faults.get(row, ""))
 
     def is_complete(self, row: int) -> bool:
         """Returns whether a row's text is complete, and nothing but its end may follow."""

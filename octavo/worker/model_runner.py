@@ -13,7 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import AsyncRunnable, Computing, DecodingRunnable, Runnable
+from octavo.backends.base import (
+    AsyncRunnable,
+    CheckingRunnable,
+    Computing,
+    DecodingRunnable,
+    Runnable,
+)
 from octavo.backends.batch import (
     DecodeSteps,
     LastTokens,
@@ -25,6 +31,7 @@ from octavo.backends.batch import (
 from octavo.backends.kv import BLOCK_SIZE, KvCache
 from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
+from octavo.worker.checked_draws import CheckedDraws
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets
 
@@ -63,6 +70,8 @@ class PreparedStep:
     batch: StepBatch
     layout: Layout
     sampling: SamplingBatch
+    checks: CheckedDraws | None
+    """Draws that are checked once they are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +88,28 @@ class ModelRunner:
     def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows) -> None:
         self._runnable = runnable
         self._asynchronous = runnable if isinstance(runnable, AsyncRunnable) else None
+        self._checking = runnable if isinstance(runnable, CheckingRunnable) else None
         self._kv = kv
         self._rows = rows
 
     def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> PreparedStep:
         """Gathers the arrays of the first of `num_steps` steps; changes no row."""
-        batch, layout = self._batch(scheduled, num_steps)
+        layout = self._layout(scheduled)
+        checks = self._checks(layout)
+        batch = self._batch(scheduled, layout, checks, num_steps)
         assert batch.sampling is not None
-        return PreparedStep(scheduled, batch, layout, batch.sampling)
+        return PreparedStep(scheduled, batch, layout, batch.sampling, checks)
 
     def run(self, step: PreparedStep) -> list[RowResult]:
         """Computes a step; returns one result for each row, in order.
 
         The rows take in their sampled tokens only once the whole step has succeeded.
         """
-        output = self._runnable.run(step.batch, self._kv)
+        if step.checks is None:
+            output = self._runnable.run(step.batch, self._kv)
+        else:
+            assert self._checking is not None
+            output = self._checking.run_checked(step.batch, self._kv, step.checks)
         assert output.samples is not None
         return self._results(step, output.samples)
 
@@ -140,35 +156,65 @@ class ModelRunner:
 
         end_ids, end_starts = self._rows.end_tokens(step.layout.rows)
         steps = self._runnable.decode(
-            step.batch, self._kv, DecodeSteps(num_steps, end_starts, end_ids), goes_on
+            step.batch,
+            self._kv,
+            DecodeSteps(num_steps, end_starts, end_ids),
+            goes_on,
+            step.checks,
         )
         for samples in steps[len(done) :]:
             take(samples)
         return DecodedRows([_joined(results) for results in zip(*done, strict=True)], len(done))
 
-    def _batch(self, scheduled: Sequence[ScheduledRow], num_steps: int) -> tuple[StepBatch, Layout]:
-        """Gathers the first of `num_steps` steps, with block tables that reach to the last."""
-        rows = self._rows.indices(scheduled)
-        starts = np.array([row.start for row in scheduled], np.int32)
-        counts = np.array([row.num_tokens for row in scheduled], np.int32)
-        query_starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=query_starts[1:])
-        ends = starts + counts
-        owners = np.repeat(rows, counts)
-        places = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(
-            starts - query_starts[:-1], counts
+    def can_decode(self, step: PreparedStep) -> bool:
+        """Returns whether several decode steps may begin with this one: nothing of how its rows are
+        drawn changes with their tokens.
+        """
+        grammars, checks = self._rows.grammars, step.checks
+        return all(
+            row not in grammars or (checks is not None and entry in checks)
+            for entry, row in enumerate(step.layout.rows.tolist())
         )
-        tables = self._rows.block_tables
-        slots = tables[:, owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
-        layout = Layout(
+
+    def _layout(self, scheduled: Sequence[ScheduledRow]) -> Layout:
+        rows = self._rows.indices(scheduled)
+        query_starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum([row.num_tokens for row in scheduled], out=query_starts[1:])
+        return Layout(
             rows,
-            ends,
+            np.array([row.start + row.num_tokens for row in scheduled], np.int32),
             query_starts,
             [i for i, row in enumerate(scheduled) if row.samples],
             self._targets(scheduled, rows),
         )
-        sample_rows, sampling = self._sampling(scheduled, layout)
-        batch = StepBatch(
+
+    def _checks(self, layout: Layout) -> CheckedDraws | None:
+        """Returns the draws that are checked once they are made, where the backend can do that for
+        as many sampled rows.
+        """
+        num_samples = len(layout.draws) + sum(last - first for _, first, last in layout.targets)
+        if self._checking is None or num_samples > self._checking.max_checked:
+            return None
+        return self._rows.sampling.checks(layout.rows[np.array(layout.draws, np.intp)])
+
+    def _batch(
+        self,
+        scheduled: Sequence[ScheduledRow],
+        layout: Layout,
+        checks: CheckedDraws | None,
+        num_steps: int,
+    ) -> StepBatch:
+        """Gathers the first of `num_steps` steps, with block tables that reach to the last."""
+        rows, ends, query_starts = layout.rows, layout.ends, layout.query_starts
+        counts = np.diff(query_starts)
+        owners = np.repeat(rows, counts)
+        places = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(
+            ends - query_starts[1:], counts
+        )
+        tables = self._rows.block_tables
+        slots = tables[:, owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+        sample_rows, sampling = self._sampling(scheduled, layout, checks)
+        return StepBatch(
             token_ids=self._rows.token_ids[owners, places],
             places=places,
             positions=places[None],
@@ -181,7 +227,6 @@ class ModelRunner:
             sample_rows=sample_rows,
             sampling=sampling,
         )
-        return batch, layout
 
     def _targets(
         self, scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]
@@ -199,14 +244,14 @@ class ModelRunner:
         return found
 
     def _sampling(
-        self, scheduled: Sequence[ScheduledRow], layout: Layout
+        self, scheduled: Sequence[ScheduledRow], layout: Layout, checks: CheckedDraws | None
     ) -> tuple[NDArray[np.int32], SamplingBatch]:
         """Returns `sample_rows [S]` and how to draw: draws first, then the prompt's own tokens as
         targets.
         """
         draws = np.array(layout.draws, np.intp)
         sampling = self._rows.sampling.gather(
-            layout.rows[draws], self._rows.token_ids, layout.ends[draws]
+            layout.rows[draws], self._rows.token_ids, layout.ends[draws], checks
         )
         sample_rows = layout.query_starts[draws + 1] - 1
         if not layout.targets:
@@ -241,7 +286,6 @@ class ModelRunner:
         scheduled, layout, sampling = step.scheduled, step.layout, step.sampling
         num_draws = len(layout.draws)
         draws = np.array(layout.draws, np.intp)
-        self._rows.append(layout.rows[draws], layout.ends[draws], samples.token_ids[:num_draws])
         results = [RowResult(row.request_id, num_kept=row.num_tokens) for row in scheduled]
         failed = samples.failed.tolist()
         for entry, (index, token_id) in enumerate(
@@ -249,7 +293,8 @@ class ModelRunner:
         ):
             results[index].token_ids = [token_id]
             if failed[entry]:
-                results[index].failure = _failure(sampling, entry, int(layout.ends[index]))
+                results[index].failure = self._failure(step, entry, index)
+        self._rows.append(layout.rows[draws], layout.ends[draws], samples.token_ids[:num_draws])
         if samples.logprobs is not None:
             num_logprobs = sampling.records["num_logprobs"]
             reader = LogprobsReader(num_logprobs, samples)
@@ -265,6 +310,29 @@ class ModelRunner:
             if result.failure is not None:
                 result.num_kept = 0
         return results
+
+    def _failure(self, step: PreparedStep, entry: int, index: int) -> str:
+        """Returns why nothing could be drawn: a NaN, or bans of its own that leave no token."""
+        num_tokens = int(step.layout.ends[index])
+        if fault := self._rows.grammars.fault(int(step.layout.rows[index])):
+            return f"the grammar cannot be followed after {num_tokens} tokens: {fault}"
+        if not _is_restricted(step, entry):
+            return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"
+        bans = "the grammar, allowed_token_ids, logit_bias, bad_words and min_tokens"
+        return (
+            f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's"
+            " logits are not numbers (NaN)"
+        )
+
+
+def _is_restricted(step: PreparedStep, entry: int) -> bool:
+    """Returns whether something bans tokens of a sampled row."""
+    sampling = step.sampling
+    return bool(
+        sampling.records["allowed_mask"][entry] >= 0
+        or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
+        or (step.checks is not None and entry in step.checks)
+    )
 
 
 def _last_tokens(
@@ -291,20 +359,6 @@ def _joined(steps: Sequence[RowResult]) -> RowResult:
     failure = steps[-1].failure
     num_kept = 0 if failure is not None else sum(step.num_kept for step in steps)
     return RowResult(steps[0].request_id, token_ids, logprobs, failure=failure, num_kept=num_kept)
-
-
-def _failure(sampling: SamplingBatch, entry: int, num_tokens: int) -> str:
-    """Returns why nothing could be drawn: a NaN, or bans of its own that leave no token."""
-    if (
-        sampling.records["allowed_mask"][entry] >= 0
-        or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
-    ):
-        bans = "the grammar, allowed_token_ids, logit_bias, bad_words and min_tokens"
-        return (
-            f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's"
-            " logits are not numbers (NaN)"
-        )
-    return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"
 
 
 def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:

@@ -41,7 +41,7 @@ class RequestRows:
         """Places of the rows' blocks, `[G, N, B]`, padded with -1."""
         self.num_prompt_tokens = [0] * max_rows
         self._end_token_ids = [NO_TOKENS] * max_rows
-        self.grammars = GrammarRows(grammars)
+        self.grammars = GrammarRows(grammars, vocab_size)
         self.sampling = SamplingRows(
             max_rows=max_rows, vocab_size=vocab_size, grammars=self.grammars
         )

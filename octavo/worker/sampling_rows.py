@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.batch import (
+    Bits,
     SamplingBatch,
     mask_words,
     packed_masks,
@@ -23,10 +24,8 @@ from octavo.backends.batch import (
 )
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow
+from octavo.worker.checked_draws import CheckedDraws
 from octavo.worker.grammar_rows import GrammarRows
-
-Bits = NDArray[np.uint32]
-"""A bit for each token, the lowest first."""
 
 MINUS_INFINITY = float("-inf")
 NO_IDS = np.zeros(0, np.int32)
@@ -74,6 +73,8 @@ class RowExtras:
     """Tokens that penalties apply to; None without a penalty."""
     allowed_mask: Bits | None
     """[ceil(V / 32)]; None allows all."""
+    draws_first: bool
+    """Whether a grammar may be checked once the token is drawn."""
 
     def bias(self, token_ids: NDArray[np.int32], *, must_end: bool = False) -> dict[int, float]:
         """Returns what is added to the logits of the token after `token_ids [num_tokens]`. Where
@@ -184,11 +185,28 @@ class SamplingRows:
         if extras is not None and extras.counts is not None:
             extras.counts.add(token_id)
 
+    def checks(self, rows: NDArray[np.intp]) -> CheckedDraws | None:
+        """Returns which of the draws from `rows [S]` are checked once they are made, against
+        grammars; None where none is.
+        """
+        checked, allowed = {}, {}
+        for entry, row in enumerate(rows.tolist() if self._extras else ()):
+            extras = self._extras.get(row)
+            if extras is not None and extras.draws_first and row in self._grammars:
+                checked[entry] = row
+                if extras.allowed_mask is not None:
+                    allowed[entry] = extras.allowed_mask
+        return CheckedDraws(self._grammars, checked, allowed) if checked else None
+
     def gather(
-        self, rows: NDArray[np.intp], token_ids: NDArray[np.int32], ends: NDArray[np.int32]
+        self,
+        rows: NDArray[np.intp],
+        token_ids: NDArray[np.int32],
+        ends: NDArray[np.int32],
+        checks: CheckedDraws | None = None,
     ) -> SamplingBatch:
         """Returns how to draw from `rows [S]`, each after the first `ends [S]` of its `token_ids
-        [N, context]`.
+        [N, context]`. Rows that `checks` has get no mask of their grammars.
         """
         records = self._records[rows]
         records["position"] = ends
@@ -204,7 +222,8 @@ class SamplingRows:
             allowed_masks=np.zeros((0, mask_words(self._vocab_size)), np.uint32),
         )
         if self._extras:
-            self._add_extras(batch, rows.tolist(), token_ids, ends)
+            self._add_extras(batch, rows.tolist(), token_ids, ends, checks)
+        batch.keeps_logits = checks is not None
         return batch
 
     def _add_extras(
@@ -213,6 +232,7 @@ class SamplingRows:
         rows: list[int],
         token_ids: NDArray[np.int32],
         ends: NDArray[np.int32],
+        checks: CheckedDraws | None,
     ) -> None:
         bias, history = Csr(), Csr()
         masks = Masks()
@@ -226,7 +246,8 @@ class SamplingRows:
                 bias.add(entry, ids, np.fromiter(added.values(), np.float32))
             if extras.counts is not None:
                 history.add(entry, *extras.counts.arrays())
-            mask = self._mask(row, extras)
+            is_checked = checks is not None and entry in checks
+            mask = extras.allowed_mask if is_checked else self._mask(row, extras)
             if mask is not None:
                 batch.records["allowed_mask"][entry] = masks.place(mask)
         if bias.ids:
@@ -275,6 +296,7 @@ class SamplingRows:
             if penalised
             else None,
             allowed_mask=self._allowed_mask(params),
+            draws_first=not params.depends_on_mask,
         )
 
     def _allowed_mask(self, params: SamplingParams) -> Bits | None:

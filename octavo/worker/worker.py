@@ -230,8 +230,9 @@ class Worker:
             try:
                 prepare = partial(self._runner.prepare, num_steps=plan.num_steps)
                 prepared = self._faults.prepare(plan.rows, prepare)
-                if prepared.step is not None and not prepared.failed:
-                    return self._runner.decode(prepared.step, plan.num_steps, between)
+                step = prepared.step
+                if step is not None and not prepared.failed and self._runner.can_decode(step):
+                    return self._runner.decode(step, plan.num_steps, between)
             except Exception:
                 logger.exception(
                     "%d decode steps of %d requests failed; running one",

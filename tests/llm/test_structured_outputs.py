@@ -139,6 +139,17 @@ def test_a_request_draws_alone_what_it_draws_in_a_batch(llm):
     assert together == alone
 
 
+@pytest.mark.parametrize("mode", ["sampled", "hot", "penalties", "biased", "bad words"])
+def test_a_checked_draw_is_the_masked_one(llm, mode):
+    """A top_k of the whole vocabulary keeps all tokens, and has the mask made beforehand."""
+    prompts = prompts_of(3, 8)
+    options = [MODES[mode] | {"seed": seed, "logprobs": 2} for seed in range(2)]
+    schema, every = strings_of("a", "b"), llm.info.vocab_size
+    checked = llm.generate(prompts, [params(schema, **one) for one in options])
+    masked = llm.generate(prompts, [params(schema, **one | {"top_k": every}) for one in options])
+    assert [fingerprint(one) for one in checked] == [fingerprint(one) for one in masked]
+
+
 def test_a_masked_draw_is_the_ordinary_one_where_all_is_legal(llm):
     free = SamplingParams(max_tokens=12, seed=3, bad_words=[])
     anything = StructuredOutputs(regex="(.|\\n)*")

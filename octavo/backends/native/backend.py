@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
 from octavo.backends.batch import (
+    Check,
     DecodeSteps,
     GoesOn,
     SampleResult,
@@ -216,18 +217,36 @@ class NativeProgram:
             ops, self._device.read_bandwidth(self._weight_bytes), rates, self._device.hop_seconds()
         )
 
+    @property
+    def max_checked(self) -> int:
+        """Most sampled rows whose logits lie in memory together."""
+        return int(native_module().SAMPLE_CHUNK)
+
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        return self._run(batch, kv, None)
+
+    def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
+        return self._run(batch, kv, check)
+
+    def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
         num_rows = len(batch.sample_rows)
         if batch.sampling is None:
             logits = np.empty((num_rows, self._vocab_size), np.float32)
             output = StepOutput(arrays={"logits": logits})
         else:
             output = StepOutput(_empty_result(batch.sampling, num_rows, self._vocab_size))
-        self._executor.run(batch, output, kv)
+        samples = output.samples
+        check_step = None if check is None or samples is None else lambda index: check(samples)
+        self._executor.run(batch, output, kv, check_step)
         return output
 
     def decode(
-        self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, goes_on: GoesOn
+        self,
+        batch: StepBatch,
+        kv: KvCache,
+        steps: DecodeSteps,
+        goes_on: GoesOn,
+        check: Check | None,
     ) -> list[SampleResult]:
         assert batch.sampling is not None
         num_rows = len(batch.sample_rows)
@@ -237,7 +256,12 @@ class NativeProgram:
             return whole.part(index * num_rows, (index + 1) * num_rows)
 
         num_steps = self._executor.decode(
-            batch, StepOutput(whole), kv, steps, lambda index: goes_on(step(index))
+            batch,
+            StepOutput(whole),
+            kv,
+            steps,
+            lambda index: goes_on(step(index)),
+            None if check is None else lambda index: check(step(index)),
         )
         return [step(index) for index in range(num_steps)]
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
-from octavo.backends.batch import StepBatch, StepOutput
+from octavo.backends.batch import Check, StepBatch, StepOutput
 from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
 from octavo.backends.reference.attention import ATTENTION_FORMULAS
 from octavo.backends.reference.kv_cache import ReferenceKvCache, layout_of
 from octavo.backends.reference.ops import ROW_FORMULAS, Exchange, Floats, ReferenceStep, alone
-from octavo.backends.sampling import sample
+from octavo.backends.sampling import masked, sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
 from octavo.outputs import Profile
 from octavo.program.ops import Attention
@@ -54,7 +55,15 @@ class ReferenceRunnable:
     def stop_profile(self) -> Profile:
         raise BackendUnavailable("no profile was started")
 
+    max_checked: ClassVar[int] = 1 << 30
+
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        return self._run(batch, kv, None)
+
+    def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
+        return self._run(batch, kv, check)
+
+    def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
         assert isinstance(kv, ReferenceKvCache)
         step = ReferenceStep(self.program, self.weights, batch, kv.groups, exchange=self.exchange)
         with np.errstate(all="ignore"):
@@ -68,7 +77,12 @@ class ReferenceRunnable:
             }
             if batch.sampling is None:
                 return StepOutput(arrays=outputs)
-            return StepOutput(samples=sample(outputs["logits"].astype(np.float32), batch.sampling))
+            logits = outputs["logits"].astype(np.float32)
+            samples = sample(logits, batch.sampling)
+            redraw = None if check is None else check(samples)
+            if redraw is not None:
+                samples = sample(logits, masked(batch.sampling, redraw))
+            return StepOutput(samples=samples)
 
 
 class ReferenceBackend:

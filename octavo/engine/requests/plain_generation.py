@@ -55,7 +55,11 @@ class PlainGeneration:
         self.row_params = params
         self.needs_last_token = GRAMMAR if has_grammar else _needs_last_token(params)
         self._rules = rules
-        self._watched = rules.one_token or bool(params.bad_words_token_ids) or has_grammar
+        self._watched = (
+            rules.one_token
+            or bool(params.bad_words_token_ids)
+            or (has_grammar and (params.depends_on_mask or params.min_tokens > 0))
+        )
         """Whether something has to be done for each of its tokens."""
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
