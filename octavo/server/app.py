@@ -21,7 +21,7 @@ from octavo.server.ollama import models as ollama_models
 from octavo.server.ollama import refusals as ollama_refusals
 from octavo.server.openai import batches, chat, completions, files, models
 from octavo.server.openai.responses import routes as responses
-from octavo.server.openapi import describe_bodies
+from octavo.server.openapi import describe
 from octavo.server.request_log import Reader, RequestLog, SlowLog, log_access
 from octavo.server.routes import (
     admin,
@@ -103,7 +103,7 @@ def create_app(
     )
     app.state.stored_work = None if store is None else StoredWork(app.state.service, store)
     for part in ROUTES:
-        describe_bodies(part.router)
+        describe(part.router)
         app.include_router(part.router)
     add_error_handlers(app)
     app.add_middleware(TimeLimit, limit_s=settings.max_request_s)

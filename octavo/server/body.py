@@ -36,6 +36,9 @@ class Body(BaseModel):
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Names of fields that other servers know and this one does not honour."""
 
+    stream_type: ClassVar[str | None] = "text/event-stream"
+    """Media type of the answer where a field `stream` asks for one; None where none may."""
+
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
     @property
@@ -88,7 +91,7 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
         return body
 
     reader: Any = parse
-    reader.kind = kind  # read by `openapi.describe_bodies`
+    reader.kind = kind  # read by `openapi.describe`
     return parse
 
 

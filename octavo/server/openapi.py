@@ -1,7 +1,7 @@
-"""Request bodies in the OpenAPI description, from the classes that check them.
+"""What FastAPI does not see of a route, in the OpenAPI description: its body, from the class that
+checks it, the type of its stream, and the form of its errors.
 
-The routes read their bodies themselves (`body.body_of`), so that FastAPI does not see what these
-hold.
+The routes read their bodies (`body.body_of`) and write their answers themselves.
 """
 
 from __future__ import annotations
@@ -13,18 +13,35 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from octavo.server.error_forms import Fault, form_of
+
 REFERENCE = "$ref"
+EXAMPLE = Fault("a message", "AType", 400)
 
 
-def describe_bodies(router: APIRouter) -> None:
-    """Adds to each route of a router the schema of the body that `body_of` reads for it."""
+def describe(router: APIRouter) -> None:
+    """Adds to each route of a router what it reads and answers."""
     for route in router.routes:
         if not isinstance(route, APIRoute):
             continue
+        route.responses.update(error_responses(route.path))
         for dependency in route.dependant.dependencies:
             kind = getattr(dependency.call, "kind", None)
-            if kind is not None:
-                route.openapi_extra = {"requestBody": request_body(kind)}
+            if kind is None:
+                continue
+            route.openapi_extra = {"requestBody": request_body(kind)}
+            if kind.stream_type is not None and "stream" in kind.model_fields:
+                route.responses[200] = {"content": {kind.stream_type: {}}}
+
+
+def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
+    """Returns the descriptions of a route's errors: a client's, and the server's."""
+    form = form_of({"type": "http", "path": path, "headers": []})
+    content = {"application/json": {"schema": _schema_of(form(EXAMPLE))}}
+    return {
+        "4XX": {"description": "The request is at fault.", "content": content},
+        "5XX": {"description": "The server is at fault, or full.", "content": content},
+    }
 
 
 def request_body(kind: type[BaseModel]) -> dict[str, Any]:
@@ -43,3 +60,13 @@ def _whole(node: Any, parts: Mapping[str, Any]) -> Any:
     if REFERENCE in node:
         return _whole(parts[node[REFERENCE].rpartition("/")[2]], parts)
     return {name: _whole(entry, parts) for name, entry in node.items()}
+
+
+def _schema_of(example: Any) -> dict[str, Any]:
+    """Returns the schema of an error's body, in which a null stands for a text that may be."""
+    if example is None:
+        return {"type": ["string", "null"]}
+    if isinstance(example, dict):
+        properties = {name: _schema_of(value) for name, value in example.items()}
+        return {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "integer" if isinstance(example, int) else "string"}

@@ -147,6 +147,7 @@ async def weigh(pids, begin, end):
     return sizes
 
 
+@pytest.mark.timeout(SECONDS + 300)
 def test_mixed_traffic_leaves_memory_flat(server):
     pids = [server.process.pid, *server.children]
     assert len(pids) == 3

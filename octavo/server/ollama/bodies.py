@@ -65,6 +65,8 @@ class RunOptions(BaseModel):
 class OllamaBody(Body):
     """Base of the bodies that ask for text."""
 
+    stream_type = "application/x-ndjson"
+
     model: str = needed("the name of a model, with or without :latest", "who answers")
     stream: bool | None = field(
         "true or false; null is true", "sends the answer as it grows, one JSON object a line"

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse
 
 from octavo.errors import InvalidRequest
 from octavo.server.auth import owner_of
-from octavo.server.multipart import UploadForm, receive_form
+from octavo.server.multipart import FILE_FIELD, UploadForm, receive_form
 from octavo.server.openai.listing import listing
 from octavo.server.state.file_writer import FileWriter
 from octavo.server.state.service import Service, service_of
@@ -24,6 +24,24 @@ MAX_NAME = 255
 AGES_S = (3600, 30 * 86400)
 """Shortest and longest age limit that an upload may ask for, in seconds, as OpenAI has them."""
 AGE_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")
+BYTES = "application/octet-stream"
+FORM = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "purpose": {"type": "string", "enum": list(PURPOSES)},
+                    FILE_FIELD: {"type": "string", "format": "binary"},
+                    **{name: {"type": "string"} for name in AGE_FIELDS},
+                },
+                "required": ["purpose", FILE_FIELD],
+            }
+        }
+    },
+}
+"""Description of an upload, which `receive_form` reads."""
 
 router = APIRouter()
 
@@ -38,7 +56,7 @@ async def store_of(service: Annotated[Service, Depends(service_of)]) -> Store:
 StoreHere = Annotated[Store, Depends(store_of)]
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", openapi_extra={"requestBody": FORM})
 async def upload(
     request: Request, service: Annotated[Service, Depends(service_of)], store: StoreHere
 ) -> dict[str, Any]:
@@ -84,13 +102,17 @@ async def show_file(file_id: str, request: Request, store: StoreHere) -> dict[st
     return public_file(await find_file(store, file_id, owner_of(request)))
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get(
+    "/v1/files/{file_id}/content",
+    response_class=Response,
+    responses={200: {"content": {BYTES: {}}}},
+)
 async def content(file_id: str, request: Request, store: StoreHere) -> Response:
     record = await find_file(store, file_id, owner_of(request))
     path = path_of(store.folder, record.id)
     if not await asyncio.to_thread(path.is_file):
         raise HTTPException(404, f"the bytes of the file {file_id!r} are no longer on the disk")
-    return FileResponse(path, media_type="application/octet-stream")
+    return FileResponse(path, media_type=BYTES)
 
 
 @router.delete("/v1/files/{file_id}")

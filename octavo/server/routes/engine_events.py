@@ -20,7 +20,11 @@ from octavo.server.state.service import Service, service_of
 router = APIRouter()
 
 
-@router.get("/v1/engine/events")
+@router.get(
+    "/v1/engine/events",
+    response_class=Response,
+    responses={200: {"content": {EventStream.media_type: {}}}},
+)
 async def events(
     request: Request,
     service: Annotated[Service, Depends(service_of)],

@@ -34,6 +34,8 @@ router = APIRouter()
 class GenerateBody(SamplingBody):
     """Body of POST /generate."""
 
+    stream_type = None
+
     prompt: Annotated[str | list[TokenId], Field(description="a text or a list of token ids")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from octavo.server.state.service import Service, service_of
@@ -12,7 +13,7 @@ from octavo.server.state.service import Service, service_of
 router = APIRouter()
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def read(service: Annotated[Service, Depends(service_of)]) -> Response:
     """Renders all series as they are now."""
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)

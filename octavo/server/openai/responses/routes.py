@@ -68,7 +68,10 @@ async def create(
     return JSONResponse(last, headers=body.headers)
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get(
+    "/v1/responses/{response_id}",
+    responses={200: {"content": {NamedEventStream.media_type: {}}}},
+)
 async def show(
     response_id: str,
     request: Request,
