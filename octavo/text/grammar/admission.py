@@ -59,7 +59,7 @@ def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
     try:
         probe(compiler.compile(spec))
     except GrammarError as error:
-        faults = [_fault(one) for one in grammars if "json_schema" in one]
+        faults = [fault_of(one) for one in grammars if "json_schema" in one]
         found = next((fault for fault in faults if fault is not None), error)
         raise refuse(form.given_as, f"{form.kind}: {found}") from None
     return spec
@@ -78,10 +78,10 @@ def _grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gramma
 def _json(form: StructuredOutputs, given: Any, name: str) -> Grammar:
     schema = prepared(read(given), closes_objects=form.disable_additional_properties)
     check_cycles(schema)
-    return {"name": name, "json_schema": schema | {OPTIONS: _options(form)}}
+    return {"name": name, "json_schema": schema | {OPTIONS: json_options(form)}}
 
 
-def _options(form: StructuredOutputs) -> dict[str, Any]:
+def json_options(form: StructuredOutputs) -> dict[str, Any]:
     """Returns how llguidance reads a schema: whitespace, and no keyword passed over."""
     return {
         "item_separator": ",",
@@ -120,7 +120,7 @@ def _check_length(form: StructuredOutputs, num_chars: int) -> None:
         )
 
 
-def _fault(grammar: Grammar) -> SchemaError | None:
+def fault_of(grammar: Grammar) -> SchemaError | None:
     """Returns the place at fault in a schema that does not compile; None where it compiles."""
     options = grammar["json_schema"][OPTIONS]
 

@@ -216,6 +216,8 @@ def prepared(schema: dict[str, Any], *, closes_objects: bool) -> dict[str, Any]:
             continue
         if OPTIONS in place.schema:
             raise SchemaError(f"{place.pointer}/{OPTIONS}", "not supported in a request")
+        if "$id" in place.schema and "$ref" in place.schema and place.pointer != "#":
+            raise SchemaError(f"{place.pointer}/$id", "drafts read it differently beside a $ref")
         if "oneOf" in place.schema and "anyOf" not in place.schema:
             _open_one_of(schema, place.schema)
         if closes_objects and "properties" in place.schema:
