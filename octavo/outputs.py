@@ -38,6 +38,8 @@ class CompletionOutput:
     """Score by which a beam search ranks its outputs: the cumulative logprob over the length to the
     power of length_penalty; None without a search.
     """
+    num_reasoning_tokens: int = 0
+    """Number of its tokens that are reasoning, its marks included."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

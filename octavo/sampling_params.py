@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.answer_marks import AnswerMarks
 from octavo.checked_call import CheckedCall
 from octavo.errors import InvalidRequest, shown
 from octavo.structured_outputs import StructuredOutputs
@@ -179,6 +180,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     """
     bad_words_token_ids: list[list[int]] | None = None
     """Token ids of `bad_words`, filled in by the input processor."""
+    answer_marks: AnswerMarks | None = None
+    """Marks of the model's own format of answers, filled in by the server."""
 
     def __post_init__(self) -> None:
         self._check_flags()

@@ -61,6 +61,14 @@ class ModelOptions:
     chat_template: str | None = option(
         None, "a Jinja template, or the path of one, in place of the model's"
     )
+    tool_call_parser: str | None = option(
+        None,
+        "format in which the model calls functions, e.g. hermes; default the chat template's",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "tags of the model's reasoning, e.g. qwen3, or none; default the chat template's",
+    )
     seed: int = option(0, "seed from which unseeded requests draw theirs")
     max_logprobs: int = option(20, "most alternatives a request may ask for", low=0)
 

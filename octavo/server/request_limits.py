@@ -20,6 +20,8 @@ class RequestLimits:
     max_n: int
     max_stop_strings: int
     max_stop_characters: int
+    max_tools: int
+    max_tool_bytes: int
 
     @staticmethod
     def of(settings: ServerSettings) -> RequestLimits:
@@ -28,6 +30,8 @@ class RequestLimits:
             settings.max_n,
             settings.max_stop_strings,
             settings.max_stop_characters,
+            settings.max_tools,
+            settings.max_tool_bytes,
         )
 
     def check(self, num_prompts: int, params: SamplingParams) -> None:

@@ -77,6 +77,10 @@ class ServerSettings:
     max_n: int = option(1024, "most samples (n, best_of) of a prompt", low=1)
     max_stop_strings: int = option(64, "most stop texts of a request", low=1)
     max_stop_characters: int = option(1024, "most characters of a stop text", low=1)
+    max_tools: int = option(128, "most tools of a request", low=1)
+    max_tool_bytes: int = option(
+        1 << 20, "most bytes of a request's tools, as JSON", unit="bytes", low=1
+    )
     max_jobs: int = option(1000, "most jobs (POST /generate) kept at once", low=1)
     job_ttl_s: int = option(600, "seconds for which a finished job's result is kept", low=1)
     max_models: int = option(16, "most models at once, loading and failed ones too", low=1)

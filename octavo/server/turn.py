@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,7 +24,10 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Cursor, Delta
 from octavo.server.generation import Generation, chat_prompt_of
+from octavo.server.reading import PLAIN, Reading, continued_text, reading_of
 from octavo.server.state.served_model import ServedModel
+from octavo.server.taught_tools import plain_history, taught_messages
+from octavo.server.tool_use import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +39,51 @@ class Conversation:
     cache_salt: str | None = None
     rendering: Rendering = DEFAULT_RENDERING
     truncation: Truncation | None = None
+    tools: ToolUse | None = None
+    """Functions that the model may call; None for none."""
 
     async def prompt(self, model: ServedModel) -> dict[str, Any]:
         """Returns the prompt's token ids, as the engine takes them."""
+        messages, rendering = self._with_tools(model)
         return await chat_prompt_of(
             model.llm,
-            self.messages,
+            messages,
             cache_salt=self.cache_salt,
-            rendering=self.rendering,
+            rendering=rendering,
             truncation=self.truncation,
         )
+
+    def reading(self, model: ServedModel, prompt: Mapping[str, Any]) -> Reading:
+        """Returns how the answers to the conversation's prompt are read."""
+        continued = continued_text(self.messages, self.rendering)
+        token_ids = prompt["prompt_token_ids"]
+        return reading_of(model.formats, model.tokenizer, token_ids, self.tools, continued)
+
+    def _with_tools(self, model: ServedModel) -> tuple[list[dict[str, Any]], Rendering]:
+        """Returns the messages and how they are rendered, with the functions that there are: in the
+        template's own way, or taught in plain text where it has none.
+        """
+        messages, rendering = self.messages, self.rendering
+        is_own = rendering.template is not None
+        if not is_own and "tool_calls" not in model.formats.template:
+            messages = plain_history(messages)
+        if self.tools is None:
+            return messages, rendering
+        if is_own or model.formats.reads_tools:
+            variables = {**rendering.variables, "tools": self.tools.definitions}
+            return messages, replace(rendering, variables=variables)
+        return taught_messages(messages, self.tools), rendering
 
 
 class Turn:
     """The answer of one sample to a conversation, whole or as it grows."""
 
-    def __init__(self, generation: Generation, *, every_token: bool = False) -> None:
+    def __init__(
+        self, generation: Generation, reading: Reading = PLAIN, *, every_token: bool = False
+    ) -> None:
         """Makes a delta of tokens that show no text yet too, where `every_token` is true."""
         self._generation = generation
+        self.reading = reading
         self._every_token = every_token
         self.latest: RequestOutput | None = None
         """Newest output, whose counts are the usage so far; None before the first token."""
@@ -65,7 +95,7 @@ class Turn:
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yields what the answer gains; the last has a finish_reason. Closing it aborts."""
-        cursor = Cursor()
+        cursor = Cursor(reader=self.reading.reader())
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
                 self.latest = output
@@ -85,7 +115,8 @@ async def start_turn(
 ) -> Turn:
     """Renders, checks and submits a conversation; raises the error of what is wrong with it."""
     prompt = await conversation.prompt(model)
-    return turn_of(model, prompt, params, request_id, origin=origin, stream=stream)
+    reading = conversation.reading(model, prompt)
+    return turn_of(model, prompt, params, request_id, reading=reading, origin=origin, stream=stream)
 
 
 def turn_of(
@@ -94,12 +125,14 @@ def turn_of(
     params: SamplingParams,
     request_id: str,
     *,
+    reading: Reading = PLAIN,
     origin: Origin = DEFAULT_ORIGIN,
     stream: bool,
 ) -> Turn:
     """Submits a prompt that is ready for the engine."""
+    params = reading.fitted(params)
     generation = Generation(model, [prompt], params, request_id, origin=origin, deltas=stream)
-    return Turn(generation, every_token=params.logprobs is not None)
+    return Turn(generation, reading, every_token=params.logprobs is not None)
 
 
 def params_of(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
+from octavo.text.reasoning_watch import ReasoningWatch
 
 
 class Detokenizer:
@@ -21,7 +22,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        marks = params.answer_marks
+        self._skipped = skipped_ids(tokenizer, params)
+        self._watch = ReasoningWatch(marks) if marks and marks.reasoning_opening else None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = params.stop_strings
         self._keeps_stop = params.include_stop_str_in_output
@@ -35,6 +38,8 @@ class Detokenizer:
         self._num_tokens = 0
         self._recent = ""
         self._given = 0
+        self.num_reasoning_tokens = 0
+        """Number of tokens up to the end of the reasoning, its marks included."""
         self.stop: str | None = None
         """The stop string that ended the text."""
 
@@ -50,6 +55,8 @@ class Detokenizer:
             self._num_tokens += 1
             if token_id not in self._skipped:
                 self._add(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            if self._watch is not None and self._watch.is_inside:
+                self.num_reasoning_tokens = self._num_tokens
         return self.stop
 
     def change_stops(self, stops: list[str]) -> None:
@@ -87,7 +94,9 @@ class Detokenizer:
             return
         self._parts.append(piece)
         self._length += len(piece)
-        if not self._stops:
+        if self._watch is not None and not self._watch.is_over:
+            piece = self._answer_in(self._watch, piece)
+        if not self._stops or not piece:
             return
         window = self._recent + piece
         if self._num_tokens > self._min_tokens:
@@ -101,6 +110,13 @@ class Detokenizer:
                 place = starts[self.stop]
                 self._cut(len(window) - place - (len(self.stop) if self._keeps_stop else 0))
         self._recent = window[-self._reach :] if self._reach else ""
+
+    def _answer_in(self, watch: ReasoningWatch, piece: str) -> str:
+        """Returns the part of a token's characters in which stop strings count."""
+        found = watch.add(piece)
+        if watch.has_reasoned and watch.is_over:
+            self.num_reasoning_tokens = self._num_tokens
+        return found
 
     def _cut(self, length: int) -> None:
         """Drops the last characters."""
@@ -130,6 +146,15 @@ class Detokenizer:
             pieces.append(part[-missing:])
             missing -= len(part)
         return "".join(reversed(pieces))
+
+
+def skipped_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
+    """Returns the tokens that a request's texts leave out."""
+    if not params.skip_special_tokens:
+        return frozenset()
+    marks = params.answer_marks
+    shown = marks.shown_token_ids if marks is not None else ()
+    return tokenizer.special_token_ids.difference(shown) if shown else tokenizer.special_token_ids
 
 
 def _reach(stops: Iterable[str]) -> int:

@@ -223,9 +223,12 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
     options = model.config.model
     if options.skip_tokenizer_init:
         return None
+    from octavo.text.parsers.choice import formats_of
     from octavo.text.tokenizer import load_tokenizer
 
-    return load_tokenizer(_tokenizer_source(model), chat_template=options.chat_template)
+    tokenizer = load_tokenizer(_tokenizer_source(model), chat_template=options.chat_template)
+    formats_of(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
+    return tokenizer
 
 
 def end_token_ids(model: Model, tokenizer: Tokenizer | None) -> tuple[int, ...]:

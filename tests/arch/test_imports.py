@@ -12,6 +12,7 @@ import octavo
 
 ROOT = Path(octavo.__file__).parent
 LEAVES = {
+    "answer_marks",
     "child_process",
     "group_life",
     "step",

@@ -148,7 +148,7 @@ def test_token_ids_come_along(http):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "tools: this server does not support them"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function: needed, and not given"),
         (
             {"response_format": {"type": "xml"}},
             "response_format",

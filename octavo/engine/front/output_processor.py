@@ -54,6 +54,11 @@ class Sample:
         finished = self.finish_reason is not None
         return "" if self.detokenizer is None else self.detokenizer.text(finished=finished)
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of its tokens that are reasoning, as far as they have been detokenized."""
+        return 0 if self.detokenizer is None else self.detokenizer.num_reasoning_tokens
+
     def change_stops(self, params: SamplingParams) -> None:
         """Looks for other stop strings from now on."""
         self.catch_up()
@@ -398,6 +403,7 @@ def _completion(sample: Sample) -> CompletionOutput:
         sample.finish_reason,
         sample.stop_reason,
         sample.score,
+        sample.num_reasoning_tokens,
     )
 
 
@@ -421,4 +427,5 @@ def _gained(sample: Sample) -> CompletionOutput:
         sample.finish_reason,
         sample.stop_reason,
         sample.score,
+        sample.num_reasoning_tokens,
     )

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from octavo.engine.requests.beam_search import StopTexts
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
+from octavo.text.detokenizer import skipped_ids
 
 
 class TokenizedStops:
@@ -20,7 +21,7 @@ class TokenizedStops:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        self._skipped = skipped_ids(tokenizer, params)
         self._stops = {text: text.encode() for text in params.stop_strings}
         self._reach = max(map(len, self._stops.values()), default=1) - 1
         """Number of bytes before a token in which a stop string that ends in the token may begin.

@@ -23,10 +23,12 @@ from octavo.server.openai.bodies import SamplingBody, StreamOptions
 from octavo.server.openai.fingerprint import fingerprint_of
 from octavo.server.openai.logprobs import TokenNames
 from octavo.server.openai.protocol import (
+    CompletionTokensDetails,
     PromptTokensDetails,
     ResponseTimings,
     Usage,
 )
+from octavo.server.reading import PLAIN
 from octavo.server.state.served_model import ServedModel
 
 
@@ -47,6 +49,8 @@ class Answer(ABC):
         self.names = TokenNames(self.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._wants_timings = body.timings
         self._wants_prompt_text = body.return_prompt_text
+        self.reading = PLAIN
+        """Reading of its text, once the prompt is known."""
         self._every_token = body.return_token_ids or params.logprobs is not None
 
     @abstractmethod
@@ -108,7 +112,7 @@ class Answer(ABC):
         for sample in output.outputs:
             index = self.choice_index(prompt_index, sample.index)
             if index not in cursors:
-                cursors[index] = Cursor()
+                cursors[index] = Cursor(reader=self.reading.reader())
             delta = cursors[index].advance(sample, every_token=self._every_token)
             if delta is not None:
                 choices += self.additions(index, delta, output)
@@ -122,7 +126,7 @@ class Answer(ABC):
         return usage_of(outputs) if self.options.continuous_usage_stats else None
 
 
-def whole_of(sample: CompletionOutput) -> Delta:
+def whole_of(sample: CompletionOutput, *, has_calls: bool = False) -> Delta:
     """Returns a whole sample as one delta."""
     return Delta(
         sample.text,
@@ -132,6 +136,7 @@ def whole_of(sample: CompletionOutput) -> Delta:
         sample.finish_reason,
         sample.stop_reason,
         score=sample.score,
+        has_calls=has_calls,
     )
 
 
@@ -151,4 +156,13 @@ def usage_of(outputs: Collection[RequestOutput]) -> Usage:
         output.metrics.num_generation_tokens for output in outputs if output.metrics is not None
     )
     num_cached = sum(output.num_cached_tokens for output in outputs)
-    return Usage(num_prompt, num_new, num_prompt + num_new, PromptTokensDetails(num_cached))
+    num_thought = sum(
+        sample.num_reasoning_tokens for output in outputs for sample in output.outputs
+    )
+    return Usage(
+        num_prompt,
+        num_new,
+        num_prompt + num_new,
+        PromptTokensDetails(num_cached),
+        CompletionTokensDetails(num_thought),
+    )

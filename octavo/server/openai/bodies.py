@@ -314,7 +314,55 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+
+
+class OfferedFunctionBody(BaseModel):
+    """A function that the model may call."""
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["function"]
+    function: OfferedFunctionBody
+
+
+class FunctionName(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The choice of one function, or an entry of those that are allowed."""
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class ConversationBody(Body):
@@ -375,18 +423,28 @@ class ChatBody(ConversationBody, PromptBody):
     add_special_tokens: bool = field(
         FLAG, "puts the tokenizer's own tokens around what the template writes", default=False
     )
-    tools: list[dict[str, Any]] | None = field(
-        "an empty list; this server does not support tools", "functions that the model may call"
+    tools: list[ToolBody] | None = field(
+        "a list of functions, each with a name and a JSON schema of its arguments",
+        "functions that the model may call",
+        by_path=True,
     )
-    tool_choice: str | dict[str, Any] | None = field(
-        '"none" or "auto"; this server does not support tools', "whether a tool is called"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = (
+        field(
+            '"none", "auto", "required", a function or a list of allowed ones',
+            "whether a function is called; required and named ones are",
+        )
     )
-    parallel_tool_calls: bool | None = taken(FLAG)
+    parallel_tool_calls: bool | None = field(
+        FLAG, "whether one answer may call several functions; null is true"
+    )
+    include_reasoning: bool | None = field(
+        FLAG, "gives the model's reasoning with the answer; null is true"
+    )
     functions: list[dict[str, Any]] | None = field(
-        "an empty list; this server does not support tools", "the old name of tools", max_length=0
+        "an empty list; tools stands for it", "the old name of tools", max_length=0
     )
     function_call: Literal["none", "auto"] | None = taken(
-        '"none" or "auto"; this server does not support tools'
+        '"none" or "auto"; tool_choice stands for it'
     )
     modalities: list[Literal["text"]] | None = taken('["text"]', max_length=1)
     verbosity: Literal["low", "medium", "high"] | None = taken('"low", "medium" or "high"')

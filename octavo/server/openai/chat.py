@@ -9,7 +9,6 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UNSET, UnsetType
 
-from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
@@ -22,20 +21,24 @@ from octavo.server.openai.bodies import ChatBody, SamplingBody
 from octavo.server.openai.logprobs import chat_logprobs, plain_logprobs
 from octavo.server.openai.messages import plain_messages
 from octavo.server.openai.protocol import (
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
+    ChatToolCall,
     Usage,
 )
 from octavo.server.openai.rendering import rendering_of
 from octavo.server.openai.sampling import sampling_params
+from octavo.server.openai.tools import tools_of
 from octavo.server.openai.truncation import truncation_of
 from octavo.server.settings import ServerSettings
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.turn import Conversation
+from octavo.text.parsers.parts import MessageText, Part, PartKind
 
 PATH = "/v1/chat/completions"
 ROLE = "assistant"
@@ -50,14 +53,25 @@ async def chat(
     body: Annotated[ChatBody, Depends(body_of(ChatBody))],
 ) -> Response:
     model = service.model(body.model)
-    _check(body)
     params = _params(body, model.llm.get_default_sampling_params())
     conversation = _conversation(body, model, service.settings)
-    answer = ChatAnswer(body, params, model, _echoed(body, conversation.messages))
+    answer = ChatAnswer(
+        body,
+        params,
+        model,
+        echoed=_echoed(body, conversation.messages),
+        tells_reasoning=body.include_reasoning is not False,
+    )
     origin = origin_of(request, body.priority, body.user)
     prompt = await conversation.prompt(model)
+    answer.reading = conversation.reading(model, prompt)
     generation = Generation(
-        model, [prompt], params, answer.id, origin=origin, deltas=bool(body.stream)
+        model,
+        [prompt],
+        answer.reading.fitted(params),
+        answer.id,
+        origin=origin,
+        deltas=bool(body.stream),
     )
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
@@ -75,10 +89,17 @@ class ChatAnswer(Answer):
     prefix = "chatcmpl"
 
     def __init__(
-        self, body: SamplingBody, params: SamplingParams, model: ServedModel, echoed: str = ""
+        self,
+        body: SamplingBody,
+        params: SamplingParams,
+        model: ServedModel,
+        *,
+        echoed: str = "",
+        tells_reasoning: bool = True,
     ) -> None:
         super().__init__(body, params, model)
         self._echoed = echoed
+        self._tells_reasoning = tells_reasoning
 
     def begin(self, made: ChatCompletion, output: RequestOutput) -> None:
         if self.returns_token_ids:
@@ -89,8 +110,10 @@ class ChatAnswer(Answer):
         (output,) = outputs
         made = self._completion("chat.completion", usage_of(outputs))
         for sample in output.outputs:
-            message = ChatMessage(ROLE, self._echoed + sample.text, None)
-            made.choices.append(self._choice(sample.index, whole_of(sample), message=message))
+            found = self.reading.message(sample.text)
+            message = self._message(found)
+            whole = whole_of(sample, has_calls=bool(found.calls))
+            made.choices.append(self._choice(sample.index, whole, message=message))
         self.begin(made, output)
         if self.params.prompt_logprobs is not None:
             made.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
@@ -109,8 +132,47 @@ class ChatAnswer(Answer):
             if delta.is_first
             else []
         )
-        content = delta.text if delta.text or not delta.finish_reason else UNSET
-        return [*opening, self._choice(index, delta, delta=ChatMessage(content=content))]
+        told = [self._part(part) for part in delta.parts if self._tells(part)]
+        if not told:
+            told = [ChatMessage(content=UNSET if delta.finish_reason else "")]
+        silent = Delta("", 0, [], None, None, None)
+        choices = [self._choice(index, silent, delta=message) for message in told[:-1]]
+        return [*opening, *choices, self._choice(index, delta, delta=told[-1])]
+
+    def _tells(self, part: Part) -> bool:
+        return self._tells_reasoning or part.kind is not PartKind.REASONING
+
+    def _part(self, part: Part) -> ChatMessage:
+        """Returns a stream's message with one new part."""
+        match part.kind:
+            case PartKind.REASONING:
+                return ChatMessage(reasoning=part.text)
+            case PartKind.CONTENT:
+                return ChatMessage(content=part.text)
+            case PartKind.CALL:
+                name = self.reading.call_id(part.call_id)
+                call = ChatToolCall(CalledFunction(part.text), name, "function", part.call)
+                return ChatMessage(tool_calls=[call])
+            case PartKind.ARGUMENTS:
+                called = CalledFunction(arguments=part.text)
+                return ChatMessage(tool_calls=[ChatToolCall(called, index=part.call)])
+
+    def _message(self, found: MessageText) -> ChatMessage:
+        """Returns a whole message; its content is null where it is calls alone."""
+        content = self._echoed + found.content
+        message = ChatMessage(ROLE, content if content or not found.calls else None, None)
+        if found.reasoning and self._tells_reasoning:
+            message.reasoning = found.reasoning
+        if found.calls:
+            message.tool_calls = [
+                ChatToolCall(
+                    CalledFunction(call.name, call.arguments),
+                    self.reading.call_id(call.call_id),
+                    "function",
+                )
+                for call in found.calls
+            ]
+        return message
 
     def _completion(self, kind: str, usage: Usage | UnsetType | None) -> ChatCompletion:
         return ChatCompletion(
@@ -126,7 +188,7 @@ class ChatAnswer(Answer):
         delta: ChatMessage | UnsetType = UNSET,
     ) -> ChatChoice:
         choice = ChatChoice(
-            index, message, delta, self._logprobs(new), new.finish_reason, new.stop_reason
+            index, message, delta, self._logprobs(new), _ending(new), new.stop_reason
         )
         if new.score is not None:
             choice.score = new.score
@@ -144,23 +206,22 @@ def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) 
     """Returns the body's messages and how they become a prompt."""
     rendering = rendering_of(body, model, settings, add_special_tokens=body.add_special_tokens)
     truncation = truncation_of(body, model.llm, _max_tokens(body))
-    return Conversation(plain_messages(body.messages), body.cache_salt, rendering, truncation)
+    messages = plain_messages(body.messages, id_length=model.formats.tools.id_length)
+    tools = tools_of(body, model.limits)
+    return Conversation(messages, body.cache_salt, rendering, truncation, tools)
+
+
+def _ending(delta: Delta) -> str | None:
+    """Returns OpenAI's word for how an answer ended."""
+    if delta.finish_reason == "stop" and delta.has_calls:
+        return "tool_calls"
+    return delta.finish_reason
 
 
 def _echoed(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
     """Returns the text that the answer begins with."""
     last = messages[-1]
     return str(last["content"]) if body.echo and last["role"] == ROLE else ""
-
-
-def _check(body: ChatBody) -> None:
-    if body.tools:
-        raise InvalidRequest("tools: this server does not support them", param="tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            f"tool_choice: got {body.tool_choice!r}, and this server does not support tools",
-            param="tool_choice",
-        )
 
 
 def _max_tokens(body: ChatBody) -> int | None:

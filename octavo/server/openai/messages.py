@@ -14,13 +14,30 @@ from octavo.errors import InvalidRequest, shown
 from octavo.server.openai.bodies import ContentPart, Message, ToolCall
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Converts messages for a chat template; raises InvalidRequest for parts it cannot honour."""
+def plain_messages(messages: Sequence[Message], *, id_length: int = 0) -> list[dict[str, Any]]:
+    """Converts messages for a chat template; raises InvalidRequest for parts it cannot honour.
+
+    Ids of calls are cut to the last `id_length` characters, where the template takes no others.
+    """
     if not messages:
         raise InvalidRequest(
             "messages: got an empty list, needed is at least one message", param="messages"
         )
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    plain = [
+        _plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)
+    ]
+    if id_length:
+        for message in plain:
+            _shorten_ids(message, id_length)
+    return plain
+
+
+def _shorten_ids(message: dict[str, Any], length: int) -> None:
+    if "tool_call_id" in message:
+        message["tool_call_id"] = message["tool_call_id"][-length:]
+    for call in message.get("tool_calls", ()):
+        if "id" in call:
+            call["id"] = call["id"][-length:]
 
 
 def _plain_message(message: Message, where: str) -> dict[str, Any]:
@@ -30,9 +47,11 @@ def _plain_message(message: Message, where: str) -> dict[str, Any]:
                 f"{where}.{name}: this server does not support it", param=f"{where}.{name}"
             )
     plain: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
-    for name in ("name", "reasoning_content"):
-        if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
+    if message.name is not None:
+        plain["name"] = message.name
+    thought = message.reasoning_content if message.reasoning is None else message.reasoning
+    if thought is not None:
+        plain["reasoning_content"] = thought
     if message.tool_calls:
         _check_role(message, "assistant", f"{where}.tool_calls")
         plain["tool_calls"] = [

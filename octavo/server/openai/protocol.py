@@ -92,12 +92,28 @@ class Completion(msgspec.Struct):
     timings: ResponseTimings | msgspec.UnsetType = msgspec.UNSET
 
 
+class CalledFunction(msgspec.Struct):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str = ""
+
+
+class ChatToolCall(msgspec.Struct):
+    """A call, or in a stream its new part, whose index says which call it belongs to."""
+
+    function: CalledFunction
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+    index: int | msgspec.UnsetType = msgspec.UNSET
+
+
 class ChatMessage(msgspec.Struct):
     """The answer's message, or in a stream its new part."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
-    content: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
     refusal: msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):

@@ -81,6 +81,7 @@ def _fitted(row: dict[str, Any], model: ServedModel, defaults: dict[str, Any]) -
 
 def _features(model: ServedModel, service: Service) -> dict[str, Any]:
     tokenizer = model.tokenizer
+    reasoning = model.formats.reasoning
     variables = frozenset() if tokenizer is None else tokenizer.template_variables
     return {
         "text": tokenizer is not None,
@@ -89,7 +90,9 @@ def _features(model: ServedModel, service: Service) -> dict[str, Any]:
         "template_variables": sorted(variables),
         "request_chat_template": service.settings.trust_request_chat_template,
         "beam_search": True,
-        "tools": False,
+        "tools": tokenizer is not None and tokenizer.has_chat_template,
+        "tool_call_format": model.formats.tools.name,
+        "reasoning_format": None if reasoning is None else reasoning.name,
         "structured_outputs": tokenizer is not None,
         "images": False,
         "priority": model.llm.config.scheduler.scheduling_policy == "priority",

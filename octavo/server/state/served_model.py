@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from octavo.async_llm import AsyncLLM
 from octavo.ports import Tokenizer
 from octavo.server.request_limits import RequestLimits
+from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.request_record import RequestRecord
 
@@ -25,6 +26,8 @@ class ServedModel:
     limits: RequestLimits
     record: RequestRecord
     """Record of the HTTP request that asks for work."""
+    formats: ModelFormats
+    """Formats of its calls and its reasoning."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:

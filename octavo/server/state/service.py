@@ -57,7 +57,7 @@ class Service:
 
     def _served(self, slot: EngineSlot, llm: AsyncLLM) -> ServedModel:
         limits = RequestLimits.of(self.settings)
-        return ServedModel(slot.name, llm, slot.metrics, limits, self.record)
+        return ServedModel(slot.name, llm, slot.metrics, limits, self.record, slot.formats(llm))
 
 
 async def service_of(request: Request) -> Service:

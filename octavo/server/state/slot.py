@@ -12,6 +12,7 @@ from typing import Literal
 
 from octavo.async_llm import AsyncLLM
 from octavo.errors import EngineDead, OctavoError, Unavailable
+from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.model_spec import ModelSpec
 
@@ -29,6 +30,7 @@ class EngineSlot:
         self.memory_bytes = 0
         """Memory set aside for the engine, in bytes; 0 where none was planned."""
         self._llm = llm
+        self._formats: ModelFormats | None = None
         self._progress = "starting"
         self._refusal = ""
         """Reason why no new work is taken while it drains."""
@@ -98,6 +100,12 @@ class EngineSlot:
         has_text = not self._llm.config.model.skip_tokenizer_init
         chats = has_text and self._llm.get_tokenizer().has_chat_template
         return ["completions", "chat"] if chats else ["completions"]
+
+    def formats(self, llm: AsyncLLM) -> ModelFormats:
+        """Returns the formats of its engine's answers, found at the first request."""
+        if self._formats is None:
+            self._formats = ModelFormats.of(llm)
+        return self._formats
 
     @property
     def is_draining(self) -> bool:

@@ -1,0 +1,41 @@
+"""The functions that a body of OpenAI's offers, in the terms that all APIs share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.server.openai.bodies import (
+    AllowedToolsChoice,
+    ChatBody,
+    NamedTool,
+    OfferedFunctionBody,
+)
+from octavo.server.request_limits import RequestLimits
+from octavo.server.tool_use import Choice, OfferedFunction, ToolUse, tool_use_of
+
+
+def tools_of(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
+    """Returns the body's tools, checked; None where the model may call none."""
+    functions = [offered(tool.function) for tool in body.tools or ()]
+    choice, named = _choice(body)
+    is_parallel = body.parallel_tool_calls is not False
+    return tool_use_of(functions, choice, limits, named=named, is_parallel=is_parallel)
+
+
+def offered(function: OfferedFunctionBody) -> OfferedFunction:
+    """Returns a function; without parameters it takes none."""
+    made = OfferedFunction(
+        function.name, description=function.description, is_strict=bool(function.strict)
+    )
+    return made if function.parameters is None else replace(made, parameters=function.parameters)
+
+
+def _choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:
+    """Returns whether a function is called, and the names of those that may be."""
+    match body.tool_choice:
+        case NamedTool(function=function):
+            return "required", [function.name]
+        case AllowedToolsChoice(allowed_tools=allowed):
+            return allowed.mode, [tool.function.name for tool in allowed.tools]
+        case word:
+            return word, None

@@ -1,0 +1,72 @@
+"""The formats of one model's answers, with the special tokens that stand for their marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from octavo.async_llm import AsyncLLM
+from octavo.ports import Tokenizer
+from octavo.text.parsers.choice import AnswerFormats, formats_of
+from octavo.text.parsers.formats import (
+    DEFAULT_TOOL_FORMAT,
+    ChannelFormat,
+    ReasoningFormat,
+    ToolFormat,
+    named_tool_format,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFormats:
+    """How a model calls functions and how it reasons."""
+
+    tools: ToolFormat | ChannelFormat
+    reasoning: ReasoningFormat | ChannelFormat | None
+    tool_token_ids: tuple[int, ...]
+    """Special tokens that stand for marks of calls."""
+    reasoning_token_ids: tuple[int, ...]
+    """Special tokens that stand for marks of reasoning."""
+    template: str
+    """The model's chat template; "" without one."""
+
+    @staticmethod
+    def of(llm: AsyncLLM) -> ModelFormats:
+        """Returns the formats of a loaded model, whose options have been checked."""
+        options = llm.config.model
+        tokenizer = None if options.skip_tokenizer_init else llm.get_tokenizer()
+        template = None if tokenizer is None else tokenizer.chat_template
+        found = formats_of(template, options.tool_call_parser, options.reasoning_parser)
+        return ModelFormats(
+            _tools(found),
+            found.reasoning,
+            _special_ids(tokenizer, _tools(found).marks),
+            _special_ids(tokenizer, () if found.reasoning is None else found.reasoning.marks),
+            template or "",
+        )
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the model's template writes the functions that it is given."""
+        return re.search(r"\btools\b", self.template) is not None
+
+
+def _tools(found: AnswerFormats) -> ToolFormat | ChannelFormat:
+    """Returns the format of calls; a model that knows none is taught one."""
+    if found.tools is not None:
+        return found.tools
+    taught = named_tool_format(DEFAULT_TOOL_FORMAT)
+    assert taught is not None, "the default is a row of the table"
+    return taught
+
+
+def _special_ids(tokenizer: Tokenizer | None, marks: Iterable[str]) -> tuple[int, ...]:
+    if tokenizer is None:
+        return ()
+    ids = {
+        token_id
+        for mark in marks
+        for token_id in tokenizer.encode(mark, add_special_tokens=False, allow_special_text=True)
+    }
+    return tuple(sorted(ids & tokenizer.special_token_ids))

@@ -1,0 +1,176 @@
+"""The functions that a request offers the model, and whether it may or must call one.
+
+Checked once, in the terms that all APIs share; each API's bodies are turned into these.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from octavo.errors import InvalidRequest, did_you_mean, shown
+from octavo.server.request_limits import RequestLimits
+
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+NAME_WORDS = "a name of 1 to 128 letters, digits, _, - and ."
+MAX_SCHEMA_DEPTH = 64
+"""Deepest nesting of a function's parameters."""
+
+Choice = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedFunction:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"type": "object", "properties": {}}
+    )
+    """JSON schema of its arguments."""
+    description: str | None = None
+    is_strict: bool = False
+    """Whether its arguments must meet the schema even where the call is the model's own choice."""
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """Description in OpenAI's form, which chat templates read."""
+        about = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **about, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Functions and how they may be called."""
+
+    functions: Sequence[OfferedFunction]
+    choice: Choice = "auto"
+    is_parallel: bool = True
+    """Whether one answer may call several functions."""
+    allowed: frozenset[str] | None = None
+    """Names of the functions that may be called; None for all."""
+
+    @property
+    def callable(self) -> list[OfferedFunction]:
+        """Functions that this answer may call."""
+        if self.allowed is None:
+            return list(self.functions)
+        return [function for function in self.functions if function.name in self.allowed]
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """Descriptions of all functions, for the chat template."""
+        return [function.definition for function in self.functions]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolNames:
+    """Names that an API has for what is checked here, for messages."""
+
+    tools: str = "tools"
+    choice: str = "tool_choice"
+    name: str = "function.name"
+    parameters: str = "function.parameters"
+
+
+OPENAI_NAMES = ToolNames()
+
+
+def tool_use_of(
+    functions: Sequence[OfferedFunction],
+    choice: Choice | None,
+    limits: RequestLimits,
+    *,
+    named: Sequence[str] | None = None,
+    is_parallel: bool = True,
+    names: ToolNames = OPENAI_NAMES,
+) -> ToolUse | None:
+    """Returns what a request may call; None where it can call nothing.
+
+    `named` are the only functions that may be called. Raises InvalidRequest for a choice without
+    functions, for names at odds, and for what is beyond a limit.
+    """
+    if not functions:
+        if choice == "required" or named is not None:
+            raise InvalidRequest(
+                f"{names.choice}: needs {names.tools}, and none are given", param=names.choice
+            )
+        return None
+    _check_functions(functions, limits, names)
+    known = [function.name for function in functions]
+    for name in named or ():
+        if name not in known:
+            raise InvalidRequest(
+                f"{names.choice}: got the function {shown(name)}, allowed are {', '.join(known)}",
+                hint=did_you_mean(name, known),
+                param=names.choice,
+            )
+    if choice == "none":
+        return None
+    if choice == "required":
+        raise InvalidRequest(
+            f"{names.choice}: this server forces no calls, allowed are 'none' and 'auto'",
+            param=names.choice,
+        )
+    allowed = None if named is None else frozenset(named)
+    return ToolUse(functions, choice or "auto", is_parallel, allowed)
+
+
+def _check_functions(
+    functions: Sequence[OfferedFunction], limits: RequestLimits, names: ToolNames
+) -> None:
+    if len(functions) > limits.max_tools:
+        raise InvalidRequest(
+            f"{names.tools}: got {len(functions)} tools, allowed are at most {limits.max_tools}",
+            hint="the server's --max-tools sets it",
+            param=names.tools,
+        )
+    seen: set[str] = set()
+    size = 0
+    for index, function in enumerate(functions):
+        where = f"{names.tools}[{index}]"
+        _check_name(function.name, seen, f"{where}.{names.name}")
+        seen.add(function.name)
+        _check_parameters(function.parameters, f"{where}.{names.parameters}")
+        size += len(json.dumps(function.definition))
+    if size > limits.max_tool_bytes:
+        raise InvalidRequest(
+            f"{names.tools}: got {size} bytes of definitions, allowed are at most"
+            f" {limits.max_tool_bytes}",
+            hint="the server's --max-tool-bytes sets it",
+            param=names.tools,
+        )
+
+
+def _check_name(name: str, seen: set[str], where: str) -> None:
+    if NAME.fullmatch(name) is None:
+        raise InvalidRequest(f"{where}: got {shown(name)}, allowed is {NAME_WORDS}", param=where)
+    if name in seen:
+        raise InvalidRequest(
+            f"{where}: got {shown(name)} twice, each tool needs a name of its own", param=where
+        )
+
+
+def _check_parameters(schema: Mapping[str, Any], where: str) -> None:
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(
+            f"{where}.type: got {shown(schema['type'])}, allowed is 'object'", param=where
+        )
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [inner for value in level for inner in _inside(value)]
+        if not level:
+            return
+    raise InvalidRequest(
+        f"{where}: nested deeper than {MAX_SCHEMA_DEPTH} levels, which is not allowed", param=where
+    )
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, list) else []

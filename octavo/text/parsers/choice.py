@@ -1,0 +1,54 @@
+"""The formats of one model: named by its options, else found in its chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError, did_you_mean
+from octavo.text.parsers.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ChannelFormat,
+    ReasoningFormat,
+    ToolFormat,
+    named_reasoning_format,
+    named_tool_format,
+    reasoning_format_of,
+    tool_format_of,
+)
+
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """Formats of calls and of reasoning in a model's answers."""
+
+    tools: ToolFormat | ChannelFormat | None
+    """None where neither the options nor the template name one."""
+    reasoning: ReasoningFormat | ChannelFormat | None
+
+
+def formats_of(
+    template: str | None, tool_call_parser: str | None, reasoning_parser: str | None
+) -> AnswerFormats:
+    """Returns a model's formats; raises ConfigError for a name that there is not."""
+    tools = tool_format_of(template)
+    if tool_call_parser is not None:
+        tools = named_tool_format(tool_call_parser)
+        if tools is None:
+            names = [row.name for row in TOOL_FORMATS]
+            raise _unknown("tool_call_parser", tool_call_parser, names)
+    reasoning = reasoning_format_of(template)
+    if reasoning_parser is not None:
+        reasoning = named_reasoning_format(reasoning_parser)
+        if reasoning is None and reasoning_parser != NONE:
+            names = [name for row in REASONING_FORMATS for name in (row.name, *row.aliases)]
+            raise _unknown("reasoning_parser", reasoning_parser, [*names, NONE])
+    return AnswerFormats(tools, reasoning)
+
+
+def _unknown(option: str, got: str, names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{option}: got {got!r}, allowed are {', '.join(names)}", hint=did_you_mean(got, names)
+    )

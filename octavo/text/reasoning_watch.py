@@ -1,0 +1,43 @@
+"""Finds where an answer's reasoning ends, so that stop strings are looked for behind it alone.
+
+Sees each token's text once and keeps the last few characters.
+"""
+
+from __future__ import annotations
+
+from octavo.answer_marks import AnswerMarks
+
+
+class ReasoningWatch:
+    """The state of one answer: at its front, in its reasoning, or behind it."""
+
+    def __init__(self, marks: AnswerMarks) -> None:
+        self._opening = marks.reasoning_opening
+        self._closing = marks.reasoning_closing
+        self._front = ""
+        self._recent = ""
+        self.is_inside = marks.begins_in_reasoning
+        self.is_over = False
+        self.has_reasoned = marks.begins_in_reasoning
+
+    def add(self, text: str) -> str:
+        """Takes in new text; returns what of the text is no reasoning, once that is known."""
+        if self.is_over:
+            return text
+        if not self.is_inside:
+            self._front += text
+            begun = self._front.lstrip()
+            if self._opening.startswith(begun) and begun != self._opening:
+                return ""
+            if not begun.startswith(self._opening):
+                self.is_over = True
+                return self._front
+            self.is_inside = self.has_reasoned = True
+            text = begun[len(self._opening) :]
+        self._recent += text
+        place = self._recent.find(self._closing)
+        if place < 0:
+            self._recent = self._recent[-len(self._closing) :]
+            return ""
+        self.is_inside, self.is_over = False, True
+        return self._recent[place + len(self._closing) :]

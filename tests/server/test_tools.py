@@ -1,0 +1,93 @@
+"""Tools of chat completions: what is taken, what is refused, what the model is told."""
+
+import json
+
+import pytest
+
+HELLO = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def tool(name="look_up", parameters=None, **more):
+    function = {"name": name, "parameters": SCHEMA if parameters is None else parameters, **more}
+    return {"type": "function", "function": function}
+
+
+def ask(http, **body):
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 4, "temperature": 0, **body}
+    return http.post("/v1/chat/completions", json=asked)
+
+
+def deep(levels):
+    schema = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "needed"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name", "got 'a b', allowed is a name of"),
+        ({"tools": [tool("a" * 129)]}, "tools[0].function.name", "allowed is a name of"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name", "got 'look_up' twice"),
+        (
+            {"tools": [tool(parameters={"type": "array"})]},
+            "tools[0].function.parameters",
+            "allowed is 'object'",
+        ),
+        ({"tools": [tool(parameters=deep(70))]}, "tools[0].function.parameters", "deeper than 64"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
+        ({"tools": [tool(description="a" * (1 << 20))]}, "tools", "bytes of definitions"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+            "tool_choice",
+            "got the function 'look', allowed are look_up",
+        ),
+        ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "got 'any'"),
+        ({"tools": [tool(extra=1)]}, "tools[0].function.extra", "no such field"),
+        ({"functions": [{"name": "f"}]}, "functions", "tools stands for it"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_refused_by_its_path(http, body, param, message):
+    answer = ask(http, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_a_model_without_tools_in_its_template_is_told_of_them(http):
+    body = {"tools": [tool(description="Weather.")], "return_prompt_text": True}
+    text = ask(http, **body).json()["prompt_text"]
+    assert json.dumps(tool(description="Weather.")["function"]["parameters"]) in text
+    assert "<tool_call>" in text and text.index("look_up") < text.index("hi")
+    without = ask(http, **body, tool_choice="none").json()["prompt_text"]
+    assert "look_up" not in without
+
+
+def test_calls_and_results_of_the_history_are_told_in_text(http):
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "look_up", "arguments": '{"city": "Oslo"}'},
+    }
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    text = ask(http, messages=messages, return_prompt_text=True).json()["prompt_text"]
+    assert '<tool_call>\n{"name": "look_up", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
+    assert "<tool_response>\nrain\n</tool_response>" in text
+
+
+def test_an_answer_without_calls_is_content(http):
+    made = ask(http, tools=[tool()]).json()
+    choice = made["choices"][0]
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "length"
+    assert made["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
