@@ -28,7 +28,7 @@ LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AnswerReading:
     """The reading of every sample of one request."""
 
     form: MessageForm | None = None
@@ -60,7 +60,7 @@ class Reading:
         return f"call_{secrets.token_hex(12)}"
 
 
-PLAIN = Reading()
+PLAIN = AnswerReading()
 
 
 def plain_parts(text: str) -> list[Part]:
@@ -74,7 +74,7 @@ def reading_of(
     prompt_token_ids: Sequence[int],
     tools: ToolUse | None,
     continued: str | None,
-) -> Reading:
+) -> AnswerReading:
     """Returns how answers to a prompt are read; `continued` is the message that they go on with."""
     reasoning = formats.reasoning
     begins = closed = False
@@ -101,7 +101,7 @@ def reading_of(
         reasoning_closing=reasoning.closing if reasoning is not None else "",
         begins_in_reasoning=begins,
     )
-    return Reading(form, marks, formats.tools.id_length)
+    return AnswerReading(form, marks, formats.tools.id_length)
 
 
 def continued_text(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str | None:

@@ -24,7 +24,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Cursor, Delta
 from octavo.server.generation import Generation, chat_prompt_of
-from octavo.server.reading import PLAIN, Reading, continued_text, reading_of
+from octavo.server.reading import PLAIN, AnswerReading, continued_text, reading_of
 from octavo.server.state.served_model import ServedModel
 from octavo.server.taught_tools import plain_history, taught_messages
 from octavo.server.tool_use import ToolUse
@@ -53,7 +53,7 @@ class Conversation:
             truncation=self.truncation,
         )
 
-    def reading(self, model: ServedModel, prompt: Mapping[str, Any]) -> Reading:
+    def reading(self, model: ServedModel, prompt: Mapping[str, Any]) -> AnswerReading:
         """Returns how the answers to the conversation's prompt are read."""
         continued = continued_text(self.messages, self.rendering)
         token_ids = prompt["prompt_token_ids"]
@@ -79,7 +79,7 @@ class Turn:
     """The answer of one sample to a conversation, whole or as it grows."""
 
     def __init__(
-        self, generation: Generation, reading: Reading = PLAIN, *, every_token: bool = False
+        self, generation: Generation, reading: AnswerReading = PLAIN, *, every_token: bool = False
     ) -> None:
         """Makes a delta of tokens that show no text yet too, where `every_token` is true."""
         self._generation = generation
@@ -125,7 +125,7 @@ def turn_of(
     params: SamplingParams,
     request_id: str,
     *,
-    reading: Reading = PLAIN,
+    reading: AnswerReading = PLAIN,
     origin: Origin = DEFAULT_ORIGIN,
     stream: bool,
 ) -> Turn:
