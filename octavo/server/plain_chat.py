@@ -72,11 +72,12 @@ def rendering_of(
 ) -> Rendering:
     """Returns how messages become a prompt.
 
-    With `continues` a last message of the assistant's is gone on with. `thinks` False turns
-    thinking off where the model's template can; None leaves it to the template.
+    With `continues` a last message of the assistant's is gone on with. `thinks` turns thinking on
+    or off where the model's template can; None leaves it to the template.
     """
     goes_on = continues and messages[-1]["role"] == ASSISTANT
-    variables = {"enable_thinking": False} if thinks is False and may_think(model) else {}
+    sets = thinks is not None and may_think(model)
+    variables = {"enable_thinking": thinks} if sets else {}
     return Rendering(not goes_on, goes_on, variables)
 
 

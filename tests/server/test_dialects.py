@@ -207,7 +207,7 @@ def test_models_are_listed_and_described(http):
     (running,) = http.get("/api/ps").json()["models"]
     assert (running["name"], running["context_length"]) == ("tiny:latest", 512)
     shown = http.post("/api/show", json={"model": "tiny:latest"}).json()
-    assert shown["capabilities"] == ["completion"]
+    assert shown["capabilities"] == ["completion", "tools"]
     assert shown["model_info"]["octavo.context_length"] == 512
     assert http.get("/api/version").json() == http.get("/version").json()
     assert http.head("/").status_code == 200
@@ -286,7 +286,14 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("anthropic", {"messages": []}, "messages: got an empty list"),
         ("anthropic", {"messages": IMAGE}, "messages[0].content[0]: got a block of type 'image'"),
         ("anthropic", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role: "),
-        ("anthropic", {"tools": TOOL}, "tools: this server does not support it"),
+        ("anthropic", {"tools": TOOL * 2}, "tools[1].name: got 'f' twice"),
+        ("anthropic", {"tools": [{"type": "bash_20250124", "name": "b"}]}, "tools[0].type: "),
+        ("anthropic", {"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+        (
+            "anthropic",
+            {"tools": TOOL, "tool_choice": {"type": "tool", "name": "g"}},
+            "tool_choice: got the function 'g', allowed are f",
+        ),
         ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type: "),
         ("anthropic", {"stop_sequences": [""]}, "stop_sequences: "),
         ("anthropic", {"temperature": 9}, "temperature: got 9"),
@@ -294,7 +301,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("anthropic", {"mcp_servers": [{}]}, "mcp_servers: this server does not support it"),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
         ("ollama", {"format": "json"}, "format: this server does not support it"),
-        ("ollama", {"tools": TOOL}, "tools: this server does not support it"),
+        ("ollama", {"tools": TOOL}, "tools[0].type: needed, and not given"),
         ("ollama", {"think": True}, 'think: got True, but "tiny" does not support thinking'),
         ("ollama", {"options": {"num_ctx": 513}}, "options.num_ctx: got 513, allowed is at most"),
         ("ollama", {"options": {"mirostat": 1}}, "options.mirostat: no such field"),
@@ -303,6 +310,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("ollama", {"messages": [{"role": "user", "content": "", "images": ["x"]}]}, "messages[0]"),
         ("cohere", {"seeds": 3}, "seeds: no such field (hint: did you mean seed?)"),
         ("cohere", {"p": 1.5}, "p: got 1.5, allowed is"),
+        ("cohere", {"tool_choice": "REQUIRED"}, "tool_choice: needs tools"),
         ("cohere", {"documents": ["a"]}, "documents: this server does not support it"),
         ("cohere", {"safety_mode": "STRICT"}, "safety_mode: got 'STRICT', allowed is \"OFF\""),
         ("cohere", {"stop_sequences": list("abcdef")}, "stop_sequences: got "),

@@ -23,7 +23,18 @@ NAMES = {
 }
 """SamplingParams' names of the fields that choose tokens, by Anthropic's."""
 
-NO_TOOLS = "an empty list; this server does not support tools"
+
+class ContentBlock(TextBlock):
+    """One block of a message: text, thinking, a tool's use or its result."""
+
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
 
 
 class TurnMessage(BaseModel):
@@ -32,7 +43,7 @@ class TurnMessage(BaseModel):
     model_config = Body.model_config
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock]
+    content: str | list[ContentBlock]
 
 
 class CacheControl(BaseModel):
@@ -58,10 +69,24 @@ class ThinkingConfig(BaseModel):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OfferedTool(BaseModel):
+    """A function that the client runs; tools that a server runs are refused by their type."""
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
 class ToolChoice(BaseModel):
     model_config = Body.model_config | {"extra": "forbid"}
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -91,13 +116,19 @@ class CountTokensBody(Body):
         "a text, or a list of blocks of text", "the system's message", by_path=True
     )
     thinking: ThinkingConfig | None = field(
-        'an object with the type "disabled", or "adaptive" where the model does not think',
-        "whether the model thinks first",
+        'an object with the type "adaptive", "enabled" or "disabled"',
+        "whether the model thinks first, where it can",
         by_path=True,
     )
-    tools: list[dict[str, Any]] | None = field(NO_TOOLS, "tools that the model may call")
-    tool_choice: ToolChoice | None = taken(
-        'an object with the type "auto" or "none"; this server does not support tools'
+    tools: list[OfferedTool] | None = field(
+        "a list of tools, each with a name and an input_schema",
+        "tools that the model may call",
+        by_path=True,
+    )
+    tool_choice: ToolChoice | None = field(
+        'an object with the type "auto", "none", "any" or "tool" and a name',
+        "whether a tool is called",
+        by_path=True,
     )
     cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
 

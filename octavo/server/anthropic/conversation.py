@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest
-from octavo.server.anthropic.bodies import CacheControl, CountTokensBody, ThinkingConfig
+from octavo.server.anthropic.bodies import (
+    CacheControl,
+    ContentBlock,
+    CountTokensBody,
+    ThinkingConfig,
+    TurnMessage,
+)
 from octavo.server.plain_chat import (
     TextBlock,
     joined_text,
-    may_think,
     refuse_extra,
-    refuse_values,
     rendering_of,
 )
 from octavo.server.state.served_model import ServedModel
+from octavo.server.tool_use import Choice, OfferedFunction, ToolNames, ToolUse, tool_use_of
 from octavo.server.turn import Conversation
 
 TAKEN = ("cache_control", "citations")
 """Fields of text blocks that change nothing: every prefix is cached, and nothing is cited."""
+TOOL_NAMES = ToolNames(name="name", parameters="input_schema")
+CHOICES: dict[str, Choice] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",
+}
 
 
 def conversation_of(body: CountTokensBody, model: ServedModel) -> Conversation:
     """Returns the body's conversation; raises InvalidRequest for what is not supported."""
-    refuse_values(body, ["tools"])
     if not body.messages:
         raise InvalidRequest(
             "messages: got an empty list, needed is at least one message", param="messages"
@@ -31,32 +43,122 @@ def conversation_of(body: CountTokensBody, model: ServedModel) -> Conversation:
     messages = _messages(body)
     thinks = _thinks(body.thinking, model)
     return Conversation(
-        messages, rendering=rendering_of(messages, model, continues=True, thinks=thinks)
+        messages,
+        rendering=rendering_of(messages, model, continues=True, thinks=thinks),
+        tools=_tools(body, model),
+    )
+
+
+def _tools(body: CountTokensBody, model: ServedModel) -> ToolUse | None:
+    functions = [
+        OfferedFunction(
+            tool.name, tool.input_schema, tool.description, is_strict=tool.strict is True
+        )
+        for tool in body.tools or ()
+    ]
+    choice = body.tool_choice
+    if choice is None:
+        return tool_use_of(functions, None, model.limits, names=TOOL_NAMES)
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidRequest(
+            f"tool_choice: got the type {choice.type!r} with the name {choice.name!r}, a name"
+            " belongs to the type 'tool'",
+            param="tool_choice.name",
+        )
+    return tool_use_of(
+        functions,
+        CHOICES[choice.type],
+        model.limits,
+        named=None if choice.name is None else [choice.name],
+        is_parallel=not choice.disable_parallel_tool_use,
+        names=TOOL_NAMES,
     )
 
 
 def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
-    """Returns plain messages; consecutive ones of a role are one."""
+    """Returns plain messages; consecutive texts of a role are one."""
     plain: list[dict[str, Any]] = []
     if body.system:
         plain.append({"role": "system", "content": _text(body.system, "system")})
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
         refuse_extra(message, where)
-        text = _text(message.content, f"{where}.content")
-        if plain and plain[-1]["role"] == message.role:
-            plain[-1] = {"role": message.role, "content": f"{plain[-1]['content']}\n{text}"}
-        else:
-            plain.append({"role": message.role, "content": text})
+        for made in _plain(message, f"{where}.content"):
+            last = plain[-1] if plain else None
+            if last is not None and last["role"] == made["role"] and _is_text(last, made):
+                plain[-1] = made | {"content": f"{last['content']}\n{made['content']}"}
+            else:
+                plain.append(made)
     return plain
 
 
-def _text(content: str | list[TextBlock], where: str) -> str:
+def _is_text(*messages: dict[str, Any]) -> bool:
+    return all(message.keys() == {"role", "content"} for message in messages)
+
+
+def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
+    """Returns a message without blocks; a tool's results are messages of their own before it."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results: list[dict[str, Any]] = []
+    texts: list[TextBlock] = []
+    about: dict[str, Any] = {}
+    for index, block in enumerate(message.content):
+        path = f"{where}[{index}]"
+        if block.type == "tool_result":
+            _check_role(message, "user", path)
+            results.append(_result(block, path))
+        elif block.type == "tool_use":
+            _check_role(message, "assistant", path)
+            about.setdefault("tool_calls", []).append(_call(block, path))
+        elif block.type == "thinking" and block.thinking is not None:
+            _check_role(message, "assistant", path)
+            about["reasoning_content"] = about.get("reasoning_content", "") + block.thinking
+        else:
+            texts.append(_checked(block, path))
+    if not (texts or about) and results:
+        return results
+    content = "\n".join(block.text or "" for block in texts)
+    return [*results, {"role": message.role, "content": content, **about}]
+
+
+def _check_role(message: TurnMessage, role: str, where: str) -> None:
+    if message.role != role:
+        raise InvalidRequest(
+            f"{where}: got it in a message of the role {message.role!r}, allowed is {role!r}",
+            param=where,
+        )
+
+
+def _call(block: ContentBlock, where: str) -> dict[str, Any]:
+    if block.id is None or block.name is None or block.input is None:
+        raise InvalidRequest(f"{where}: a tool_use has an id, a name and an input", param=where)
+    function = {"name": block.name, "arguments": block.input}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _result(block: ContentBlock, where: str) -> dict[str, Any]:
+    if block.tool_use_id is None:
+        raise InvalidRequest(
+            f"{where}.tool_use_id: needed, and not given", param=f"{where}.tool_use_id"
+        )
+    text = _text(block.content or "", f"{where}.content")
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+def _text(content: str | Sequence[TextBlock], where: str) -> str:
     text = joined_text(content, where, TAKEN)
     for index, block in enumerate(content):
         if isinstance(block, TextBlock):
             _check_taken(block, f"{where}[{index}]")
     return text
+
+
+def _checked(block: TextBlock, where: str) -> TextBlock:
+    """Returns a block of text; raises InvalidRequest for any other."""
+    joined_text([block], where.rpartition("[")[0], TAKEN)
+    _check_taken(block, where)
+    return block
 
 
 def _check_taken(block: TextBlock, where: str) -> None:
@@ -77,15 +179,16 @@ def _check_taken(block: TextBlock, where: str) -> None:
 
 
 def _thinks(thinking: ThinkingConfig | None, model: ServedModel) -> bool | None:
-    """Returns False where thinking is to be off; refuses what would need blocks of thinking."""
-    if thinking is None:
+    """Returns False where thinking is to be off; refuses what the model cannot honour."""
+    if thinking is None or thinking.type == "adaptive":
         return None
     if thinking.type == "disabled":
         return False
-    if thinking.type == "adaptive" and not may_think(model):
-        return None
+    if thinking.type == "enabled" and model.formats.reasoning is not None:
+        return True
+    reason = f"`{model.name}` does not think" if thinking.type == "enabled" else "no such mode here"
     raise InvalidRequest(
-        f"thinking.type: got {thinking.type!r}, but this server returns no blocks of thinking",
+        f"thinking.type: got {thinking.type!r}, but {reason}",
         hint='leave thinking out, or send {"type": "disabled"}',
         param="thinking.type",
     )

@@ -30,7 +30,8 @@ async def create_message(
 ) -> Response:
     model = service.model(body.model)
     params = params_of(body, NAMES, model.llm.get_default_sampling_params())
-    answer = MessageAnswer(model.name, body.max_tokens)
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+    answer = MessageAnswer(model.name, body.max_tokens, tells_thinking=not omits)
     origin = origin_of(request, None, body.metadata.user_id if body.metadata else None)
     stream = bool(body.stream)
     with in_their_words(NAMES):
@@ -40,7 +41,7 @@ async def create_message(
     headers = {**body.headers, "request-id": f"req_{secrets.token_hex(12)}"}
     if stream:
         return MessageStream(answer.events(turn), headers)
-    made = answer.whole(await turn.whole(request.receive))
+    made = answer.whole(turn, await turn.whole(request.receive))
     return Response(msgspec.json.encode(made), headers=headers, media_type="application/json")
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from octavo.server.body import Body
 from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.openai.bodies import ToolBody, ToolCall
 from octavo.server.plain_chat import TextBlock
 
 NAMES = {
@@ -28,14 +29,17 @@ class CohereMessage(BaseModel):
 
     model_config = Body.model_config
 
-    role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock]
+    role: Literal["user", "assistant", "system", "tool"]
+    content: str | list[TextBlock] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    tool_plan: str | None = None
 
 
 class ThinkingSwitch(BaseModel):
     model_config = Body.model_config | {"extra": "forbid"}
 
-    type: Literal["disabled"]
+    type: Literal["disabled", "enabled"]
 
 
 class ResponseFormat(BaseModel):
@@ -84,15 +88,23 @@ class CohereChatBody(Body):
         lt=2**31,
     )
     thinking: ThinkingSwitch | None = field(
-        'an object with the type "disabled"', "turns thinking off where the model can", by_path=True
+        'an object with the type "enabled" or "disabled"',
+        "whether the model thinks first, where it can",
+        by_path=True,
     )
     response_format: ResponseFormat | None = taken('{"type": "text"}; this server forces no form')
     citation_options: CitationOptions | None = taken('{"mode": "OFF"}; nothing is cited')
     safety_mode: Literal["OFF", "NONE"] | None = taken('"OFF"; this server adds no instructions')
-    tool_choice: Literal["NONE"] | None = taken('"NONE"; this server does not support tools')
-    strict_tools: Literal[False] | None = taken("false; this server does not support tools")
-    tools: list[dict[str, Any]] | None = field(
-        "an empty list; this server does not support tools", "tools that the model may call"
+    tool_choice: Literal["NONE", "REQUIRED"] | None = field(
+        '"NONE", or "REQUIRED"', "whether a tool is called; null leaves it to the model"
+    )
+    strict_tools: bool | None = field(
+        "true or false", "arguments meet their schema, as those of a forced call always do"
+    )
+    tools: list[ToolBody] | None = field(
+        "a list of functions, each with a name and a JSON schema of its arguments",
+        "functions that the model may call",
+        by_path=True,
     )
     documents: list[str | dict[str, Any]] | None = field(
         "an empty list; this server quotes no documents", "texts that the answer may cite"

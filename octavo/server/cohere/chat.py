@@ -11,11 +11,16 @@ from octavo.errors import InvalidRequest
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.cohere.answer import CohereAnswer, CohereStream
-from octavo.server.cohere.bodies import NAMES, CohereChatBody
+from octavo.server.cohere.bodies import NAMES, CohereChatBody, CohereMessage
+from octavo.server.openai.messages import plain_call
+from octavo.server.openai.tools import offered
 from octavo.server.plain_chat import joined_text, refuse_extra, refuse_values, rendering_of
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
+from octavo.server.tool_use import Choice, tool_use_of
 from octavo.server.turn import Conversation, in_their_words, params_of, start_turn
+
+CHOICES: dict[str | None, Choice | None] = {None: None, "NONE": "none", "REQUIRED": "required"}
 
 router = APIRouter()
 
@@ -28,7 +33,7 @@ async def chat(
     body: Annotated[CohereChatBody, Depends(body_of(CohereChatBody))],
 ) -> Response:
     model = service.model(body.model)
-    refuse_values(body, ["tools", "documents"])
+    refuse_values(body, ["documents"])
     logprobs = 0 if body.logprobs else None
     others: dict[str, Any] = {"logprobs": logprobs, "max_tokens": body.max_tokens}
     params = params_of(body, NAMES, model.llm.get_default_sampling_params(), **others)
@@ -41,7 +46,7 @@ async def chat(
         )
     if stream:
         return CohereStream(answer.events(turn), body.headers)
-    made = answer.whole(await turn.whole(request.receive))
+    made = answer.whole(turn, await turn.whole(request.receive))
     return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
 
 
@@ -54,9 +59,35 @@ def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
         refuse_extra(message, where)
-        text = joined_text(message.content, f"{where}.content")
-        messages.append({"role": message.role, "content": text})
-    thinks = None if body.thinking is None else False
+        messages.append(_plain(message, where))
+    thinks = None if body.thinking is None else body.thinking.type == "enabled"
+    if thinks and model.formats.reasoning is None:
+        raise InvalidRequest(
+            f"thinking.type: got 'enabled', but `{model.name}` does not think",
+            param="thinking.type",
+        )
+    functions = [offered(tool.function) for tool in body.tools or ()]
     return Conversation(
-        messages, rendering=rendering_of(messages, model, continues=False, thinks=thinks)
+        messages,
+        rendering=rendering_of(messages, model, continues=False, thinks=thinks),
+        tools=tool_use_of(functions, CHOICES[body.tool_choice], model.limits),
     )
+
+
+def _plain(message: CohereMessage, where: str) -> dict[str, Any]:
+    """Returns a message as templates read it; a plan of calls is its text."""
+    content = message.content if message.content is not None else message.tool_plan
+    if content is None and not message.tool_calls:
+        raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
+    plain: dict[str, Any] = {
+        "role": message.role,
+        "content": joined_text(content or "", f"{where}.content"),
+    }
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            plain_call(call, f"{where}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +22,7 @@ from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.turn import Turn
+from octavo.text.parsers.parts import MessageText, PartKind, arguments_of
 
 Line = dict[str, Any]
 
@@ -52,32 +54,53 @@ class OllamaAnswer(ABC):
         self._start = time.monotonic()
 
     @abstractmethod
-    def part(self, text: str) -> Line:
+    def part(self, message: MessageText) -> Line:
         """Returns the fields that hold a part of the answer."""
 
     def loaded(self) -> Line:
         """Returns the answer to a request that asks for no text: the model is there."""
-        return self._line("", done=True) | {"done_reason": "load"}
+        return self._line(MessageText(), done=True) | {"done_reason": "load"}
 
-    def whole(self, output: RequestOutput) -> Line:
+    def whole(self, turn: Turn, output: RequestOutput) -> Line:
         sample = output.outputs[0]
-        return self._line(sample.text, sample, done=True) | self._statistics(output)
+        message = turn.reading.message(sample.text)
+        return self._line(message, sample, done=True) | self._statistics(output)
 
     async def lines(self, turn: Turn) -> AsyncGenerator[list[Line], None]:
-        """Yields the lines of a stream; the last has no text and all statistics."""
+        """Yields the lines of a stream, a call as one; the last has no text and all statistics."""
+        call = MessageText()
         async with aclosing(turn.deltas()) as deltas:
             async for delta in deltas:
-                lines = [self._line(delta.text, delta)] if delta.text or delta.logprobs else []
+                told = MessageText()
+                lines = []
+                for part in delta.parts:
+                    if part.kind is PartKind.CALL and call.calls:
+                        lines.append(self._line(call))
+                        call = MessageText()
+                    if part.kind in (PartKind.CALL, PartKind.ARGUMENTS):
+                        call.add([replace(part, call=0)])
+                    else:
+                        told.add([part])
+                if told.content or told.reasoning or delta.logprobs:
+                    lines.insert(0, self._line(told, delta))
+                if delta.finish_reason is not None and call.calls:
+                    lines.append(self._line(call))
                 if delta.finish_reason is not None:
                     assert turn.latest is not None, "a delta comes of an output"
-                    lines.append(self._line("", done=True) | self._statistics(turn.latest))
+                    lines.append(
+                        self._line(MessageText(), done=True) | self._statistics(turn.latest)
+                    )
                 yield lines
 
     def _line(
-        self, text: str, gained: Delta | CompletionOutput | None = None, *, done: bool = False
+        self,
+        message: MessageText,
+        gained: Delta | CompletionOutput | None = None,
+        *,
+        done: bool = False,
     ) -> Line:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        line = {"model": self._name, "created_at": now, **self.part(text), "done": done}
+        line = {"model": self._name, "created_at": now, **self.part(message), "done": done}
         if gained is not None and self.params.logprobs is not None and gained.logprobs:
             found = chat_logprobs(
                 gained.token_ids, gained.logprobs, self.params.logprobs, self._names
@@ -102,15 +125,24 @@ class OllamaAnswer(ABC):
 class ChatLines(OllamaAnswer):
     """An answer to POST /api/chat."""
 
-    def part(self, text: str) -> Line:
-        return {"message": {"role": "assistant", "content": text}}
+    def part(self, message: MessageText) -> Line:
+        made: Line = {"role": "assistant", "content": message.content}
+        if message.reasoning:
+            made["thinking"] = message.reasoning
+        if message.calls:
+            made["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": arguments_of(call)}}
+                for call in message.calls
+            ]
+        return {"message": made}
 
 
 class GenerateLines(OllamaAnswer):
     """An answer to POST /api/generate."""
 
-    def part(self, text: str) -> Line:
-        return {"response": text}
+    def part(self, message: MessageText) -> Line:
+        thought = {"thinking": message.reasoning} if message.reasoning else {}
+        return {"response": message.content, **thought}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
 from octavo.server.body import Body
 from octavo.server.fields import field, needed, taken
+from octavo.server.openai.bodies import ToolBody
 
 NAMES = {
     "temperature": "temperature",
@@ -26,7 +27,6 @@ NAMES = {
 UNBOUNDED = (-1, -2)
 """Values of num_predict that stand for an answer as long as the context."""
 
-NO_TOOLS = "an empty list; this server does not support tools"
 Count = Field(None, ge=0, lt=2**31)
 Flag = bool | None
 
@@ -77,8 +77,9 @@ class OllamaBody(Body):
     format: str | dict[str, Any] | None = field(
         "an empty text; this server forces no form", "form of the answer"
     )
-    think: bool | str | None = field(
-        "false; this server tells no thinking apart", "whether the model thinks first"
+    think: bool | Literal["low", "medium", "high"] | None = field(
+        'true or false, "low", "medium" or "high" where the template reads efforts',
+        "whether the model thinks first, and how long; its thinking is told apart",
     )
     logprobs: bool | None = field("true or false", "logprobs of the answer's tokens")
     top_logprobs: int | None = field(
@@ -97,6 +98,24 @@ class OllamaBody(Body):
     )
 
 
+class OllamaFunction(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    name: str
+    arguments: dict[str, Any] = {}
+    index: int | None = None
+
+
+class OllamaCall(BaseModel):
+    """A call that an earlier answer made, as its client gives it back."""
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    function: OllamaFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
 class OllamaMessage(BaseModel):
     """One message; fields beyond these are refused by name."""
 
@@ -104,6 +123,10 @@ class OllamaMessage(BaseModel):
 
     role: str
     content: str = ""
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
 
 
 class OllamaChatBody(OllamaBody):
@@ -114,7 +137,11 @@ class OllamaChatBody(OllamaBody):
         "the conversation; a last message of the assistant's is continued",
         by_path=True,
     )
-    tools: list[dict[str, Any]] | None = field(NO_TOOLS, "tools that the model may call")
+    tools: list[ToolBody] | None = field(
+        "a list of functions, each with a name and a JSON schema of its arguments",
+        "functions that the model may call",
+        by_path=True,
+    )
 
 
 class OllamaGenerateBody(OllamaBody):

@@ -7,6 +7,7 @@ model is loaded.
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -25,12 +26,16 @@ from octavo.server.ollama.bodies import (
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
+    OllamaMessage,
     RunOptions,
 )
 from octavo.server.ollama.names import known_name
-from octavo.server.plain_chat import may_think, refuse_extra, refuse_values, rendering_of
+from octavo.server.openai.tools import offered
+from octavo.server.plain_chat import refuse_extra, refuse_values, rendering_of
+from octavo.server.reading import PLAIN, AnswerReading
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
+from octavo.server.tool_use import tool_use_of
 from octavo.server.turn import Conversation, in_their_words, params_of, turn_of
 
 router = APIRouter()
@@ -43,13 +48,19 @@ async def chat(
     body: Annotated[OllamaChatBody, Depends(body_of(OllamaChatBody))],
 ) -> Response:
     model = service.model(known_name(service, body.model))
-    refuse_values(body, ["tools"])
     params = _params(body, model)
     answer = ChatLines(body.model, model, params)
     if not body.messages:
         return _loaded(answer, body)
-    prompt = await _conversation(_messages(body), body, model).prompt(model)
-    return await _answer(request, body, answer, prompt)
+    conversation = replace(
+        _conversation(_messages(body), body, model),
+        tools=tool_use_of(
+            [offered(tool.function) for tool in body.tools or ()], None, model.limits
+        ),
+    )
+    prompt = await conversation.prompt(model)
+    reading = conversation.reading(model, prompt)
+    return await _answer(request, body, answer, prompt, reading)
 
 
 @router.post("/api/generate")
@@ -64,21 +75,39 @@ async def generate(
     answer = GenerateLines(body.model, model, params)
     if not body.prompt and not body.suffix:
         return _loaded(answer, body)
-    return await _answer(request, body, answer, await _prompt(body, model))
+    if body.suffix or body.raw:
+        return await _answer(request, body, answer, await _prompt(body, model), PLAIN)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages: list[dict[str, Any]] = [*system, {"role": "user", "content": body.prompt}]
+    conversation = _conversation(messages, body, model)
+    prompt = await conversation.prompt(model)
+    return await _answer(request, body, answer, prompt, conversation.reading(model, prompt))
 
 
 async def _answer(
-    request: Request, body: OllamaBody, answer: OllamaAnswer, prompt: Prompt
+    request: Request,
+    body: OllamaBody,
+    answer: OllamaAnswer,
+    prompt: Prompt,
+    reading: AnswerReading,
 ) -> Response:
     """Submits a prompt and gives its answer, as a stream unless that is turned off."""
     stream = body.stream is not False
     name = f"ollama-{secrets.token_hex(12)}"
     origin = origin_of(request, None, None)
     with in_their_words(NAMES):
-        turn = turn_of(answer.model, prompt, answer.params, name, origin=origin, stream=stream)
+        turn = turn_of(
+            answer.model,
+            prompt,
+            answer.params,
+            name,
+            reading=reading,
+            origin=origin,
+            stream=stream,
+        )
     if stream:
         return LineStream(answer.lines(turn), body.headers)
-    return _json(answer.whole(await turn.whole(request.receive)), body)
+    return _json(answer.whole(turn, await turn.whole(request.receive)), body)
 
 
 def _loaded(answer: OllamaAnswer, body: OllamaBody) -> Response:
@@ -90,31 +119,51 @@ def _json(made: dict[str, Any], body: OllamaBody) -> Response:
 
 
 async def _prompt(body: OllamaGenerateBody, model: ServedModel) -> Prompt:
-    """Returns the prompt of a generation: between two texts, raw, or as a user's message."""
+    """Returns the prompt of a generation without a template: between two texts, or raw."""
     text = body.prompt or ""
     if body.suffix:
         return await model.llm.infill_prompt(text, body.suffix)
-    if body.raw:
-        return await prompt_of(model.llm, text)
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    messages = [*system, {"role": "user", "content": text}]
-    return await _conversation(messages, body, model).prompt(model)
+    return await prompt_of(model.llm, text)
 
 
 def _conversation(
     messages: list[dict[str, Any]], body: OllamaBody, model: ServedModel
 ) -> Conversation:
-    thinks = None if body.think is None else False
-    return Conversation(
-        messages, rendering=rendering_of(messages, model, continues=True, thinks=thinks)
-    )
+    thinks = None if body.think is None else body.think is not False
+    rendering = rendering_of(messages, model, continues=True, thinks=thinks)
+    if isinstance(body.think, str):
+        rendering = replace(
+            rendering, variables={**rendering.variables, "reasoning_effort": body.think}
+        )
+    return Conversation(messages, rendering=rendering)
 
 
 def _messages(body: OllamaChatBody) -> list[dict[str, Any]]:
     plain = []
     for index, message in enumerate(body.messages or ()):
         refuse_extra(message, f"messages[{index}]")
-        plain.append({"role": message.role, "content": message.content})
+        plain.append(_plain(message))
+    return plain
+
+
+def _plain(message: OllamaMessage) -> dict[str, Any]:
+    """Returns a message as templates read it."""
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.thinking is not None:
+        plain["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                **({} if call.id is None else {"id": call.id}),
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_name is not None:
+        plain["name"] = message.tool_name
     return plain
 
 
@@ -135,14 +184,19 @@ def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
 def _check_thinking(body: OllamaBody, model: ServedModel) -> None:
     if body.think in (None, False):
         return
-    reason = (
-        "this server tells no thinking apart"
-        if may_think(model)
-        else f'"{model.name}" does not support thinking'
-    )
-    raise InvalidRequest(
-        f"think: got {body.think!r}, but {reason}", hint="send false", param="think"
-    )
+    if model.formats.reasoning is None:
+        raise InvalidRequest(
+            f'think: got {body.think!r}, but "{model.name}" does not support thinking',
+            hint="send false",
+            param="think",
+        )
+    variables = frozenset() if model.tokenizer is None else model.tokenizer.template_variables
+    if isinstance(body.think, str) and "reasoning_effort" not in variables:
+        raise InvalidRequest(
+            f"think: got {body.think!r}, but the model's chat template reads no efforts",
+            hint="send true",
+            param="think",
+        )
 
 
 def _check_context(options: RunOptions, model: ServedModel) -> None:

@@ -103,7 +103,11 @@ def _capabilities(slot: EngineSlot) -> list[str]:
         return []
     has_text = not slot.loaded.config.model.skip_tokenizer_init
     infills = has_text and slot.loaded.get_tokenizer().infill_format is not None
-    return ["completion", "insert"] if infills else ["completion"]
+    found = ["completion", "insert"] if infills else ["completion"]
+    if not has_text or not slot.loaded.get_tokenizer().has_chat_template:
+        return found
+    found.append("tools")
+    return found if slot.formats(slot.loaded).reasoning is None else [*found, "thinking"]
 
 
 def _time(slot: EngineSlot) -> str:

@@ -55,7 +55,7 @@ def _plain_message(message: Message, where: str) -> dict[str, Any]:
     if message.tool_calls:
         _check_role(message, "assistant", f"{where}.tool_calls")
         plain["tool_calls"] = [
-            _plain_call(call, f"{where}.tool_calls[{index}]")
+            plain_call(call, f"{where}.tool_calls[{index}]")
             for index, call in enumerate(message.tool_calls)
         ]
     if message.tool_call_id is not None:
@@ -72,7 +72,7 @@ def _check_role(message: Message, role: str, where: str) -> None:
         )
 
 
-def _plain_call(call: ToolCall, where: str) -> dict[str, Any]:
+def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
     """Returns a call whose arguments are an object, as templates read them."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):

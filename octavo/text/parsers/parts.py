@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from pydantic_core import from_json
 
 
 class PartKind(Enum):
@@ -41,6 +44,15 @@ class FunctionText:
     arguments: str = ""
     """JSON text; incomplete where the call was cut."""
     call_id: str = ""
+
+
+def arguments_of(call: FunctionText) -> dict[str, Any]:
+    """Returns a call's arguments as an object: as much as there is, where they were cut."""
+    try:
+        found = from_json(call.arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(slots=True)
