@@ -18,7 +18,11 @@ from octavo.ports import Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.tool_use import ToolUse
-from octavo.text.parsers.formats import ChannelFormat
+from octavo.text.parsers.formats import (
+    ChannelFormat,
+    named_reasoning_format,
+    named_tool_format,
+)
 from octavo.text.parsers.parts import MessageText, Part, PartKind
 from octavo.text.parsers.reader import MessageForm, MessageReader, read_message
 
@@ -42,6 +46,35 @@ class AnswerReading:
         if self.marks is None:
             return params
         return msgspec.structs.replace(params, answer_marks=self.marks)
+
+    def stored(self) -> dict[str, Any] | None:
+        """Returns what `restored` makes the same reading of; None where all text is content."""
+        form = self.form
+        if form is None:
+            return None
+        return {
+            "tools": None if form.tools is None else form.tools.name,
+            "reasoning": None if form.reasoning is None else form.reasoning.name,
+            "functions": dict(form.functions),
+            "begins_in_reasoning": form.begins_in_reasoning,
+            "may_reason": form.may_reason,
+        }
+
+    @staticmethod
+    def restored(found: Mapping[str, Any] | None) -> AnswerReading:
+        """Returns the reading of a stored text."""
+        if found is None:
+            return PLAIN
+        tools, reasoning = found["tools"], found["reasoning"]
+        return AnswerReading(
+            MessageForm(
+                None if tools is None else named_tool_format(tools),
+                None if reasoning is None else named_reasoning_format(reasoning),
+                found["functions"],
+                found["begins_in_reasoning"],
+                found["may_reason"],
+            )
+        )
 
     def reader(self) -> MessageReader | None:
         """Returns what reads one sample as it grows; None where its text is content."""

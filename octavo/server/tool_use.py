@@ -19,6 +19,9 @@ NAME_WORDS = "a name of 1 to 128 letters, digits, _, - and ."
 MAX_SCHEMA_DEPTH = 64
 """Deepest nesting of a function's parameters."""
 
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+"""Schema of a function that takes no arguments."""
+
 Choice = Literal["none", "auto", "required"]
 
 
@@ -27,9 +30,7 @@ class OfferedFunction:
     """A function that the model may call."""
 
     name: str
-    parameters: Mapping[str, Any] = field(
-        default_factory=lambda: {"type": "object", "properties": {}}
-    )
+    parameters: Mapping[str, Any] = field(default_factory=lambda: NO_ARGUMENTS)
     """JSON schema of its arguments."""
     description: str | None = None
     is_strict: bool = False

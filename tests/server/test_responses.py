@@ -203,14 +203,17 @@ def test_truncation_drops_the_oldest_where_the_context_is_full(kept):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0]",

@@ -74,20 +74,24 @@ def _check_role(message: Message, role: str, where: str) -> None:
 
 def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
     """Returns a call whose arguments are an object, as templates read them."""
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            arguments = None
-    if not isinstance(arguments, dict):
-        path = f"{where}.function.arguments"
-        raise InvalidRequest(
-            f"{path}: got {shown(call.function.arguments)}, allowed is an object as JSON text",
-            param=path,
-        )
+    arguments = arguments_object(call.function.arguments, f"{where}.function.arguments")
     plain = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return plain if call.id is None else {"id": call.id, **plain}
+
+
+def arguments_object(given: object, where: str) -> dict[str, Any]:
+    """Returns a call's arguments, which may be JSON text, as an object."""
+    found: Any = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given or "{}")
+        except (ValueError, RecursionError):
+            found = None
+    if not isinstance(found, dict):
+        raise InvalidRequest(
+            f"{where}: got {shown(given)}, allowed is an object as JSON text", param=where
+        )
+    return found
 
 
 def _content(message: Message, where: str) -> str:

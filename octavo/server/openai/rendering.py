@@ -42,7 +42,7 @@ def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
     """Returns the template's variables; InvalidRequest for a field that it does not read."""
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
     known = known if body.chat_template is None else known | {"reasoning_effort", "documents"}
-    variables = _effort(body.reasoning_effort, known)
+    variables = effort_variables(body.reasoning_effort, known, "reasoning_effort")
     if body.documents:
         if "documents" not in known:
             raise InvalidRequest(
@@ -52,15 +52,16 @@ def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
     return variables | (body.chat_template_kwargs or {})
 
 
-def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
+def effort_variables(effort: str | None, known: frozenset[str], name: str) -> dict[str, Any]:
+    """Returns the template's variables for an effort; `name` is its field's."""
     if effort is None:
         return {}
     if "reasoning_effort" in known:
         return {"reasoning_effort": effort}
     if effort not in UNREAD_EFFORTS:
         raise InvalidRequest(
-            f"reasoning_effort: got {effort!r}, but the model's chat template reads no such"
+            f"{name}: got {effort!r}, but the model's chat template reads no such"
             " variable; allowed are 'none' and 'medium'",
-            param="reasoning_effort",
+            param=name,
         )
     return {"enable_thinking": False} if effort == "none" and "enable_thinking" in known else {}

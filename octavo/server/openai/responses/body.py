@@ -6,7 +6,7 @@ Names and rules are OpenAI's; sampling fields beyond them are those of the chat 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -66,7 +66,7 @@ class ItemPart(BaseModel):
 
 
 class InputItem(BaseModel):
-    """One item of a response's input: a message."""
+    """One item of a response's input: a message, a call, its result, or reasoning."""
 
     model_config = Body.model_config
 
@@ -75,6 +75,38 @@ class InputItem(BaseModel):
     content: str | list[ItemPart] | None = None
     id: str | None = None
     status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+
+
+class ResponseTool(BaseModel):
+    """A function that the model may call; tools that a server runs are refused by their type."""
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolName(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseAllowedTools(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ResponseToolName]
 
 
 class ResponseBody(Body):
@@ -127,14 +159,17 @@ class ResponseBody(Body):
     user: ShortText = None
     text: Annotated[dict[str, Any] | None, Field(description="an object")] = None
     reasoning: Annotated[dict[str, Any] | None, Field(description="an object")] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None,
-        Field(description="an empty list; this server does not support tools"),
-    ] = None
-    tool_choice: Annotated[
-        str | dict[str, Any] | None,
-        Field(description='"none" or "auto"; this server does not support tools'),
-    ] = None
+    tools: list[ResponseTool] | None = field(
+        "a list of functions, each with a name and a JSON schema of its arguments",
+        "functions that the model may call",
+        by_path=True,
+    )
+    tool_choice: (
+        Literal["none", "auto", "required"] | ResponseToolName | ResponseAllowedTools | None
+    ) = field(
+        '"none", "auto", "required", a function or a list of allowed ones',
+        "whether a function is called; required and named ones are",
+    )
     parallel_tool_calls: Choice = None
     max_tool_calls: Annotated[Whole | None, Field(ge=1, description="a whole number from 1 up")] = (
         None
@@ -163,16 +198,9 @@ class ResponseBody(Body):
 
 def check(body: ResponseBody) -> None:
     """Raises InvalidRequest for what this server does not do, and for fields at odds."""
-    if body.tools:
-        raise InvalidRequest("tools: this server does not support them", param="tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            f"tool_choice: got {body.tool_choice!r}, and this server does not support tools",
-            param="tool_choice",
-        )
     _check_text(body.text or {})
     for name, value in (body.reasoning or {}).items():
-        if value is not None:
+        if value is not None and name != "effort":
             raise InvalidRequest(
                 f"reasoning.{name}: this server does not support it", param=f"reasoning.{name}"
             )

@@ -9,23 +9,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.server.openai.responses.items import output_item, output_part
+from octavo.server.openai.responses.output import OutputItem, OutputItems
+from octavo.server.reading import PLAIN, AnswerReading, plain_parts
+from octavo.text.parsers.parts import Part, PartKind
+from octavo.text.parsers.reader import MessageReader
 
 Event = dict[str, Any]
 Response = Mapping[str, Any]
+
+DELTAS = {
+    PartKind.CONTENT: "output_text",
+    PartKind.REASONING: "reasoning_text",
+    PartKind.CALL: "function_call_arguments",
+}
+"""Names of the events in which an item grows and ends."""
 
 
 class EventWriter:
     """The events of one response, made in turn."""
 
-    def __init__(self, first: Response, item_id: str) -> None:
+    def __init__(self, first: Response) -> None:
         """Takes the response before its first token."""
         self._first = dict(first)
-        self._item_id = item_id
-        self._place = {"item_id": item_id, "output_index": 0, "content_index": 0}
-        self._text: list[str] = []
-        self._has_item = False
+        self._reader: MessageReader | None = None
+        self._reading = PLAIN
+        self._output = OutputItems(first["id"])
+        self._open: OutputItem | None = None
         self._num_events = 0
+
+    def read_as(self, reading: AnswerReading) -> None:
+        """Takes in how the text is read, which is known before its first delta."""
+        if reading is not self._reading:
+            self._reading, self._reader = reading, reading.reader()
 
     def opening(self) -> list[Event]:
         """Returns what a stream begins with; a background response waits in a queue first."""
@@ -41,37 +56,66 @@ class EventWriter:
 
     def delta(self, text: str) -> list[Event]:
         """Returns the events of more text."""
-        self._text.append(text)
-        delta = {"delta": text, "logprobs": []}
-        return [*self._item_opening(), self._event("output_text.delta", self._place | delta)]
+        parts = plain_parts(text) if self._reader is None else self._reader.read(text)
+        return self._told(parts)
 
     def closing(self, last: Response) -> list[Event]:
-        """Returns what a stream ends with: all of the item, and the response in its last state."""
+        """Returns what a stream ends with: all of its items, and the response in its last state."""
         status = last["status"]
-        ending = "completed" if status == "completed" else "incomplete"
         if status == "failed":
             return [self._whole("failed", last)]
-        opening = self._item_opening()
-        text = "".join(self._text)
-        place = {"output_index": 0, "item": output_item(self._item_id, text, ending)}
+        ending = "completed" if status == "completed" else "incomplete"
+        rest = [] if self._reader is None else self._reader.read("", finished=True)
+        events = self._told(rest)
+        if not self._output.items:
+            self._output.finish()
+            events += self._begun(self._output.items[0])
+        return [*events, *self._ended(ending), self._whole(ending, last)]
+
+    def _told(self, parts: list[Part]) -> list[Event]:
+        events: list[Event] = []
+        for part in parts:
+            item = self._output.add(part)
+            if item is not self._open:
+                events += [*self._ended("completed"), *self._begun(item)]
+            if part.kind is not PartKind.CALL:
+                events.append(self._grown(item, part.text))
+        return events
+
+    def _begun(self, item: OutputItem) -> list[Event]:
+        """Returns the events that announce an item, before any of its text."""
+        self._open = item
+        value = item.value("in_progress")
+        if item.kind is PartKind.CALL:
+            return [self._event("output_item.added", {"output_index": item.index, "item": value})]
+        value["content"] = []
+        empty = OutputItem(item.kind, item.id, item.index).part()
         return [
-            *opening,
-            self._event("output_text.done", self._place | {"text": text, "logprobs": []}),
-            self._event("content_part.done", self._place | {"part": output_part(text)}),
-            self._event("output_item.done", place),
-            self._whole(ending, last),
+            self._event("output_item.added", {"output_index": item.index, "item": value}),
+            self._event("content_part.added", _place(item) | {"part": empty}),
         ]
 
-    def _item_opening(self) -> list[Event]:
-        """Returns the events that announce the message, once."""
-        if self._has_item:
+    def _grown(self, item: OutputItem, text: str) -> Event:
+        more: Event = {"logprobs": []} if item.kind is PartKind.CONTENT else {}
+        return self._event(f"{DELTAS[item.kind]}.delta", _place(item) | {"delta": text} | more)
+
+    def _ended(self, status: str) -> list[Event]:
+        """Returns the events that end the open item, with all of it."""
+        item, self._open = self._open, None
+        if item is None:
             return []
-        self._has_item = True
-        item = {**output_item(self._item_id, "", "in_progress"), "content": []}
-        return [
-            self._event("output_item.added", {"output_index": 0, "item": item}),
-            self._event("content_part.added", self._place | {"part": output_part("")}),
-        ]
+        name = f"{DELTAS[item.kind]}.done"
+        if item.kind is PartKind.CALL:
+            told = {"arguments": item.text, "name": item.name}
+            events = [self._event(name, _place(item) | told)]
+        else:
+            more: Event = {"logprobs": []} if item.kind is PartKind.CONTENT else {}
+            events = [
+                self._event(name, _place(item) | {"text": item.text} | more),
+                self._event("content_part.done", _place(item) | {"part": item.part()}),
+            ]
+        whole = {"output_index": item.index, "item": item.value(status)}
+        return [*events, self._event("output_item.done", whole)]
 
     def _whole(self, name: str, response: Response) -> Event:
         return self._event(name, {"response": dict(response)})
@@ -80,6 +124,11 @@ class EventWriter:
         event = {"type": f"response.{name}", "sequence_number": self._num_events, **content}
         self._num_events += 1
         return event
+
+
+def _place(item: OutputItem) -> dict[str, Any]:
+    place = {"item_id": item.id, "output_index": item.index}
+    return place if item.kind is PartKind.CALL else place | {"content_index": 0}
 
 
 def error_event(error: Mapping[str, Any], number: int) -> Event:

@@ -7,10 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest
+from octavo.server.openai.messages import arguments_object
 from octavo.server.openai.responses.body import InputItem, ItemPart
+from octavo.server.openai.responses.output import call_item, output_part
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Each role of an item, and the role that a chat template knows for it."""
+
+TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def input_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
@@ -22,30 +26,45 @@ def input_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
     return [_stored(item, f"input[{index}]") for index, item in enumerate(given)]
 
 
-def output_item(item_id: str, text: str, status: str) -> dict[str, Any]:
-    """Returns the item of an answer's message."""
-    return {
-        "id": item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": [output_part(text)],
-    }
-
-
-def output_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
 def messages_of(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns items as messages for a chat template; the parts of one item are joined by lines."""
-    return [
-        {
-            "role": ROLES[item["role"]],
-            "content": "\n".join(_text(part) for part in item["content"]),
-        }
-        for item in items
-    ]
+    """Returns items as messages for a chat template; the parts of one item are joined by lines.
+
+    Reasoning and calls belong to the assistant's message beside them.
+    """
+    messages: list[dict[str, Any]] = []
+    thought = ""
+    for item in items:
+        match item["type"]:
+            case "reasoning":
+                thought = "\n".join(part["text"] for part in item["content"])
+                continue
+            case "function_call":
+                last = messages[-1] if messages else {}
+                if last.get("role") != "assistant" or thought:
+                    last = {"role": "assistant", "content": ""}
+                    messages.append(last)
+                last.setdefault("tool_calls", []).append(_call(item))
+            case "function_call_output":
+                messages.append(
+                    {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+                )
+            case _:
+                content = "\n".join(_text(part) for part in item["content"])
+                messages.append({"role": ROLES[item["role"]], "content": content})
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = thought
+        thought = ""
+    return messages
+
+
+def _call(item: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call as templates read it; one that was cut has no arguments."""
+    try:
+        arguments = arguments_object(item["arguments"], "arguments")
+    except InvalidRequest:
+        arguments = {}
+    function = {"name": item["name"], "arguments": arguments}
+    return {"id": item["call_id"], "type": "function", "function": function}
 
 
 def _text(part: dict[str, Any]) -> str:
@@ -54,13 +73,60 @@ def _text(part: dict[str, Any]) -> str:
 
 
 def _stored(item: InputItem, where: str) -> dict[str, Any]:
-    if item.type != "message":
-        raise InvalidRequest(
-            f"{where}: got an item of type {item.type!r}, allowed is 'message'", param=where
-        )
     for name, value in (item.model_extra or {}).items():
         if value is not None:
             raise InvalidRequest(f"{where}.{name}: this server does not support it", param=where)
+    match item.type:
+        case "message":
+            return _message(item, where)
+        case "function_call":
+            return _stored_call(item, where)
+        case "function_call_output":
+            return _stored_result(item, where)
+        case "reasoning":
+            content = [
+                {"type": "reasoning_text", "text": part.text or ""}
+                for part in item.content or ()
+                if isinstance(part, ItemPart)
+            ]
+            return {
+                "id": item.id or f"rs_{secrets.token_hex(12)}",
+                "type": "reasoning",
+                "summary": [],
+                "content": content,
+            }
+    raise InvalidRequest(
+        f"{where}: got an item of type {item.type!r}, allowed are {', '.join(TYPES)}", param=where
+    )
+
+
+def _stored_call(item: InputItem, where: str) -> dict[str, Any]:
+    for name in ("call_id", "name", "arguments"):
+        if getattr(item, name) is None:
+            raise InvalidRequest(f"{where}.{name}: needed, and not given", param=where)
+    arguments_object(item.arguments, f"{where}.arguments")
+    item_id = item.id or f"fc_{secrets.token_hex(12)}"
+    status = item.status or "completed"
+    return call_item(item_id, item.call_id or "", item.name or "", item.arguments or "", status)
+
+
+def _stored_result(item: InputItem, where: str) -> dict[str, Any]:
+    if item.call_id is None or item.output is None:
+        raise InvalidRequest(f"{where}: needed are call_id and output", param=where)
+    output = item.output
+    if not isinstance(output, str):
+        parts = [_part(part, f"{where}.output[{index}]") for index, part in enumerate(output)]
+        output = "\n".join(_text(part) for part in parts)
+    return {
+        "id": item.id or f"fco_{secrets.token_hex(12)}",
+        "type": "function_call_output",
+        "call_id": item.call_id,
+        "output": output,
+        "status": "completed",
+    }
+
+
+def _message(item: InputItem, where: str) -> dict[str, Any]:
     if item.role not in ROLES:
         raise InvalidRequest(
             f"{where}.role: got {item.role!r}, allowed are {', '.join(ROLES)}",

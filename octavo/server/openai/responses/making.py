@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic import BaseModel
 
 from octavo.engine.front.input_processor import Origin
 from octavo.errors import ContextTooLong, InvalidRequest
 from octavo.outputs import RequestOutput
+from octavo.ports import Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.generation import Generation
 from octavo.server.openai.answer import usage_of
+from octavo.server.openai.rendering import effort_variables
 from octavo.server.openai.responses.body import ResponseBody
-from octavo.server.openai.responses.items import input_items, messages_of, output_item
+from octavo.server.openai.responses.items import input_items, messages_of
+from octavo.server.openai.responses.output import output_of
+from octavo.server.openai.responses.tools import tools_of
+from octavo.server.reading import AnswerReading
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.store import Record, Store
 from octavo.server.turn import Conversation, Turn
@@ -42,11 +49,6 @@ class Asked:
     """Items of its own input."""
     created_at: int
 
-    @property
-    def item_id(self) -> str:
-        """Id of the answer's message."""
-        return self.id.replace("resp_", "msg_", 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -58,13 +60,15 @@ class Prepared:
     prompt: dict[str, Any]
     first: dict[str, Any]
     """The response before its first token."""
+    reading: AnswerReading
+    """Reading of its answer."""
 
     def start(self) -> Turn:
         """Submits the request; raises the error of what is wrong with it."""
         generation = Generation(
             self.model,
             [self.prompt],
-            self.params,
+            self.reading.fitted(self.params),
             self.asked.id,
             origin=self.asked.origin,
             deltas=True,
@@ -77,16 +81,20 @@ class Prepared:
         status = status or {"stop": "completed", "length": "incomplete"}.get(
             reason or "", "cancelled"
         )
-        item = output_item(
-            self.asked.item_id, text, "completed" if status == "completed" else "incomplete"
-        )
+        output = output_of(self.asked.id, self.reading, text)
+        if status in ("completed", "incomplete"):
+            output.finish()
+        ending = "completed" if status == "completed" else "incomplete"
         too_long = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self.first,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": too_long,
-            "output": [item] if text or status in ("completed", "incomplete") else [],
+            "output": [
+                item.value("completed" if item is not output.items[-1] else ending)
+                for item in output.items
+            ],
             "usage": None if turn.latest is None else _usage(turn.latest),
         }
 
@@ -107,13 +115,14 @@ async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prep
         [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
     )
     items = [*await _history(asked, store), *asked.items]
-    messages = messages_of(items)
-    if body.truncation == "auto":
-        prompt = await _truncated(asked, model, system, messages)
-    else:
-        prompt = await _rendered(asked, model, system + messages)
+    talk = _conversation(asked, model, system + messages_of(items))
+    prompt = (
+        await _truncated(talk, asked, model, len(system))
+        if body.truncation == "auto"
+        else await talk.prompt(model)
+    )
     first = _first(asked, model, params, is_stored=body.is_stored and store is not None)
-    return Prepared(asked, model, params, prompt, first)
+    return Prepared(asked, model, params, prompt, first, talk.reading(model, prompt))
 
 
 def failed(first: dict[str, Any], message: str) -> dict[str, Any]:
@@ -154,26 +163,34 @@ def _check_ended(record: Record) -> None:
         )
 
 
-async def _rendered(
-    asked: Asked, model: ServedModel, messages: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return await Conversation(messages, asked.body.cache_salt).prompt(model)
+def _conversation(asked: Asked, model: ServedModel, messages: list[dict[str, Any]]) -> Conversation:
+    known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
+    effort = (asked.body.reasoning or {}).get("effort")
+    variables = effort_variables(effort, known, "reasoning.effort")
+    return Conversation(
+        messages,
+        asked.body.cache_salt,
+        Rendering(variables=variables),
+        tools=tools_of(asked.body, model.limits),
+    )
 
 
 async def _truncated(
-    asked: Asked,
-    model: ServedModel,
-    system: list[dict[str, Any]],
-    messages: list[dict[str, Any]],
+    talk: Conversation, asked: Asked, model: ServedModel, num_system: int
 ) -> dict[str, Any]:
     """Returns the prompt of the longest end of a conversation that leaves room for an answer."""
     info = model.llm.info
     most = min(info.max_model_len, info.kv_capacity_tokens)
     room = asked.body.max_output_tokens or min(ROOM_FOR_ANSWER_TOKENS, most // 4)
+    system, messages = talk.messages[:num_system], talk.messages[num_system:]
+
+    async def rendered(num_dropped: int) -> dict[str, Any]:
+        shorter = replace(talk, messages=system + messages[num_dropped:])
+        return await shorter.prompt(model)
 
     async def fits(num_dropped: int) -> bool:
         try:
-            prompt = await _rendered(asked, model, system + messages[num_dropped:])
+            prompt = await rendered(num_dropped)
         except ContextTooLong:
             return False
         return len(prompt["prompt_token_ids"]) + room <= most
@@ -185,7 +202,7 @@ async def _truncated(
             high = middle
         else:
             low = middle + 1
-    return await _rendered(asked, model, system + messages[low:])
+    return await rendered(low)
 
 
 def _first(
@@ -209,14 +226,14 @@ def _first(
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": is_stored,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [],
+        "tool_choice": _plain(body.tool_choice) or "auto",
+        "tools": [_plain(tool) for tool in body.tools or ()],
         "top_logprobs": 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
@@ -226,12 +243,19 @@ def _first(
     }
 
 
+def _plain(given: Any) -> Any:
+    """Returns a part of a body as JSON has it."""
+    return given.model_dump() if isinstance(given, BaseModel) else given
+
+
 def _usage(output: RequestOutput) -> dict[str, Any]:
     usage = usage_of([output])
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": usage.completion_tokens_details.reasoning_tokens
+        },
         "total_tokens": usage.total_tokens,
     }

@@ -171,7 +171,8 @@ async def _events(
     prepared: Prepared, turn: Turn, store: Store | None
 ) -> AsyncGenerator[list[Event], None]:
     """Yields a response's events; it is stored before the last ones."""
-    writer = EventWriter(prepared.first, prepared.asked.item_id)
+    writer = EventWriter(prepared.first)
+    writer.read_as(prepared.reading)
     yield writer.opening()
     texts: list[str] = []
     try:

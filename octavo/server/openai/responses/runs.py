@@ -20,6 +20,7 @@ from octavo.errors import EngineDead, OctavoError, Overloaded, Unavailable
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.making import ENDED, Asked, Prepared, failed, prepare
+from octavo.server.reading import PLAIN, AnswerReading
 from octavo.server.state.service import Service
 from octavo.server.state.store import Record, Store
 from octavo.server.turn import Turn
@@ -37,6 +38,8 @@ class ResponseRun:
     response: dict[str, Any]
     """The response in its newest state."""
     deltas: list[str] = field(default_factory=list)
+    reading: AnswerReading = PLAIN
+    """Reading of its text, once its prompt is made."""
     failure: Exception | None = None
     """Error that keeps it from going on in this server; the next one computes it."""
     task: asyncio.Task[None] | None = None
@@ -53,7 +56,6 @@ class ResponseRun:
 
     async def events(self, after: int) -> AsyncGenerator[list[Event], None]:
         """Yields the stream's events behind number `after`, up to its end."""
-        item_id = self.response["id"].replace("resp_", "msg_", 1)
         first = {
             **self.response,
             "status": "queued",
@@ -63,10 +65,11 @@ class ResponseRun:
             "error": None,
             "incomplete_details": None,
         }
-        writer = EventWriter(first, item_id)
+        writer = EventWriter(first)
         events, told = writer.opening(), 0
         while True:
             changed = self._changed
+            writer.read_as(self.reading)
             while told < len(self.deltas):
                 events += writer.delta(self.deltas[told])
                 told += 1
@@ -154,7 +157,9 @@ class ResponseRuns:
         """Computes a response and stores it; leaves it unfinished where the server ends before."""
         try:
             last = await self._computed(run, asked, prepared)
-            await self._store.replace(_ended(record, last, run.deltas, self._store))
+            ended = _ended(record, last, run.deltas, self._store)
+            ended.body["reading"] = run.reading.stored()
+            await self._store.replace(ended)
             run.response = last
         except HTTPException as error:
             run.failure = error
@@ -189,6 +194,7 @@ class ResponseRuns:
             if prepared is None:
                 prepared = await self._patiently(lambda: self._prepared(asked))
             found = prepared
+            run.reading = found.reading
             turn = await self._patiently(lambda: _started(found))
             run.response = {**run.response, "status": "in_progress"}
             async for delta in turn.deltas():
@@ -225,7 +231,8 @@ async def _started(prepared: Prepared) -> Turn:
 
 def told_again(record: Record) -> ResponseRun:
     """Returns a background response that has ended as a run, so that its stream can be told."""
-    return ResponseRun(record.body["response"], list(record.body["deltas"] or []))
+    reading = AnswerReading.restored(record.body.get("reading"))
+    return ResponseRun(record.body["response"], list(record.body["deltas"] or []), reading)
 
 
 def stored(asked: Asked, response: dict[str, Any], store: Store) -> Record:

@@ -1,0 +1,122 @@
+"""The items of a response's output: reasoning, messages and calls, in the order of the text.
+
+A function of the response's id and its text alone, so that a stream, the stored response and a
+stream that is told again have the same items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.server.reading import AnswerReading, plain_parts
+from octavo.text.parsers.parts import Part, PartKind
+
+PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg", PartKind.CALL: "fc"}
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """One item, as far as it has been written."""
+
+    kind: PartKind
+    id: str
+    index: int
+    text: str = ""
+    """Text of a message or of reasoning; a call's arguments."""
+    name: str = ""
+    call_id: str = ""
+
+    def value(self, status: str) -> dict[str, Any]:
+        """Returns the item in OpenAI's form."""
+        match self.kind:
+            case PartKind.CALL:
+                return call_item(self.id, self.call_id, self.name, self.text, status)
+            case PartKind.REASONING:
+                return {
+                    "id": self.id,
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": [self.part()] if self.text else [],
+                    "status": status,
+                }
+            case _:
+                return message_item(self.id, self.text, status)
+
+    def part(self) -> dict[str, Any]:
+        """Returns the content of a message or of reasoning."""
+        if self.kind is PartKind.REASONING:
+            return {"type": "reasoning_text", "text": self.text}
+        return output_part(self.text)
+
+
+class OutputItems:
+    """The items of one response's output."""
+
+    def __init__(self, response_id: str) -> None:
+        self._hash = response_id.removeprefix("resp_")
+        self.items: list[OutputItem] = []
+
+    def add(self, part: Part) -> OutputItem:
+        """Takes in a part; returns the item that it belongs to, which may be new."""
+        kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
+        if part.kind is PartKind.CALL or not self.items or self.items[-1].kind is not kind:
+            self._begin(kind)
+        item = self.items[-1]
+        if part.kind is PartKind.CALL:
+            item.name = part.text
+            item.call_id = part.call_id or f"call_{self._hash[:20]}{part.call:04d}"
+        else:
+            item.text += part.text
+        return item
+
+    def finish(self) -> None:
+        """Gives an answer without a part an empty message."""
+        if not self.items:
+            self._begin(PartKind.CONTENT)
+
+    def _begin(self, kind: PartKind) -> None:
+        index = len(self.items)
+        is_first = all(item.kind is not kind for item in self.items)
+        name = f"{PREFIXES[kind]}_{self._hash}" + ("" if is_first else f"{index}")
+        self.items.append(OutputItem(kind, name, index))
+
+
+def output_of(response_id: str, reading: AnswerReading, text: str) -> OutputItems:
+    """Returns the items of a whole answer."""
+    reader = reading.reader()
+    parts: Iterable[Part] = (
+        plain_parts(text) if reader is None else reader.read(text, finished=True)
+    )
+    made = OutputItems(response_id)
+    for part in parts:
+        made.add(part)
+    return made
+
+
+def message_item(item_id: str, text: str, status: str) -> dict[str, Any]:
+    """Returns the item of an answer's message."""
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [output_part(text)],
+    }
+
+
+def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+    """Returns the item of a call."""
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "status": status,
+    }
+
+
+def output_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,47 @@
+"""The functions that a response's body offers, in the terms that all APIs share."""
+
+from __future__ import annotations
+
+from octavo.server.openai.responses.body import (
+    ResponseAllowedTools,
+    ResponseBody,
+    ResponseToolName,
+)
+from octavo.server.request_limits import RequestLimits
+from octavo.server.tool_use import (
+    NO_ARGUMENTS,
+    Choice,
+    OfferedFunction,
+    ToolNames,
+    ToolUse,
+    tool_use_of,
+)
+
+NAMES = ToolNames(name="name", parameters="parameters")
+
+
+def tools_of(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
+    """Returns the body's tools, checked; None where the model may call none."""
+    functions = [
+        OfferedFunction(
+            tool.name,
+            NO_ARGUMENTS if tool.parameters is None else tool.parameters,
+            tool.description,
+            is_strict=tool.strict is True,
+        )
+        for tool in body.tools or ()
+    ]
+    choice, named = _choice(body)
+    is_parallel = body.parallel_tool_calls is not False
+    return tool_use_of(functions, choice, limits, named=named, is_parallel=is_parallel, names=NAMES)
+
+
+def _choice(body: ResponseBody) -> tuple[Choice | None, list[str] | None]:
+    """Returns whether a function is called, and the names of those that may be."""
+    match body.tool_choice:
+        case ResponseToolName(name=name):
+            return "required", [name]
+        case ResponseAllowedTools(mode=mode, tools=tools):
+            return mode, [tool.name for tool in tools]
+        case word:
+            return word, None
