@@ -54,6 +54,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
     """Grammar of the answer, in Lark's notation as llguidance reads it, or in GBNF's."""
     structural_tag: dict[str, Any] | str | None = None
     """Free text, within which each of the triggers begins a text of a given form."""
+    or_structural_tag: dict[str, Any] | None = None
+    """Structures that the answer may be instead of JSON, a regex, a choice or a grammar, such as
+    calls of functions.
+    """
     disable_any_whitespace: bool = False
     """Whether JSON is written without whitespace between its parts."""
     whitespace_pattern: str | None = None
@@ -64,6 +68,12 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
     """Whether objects of a JSON schema have no properties but those that it names."""
     starts_after: str = ""
     """Text after which the form begins, such as the end of a reasoning; "": it begins at once."""
+    begins_with: str = ""
+    """Text with which an answer begins that goes on to `starts_after`; where it begins otherwise,
+    the form begins at once. "": the answer always goes on to `starts_after`.
+    """
+    most_tokens_before: int | None = None
+    """Number of tokens after which `starts_after` is forced; None: no limit."""
     given_as: str = "structured_outputs"
     """Name of the request's field that it came from, for messages."""
 
@@ -91,12 +101,26 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
         """Name of the field that is given."""
         return next(name for name in FORMS if getattr(self, name) is not None)
 
+    @property
+    def tag(self) -> dict[str, Any]:
+        """The structural tag as an object; {} where it is none, which admission refuses."""
+        found: object = self.structural_tag
+        if isinstance(found, str):
+            try:
+                found = msgspec.json.decode(found)
+            except msgspec.DecodeError:
+                found = {}
+        return dict(found) if isinstance(found, dict) else {}
+
     def _check_options(self) -> None:
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         pattern = self.whitespace_pattern
         self._check("whitespace_pattern", pattern is None or _is_text(pattern), "a regex or None")
-        self._check("starts_after", isinstance(self.starts_after, str), "a text")
+        for name in ("starts_after", "begins_with"):
+            self._check(name, isinstance(getattr(self, name), str), "a text")
+        most = self.most_tokens_before
+        self._check("most_tokens_before", most is None or _is_count(most), "None, or a count")
         if pattern is not None and self.disable_any_whitespace:
             raise InvalidRequest(
                 f"{self.given_as}: got whitespace_pattern with disable_any_whitespace, allowed is"
@@ -120,13 +144,20 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Grammars as llguidance reads them, a JSON list of which the first is the answer's."""
     starts_after: str = ""
     """Text after which the grammar begins; "": it begins at once."""
+    begins_with: str = ""
+    most_tokens_before: int | None = None
     num_given_tokens: int = 0
     """Number of the prompt's last tokens that are the beginning of the grammar's text."""
 
     @property
     def digest(self) -> bytes:
         """Name of what is compiled."""
-        return blake2b(f"{self.starts_after}\0{self.text}".encode(), digest_size=16).digest()
+        before = f"{self.starts_after}\0{self.begins_with}\0{self.most_tokens_before}"
+        return blake2b(f"{before}\0{self.text}".encode(), digest_size=16).digest()
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _is_text(value: object) -> bool:

@@ -18,8 +18,18 @@ from octavo.ports import Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.tool_use import ToolUse
+from octavo.structured_outputs import StructuredOutputs
+from octavo.text.parsers.call_forms import (
+    NO_REASONING,
+    CallRules,
+    ReasoningSpan,
+    any_text,
+    behind,
+    form_of_answer,
+)
 from octavo.text.parsers.formats import (
     ChannelFormat,
+    ReasoningFormat,
     named_reasoning_format,
     named_tool_format,
 )
@@ -38,14 +48,32 @@ class AnswerReading:
     form: MessageForm | None = None
     """Parts that the answer may have; None where all of it is content."""
     marks: AnswerMarks | None = None
+    rules: CallRules | None = None
+    """Functions that the answer may call; None for none."""
+    before: ReasoningSpan = NO_REASONING
+    """Reasoning before the form of the content begins."""
     id_length: int = 0
     """Length of a call's id where the model's template checks it; 0 for any."""
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
-        """Returns params with the marks that the detokenizer must know."""
+        """Returns params with the marks that the detokenizer must know, and with the form that
+        calls and reasoning give the answer.
+        """
         if self.marks is None:
             return params
-        return msgspec.structs.replace(params, answer_marks=self.marks)
+        form = self._form(params.structured_outputs)
+        return msgspec.structs.replace(params, answer_marks=self.marks, structured_outputs=form)
+
+    def _form(self, own: StructuredOutputs | None) -> StructuredOutputs | None:
+        """Returns the form of the whole answer, of which `own` is the form of its content."""
+        assert self.form is not None, "an answer with marks is read"
+        if self.rules is not None and self.form.tools is not None:
+            return form_of_answer(own, self.form.tools, self.rules, self.before)
+        if own is not None:
+            return behind(own, self.before)
+        if self.before.most_tokens is None:
+            return None
+        return any_text(self.before, "thinking_token_budget")
 
     def stored(self) -> dict[str, Any] | None:
         """Returns what `restored` makes the same reading of; None where all text is content."""
@@ -101,40 +129,81 @@ def plain_parts(text: str) -> list[Part]:
     return [Part(PartKind.CONTENT, text)] if text else []
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerWishes:
+    """Parts of a request that say what its answer is made of."""
+
+    tools: ToolUse | None = None
+    continued: str | None = None
+    """Message that the answer goes on with; None where it begins a new one."""
+    thinking_budget: int | None = None
+    """Most tokens of reasoning; None for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningState:
+    """Point up to which the prompt has brought the reasoning."""
+
+    has_begun: bool = False
+    may_reason: bool = False
+    """Whether there may be reasoning still."""
+
+
 def reading_of(
     formats: ModelFormats,
     tokenizer: Tokenizer | None,
     prompt_token_ids: Sequence[int],
-    tools: ToolUse | None,
-    continued: str | None,
+    wishes: AnswerWishes,
 ) -> AnswerReading:
-    """Returns how answers to a prompt are read; `continued` is the message that they go on with."""
-    reasoning = formats.reasoning
-    begins = closed = False
+    """Returns how answers to a prompt are read."""
+    reasoning, tools = formats.reasoning, wishes.tools
+    state = ReasoningState()
     if reasoning is not None and tokenizer is not None:
-        tail = continued
-        if tail is None:
-            last = list(prompt_token_ids[-TAIL_TOKENS:])
-            tail = tokenizer.decode(last, skip_special_tokens=False).rstrip()
-            begins = tail.endswith(reasoning.opening)
-            closed = tail.endswith(reasoning.closing)
-        else:
-            begins = tail.rfind(reasoning.opening) > tail.rfind(reasoning.closing)
-            closed = not begins and bool(tail)
-    is_channel = isinstance(reasoning, ChannelFormat)
-    if tools is None and not is_channel and (reasoning is None or closed):
+        state = _state(reasoning, tokenizer, prompt_token_ids, wishes.continued)
+    if tools is None and not isinstance(reasoning, ChannelFormat) and not state.may_reason:
         return PLAIN
     called = formats.tools if tools is not None else None
-    form = MessageForm(called, reasoning, _schemas(tools), begins, not closed)
-    shown = [*formats.reasoning_token_ids] if reasoning is not None else []
-    shown += formats.tool_token_ids if tools is not None else ()
+    form = MessageForm(called, reasoning, _schemas(tools), state.has_begun, state.may_reason)
+    shown = [*formats.reasoning_token_ids, *(formats.tool_token_ids if tools is not None else ())]
     marks = AnswerMarks(
         shown_token_ids=shown,
-        reasoning_opening=reasoning.opening if reasoning is not None and not closed else "",
+        reasoning_opening=reasoning.opening if reasoning is not None and state.may_reason else "",
         reasoning_closing=reasoning.closing if reasoning is not None else "",
-        begins_in_reasoning=begins,
+        begins_in_reasoning=state.has_begun,
     )
-    return AnswerReading(form, marks, formats.tools.id_length)
+    rules = None
+    if tools is not None:
+        rules = CallRules(_schemas(tools), tools.choice == "required", tools.is_parallel)
+    before = _span(reasoning, state, wishes) if state.may_reason else NO_REASONING
+    return AnswerReading(form, marks, rules, before, formats.tools.id_length)
+
+
+def _state(
+    reasoning: ReasoningFormat | ChannelFormat,
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    continued: str | None,
+) -> ReasoningState:
+    if continued is not None:
+        begun = continued.rfind(reasoning.opening) > continued.rfind(reasoning.closing)
+        return ReasoningState(begun, begun or not continued)
+    last = list(prompt_token_ids[-TAIL_TOKENS:])
+    tail = tokenizer.decode(last, skip_special_tokens=False).rstrip()
+    return ReasoningState(tail.endswith(reasoning.opening), not tail.endswith(reasoning.closing))
+
+
+def _span(
+    reasoning: ReasoningFormat | ChannelFormat | None, state: ReasoningState, wishes: AnswerWishes
+) -> ReasoningSpan:
+    """Returns what comes before the form of the content."""
+    if reasoning is None:
+        return NO_REASONING
+    closing = reasoning.closing
+    if isinstance(reasoning, ChannelFormat):
+        must_call = wishes.tools is not None and wishes.tools.choice == "required"
+        closing = reasoning.before_call if must_call else reasoning.before_content
+    opening = "" if state.has_begun else reasoning.opening
+    return ReasoningSpan(opening, closing, wishes.thinking_budget)
 
 
 def continued_text(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str | None:

@@ -112,11 +112,6 @@ def tool_use_of(
             )
     if choice == "none":
         return None
-    if choice == "required":
-        raise InvalidRequest(
-            f"{names.choice}: this server forces no calls, allowed are 'none' and 'auto'",
-            param=names.choice,
-        )
     allowed = None if named is None else frozenset(named)
     return ToolUse(functions, choice or "auto", is_parallel, allowed)
 

@@ -17,14 +17,20 @@ from starlette.types import Receive
 
 from octavo.engine.front.arguments import Prompt
 from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin, Truncation
-from octavo.errors import ClientError
+from octavo.errors import ClientError, InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.ports import DEFAULT_RENDERING, Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Cursor, Delta
 from octavo.server.generation import Generation, chat_prompt_of
-from octavo.server.reading import PLAIN, AnswerReading, continued_text, reading_of
+from octavo.server.reading import (
+    PLAIN,
+    AnswerReading,
+    AnswerWishes,
+    continued_text,
+    reading_of,
+)
 from octavo.server.state.served_model import ServedModel
 from octavo.server.taught_tools import plain_history, taught_messages
 from octavo.server.tool_use import ToolUse
@@ -41,6 +47,8 @@ class Conversation:
     truncation: Truncation | None = None
     tools: ToolUse | None = None
     """Functions that the model may call; None for none."""
+    thinking_budget: int | None = None
+    """Most tokens of reasoning; None for no limit."""
 
     async def prompt(self, model: ServedModel) -> dict[str, Any]:
         """Returns the prompt's token ids, as the engine takes them."""
@@ -56,8 +64,13 @@ class Conversation:
     def reading(self, model: ServedModel, prompt: Mapping[str, Any]) -> AnswerReading:
         """Returns how the answers to the conversation's prompt are read."""
         continued = continued_text(self.messages, self.rendering)
-        token_ids = prompt["prompt_token_ids"]
-        return reading_of(model.formats, model.tokenizer, token_ids, self.tools, continued)
+        wishes = AnswerWishes(self.tools, continued, self.thinking_budget)
+        if self.thinking_budget is not None and model.formats.reasoning is None:
+            raise InvalidRequest(
+                f"thinking_token_budget: `{model.name}` does not reason",
+                param="thinking_token_budget",
+            )
+        return reading_of(model.formats, model.tokenizer, prompt["prompt_token_ids"], wishes)
 
     def _with_tools(self, model: ServedModel) -> tuple[list[dict[str, Any]], Rendering]:
         """Returns the messages and how they are rendered, with the functions that there are: in the

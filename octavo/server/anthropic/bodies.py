@@ -90,6 +90,19 @@ class ToolChoice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputFormat(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    format: OutputFormat | None = None
+
+
 class CountTokensBody(Body):
     """Body of POST /v1/messages/count_tokens."""
 
@@ -100,7 +113,6 @@ class CountTokensBody(Body):
             "diagnostics",
             "inference_geo",
             "mcp_servers",
-            "output_config",
             "user_profile_id",
             "workspace_id",
         }
@@ -114,6 +126,15 @@ class CountTokensBody(Body):
     )
     system: str | list[TextBlock] | None = field(
         "a text, or a list of blocks of text", "the system's message", by_path=True
+    )
+    output_format: OutputFormat | None = field(
+        'an object with the type "json_schema" and a schema', "form of the answer", by_path=True
+    )
+    output_config: OutputConfig | None = field(
+        "an object with a format, as output_format has it",
+        "form of the answer",
+        by_path=True,
+        rules={"excludes": {"output_format": "both mean the same"}},
     )
     thinking: ThinkingConfig | None = field(
         'an object with the type "adaptive", "enabled" or "disabled"',

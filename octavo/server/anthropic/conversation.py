@@ -46,6 +46,7 @@ def conversation_of(body: CountTokensBody, model: ServedModel) -> Conversation:
         messages,
         rendering=rendering_of(messages, model, continues=True, thinks=thinks),
         tools=_tools(body, model),
+        thinking_budget=body.thinking.budget_tokens if body.thinking and thinks else None,
     )
 
 

@@ -18,6 +18,7 @@ from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.state.service import Service, service_of
 from octavo.server.turn import in_their_words, params_of, start_turn
+from octavo.structured_outputs import StructuredOutputs
 
 router = APIRouter()
 
@@ -29,7 +30,9 @@ async def create_message(
     body: Annotated[MessagesBody, Depends(body_of(MessagesBody))],
 ) -> Response:
     model = service.model(body.model)
-    params = params_of(body, NAMES, model.llm.get_default_sampling_params())
+    params = params_of(
+        body, NAMES, model.llm.get_default_sampling_params(), structured_outputs=_form(body)
+    )
     omits = body.thinking is not None and body.thinking.display == "omitted"
     answer = MessageAnswer(model.name, body.max_tokens, tells_thinking=not omits)
     origin = origin_of(request, None, body.metadata.user_id if body.metadata else None)
@@ -43,6 +46,14 @@ async def create_message(
         return MessageStream(answer.events(turn), headers)
     made = answer.whole(turn, await turn.whole(request.receive))
     return Response(msgspec.json.encode(made), headers=headers, media_type="application/json")
+
+
+def _form(body: MessagesBody) -> StructuredOutputs | None:
+    """Returns the form that the answer is to have; None for any text."""
+    found, name = body.output_format, "output_format"
+    if found is None and body.output_config is not None:
+        found, name = body.output_config.format, "output_config.format"
+    return None if found is None else StructuredOutputs(json=found.schema_, given_as=name)
 
 
 @router.post("/v1/messages/count_tokens")

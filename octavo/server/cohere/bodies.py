@@ -42,10 +42,11 @@ class ThinkingSwitch(BaseModel):
     type: Literal["disabled", "enabled"]
 
 
-class ResponseFormat(BaseModel):
+class CohereFormat(BaseModel):
     model_config = Body.model_config | {"extra": "forbid"}
 
-    type: Literal["text"]
+    type: Literal["text", "json_object"]
+    json_schema: dict[str, Any] | None = None
 
 
 class CitationOptions(BaseModel):
@@ -92,7 +93,11 @@ class CohereChatBody(Body):
         "whether the model thinks first, where it can",
         by_path=True,
     )
-    response_format: ResponseFormat | None = taken('{"type": "text"}; this server forces no form')
+    response_format: CohereFormat | None = field(
+        'an object with the type "text", or "json_object" and perhaps a json_schema',
+        "form of the answer",
+        by_path=True,
+    )
     citation_options: CitationOptions | None = taken('{"mode": "OFF"}; nothing is cited')
     safety_mode: Literal["OFF", "NONE"] | None = taken('"OFF"; this server adds no instructions')
     tool_choice: Literal["NONE", "REQUIRED"] | None = field(

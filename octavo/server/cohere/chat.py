@@ -11,7 +11,7 @@ from octavo.errors import InvalidRequest
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.cohere.answer import CohereAnswer, CohereStream
-from octavo.server.cohere.bodies import NAMES, CohereChatBody, CohereMessage
+from octavo.server.cohere.bodies import NAMES, CohereChatBody, CohereFormat, CohereMessage
 from octavo.server.openai.messages import plain_call
 from octavo.server.openai.tools import offered
 from octavo.server.plain_chat import joined_text, refuse_extra, refuse_values, rendering_of
@@ -19,6 +19,7 @@ from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.tool_use import Choice, tool_use_of
 from octavo.server.turn import Conversation, in_their_words, params_of, start_turn
+from octavo.structured_outputs import StructuredOutputs
 
 CHOICES: dict[str | None, Choice | None] = {None: None, "NONE": "none", "REQUIRED": "required"}
 
@@ -35,7 +36,11 @@ async def chat(
     model = service.model(body.model)
     refuse_values(body, ["documents"])
     logprobs = 0 if body.logprobs else None
-    others: dict[str, Any] = {"logprobs": logprobs, "max_tokens": body.max_tokens}
+    others: dict[str, Any] = {
+        "logprobs": logprobs,
+        "max_tokens": body.max_tokens,
+        "structured_outputs": _form(body.response_format),
+    }
     params = params_of(body, NAMES, model.llm.get_default_sampling_params(), **others)
     answer = CohereAnswer(model.tokenizer)
     origin = origin_of(request, body.priority, None)
@@ -72,6 +77,15 @@ def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
         rendering=rendering_of(messages, model, continues=False, thinks=thinks),
         tools=tool_use_of(functions, CHOICES[body.tool_choice], model.limits),
     )
+
+
+def _form(given: CohereFormat | None) -> StructuredOutputs | None:
+    """Returns the form that the answer is to have; None for any text."""
+    if given is None or given.type == "text":
+        return None
+    if given.json_schema is None:
+        return StructuredOutputs(json_object=True, given_as="response_format")
+    return StructuredOutputs(json=given.json_schema, given_as="response_format")
 
 
 def _plain(message: CohereMessage, where: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class OllamaBody(Body):
         "an object of Ollama's options", "how tokens are chosen", by_path=True
     )
     format: str | dict[str, Any] | None = field(
-        "an empty text; this server forces no form", "form of the answer"
+        '"json", or a JSON schema', "form of the answer; an empty text is none"
     )
     think: bool | Literal["low", "medium", "high"] | None = field(
         'true or false, "low", "medium" or "high" where the template reads efforts',

@@ -37,6 +37,7 @@ from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.tool_use import tool_use_of
 from octavo.server.turn import Conversation, in_their_words, params_of, turn_of
+from octavo.structured_outputs import StructuredOutputs
 
 router = APIRouter()
 
@@ -169,16 +170,32 @@ def _plain(message: OllamaMessage) -> dict[str, Any]:
 
 def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
     """Checks the fields that all requests share; returns their SamplingParams."""
-    refuse_values(body, ["format", "truncate", "shift"])
+    refuse_values(body, ["truncate", "shift"])
     _check_thinking(body, model)
     options = body.options or RunOptions.model_validate({})
     _check_context(options, model)
     if options.num_predict in UNBOUNDED:
         options = options.model_copy(update={"num_predict": None})
-    others: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    others: dict[str, Any] = {
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "structured_outputs": _form(body.format),
+    }
     if options.num_predict is None:
         others["max_tokens"] = None
     return params_of(options, NAMES, model.llm.get_default_sampling_params(), **others)
+
+
+def _form(given: str | dict[str, Any] | None) -> StructuredOutputs | None:
+    """Returns the form that the answer is to have; None for any text."""
+    if not given:
+        return None
+    if given == "json":
+        return StructuredOutputs(json_object=True, given_as="format")
+    if isinstance(given, dict):
+        return StructuredOutputs(json=given, given_as="format")
+    raise InvalidRequest(
+        f"format: got {given!r}, allowed are 'json' and a JSON schema", param="format"
+    )
 
 
 def _check_thinking(body: OllamaBody, model: ServedModel) -> None:

@@ -77,7 +77,6 @@ class SamplingBody(Body):
             "prompt_embeds",
             "repetition_detection",
             "return_token_offsets",
-            "thinking_token_budget",
             "vllm_xargs",
             "web_search_options",
         }
@@ -439,6 +438,13 @@ class ChatBody(ConversationBody, PromptBody):
     )
     include_reasoning: bool | None = field(
         FLAG, "gives the model's reasoning with the answer; null is true"
+    )
+    thinking_token_budget: Whole | None = field(
+        "a whole number from 0 up, or -1 for no limit",
+        "most tokens of reasoning, which is closed there",
+        rules={"minimum": -1},
+        ge=-1,
+        lt=2**31,
     )
     functions: list[dict[str, Any]] | None = field(
         "an empty list; tools stands for it", "the old name of tools", max_length=0

@@ -208,7 +208,15 @@ def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) 
     truncation = truncation_of(body, model.llm, _max_tokens(body))
     messages = plain_messages(body.messages, id_length=model.formats.tools.id_length)
     tools = tools_of(body, model.limits)
-    return Conversation(messages, body.cache_salt, rendering, truncation, tools)
+    budget = body.thinking_token_budget
+    return Conversation(
+        messages,
+        body.cache_salt,
+        rendering,
+        truncation,
+        tools,
+        thinking_budget=None if budget == -1 else budget,
+    )
 
 
 def _ending(delta: Delta) -> str | None:

@@ -50,12 +50,19 @@ def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
     cannot be met.
     """
     check_unicode(form.starts_after, form.given_as)
+    check_unicode(form.begins_with, form.given_as)
     try:
         grammars = _grammars(form, compiler)
     except SchemaError as error:
         raise refuse(form.given_as, f"{form.kind}: {error}") from None
     text = json.dumps(grammars, ensure_ascii=False, separators=(",", ":"))
-    spec = GrammarSpec(form.kind, text, starts_after=form.starts_after)
+    spec = GrammarSpec(
+        form.kind,
+        text,
+        starts_after=form.starts_after,
+        begins_with=form.begins_with,
+        most_tokens_before=form.most_tokens_before,
+    )
     try:
         probe(compiler.compile(spec))
     except GrammarError as error:
@@ -66,6 +73,15 @@ def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
 
 
 def _grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
+    if form.or_structural_tag is None:
+        return _own_grammars(form, compiler)
+    calls = StructuredOutputs(structural_tag=form.or_structural_tag, given_as="tools")
+    own = _own_grammars(form, compiler)[0] | {"name": "own"}
+    either = {"name": "either", "lark_grammar": "start: @own | @answer\n"}
+    return [either, own, *_tag_grammars(calls, compiler)]
+
+
+def _own_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
     if form.structural_tag is not None:
         return _tag_grammars(form, compiler)
     if form.json is not None:
@@ -140,7 +156,13 @@ def _tag_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gr
     structures = _structures(form)
     bodies = [_body(form, structure, f"body_{index}") for index, structure in enumerate(structures)]
     names = [body["name"] for body in bodies]
-    whole = lark.tags(structures, names, compiler.special_tokens)
+    tag = read(form.structural_tag or {})
+    layout = lark.TagLayout(
+        at_least_one=tag.get("at_least_one") is True,
+        stop_after_first=tag.get("stop_after_first") is True,
+        begins_unlike=form.begins_with,
+    )
+    whole = lark.tags(structures, names, compiler.special_tokens, layout)
     return [{"name": "answer", "lark_grammar": whole}, *bodies]
 
 
@@ -148,6 +170,9 @@ def _structures(form: StructuredOutputs) -> list[dict[str, Any]]:
     tag = read(form.structural_tag or {})
     given: Any = tag.get("structures")
     triggers = tag.get("triggers")
+    for name in ("at_least_one", "stop_after_first"):
+        if not isinstance(tag.get(name, False), bool):
+            raise _bad_tag(form, f"{name} is true or false")
     if not _is_list(given, dict) or not _is_list(triggers, str):
         raise _bad_tag(form, "needed are structures and triggers, lists of at least one")
     if len(given) > MAX_TAGS:

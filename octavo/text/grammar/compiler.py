@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from octavo.errors import InvalidRequest
 from octavo.ports import Tokenizer
 from octavo.structured_outputs import GrammarSpec
-from octavo.text.grammar.lark import literal
+from octavo.text.grammar import lark
 
 MAX_LEXER_STATES = 20_000
 """States of the regular expressions of one grammar; each takes about 1.5 KB."""
@@ -141,7 +141,8 @@ class GrammarCompiler:
     def _whole(self, spec: GrammarSpec) -> str:
         grammars = json.loads(spec.text)
         if spec.starts_after:
-            grammars.insert(0, _after(spec.starts_after, grammars[0]["name"], self._special))
+            whole = lark.after(spec, grammars[0]["name"], self._special)
+            grammars.insert(0, {"name": "whole", "lark_grammar": whole})
         return json.dumps({"grammars": grammars})
 
 
@@ -177,19 +178,3 @@ def first_line(error: str) -> str:
 def refuse(given_as: str, message: str, hint: str | None = None) -> InvalidRequest:
     """Returns the error of a form that cannot be met."""
     return InvalidRequest(f"{given_as}: {message}", param=given_as, hint=hint)
-
-
-def _after(text: str, name: str, special: dict[str, int]) -> dict[str, str]:
-    """Returns the grammar of a free text up to `text`, followed by the grammar called `name`.
-
-    Some whitespace may stand between the two; models write it.
-    """
-    if text in special:
-        before = f"FREE <[{special[text]}]>\nFREE: /(.|\\n)*/"
-    else:
-        before = f"opening\nopening[suffix={literal(text)}]: /(.|\\n)*/"
-    return {
-        "name": "whole",
-        "lark_grammar": f"start: before BETWEEN @{name}\nbefore: {before}\n"
-        "BETWEEN: /[ \\t\\r\\n]{0,8}/\n",
-    }

@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from octavo.structured_outputs import GrammarSpec
+
+BETWEEN = r"BETWEEN: /[ \t\r\n]{0,8}/"
+"""Rule of the whitespace that models write between the parts of an answer."""
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
@@ -22,27 +28,103 @@ def choice(texts: Sequence[str]) -> str:
     return "start: " + " | ".join(literal(text) for text in dict.fromkeys(texts)) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class TagLayout:
+    """Number and place of the structures in an answer."""
+
+    at_least_one: bool = False
+    """Whether the answer is structures alone, with no text around them."""
+    stop_after_first: bool = False
+    """Whether the answer ends with its first structure."""
+    begins_unlike: str = ""
+    """Text with which the answer does not begin."""
+
+
+ANY_NUMBER = TagLayout()
+
+
 def tags(
-    structures: Sequence[Mapping[str, Any]], names: Sequence[str], special: Mapping[str, int]
+    structures: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    special: Mapping[str, int],
+    layout: TagLayout = ANY_NUMBER,
 ) -> str:
-    """Returns the grammar of free text with structures in it.
+    """Returns the grammar of free text with structures in it, or of structures alone.
 
     Each structure has its `trigger`, its `begin` (which starts with the trigger) and its `end`;
     what lies between is the grammar of that place in `names`.
     """
     rules = [f"tag_{index}" for index in range(len(structures))]
-    lark = [f"start: ({' | '.join(rules)})* FREE", "FREE: /(.|\\n)*/"]
-    for rule, structure, name in zip(rules, structures, names, strict=True):
-        trigger, begin = structure["trigger"], structure["begin"]
-        rest, end = begin[len(trigger) :], structure["end"]
-        parts = [literal(rest, special)] if rest else []
-        parts += [f"@{name}", *([literal(end, special)] if end else [])]
-        if trigger in special:
-            lark.append(f"{rule}: FREE <[{special[trigger]}]> {' '.join(parts)}")
-        else:
-            lark.append(f"{rule}_opening[lazy]: FREE {literal(trigger)}")
-            lark.append(f"{rule}: {rule}_opening {' '.join(parts)}")
+    one = " | ".join(rules)
+    if layout.at_least_one:
+        more = "" if layout.stop_after_first else f" (BETWEEN ({one}))*"
+        lark = [f"start: ({one}){more}", BETWEEN]
+        for rule, structure, name in zip(rules, structures, names, strict=True):
+            end = literal(structure["end"], special) if structure["end"] else ""
+            lark.append(f"{rule}: {literal(structure['begin'], special)} @{name} {end}")
+        return "\n".join(lark) + "\n"
+    start = f"start: {one} | FREE" if layout.stop_after_first else f"start: ({one})* FREE"
+    lark = [start, "FREE: /(.|\\n)*/"]
+    if layout.begins_unlike and layout.begins_unlike not in special:
+        heads = " | ".join(f"head_{index}" for index in range(len(structures)))
+        more = "" if layout.stop_after_first else f" ({one})* FREE"
+        lark[0] = f"start: ({heads}){more} | HEAD"
+        lark.append(any_text("HEAD", layout.begins_unlike))
+    for index, (structure, name) in enumerate(zip(structures, names, strict=True)):
+        lark += _tag_rules(f"tag_{index}", "FREE", structure, name, special)
+        if len(lark[0]) > len(start):
+            lark += _tag_rules(f"head_{index}", "HEAD", structure, name, special)
     return "\n".join(lark) + "\n"
+
+
+def any_text(rule: str, begins_unlike: str) -> str:
+    """Returns a terminal of any text, which does not begin with the other one where it is given."""
+    if not begins_unlike:
+        return f"{rule}: /(.|\\n)*/"
+    unlike = re.escape(begins_unlike).replace("/", "\\/")
+    return f"{rule}: /(.|\\n)*/ & ~/{unlike}(.|\\n)*/"
+
+
+def _tag_rules(
+    rule: str, free: str, structure: Mapping[str, Any], name: str, special: Mapping[str, int]
+) -> list[str]:
+    """Returns the rules of one structure behind free text."""
+    trigger, begin = structure["trigger"], structure["begin"]
+    rest, end = begin[len(trigger) :], structure["end"]
+    parts = [literal(rest, special)] if rest else []
+    parts += [f"@{name}", *([literal(end, special)] if end else [])]
+    if trigger in special:
+        return [f"{rule}: {free} <[{special[trigger]}]> {' '.join(parts)}"]
+    return [
+        f"{rule}_opening[lazy]: {free} {literal(trigger)}",
+        f"{rule}: {rule}_opening {' '.join(parts)}",
+    ]
+
+
+def after(spec: GrammarSpec, name: str, special: Mapping[str, int]) -> str:
+    """Returns the grammar of a free text up to a spec's `starts_after`, followed by the grammar
+    called `name`.
+
+    Some whitespace may stand between the two; models write it. Where the free text has a bound,
+    `cut` comes first: at the bound llguidance completes the first of the rules that met it.
+    """
+    closing = literal(spec.starts_after, special)
+    most = spec.most_tokens_before
+    limit = "" if most is None else f"[max_tokens={most}]"
+    if most == 0:
+        before = f"before: {closing}"
+    elif any(spec.starts_after.startswith(one) for one in special):
+        before = f"before: cut {closing}\ncut{limit}: /(.|\\n)*/"
+    elif most is None:
+        before = f"before: closed\nclosed[suffix={closing}]: /(.|\\n)*/"
+    else:
+        before = (
+            f"before: cut {closing} | closed\ncut{limit}: /(.|\\n)*/\n"
+            f"closed[suffix={closing},max_tokens={most}]: /(.|\\n)*/"
+        )
+    opening = literal(spec.begins_with, special) if spec.begins_with else ""
+    start = f"({opening} before)?" if opening else "before"
+    return f"start: {start} BETWEEN @{name}\n{before}\n{BETWEEN}\n"
 
 
 def _quoted(text: str) -> str:

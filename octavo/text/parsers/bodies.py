@@ -7,9 +7,11 @@ notation is in `pythonic.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from octavo.text.parsers.call_rules import PairRule, is_needed, pairs_grammar
 from octavo.text.parsers.calls import NAME, CallBody, CallSection, CallWriter, json_piece
 from octavo.text.parsers.json_text import at_key, copy_value, read_string, unescape_string
 from octavo.text.parsers.source import CutText, Emit, MalformedText, Steps, TextSource
@@ -27,6 +29,9 @@ class JsonCalls:
     separators: str = ",;"
     openings: Sequence[str] = ("{", "[")
     marks: Sequence[str] = ()
+
+    def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return {"schema": schema}
 
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:
         yield from source.skip_space()
@@ -48,6 +53,8 @@ class JsonCalls:
             return False
         if in_list and not char:
             raise CutText
+        if not in_list and char == "{":
+            return True
         if not char or char not in ("," if in_list else self.separators):
             if in_list:
                 raise MalformedText
@@ -117,6 +124,9 @@ class NamedJson:
     def marks(self) -> Sequence[str]:
         return [mark for mark in (self.before, *self.separators, self.id_mark) if mark]
 
+    def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return {"schema": schema}
+
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:
         call = section.next_call()
         yield from source.expect(self.before)
@@ -165,6 +175,9 @@ class JsonOr:
     def marks(self) -> Sequence[str]:
         return self.other.marks
 
+    def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return {"schema": schema}
+
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:
         yield from source.skip_space()
         is_json = (yield from source.next()) in "[{"
@@ -183,12 +196,23 @@ class KeyValues:
     """Texts behind a key, and whether its value is a text; None leaves that to the schema."""
     value_end: str
     call_end: str
+    line: str = ""
+    """Text around a value, which is no part of it."""
     openings: Sequence[str] = ()
 
     @property
     def marks(self) -> Sequence[str]:
         found = (self.name_open, self.key_open, *self.key_end, self.value_end, self.call_end)
         return [mark for mark in found if mark]
+
+    def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        key_end = next(iter(self.key_end))
+        ending = f"{self.line}{self.value_end}\n"
+        rules = []
+        for index, (key, value) in enumerate(schema.get("properties", {}).items()):
+            front = f"{self.key_open}{key}{key_end}{self.line}"
+            rules.append(PairRule(index, front, value, ending, is_needed(schema, key)))
+        return {"grammar": pairs_grammar(rules, schema)}
 
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:
         yield from source.skip_space()

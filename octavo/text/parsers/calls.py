@@ -31,7 +31,12 @@ class FunctionTypes:
     def is_text(self, function: str, parameter: str) -> bool:
         """Tells whether a parameter is a text, which key-value formats write without quotes."""
         schema = self._functions.get(function, {}).get("properties", {}).get(parameter)
-        return schema is None or "string" in _types(schema)
+        return is_text(schema)
+
+
+def is_text(schema: Any) -> bool:
+    """Tells whether a parameter may be a text; one without a schema is."""
+    return schema is None or "string" in _types(schema)
 
 
 def _types(schema: Any) -> set[str]:
@@ -90,6 +95,10 @@ class CallBody(Protocol):
     @property
     def marks(self) -> Sequence[str]:
         """Texts within a body for which a vocabulary may have special tokens."""
+        ...
+
+    def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the form of arguments of a JSON schema, as a structure of a structural tag."""
         ...
 
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:

@@ -6,13 +6,16 @@ Names are vLLM's where it has the format. Sources: the models' chat templates an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.text.parsers.bodies import JsonCalls, JsonOr, KeyValues, NamedJson
 from octavo.text.parsers.calls import CallBody
 from octavo.text.parsers.pythonic import PythonCalls
 
+NAME_HERE = "{name}"
+"""Place of the function's name in the text of a call."""
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -20,6 +23,11 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 def _deepseek(words: str) -> str:
     """Returns one of DeepSeek's marks, whose bars and spaces are signs of their own."""
     return f"<{BAR}{words.replace(' ', SPACE)}{BAR}>"
+
+
+CALLS_BEGIN, CALLS_END = _deepseek("tool calls begin"), _deepseek("tool calls end")
+CALL_BEGIN, CALL_END = _deepseek("tool call begin"), _deepseek("tool call end")
+SEPARATOR = _deepseek("tool sep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,8 @@ class ToolFormat:
     models: str
     """Models that write it, for the documents."""
     body: CallBody
+    written: tuple[str, str]
+    """Texts before and behind the arguments of a call that stands alone."""
     begin: Sequence[str] = ()
     """Marks that open a section; () where calls stand at the front of the answer, unmarked."""
     end: Sequence[str] = ()
@@ -40,6 +50,15 @@ class ToolFormat:
     """Sets of texts; a chat template with all of one set is of a model that writes the format."""
     id_length: int = 0
     """Length of a call's id in letters and digits, where the template checks it; 0 for any."""
+
+    @property
+    def triggers(self) -> Sequence[str]:
+        """Texts that begin nothing but a call."""
+        return self.begin
+
+    def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the form of a call's arguments, as a structure of a structural tag."""
+        return self.body.arguments_form(schema)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -75,6 +94,10 @@ class ChannelFormat:
     found_by: Sequence[Sequence[str]]
     opening: str = "<|channel|>analysis<|message|>"
     closing: str = "<|channel|>final<|message|>"
+    before_call: str = "<|end|><|start|>assistant"
+    """Text between the analysis and a call."""
+    before_content: str = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    """Text between the analysis and the answer."""
     id_length: int = 0
     aliases: Sequence[str] = ()
     marks: tuple[str, ...] = (
@@ -86,6 +109,14 @@ class ChannelFormat:
         "<|call|>",
         "<|return|>",
     )
+    written: tuple[str, str] = (
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        "",
+    )
+    triggers: Sequence[str] = ()
+
+    def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return {"schema": schema}
 
 
 _PARAMETERS = KeyValues(
@@ -95,6 +126,7 @@ _PARAMETERS = KeyValues(
     key_end={">": None},
     value_end="</parameter>",
     call_end="</function>",
+    line="\n",
 )
 
 HARMONY = ChannelFormat(
@@ -107,6 +139,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "qwen3_coder",
         "Qwen3-Coder, Qwen3.5",
         _PARAMETERS,
+        written=("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"),
         begin=["<tool_call>"],
         end=["</tool_call>"],
         found_by=[["<tool_call>", "<function="]],
@@ -122,6 +155,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
             value_end="</arg_value>",
             call_end="</tool_call>",
         ),
+        written=("<tool_call>{name}\n", "</tool_call>"),
         begin=["<tool_call>"],
         found_by=[["<tool_call>", "<arg_key>"]],
     ),
@@ -129,6 +163,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "seed_oss",
         "Seed-OSS",
         _PARAMETERS,
+        written=("<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>"),
         begin=["<seed:tool_call>"],
         end=["</seed:tool_call>"],
         found_by=[["<seed:tool_call>"]],
@@ -137,6 +172,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "hermes",
         "Qwen2.5, Qwen3, Hermes 2 and 3, SmolLM3",
         JsonCalls(),
+        written=('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
         begin=["<tool_call>"],
         end=["</tool_call>"],
         found_by=[["<tool_call>"]],
@@ -144,27 +180,39 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
     ToolFormat(
         "deepseek_v31",
         "DeepSeek-V3.1",
-        NamedJson(separators=[_deepseek("tool sep")]),
-        begin=[_deepseek("tool calls begin")],
-        end=[_deepseek("tool calls end")],
-        call_begin=_deepseek("tool call begin"),
-        call_end=_deepseek("tool call end"),
-        found_by=[[_deepseek("tool calls begin"), "</think>", "thinking"]],
+        NamedJson(separators=[SEPARATOR]),
+        written=(
+            f"{CALLS_BEGIN}{CALL_BEGIN}{NAME_HERE}{SEPARATOR}",
+            f"{CALL_END}{CALLS_END}",
+        ),
+        begin=[CALLS_BEGIN],
+        end=[CALLS_END],
+        call_begin=CALL_BEGIN,
+        call_end=CALL_END,
+        found_by=[[CALLS_BEGIN, "</think>", "thinking"]],
     ),
     ToolFormat(
         "deepseek_v3",
         "DeepSeek-V3, DeepSeek-R1",
-        NamedJson(before=f"function{_deepseek('tool sep')}", separators=["```json"]),
-        begin=[_deepseek("tool calls begin")],
-        end=[_deepseek("tool calls end")],
-        call_begin=_deepseek("tool call begin"),
-        call_end=f"```{_deepseek('tool call end')}",
-        found_by=[[_deepseek("tool calls begin")]],
+        NamedJson(before=f"function{SEPARATOR}", separators=["```json"]),
+        written=(
+            f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}{NAME_HERE}\n```json\n",
+            f"\n```{CALL_END}{CALLS_END}",
+        ),
+        begin=[CALLS_BEGIN],
+        end=[CALLS_END],
+        call_begin=CALL_BEGIN,
+        call_end=f"```{CALL_END}",
+        found_by=[[CALLS_BEGIN]],
     ),
     ToolFormat(
         "kimi_k2",
         "Kimi K2",
         NamedJson(separators=["<|tool_call_argument_begin|>"]),
+        written=(
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
         begin=["<|tool_calls_section_begin|>"],
         end=["<|tool_calls_section_end|>"],
         call_begin="<|tool_call_begin|>",
@@ -182,14 +230,28 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
             value_end="</parameter>",
             call_end="</invoke>",
         ),
+        written=(
+            '<minimax:tool_call>\n<invoke name="{name}">\n',
+            "</invoke>\n</minimax:tool_call>",
+        ),
         begin=["<minimax:tool_call>"],
         end=["</minimax:tool_call>"],
         found_by=[["<minimax:tool_call>"], ["minimax:tool_call"]],
     ),
     ToolFormat(
-        "mistral",
-        "Mistral, Ministral, Magistral, Devstral",
+        "mistral_v11",
+        "Mistral Small 3.2, Magistral, Devstral, Ministral 3",
         JsonOr(NamedJson(separators=["[ARGS]"], id_mark="[CALL_ID]")),
+        written=("[TOOL_CALLS]{name}[ARGS]", ""),
+        begin=["[TOOL_CALLS]"],
+        found_by=[["[TOOL_CALLS]", "[ARGS]"]],
+        id_length=9,
+    ),
+    ToolFormat(
+        "mistral",
+        "Mistral 7B v0.3 to Small 3.1",
+        JsonOr(NamedJson(separators=["[ARGS]"], id_mark="[CALL_ID]")),
+        written=('[TOOL_CALLS][{"name": "{name}", "arguments": ', "}]"),
         begin=["[TOOL_CALLS]"],
         found_by=[["[TOOL_CALLS]"]],
         id_length=9,
@@ -198,6 +260,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "granite",
         "Granite 3",
         JsonCalls(),
+        written=('<|tool_call|>[{"name": "{name}", "arguments": ', "}]"),
         begin=["<|tool_call|>"],
         found_by=[["<|tool_call|>"]],
     ),
@@ -205,6 +268,10 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "cohere",
         "Command R7B, Command A",
         JsonCalls(),
+        written=(
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "{name}", "parameters": ',
+            "}\n]<|END_ACTION|>",
+        ),
         begin=["<|START_ACTION|>"],
         end=["<|END_ACTION|>"],
         found_by=[["<|START_ACTION|>"]],
@@ -213,6 +280,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "phi4_mini_json",
         "Phi-4-mini",
         JsonCalls(),
+        written=('functools[{"name": "{name}", "arguments": ', "}]"),
         begin=["functools"],
         found_by=[["functools"], ["<|tool|>", "<|/tool|>"]],
     ),
@@ -220,6 +288,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "olmo3",
         "OLMo 3",
         PythonCalls(in_list=False, openings=()),
+        written=("<function_calls>\n{name}(", ")\n</function_calls>"),
         begin=["<function_calls>"],
         end=["</function_calls>"],
         found_by=[["<function_calls>"]],
@@ -228,6 +297,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "llama4_pythonic",
         "Llama 4",
         PythonCalls(),
+        written=("<|python_start|>[{name}(", ")]<|python_end|>"),
         begin=["<|python_start|>"],
         end=["<|python_end|>"],
         found_by=[["<|python_start|>"]],
@@ -236,6 +306,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "llama3_json",
         "Llama 3.1 to 3.3",
         JsonOr(PythonCalls(in_list=False, suffix=".call"), openings=["{"]),
+        written=('{"name": "{name}", "parameters": ', "}"),
         begin=["<|python_tag|>"],
         found_by=[["<|python_tag|>"], ["<|start_header_id|>", '"parameters"']],
     ),
@@ -243,9 +314,15 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         "pythonic",
         "Llama 3.2, ToolACE",
         PythonCalls(),
+        written=("[{name}(", ")]"),
         found_by=[["func_name1(params_name1=params_value1"], ["[func_name("]],
     ),
-    ToolFormat("json", "models without a format of their own", JsonCalls()),
+    ToolFormat(
+        "json",
+        "models without a format of their own",
+        JsonCalls(),
+        ('{"name": "{name}", "arguments": ', "}"),
+    ),
 )
 
 REASONING_FORMATS: Sequence[ReasoningFormat | ChannelFormat] = (

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from octavo.text.parsers.call_rules import keywords_grammar
 from octavo.text.parsers.calls import NAME, CallSection, CallWriter
 from octavo.text.parsers.source import CutText, MalformedText, Steps, TextSource
 
@@ -28,6 +30,9 @@ class PythonCalls:
     """Method of a function's name that stands for calling it, such as ".call"."""
     openings: Sequence[str] = ("[",)
     marks: Sequence[str] = ()
+
+    def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return {"grammar": keywords_grammar(schema)}
 
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:
         yield from source.skip_space()
@@ -116,9 +121,10 @@ def _quoted(source: TextSource, pieces: list[str]) -> Steps[None]:
 
 def _as_json(text: str) -> str:
     """Returns a Python literal as JSON; what is none is given as a text."""
-    constants = {"true": "true", "false": "false", "null": "null"}
-    if text in constants:
-        return text
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        pass  # Python's own notation
     try:
         return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):

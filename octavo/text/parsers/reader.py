@@ -104,7 +104,7 @@ class MessageReader:
 
     def _content_and_calls(self, tools: ToolFormat, dropped: Sequence[str]) -> Steps[None]:
         """Reads content up to the next call, and the call; the space between them is dropped."""
-        if tools.body.openings and not (yield from self._at_front(tools)):
+        if tools.body.openings:
             yield from self._unmarked(tools)
         marks = [*tools.begin, *dropped]
         while marks and (mark := (yield from self._source.until(marks, self._speak))):
@@ -119,10 +119,12 @@ class MessageReader:
 
     def _unmarked(self, tools: ToolFormat) -> Steps[None]:
         """Reads calls that begin without a mark: functions of the request alone."""
-        section = CallSection(self._source, self._parts, self._types, self._types.names)
-        self._source.hold()
-        yield from self._source.skip_space()
-        yield from self._calls(tools, section)
+        while not (yield from self._at_front(tools)):
+            section = CallSection(self._source, self._parts, self._types, self._types.names)
+            self._source.hold()
+            yield from self._source.skip_space()
+            if not (yield from self._calls(tools, section)):
+                return
 
     def _section(self, tools: ToolFormat, mark: str) -> Steps[None]:
         """Reads the calls behind a mark, up to the end of their section."""

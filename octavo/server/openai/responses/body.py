@@ -11,11 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import BaseModel, Field
 
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, shown
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import Body
 from octavo.server.fields import field, sampling
 from octavo.server.openai.bodies import TokenId, Whole
+from octavo.server.openai.structured import response_format
+from octavo.structured_outputs import StructuredOutputs
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -193,7 +195,14 @@ class ResponseBody(Body):
         """Returns the SamplingParams; a field that is not given has the model's own value."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         recommended: Mapping[str, Any] = msgspec.structs.asdict(defaults)
-        return SamplingParams(**{**recommended, **given, "max_tokens": self.max_output_tokens})
+        return SamplingParams(
+            **{
+                **recommended,
+                **given,
+                "max_tokens": self.max_output_tokens,
+                "structured_outputs": _form((self.text or {}).get("format")),
+            }
+        )
 
 
 def check(body: ResponseBody) -> None:
@@ -219,11 +228,22 @@ def _check_text(text: dict[str, Any]) -> None:
             continue
         if name != "format":
             raise InvalidRequest(f"text.{name}: this server does not support it", param="text")
-        kind = value.get("type") if isinstance(value, dict) else value
-        if kind not in (None, "text"):
-            raise InvalidRequest(
-                f"text.format: got the type {kind!r}, allowed is 'text'", param="text.format"
-            )
+
+
+def _form(given: Any) -> StructuredOutputs | None:
+    """Returns the form that `text.format` asks for; None for any text."""
+    if given is None or (isinstance(given, dict) and given.get("type") == "text"):
+        return None
+    if not isinstance(given, dict):
+        raise InvalidRequest(
+            f"text.format: got {shown(given)}, allowed is an object", param="text.format"
+        )
+    if given.get("type") == "json_schema":
+        given = {
+            "type": "json_schema",
+            "json_schema": {name: value for name, value in given.items() if name != "type"},
+        }
+    return response_format(given, "text.format")
 
 
 def _check_stream_options(body: ResponseBody) -> None:

@@ -231,7 +231,7 @@ def _first(
         "service_tier": "default",
         "store": is_stored,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [_plain(tool) for tool in body.tools or ()],
         "top_logprobs": 0,

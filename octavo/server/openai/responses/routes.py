@@ -179,7 +179,9 @@ async def _events(
         async for delta in turn.deltas():
             if delta.text:
                 texts.append(delta.text)
-                yield writer.delta(delta.text)
+                new = writer.delta(delta.text)
+                if new:
+                    yield new
         last = prepared.ended(turn, "".join(texts))
     except OctavoError as error:
         last = failed(prepared.first, error.message)

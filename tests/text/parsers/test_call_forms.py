@@ -1,0 +1,175 @@
+"""Grammars of calls: what a format's grammar allows, its parser reads, and the schema holds."""
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from octavo.checkpoint.hf_tokenizer import tokenizer_source
+from octavo.structured_outputs import StructuredOutputs
+from octavo.text.grammar.admission import admit
+from octavo.text.grammar.compiler import GrammarCompiler, TokenMatcher
+from octavo.text.parsers.call_forms import (
+    NO_REASONING,
+    CallRules,
+    ReasoningSpan,
+    any_text,
+    form_of_answer,
+)
+from octavo.text.parsers.formats import TOOL_FORMATS, named_reasoning_format, named_tool_format
+from octavo.text.parsers.reader import MessageForm, read_message
+from octavo.text.tokenizer import load_tokenizer
+from tests.support.tiny_tokenizer import save_tiny_tokenizer
+
+FUNCTIONS = {
+    "look_up": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "days": {"type": "integer", "minimum": 1, "maximum": 99},
+            "unit": {"enum": ["C", "F"]},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {"at": {"type": "boolean"}},
+                "required": ["at"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+THINK = ReasoningSpan("<think>", "</think>")
+END = 2
+"""Id of the end token."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tiny_tokenizer(folder)
+    source = tokenizer_source(folder, {}, {})
+    assert source is not None
+    return load_tokenizer(source)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, end_token_ids=[END])
+
+
+def legal(matcher: TokenMatcher) -> list[int]:
+    mask = matcher.mask()
+    return [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+
+
+def written(compiler, tokenizer, form, seed: int, *, begin: str = "") -> str:
+    """Returns a text that a grammar allows, drawn at random; plain letters where they are legal."""
+    draw = random.Random(seed)
+    matcher = compiler.compile(admit(form, compiler))
+    ids = tokenizer.encode(begin, add_special_tokens=False)
+    matcher.take(ids)
+    for _ in range(600):
+        allowed = legal(matcher)
+        assert allowed, tokenizer.decode(ids)
+        if END in allowed:
+            return tokenizer.decode(ids)
+        texts = {i: tokenizer.token_text(i) for i in allowed}
+        plain = [i for i, text in texts.items() if text in set('abc12"}])<,/')]
+        ids.append(draw.choice(plain or allowed))
+        matcher.take(ids[-1:])
+    raise AssertionError(f"no end: {tokenizer.decode(ids)!r}")
+
+
+def check(calls) -> None:
+    assert calls
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), FUNCTIONS[call.name])
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOL_FORMATS])
+def test_a_call_that_must_be_made_is_read_and_meets_its_schema(compiler, tokenizer, name):
+    tools = named_tool_format(name)
+    assert tools is not None
+    for seed in range(4):
+        rules = CallRules(FUNCTIONS, must_call=True, may_call_several=bool(seed % 2))
+        form = form_of_answer(None, tools, rules, NO_REASONING)
+        text = written(compiler, tokenizer, form, seed)
+        message = read_message(MessageForm(tools, None, FUNCTIONS), text)
+        assert message.content == "", text
+        check(message.calls)
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOL_FORMATS if row.name != "openai"])
+def test_a_call_that_has_begun_is_completed(compiler, tokenizer, name):
+    tools = named_tool_format(name)
+    assert tools is not None
+    form = form_of_answer(None, tools, CallRules(FUNCTIONS), NO_REASONING)
+    begin = tools.written[0].replace("{name}", "look_up")
+    front = "" if tools.body.openings else "Well, "
+    text = written(compiler, tokenizer, form, 3, begin=front + begin)
+    message = read_message(MessageForm(tools, None, FUNCTIONS), text)
+    check(message.calls)
+    assert message.calls[0].name == "look_up"
+
+
+def test_one_call_alone_where_several_are_not_wanted(compiler, tokenizer):
+    tools = named_tool_format("hermes")
+    assert tools is not None
+    rules = CallRules({"now": FUNCTIONS["now"]}, must_call=True, may_call_several=False)
+    matcher = compiler.compile(admit(form_of_answer(None, tools, rules, NO_REASONING), compiler))
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    matcher.take(tokenizer.encode(call, add_special_tokens=False))
+    assert legal(matcher) == [END]
+
+
+def test_an_answer_is_of_its_own_form_or_a_call(compiler, tokenizer):
+    tools = named_tool_format("hermes")
+    assert tools is not None
+    own = StructuredOutputs(json={"const": {"a": 1}})
+    form = form_of_answer(own, tools, CallRules({"now": FUNCTIONS["now"]}), NO_REASONING)
+    assert json.loads(written(compiler, tokenizer, form, 1, begin="{")) == {"a": 1}
+    text = written(compiler, tokenizer, form, 1, begin="<tool")
+    assert read_message(MessageForm(tools, None, FUNCTIONS), text).calls[0].name == "now"
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_form_begins_behind_the_reasoning(compiler, tokenizer, is_open):
+    before = ReasoningSpan("" if is_open else "<think>", "</think>")
+    tools = named_tool_format("hermes")
+    assert tools is not None
+    rules = CallRules(FUNCTIONS, must_call=True)
+    form = form_of_answer(None, tools, rules, before)
+    begin = "abc {<tool_call>x</think>" if is_open else "<think>abc {<tool_call>x</think>"
+    text = written(compiler, tokenizer, form, 5, begin=begin)
+    reads = MessageForm(tools, named_reasoning_format("qwen3"), FUNCTIONS, is_open)
+    message = read_message(reads, text)
+    assert (message.reasoning, message.content) == ("abc {<tool_call>x", "")
+    check(message.calls)
+    if not is_open:
+        check(read_message(reads, written(compiler, tokenizer, form, 6, begin="<tool")).calls)
+
+
+@pytest.mark.parametrize("most", [0, 1, 9])
+def test_reasoning_is_closed_after_its_budget(compiler, tokenizer, most):
+    span = ReasoningSpan("<think>", "</think>", most)
+    matcher = compiler.compile(admit(any_text(span, "thinking_token_budget"), compiler))
+    matcher.take(tokenizer.encode("<think>" + "a" * most, add_special_tokens=False))
+    closing = tokenizer.encode("</think>", add_special_tokens=False)
+    for token_id in closing:
+        assert legal(matcher) == [token_id]
+        matcher.take([token_id])
+    assert len(legal(matcher)) > 100
+
+
+def test_reasoning_within_its_budget_ends_by_itself(compiler, tokenizer):
+    form = any_text(ReasoningSpan("<think>", "</think>", 20), "thinking_token_budget")
+    for text in ("<think>ab</think>c", "<think></think>c", "no thought"):
+        matcher = compiler.compile(admit(form, compiler))
+        matcher.take(tokenizer.encode(text, add_special_tokens=False))
+        assert END in legal(matcher), text
