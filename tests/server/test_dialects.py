@@ -300,7 +300,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("anthropic", {"metadata": {"user_id": "u" * 513}}, "metadata.user_id: "),
         ("anthropic", {"mcp_servers": [{}]}, "mcp_servers: this server does not support it"),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
-        ("ollama", {"format": "json"}, "format: this server does not support it"),
+        ("ollama", {"format": "xml"}, "format: got 'xml', allowed are 'json' and a JSON schema"),
         ("ollama", {"tools": TOOL}, "tools[0].type: needed, and not given"),
         ("ollama", {"think": True}, 'think: got True, but "tiny" does not support thinking'),
         ("ollama", {"options": {"num_ctx": 513}}, "options.num_ctx: got 513, allowed is at most"),
