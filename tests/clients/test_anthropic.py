@@ -63,6 +63,31 @@ def test_errors_are_the_clients_own(client):
         client.messages.create(**ASK | {"model": "other"})
     assert unknown.value.body["error"]["type"] == "not_found_error"
     assert unknown.value.request_id == unknown.value.body["request_id"]
-    tool = {"name": "f", "input_schema": {"type": "object"}}
-    with pytest.raises(anthropic.BadRequestError, match="tools: this server does not support it"):
+    tool = {"name": "f g", "input_schema": {"type": "object"}}
+    with pytest.raises(anthropic.BadRequestError, match="got 'f g', allowed is a name"):
         client.messages.create(**ASK, tools=[tool])
+
+
+CAPITAL = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def test_a_tool_is_used_whole_and_streamed_and_its_result_goes_back(client):
+    choice = {"type": "tool", "name": "answer", "disable_parallel_tool_use": True}
+    ask = ASK | {"max_tokens": 200, "tools": [{"name": "answer", "input_schema": CAPITAL}]}
+    made = client.messages.create(**ask, tool_choice=choice)
+    (use,) = made.content
+    assert (made.stop_reason, use.type, list(use.input)) == ("tool_use", "tool_use", ["city"])
+    with client.messages.stream(**ask, tool_choice=choice) as stream:
+        assert stream.get_final_message().content[0].input == use.input
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "yes"}
+    talk = [
+        *ASK["messages"],
+        {"role": "assistant", "content": made.content},
+        {"role": "user", "content": [result]},
+    ]
+    assert client.messages.create(**ASK | {"messages": talk}).usage.output_tokens

@@ -1,6 +1,7 @@
 """Cohere's own client, with version 2 of its API."""
 
 import asyncio
+import json
 
 import cohere
 import pytest
@@ -52,3 +53,19 @@ def test_errors_are_the_clients_own(client):
     with pytest.raises(cohere.BadRequestError) as refused:
         client.chat(**ASK, documents=["a"])
     assert refused.value.body == {"message": "documents: this server does not support it"}
+
+
+def test_a_tool_is_called(server):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+    }
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    ask = ASK | {"max_tokens": 200, "tools": [tool], "tool_choice": "REQUIRED"}
+    client = cohere.ClientV2(base_url=server.url, api_key="none")
+    made = client.chat(**ask)
+    call = made.message.tool_calls[0]
+    assert call.function.name == "look_up" and "city" in json.loads(call.function.arguments)
+    kinds = {event.type for event in client.chat_stream(**ask)}
+    assert {"tool-call-start", "tool-call-delta", "tool-call-end"} <= kinds

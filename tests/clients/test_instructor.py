@@ -1,4 +1,4 @@
-"""instructor: its modes that ask for JSON in plain words; those that force a form are refused."""
+"""instructor: modes that ask for JSON in plain words, and those that force a form."""
 
 import instructor
 import openai
@@ -34,16 +34,17 @@ def test_json_in_plain_words_reaches_the_model(base_url):
     assert len(asked) == 1 and asked[0].choices[0].message.content
 
 
-@pytest.mark.parametrize(
-    ("mode", "param"),
-    [(instructor.Mode.JSON, "response_format"), (instructor.Mode.TOOLS, "tools")],
-    ids=["json", "tools"],
-)
-def test_forced_forms_are_refused_by_name(base_url, mode, param):
-    with pytest.raises(Exception, match=param):
-        client(base_url, mode).chat.completions.create(
-            response_model=Capital,
-            model=MODEL,
-            messages=[{"role": "user", "content": QUESTION}],
-            max_retries=0,
-        )
+MODES = ("TOOLS", "JSON", "JSON_SCHEMA")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forced_forms_give_the_model_asked_for(base_url, mode):
+    found = client(base_url, getattr(instructor.Mode, mode)).chat.completions.create(
+        response_model=Capital,
+        model=MODEL,
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=300,
+        temperature=0,
+        max_retries=0,
+    )
+    assert isinstance(found, Capital)

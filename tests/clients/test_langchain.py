@@ -1,9 +1,11 @@
 """langchain-openai: chat, streams, a chain, completions, counting of tokens in the answer."""
 
+import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 from tests.clients.conftest import MODEL, QUESTION
 
@@ -48,3 +50,31 @@ def test_logprobs_come_along(base_url):
 def test_completions(base_url):
     client = OpenAI(base_url=base_url, api_key="none", model=MODEL, temperature=0, max_tokens=6)
     assert "Paris" in client.invoke("The capital of France is")
+
+
+class Capital(BaseModel):
+    """The capital of a country."""
+
+    city: str = Field(max_length=20)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output(base_url, method):
+    client = ChatOpenAI(
+        base_url=base_url, api_key="none", model=MODEL, temperature=0, max_tokens=200
+    )
+    found = client.with_structured_output(Capital, method=method).invoke(QUESTION)
+    assert isinstance(found, Capital)
+
+
+def test_bound_tools_are_called(base_url):
+    client = ChatOpenAI(
+        base_url=base_url, api_key="none", model=MODEL, temperature=0, max_tokens=200
+    )
+    bound = client.bind_tools([Capital], tool_choice="any", parallel_tool_calls=False)
+    assert [call["name"] for call in bound.invoke(QUESTION).tool_calls] == ["Capital"]
+    streamed = list(bound.stream(QUESTION))
+    whole = streamed[0]
+    for part in streamed[1:]:
+        whole += part
+    assert "city" in whole.tool_calls[0]["args"]

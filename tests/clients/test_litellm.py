@@ -1,6 +1,7 @@
 """litellm: completion, acompletion and streams through its OpenAI provider."""
 
 import asyncio
+import json
 
 import litellm
 import pytest
@@ -43,3 +44,15 @@ def test_text_completion(options):
 def test_an_error_has_litellm_s_type(options):
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=TALK, **options | {"temperature": 5})
+
+
+def test_a_tool_is_called(options):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+    }
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    asked = options | {"max_tokens": 200, "tools": [tool], "tool_choice": "required"}
+    call = litellm.completion(messages=TALK, **asked).choices[0].message.tool_calls[0]
+    assert call.function.name == "look_up" and "city" in json.loads(call.function.arguments)

@@ -1,6 +1,7 @@
 """Ollama's own client."""
 
 import asyncio
+import json
 
 import ollama
 import pytest
@@ -49,15 +50,32 @@ def test_generate_answers_a_prompt(client, answer):
 def test_models_are_listed_shown_and_running(client):
     assert [model.model for model in client.list().models] == [f"{MODEL}:latest"]
     assert client.ps().models[0].context_length == 2048
-    assert client.show(MODEL).capabilities == ["completion"]
+    assert client.show(MODEL).capabilities == ["completion", "tools"]
 
 
 def test_errors_are_the_clients_own(client):
     with pytest.raises(ollama.ResponseError, match="does not exist") as unknown:
         client.chat(**ASK | {"model": "other"})
     assert unknown.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="format: this server does not support it"):
-        client.chat(**ASK, format="json")
+    with pytest.raises(ollama.ResponseError, match="does not support thinking"):
+        client.chat(**ASK, think=True)
     with pytest.raises(ollama.ResponseError, match="octavo pull") as pulled:
         client.pull(MODEL)
     assert pulled.value.status_code == 501
+
+
+def test_a_form_and_tools(client):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+    }
+    ask = ASK | {"options": {"temperature": 0, "num_predict": 200}}
+    assert "city" in json.loads(client.chat(**ask, format=schema).message.content)
+
+    def look_up(city: str) -> str:
+        """Returns the weather of a city."""
+        return city
+
+    made = client.chat(**ask, tools=[look_up])
+    assert made.message.content or made.message.tool_calls

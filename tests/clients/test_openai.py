@@ -3,6 +3,7 @@
 import asyncio
 
 import openai
+import pydantic
 import pytest
 
 from tests.clients.conftest import MODEL, QUESTION
@@ -54,8 +55,62 @@ def test_an_error_is_the_client_s_own(base_url):
     client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            messages=TALK, model=MODEL, tools=[{"type": "function", "function": {"name": "f"}}]
+            messages=TALK, model=MODEL, tools=[{"type": "function", "function": {"name": "f g"}}]
         )
-    assert caught.value.param == "tools"
+    assert caught.value.param == "tools[0].function.name"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(messages=TALK, model="other")
+
+
+class Capital(pydantic.BaseModel):
+    """Answer to a question."""
+
+    city: str = pydantic.Field(max_length=20)
+    country: str = pydantic.Field(max_length=20)
+
+
+def test_parsed_answers_and_calls(base_url):
+    options = GREEDY | {"max_tokens": 200}
+    with openai.OpenAI(base_url=base_url, api_key="none") as client:
+        parse = client.chat.completions.parse
+        found = parse(messages=TALK, response_format=Capital, **options)
+        assert isinstance(found.choices[0].message.parsed, Capital)
+        tool = openai.pydantic_function_tool(Capital)
+        called = parse(messages=TALK, tools=[tool], tool_choice="required", **options)
+        call = called.choices[0].message.tool_calls[0].function
+        assert isinstance(call.parsed_arguments, Capital)
+        assert called.choices[0].finish_reason == "tool_calls"
+
+
+def test_the_stream_helper_builds_calls(base_url):
+    options = GREEDY | {"max_tokens": 200, "parallel_tool_calls": False}
+    tool = openai.pydantic_function_tool(Capital)
+    with (
+        openai.OpenAI(base_url=base_url, api_key="none") as client,
+        client.chat.completions.stream(
+            messages=TALK, tools=[tool], tool_choice="required", **options
+        ) as stream,
+    ):
+        kinds = {event.type for event in stream}
+        found = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    call = found.choices[0].message.tool_calls[0].function
+    assert isinstance(call.parsed_arguments, Capital)
+
+
+def test_responses_parse_and_call(base_url):
+    options = {"model": MODEL, "input": QUESTION, "max_output_tokens": 200, "temperature": 0}
+    tool = openai.pydantic_function_tool(Capital)["function"]
+    with openai.OpenAI(base_url=base_url, api_key="none") as client:
+        found = client.responses.parse(text_format=Capital, **options)
+        assert isinstance(found.output_parsed, Capital)
+        with client.responses.stream(
+            tools=[{"type": "function", **tool}],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            **options,
+        ) as stream:
+            kinds = {event.type for event in stream}
+            last = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds
+    Capital.model_validate_json(last.output[0].arguments)

@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from pydantic_ai import Agent
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -28,3 +29,17 @@ def test_an_agent_streams(agent, answer):
             return [text async for text in run.stream_text(delta=True, debounce_by=None)]
 
     assert "".join(asyncio.run(ask())) == answer
+
+
+class Capital(BaseModel):
+    """The capital of a country."""
+
+    city: str = Field(max_length=20)
+
+
+@pytest.mark.parametrize("form", [ToolOutput, NativeOutput])
+def test_an_agent_answers_in_a_form(base_url, form):
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=base_url, api_key="none"))
+    settings = {"temperature": 0, "max_tokens": 200, "parallel_tool_calls": False}
+    agent = Agent(model, output_type=form(Capital), model_settings=settings)
+    assert isinstance(agent.run_sync(QUESTION).output, Capital)
