@@ -43,6 +43,7 @@ from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar.admission import fault_of, json_options
 from octavo.text.grammar.schema import OPTIONS as OPTIONS_KEY
 from octavo.text.grammar.schema import prepared
+from octavo.text.parsers.formats import DEFAULT_TOOL_FORMAT, REASONING_FORMATS, TOOL_FORMATS
 
 FOLDER = Path(__file__).parent / "reference"
 NOTICE = "<!-- Written by docs/generate.py from the code. Do not edit. -->"
@@ -88,6 +89,7 @@ def pages() -> dict[str, str]:
         "errors.md": errors_page(),
         "http.md": http(),
         "metrics.md": metrics(),
+        "formats.md": formats(),
         "json-schema.md": json_schema(),
     }
     return {name: f"{NOTICE}\n\n{_filled(text)}\n" for name, text in found.items()}
@@ -107,6 +109,42 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     )
+
+
+# -- formats of answers ----------------------------------------------------------------------------
+
+
+def formats() -> str:
+    """Returns the tables of the formats in which models call functions and reason."""
+    calls = [
+        (f"`{row.name}`", row.models, _shown("".join((row.written[0], "{...}", row.written[1]))))
+        for row in TOOL_FORMATS
+    ]
+    tags = [
+        (
+            ", ".join(f"`{name}`" for name in (row.name, *row.aliases)),
+            row.models,
+            f"{_shown(row.opening)} ... {_shown(row.closing)}",
+        )
+        for row in REASONING_FORMATS
+    ]
+    parts = [
+        "# Formats of calls and reasoning",
+        "## Calls",
+        "Names for `--tool-call-parser`. Without it, the first row whose marks the model's chat"
+        f" template shows; `{DEFAULT_TOOL_FORMAT}` where it shows none.",
+        table(("name", "models", "a call, as a grammar writes it"), calls),
+        "## Reasoning",
+        "Names for `--reasoning-parser`; `none` reads no reasoning.",
+        table(("names", "models", "tags"), tags),
+        "How they are used: [tools and reasoning](../guides/tools.md).",
+    ]
+    return "\n\n".join(parts)
+
+
+def _shown(text: str) -> str:
+    """Returns a text as code in one line of a table."""
+    return "`" + text.replace("\n", "\u21b5").replace("`", "'") + "`"
 
 
 # -- options ---------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ RECORDED = [
         "mistral, names",
         f"[THINK]So.[/THINK]Sure[TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{text(QUOTED)}"
         "[TOOL_CALLS]now[ARGS]{}",
-        "mistral",
+        "mistral_v11",
         "mistral",
         content="Sure",
         thought="So.",

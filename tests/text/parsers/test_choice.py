@@ -16,7 +16,7 @@ BAR, LOW = "\uff5c", "\u2581"
         ("<tool_call>\n<function=example>", "qwen3_coder", None),
         ("<tool_call>{{ name }}<arg_key> <think></think>", "glm45", "deepseek_r1"),
         ("[TOOL_CALLS]", "mistral", None),
-        ("[TOOL_CALLS] [THINK] [/THINK]", "mistral", "mistral"),
+        ("[TOOL_CALLS] [ARGS] [THINK] [/THINK]", "mistral_v11", "mistral"),
         ("<|start_header_id|> <|python_tag|>", "llama3_json", None),
         ('<|start_header_id|> {"name": f, "parameters": p}', "llama3_json", None),
         ("<|python_start|>", "llama4_pythonic", None),
