@@ -217,6 +217,8 @@ class StepPlan(msgspec.Struct):
 
     They end early where a request ends or fails, and where the executor's caller says so.
     """
+    compiles: list[GrammarSpec] = []
+    """Grammars that the worker begins to compile, beside the steps."""
 
     @property
     def num_tokens(self) -> int:
@@ -267,6 +269,8 @@ class StepResult(msgspec.Struct):
     """Bytes that the requests' K and V take on the device, where memory is given on demand; None
     elsewhere.
     """
+    compiled: list[bytes] = []
+    """Digests of the grammars whose compiling has ended since the last result."""
     num_steps: int = 1
     """Decode steps computed, at most as many as the plan holds; each row has a token from every
     one.

@@ -8,7 +8,12 @@ and knows no sampling option; how grammars are read is behind `ports.Grammars`.
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -21,6 +26,16 @@ MAX_COMPILED_BYTES = 64 << 20
 """Memory of the compiled grammars that are kept."""
 
 
+NUM_THREADS = 2
+"""Threads that compile, at the lowest priority."""
+
+
+def _give_way() -> None:
+    """Lowers the priority of the calling thread to the least, where the system has one of each."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 class CompiledGrammars:
     """Compiled grammars by digest; those used least recently go first."""
 
@@ -29,17 +44,60 @@ class CompiledGrammars:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._kept: OrderedDict[bytes, tuple[Matcher, int]] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: dict[bytes, Future[tuple[Matcher, int]]] = {}
+        """Grammars that are being compiled, or whose compiling has failed."""
+        self._unreported: list[bytes] = []
 
     def matcher(self, spec: GrammarSpec) -> Matcher:
         """Returns a new matcher at the beginning of a grammar's text."""
+        pending = self._pending.pop(spec.digest, None)
         found = self._kept.get(spec.digest)
         if found is None:
-            found = self._kept[spec.digest] = self._compile(spec)
-            self._num_bytes += found[1]
-            self._drop_oldest()
-        else:
-            self._kept.move_to_end(spec.digest)
+            found = self._keep(spec.digest, pending.result() if pending else self._compile(spec))
+        self._kept.move_to_end(spec.digest)
         return found[0].copy()
+
+    def begin(self, specs: Sequence[GrammarSpec]) -> None:
+        """Begins to compile grammars, in threads that give way to all others."""
+        for spec in specs:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars", _give_way)
+            if spec.digest not in self._pending:
+                self._pending[spec.digest] = self._pool.submit(self._compile, spec)
+                self._unreported.append(spec.digest)
+
+    def take_compiled(self, *, wait_s: float) -> list[bytes]:
+        """Returns the digests of the grammars whose compiling has ended since the last call; waits
+        at most `wait_s` seconds for the first.
+
+        A fault is raised where a row needs the grammar.
+        """
+        if not self._unreported:
+            return []
+        wait(self._pending.values(), wait_s, FIRST_COMPLETED)
+        done = [digest for digest in self._unreported if self._has_ended(digest)]
+        self._unreported = [digest for digest in self._unreported if digest not in done]
+        for digest in done:
+            pending = self._pending.get(digest)
+            if pending is not None and pending.exception() is None:
+                self._keep(digest, self._pending.pop(digest).result())
+        return done
+
+    def close(self) -> None:
+        """Ends the threads, once they have compiled what they are at."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _has_ended(self, digest: bytes) -> bool:
+        return digest not in self._pending or self._pending[digest].done()
+
+    def _keep(self, digest: bytes, made: tuple[Matcher, int]) -> tuple[Matcher, int]:
+        if digest not in self._kept:
+            self._num_bytes += made[1]
+        self._kept[digest] = made
+        self._drop_oldest()
+        return made
 
     def _compile(self, spec: GrammarSpec) -> tuple[Matcher, int]:
         return self._grammars.compile(spec), self._grammars.num_bytes(spec)
@@ -71,6 +129,20 @@ class GrammarRows:
         matcher = self._compiled.matcher(new.grammar)
         matcher.take(new.token_ids[new.num_prompt_tokens - new.grammar.num_given_tokens :])
         self._matchers[row] = matcher
+
+    def begin(self, specs: Sequence[GrammarSpec]) -> None:
+        """Begins to compile the grammars of requests that wait."""
+        if specs:
+            assert self._compiled is not None, "the front refuses grammars here"
+            self._compiled.begin(specs)
+
+    def take_compiled(self, *, wait_s: float) -> list[bytes]:
+        """Returns the digests of the grammars whose compiling has ended since the last call."""
+        return [] if self._compiled is None else self._compiled.take_compiled(wait_s=wait_s)
+
+    def close(self) -> None:
+        if self._compiled is not None:
+            self._compiled.close()
 
     def free(self, row: int) -> None:
         self._matchers.pop(row, None)

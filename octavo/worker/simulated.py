@@ -90,7 +90,10 @@ class SimulatedExecutor:
             for result in results:
                 result.token_ids.append(TOKEN)
                 result.num_kept += 1
-        return StepResult(plan.step, results, busy_s, moved_s, num_steps=num_steps)
+        compiled = [spec.digest for spec in plan.compiles]
+        return StepResult(
+            plan.step, results, busy_s, moved_s, compiled=compiled, num_steps=num_steps
+        )
 
     @property
     def progress(self) -> int:

@@ -95,9 +95,10 @@ class Worker:
             results,
             busy_s,
             moved_s,
-            self._report(waits=not plan.rows),
-            kv_bytes,
-            num_steps,
+            connector=self._report(waits=not plan.rows),
+            kv_bytes=kv_bytes,
+            compiled=self._compiled(waits=not plan.rows),
+            num_steps=num_steps,
         )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -155,11 +156,16 @@ class Worker:
         # A step waits for the one before it: it is busy from that one's end at the earliest.
         busy_s, self._free_since = now - max(step.began, self._free_since), now
         self._begin_connector(step.plan)
-        report, kv_bytes = (
-            self._report(waits=not step.plan.rows),
-            self.cache_engine.places.num_bytes,
+        waits = not step.plan.rows
+        return StepResult(
+            step.plan.step,
+            results,
+            busy_s,
+            min(moved_s, busy_s),
+            connector=self._report(waits=waits),
+            kv_bytes=self.cache_engine.places.num_bytes,
+            compiled=self._compiled(waits=waits),
         )
-        return StepResult(step.plan.step, results, busy_s, min(moved_s, busy_s), report, kv_bytes)
 
     def _results_of(
         self, step: LaunchedStep, launched_on_it: Iterable[LaunchedStep]
@@ -192,6 +198,7 @@ class Worker:
         Blocks move out before their places are given up, and in when they have new ones.
         """
         places = self.cache_engine.places
+        self._rows.grammars.begin(plan.compiles)
         returning = next(
             (index for index, move in enumerate(plan.moves) if move.kind == "swap_in"),
             len(plan.moves),
@@ -221,6 +228,12 @@ class Worker:
         """Returns the connector's report; a step that computes nothing `waits` a little for it."""
         connector = self.cache_engine.connector
         return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
+
+    def _compiled(self, *, waits: bool) -> list[bytes]:
+        """Returns the grammars that are compiled; a step that computes nothing `waits` a little for
+        one.
+        """
+        return self._rows.grammars.take_compiled(wait_s=WAIT_S if waits else 0.0)
 
     def _compute(self, plan: StepPlan, between: Between | None) -> DecodedRows:
         """Computes the plan's decode steps in one call; where that raises, or a row has a fault,
@@ -267,4 +280,5 @@ class Worker:
     def close(self) -> None:
         if self.cache_engine.connector is not None:
             self.cache_engine.connector.close()
+        self._rows.grammars.close()
         self._close()

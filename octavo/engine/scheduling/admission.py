@@ -161,6 +161,7 @@ class Admission:
 STEP_FULL = AdmissionDecision(Verdict.LATER, "step full")
 NO_BLOCKS = AdmissionDecision(Verdict.LATER, "KV full")
 READING = AdmissionDecision(Verdict.LATER, "reading the prefix cache")
+COMPILING = AdmissionDecision(Verdict.LATER, "compiling its grammar")
 NO_PROMPT = AdmissionDecision(Verdict.LATER, "the prompt that it shares is not computed")
 
 HELD_BACK = "held back by the policy"

@@ -14,6 +14,7 @@ from octavo.engine.requests.request import EngineOutput, Request, RequestStatus
 from octavo.engine.requests.result_consumer import RequestProgress
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.engine.scheduling.grammar_gate import GrammarGate
 from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
@@ -29,6 +30,7 @@ class ResultIntake:
     blocks: BlockManager
     placement: Placement
     in_flight: StepsInFlight
+    grammars: GrammarGate
     times: Timekeeper
     stats: EngineStats
     keeps_kv: bool
@@ -53,6 +55,7 @@ class ResultIntake:
         self.stats.num_steps += result.num_steps - 1
         self.stats.busy_s += result.busy_s
         self.blocks.connector.step_done(result.connector)
+        self.grammars.compiled(result.compiled)
         outputs = []
         for (request, row), scheduled, row_result in zip(
             owners, plan.rows, result.rows, strict=True

@@ -21,6 +21,7 @@ from octavo.engine.requests.timings import STEP_RUNNING, Timekeeper
 from octavo.engine.requests.token_row import Finish
 from octavo.engine.scheduling.admission import NO_BLOCKS, Admission, Verdict
 from octavo.engine.scheduling.batching import Batching
+from octavo.engine.scheduling.grammar_gate import GrammarGate
 from octavo.engine.scheduling.multi_step import MultiStepPolicy
 from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.policy import Policy
@@ -63,6 +64,7 @@ class Scheduler:
         self.placement = placement
         self.queues = RequestQueues(policy)
         self.in_flight = StepsInFlight()
+        self._grammars = GrammarGate()
         self._batching = batching
         self._stop_texts = stop_texts
         self._outputs: list[EngineOutput] = []
@@ -77,6 +79,7 @@ class Scheduler:
             placement=placement,
             multi_step_policy=multi_step_policy,
             in_flight=self.in_flight,
+            grammars=self._grammars,
             times=self._times,
             stats=self._stats,
         )
@@ -85,6 +88,7 @@ class Scheduler:
             blocks=blocks,
             placement=placement,
             in_flight=self.in_flight,
+            grammars=self._grammars,
             times=self._times,
             stats=self._stats,
             keeps_kv=limits.keeps_kv,
@@ -117,6 +121,8 @@ class Scheduler:
         """
         self.placement.free_again(self.in_flight.not_given_away(plan.freed_rows))
         self.blocks.connector.step_failed()
+        # Where these were not begun, they are compiled with the rows that have them.
+        self._grammars.compiled(spec.digest for spec in plan.compiles)
         for request in self.in_flight.oldest.swapped_out:
             if request.status is RequestStatus.SWAPPED:
                 self._planner.start_over(request)
@@ -150,6 +156,7 @@ class Scheduler:
             self._outputs.append(self._intake.final_output(request, Finish("length")))
             return
         self.queues.add(request)
+        self._grammars.want(source.grammar)
         if request.fork_of is None:
             self.placement.prefetch(request, self.queues.num_running_seqs, at_once=True)
 

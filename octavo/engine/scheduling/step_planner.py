@@ -16,6 +16,7 @@ from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.admission import (
+    COMPILING,
     HELD_BACK,
     NO_BLOCKS,
     NO_PROMPT,
@@ -25,6 +26,7 @@ from octavo.engine.scheduling.admission import (
     AdmissionDecision,
 )
 from octavo.engine.scheduling.batching import Batching, BatchingState, PromptStep
+from octavo.engine.scheduling.grammar_gate import GrammarGate
 from octavo.engine.scheduling.multi_step import MultiStepPolicy
 from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.policy import Policy
@@ -68,6 +70,7 @@ class StepPlanner:
     placement: Placement
     multi_step_policy: MultiStepPolicy
     in_flight: StepsInFlight
+    grammars: GrammarGate
     times: Timekeeper
     stats: EngineStats
     prompt_since: float | None = None
@@ -222,7 +225,7 @@ class StepPlanner:
                 continue
             builder.waits_for = decision.reason
             # The next in order may go before one that waits for nothing scarce.
-            if decision not in (NO_PROMPT, READING):
+            if decision not in (NO_PROMPT, READING, COMPILING):
                 break
         for request in started:
             queues.leave_waiting(request)
@@ -231,6 +234,8 @@ class StepPlanner:
         """Runs a waiting request where it may start. One that belongs to the batch already, by a
         preemption or its parent sample, needs no more than a place.
         """
+        if not self.grammars.is_ready(request.source.grammar):
+            return COMPILING
         num_running = self.queues.num_running_seqs
         parent = None if request.fork_of is None else self.queues.find(request.fork_of)
         if request.num_preemptions:
@@ -271,6 +276,7 @@ class StepPlanner:
             rows=builder.rows,
             connector=connector,
             num_steps=num_steps,
+            compiles=self.grammars.take_wanted(),
         )
         self.in_flight.add(builder)
         self.prompt_since = builder.now if builder.has_prompt else None

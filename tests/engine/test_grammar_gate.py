@@ -1,0 +1,18 @@
+"""Requests wait for their grammars, and hold up no other."""
+
+from octavo.engine.scheduling.grammar_gate import GrammarGate
+from octavo.structured_outputs import GrammarSpec
+
+ONE, OTHER = GrammarSpec("regex", "one"), GrammarSpec("regex", "other")
+
+
+def test_a_grammar_is_asked_for_once_and_is_ready_when_it_is_compiled():
+    gate = GrammarGate()
+    for spec in (ONE, ONE, OTHER, None):
+        gate.want(spec)
+    assert gate.take_wanted() == [ONE, OTHER] and gate.take_wanted() == []
+    assert not gate.is_ready(ONE) and not gate.is_ready(OTHER) and gate.is_ready(None)
+    gate.compiled([ONE.digest])
+    assert gate.is_ready(ONE) and not gate.is_ready(OTHER)
+    gate.want(ONE)
+    assert gate.take_wanted() == [] and gate.is_ready(ONE)
