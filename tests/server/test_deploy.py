@@ -11,11 +11,13 @@ import yaml
 from yamllint import linter
 from yamllint.config import YamlLintConfig
 
+from octavo.cli.app import run_command
 from octavo.config.engine_config import option_fields, options_of
 from octavo.server.settings import ServerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FLAGS = {"--" + name.replace("_", "-") for name in (*options_of(ServerSettings), *option_fields())}
+PORT = ServerSettings().port
 PROBES = {"/health/live", "/health/ready"}
 
 
@@ -65,3 +67,51 @@ def test_the_unit_is_what_systemd_reads(tmp_path):
         [linter_path, "verify", str(unit)], capture_output=True, text=True, check=False
     )
     assert "octavo.service" not in found.stderr, found.stderr
+
+
+def arguments_of_the_container():
+    deployment, _ = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    return pod["containers"][0]["args"], pod["terminationGracePeriodSeconds"]
+
+
+def arguments_of_the_unit():
+    text = (DEPLOY / "octavo.service").read_text()
+    command = re.search(r"^ExecStart=\S+ (.*)$", text, re.MULTILINE)[1].split()
+    return command, int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1])
+
+
+def arguments_of_the_image():
+    text = (DEPLOY / "Containerfile").read_text()
+    return json.loads(re.search(r"^CMD (.*)$", text, re.MULTILINE)[1]), None
+
+
+@pytest.mark.parametrize(
+    "found", [arguments_of_the_container, arguments_of_the_unit, arguments_of_the_image]
+)
+def test_the_command_line_is_one_that_octavo_takes(found, monkeypatch):
+    """The settings are valid together, and a stop waits longer than the server drains."""
+    arguments, stop_s = found()
+    taken = []
+    monkeypatch.setattr("octavo.server.run.serve", lambda *given: taken.append(given))
+    assert run_command(arguments) == 0
+    ((specs, settings, _),) = taken
+    assert [spec.model for spec in specs] == ["smollm2"] and settings.port == PORT
+    assert stop_s is None or stop_s > settings.shutdown_timeout_s
+
+
+def test_every_file_names_the_same_port():
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert port["containerPort"] == PORT
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    probes = [one for name, one in container.items() if name.endswith("Probe")]
+    assert len(probes) == 3 and {one["httpGet"]["port"] for one in probes} == {port["name"]}
+    image = (DEPLOY / "Containerfile").read_text()
+    assert re.findall(r"^EXPOSE (\d+)$", image, re.MULTILINE) == [str(PORT)]
+    uid = re.search(r"^USER (\d+)$", image, re.MULTILINE)[1]
+    security = deployment["spec"]["template"]["spec"]["securityContext"]
+    assert security["runAsUser"] == int(uid) and f"--uid {uid}" in image
+    mounts = {one["name"] for one in container["volumeMounts"]}
+    assert mounts == {one["name"] for one in deployment["spec"]["template"]["spec"]["volumes"]}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.live_server import LiveServer, until
+from tests.support.live_server import LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -335,20 +335,6 @@ def test_an_unknown_model_and_a_body_that_is_no_json(http, api):
     assert message_of(api, broken).startswith("the body is not valid JSON")
     wrong = http.get(unknown.request.url)
     assert wrong.status_code == 405 and message_of(api, wrong)
-
-
-@pytest.mark.parametrize("api", ASKS)
-def test_a_client_that_goes_aborts_its_request(server, api):
-    fields = {"stream": True, "messages": HELLO}
-    if api == "ollama":
-        path, fields = "/api/chat", fields | {"options": {"num_predict": 480, "temperature": 2.0}}
-    else:
-        path = {"anthropic": "/v1/messages", "cohere": "/v2/chat"}[api]
-        fields |= {"max_tokens": 480}
-    with server.http() as http:
-        with http.stream("POST", path, json={"model": "tiny"} | fields) as response:
-            next(response.iter_raw())
-        assert until(lambda: http.get("/load").json()["server_load"] == 0)
 
 
 def test_every_dialect_needs_the_key_and_may_send_it_its_own_way():

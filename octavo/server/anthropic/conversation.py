@@ -149,9 +149,8 @@ def _result(block: ContentBlock, where: str) -> dict[str, Any]:
 
 def _text(content: str | Sequence[TextBlock], where: str) -> str:
     text = joined_text(content, where, TAKEN)
-    for index, block in enumerate(content):
-        if isinstance(block, TextBlock):
-            _check_taken(block, f"{where}[{index}]")
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        _check_taken(block, f"{where}[{index}]")
     return text
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+import msgspec
+from fastapi import APIRouter, Depends, Query, Response
 
 from octavo.engine.front.input_processor import Truncation
 from octavo.errors import InvalidRequest
@@ -72,13 +73,13 @@ class ApplyTemplateBody(ConversationBody):
 async def tokenize(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))],
-) -> dict[str, Any]:
+) -> Response:
     """Returns the token ids of a text or of a conversation."""
     model = service.model(body.model)
     tokenizer = model.llm.get_tokenizer()
     token_ids = await _token_ids(body, model, tokenizer, service)
     pieces = [_piece(tokenizer, one) for one in token_ids] if body.with_pieces else token_ids
-    return {
+    answer = {
         "count": len(token_ids),
         "max_model_len": model.llm.info.max_model_len,
         "tokens": pieces,
@@ -86,6 +87,7 @@ async def tokenize(
         if body.return_token_strs
         else None,
     }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 @router.post("/detokenize")
