@@ -24,7 +24,8 @@ class Bar:
         self._name = name
         self._total = total
         self._enabled = enabled and sys.stderr.isatty()
-        self._show_at = time.monotonic() + patience_s
+        self._began = time.monotonic()
+        self._show_at = self._began + patience_s
         self._count = 0
         self._bar: Any = None
 
@@ -34,14 +35,19 @@ class Bar:
         if self._enabled and self._bar is None and time.monotonic() >= self._show_at:
             self._show()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._count)
+            rate = self._count / max(time.monotonic() - self._began, 1e-3)
+            self._bar.update(self._task, completed=self._count, rate=rate)
 
     def _show(self) -> None:
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeRemainingColumn as Left
 
-        self._bar = Progress(console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task(self._name, total=self._total)
+        words = TextColumn("{task.description}")
+        rate = TextColumn("{task.fields[rate]:.1f}/s")
+        columns = (words, BarColumn(), MofNCompleteColumn(), rate, Left())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self._name, total=self._total, rate=0.0)
         self._bar.start()
 
     def __enter__(self) -> Self:

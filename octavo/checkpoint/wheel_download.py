@@ -177,13 +177,22 @@ def _locked(path: Path) -> Iterator[None]:
 @contextmanager
 def _bar(text: str, total: int, *, shown: bool) -> Iterator[Advance]:
     """Shows a progress bar on stderr, or nothing."""
-    if not shown:
+    if not (shown and sys.stderr.isatty()):
         yield lambda count: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    words = TextColumn("{task.description}")
+    rate = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (words, BarColumn(), *rate)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(text, total=total)
         yield lambda count: bars.advance(task, count)

@@ -16,5 +16,6 @@ def pull(
 ) -> None:
     """Fetch a model into the cache, check it, and print its path."""
     from octavo.checkpoint.catalogue import resolve
+    from octavo.progress import to_stderr
 
-    print(resolve(name, progress=True, verify=True))
+    print(resolve(name, progress=True, verify=True, report=to_stderr))
