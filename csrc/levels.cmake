@@ -2,7 +2,10 @@
 # in core/levels.cpp.
 set(OCTAVO_LEVELS portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  set(OCTAVO_FLAGS_portable -march=x86-64)
+  # Zig has another name for this processor, and compiles for it where none is named.
+  if(NOT "${CMAKE_CXX_COMPILER_ARG1}" MATCHES "ziglang")
+    set(OCTAVO_FLAGS_portable -march=x86-64)
+  endif()
   set(OCTAVO_FLAGS_avx2 -mavx2 -mfma -mf16c)
   set(OCTAVO_FLAGS_avx2_vnni ${OCTAVO_FLAGS_avx2} -mavxvnni)
   set(OCTAVO_FLAGS_avx512 ${OCTAVO_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
@@ -10,8 +13,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(OCTAVO_FLAGS_avx512_bf16 ${OCTAVO_FLAGS_avx512_vnni} -mavx512bf16)
   set(OCTAVO_FLAGS_amx ${OCTAVO_FLAGS_avx512_bf16} -mamx-tile -mamx-int8 -mamx-bf16)
   set(OCTAVO_LEVELS portable avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 amx)
-  foreach(level IN LISTS OCTAVO_LEVELS)
-    # GCC 12 warns of the intrinsics' undefined values in its own headers.
-    list(APPEND OCTAVO_FLAGS_${level} -Wno-maybe-uninitialized -Wno-uninitialized)
-  endforeach()
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    foreach(level IN LISTS OCTAVO_LEVELS)
+      # GCC 12 warns of the intrinsics' undefined values in its own headers.
+      list(APPEND OCTAVO_FLAGS_${level} -Wno-maybe-uninitialized -Wno-uninitialized)
+    endforeach()
+  endif()
 endif()
