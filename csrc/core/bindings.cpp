@@ -251,7 +251,8 @@ NB_MODULE(_native, m) {
         .def(nb::init<std::shared_ptr<Device>, int, int>(), "device"_a, "max_tokens"_a, "vocab"_a)
         .def("begin_stage", &Builder::begin_stage, "axis"_a, "range"_a,
              "Opens the next stage: row ops that follow one another, or one product, attention or draw.")
-        .def("embedding", &Builder::embedding, "table"_a, "out"_a, "scale"_a, "by_position"_a, "offset"_a)
+        .def("embedding", &Builder::embedding, "table"_a, "out"_a, "scale"_a, "by_position"_a, "offset"_a,
+             "axis"_a)
         .def("norm", &Builder::norm, "x"_a, "out"_a, "norm"_a, "group_width"_a)
         .def("angles", &Builder::angles, "inv_freq"_a, "mscale"_a)
         .def("rope", &Builder::rope, "x"_a, "out"_a, "num_heads"_a, "head_width"_a, "rotary_dim"_a,
@@ -259,14 +260,17 @@ NB_MODULE(_native, m) {
         .def("kv_write", &Builder::kv_write, "k"_a, "v"_a, "group"_a, "layer"_a)
         .def("elementwise", &Builder::elementwise, "kind"_a, "a"_a, "b"_a, "out"_a, "factor"_a, "gate"_a)
         .def("gather", &Builder::gather, "x"_a, "out"_a)
+        .def("pool", &Builder::pool, "x"_a, "out"_a, "mode"_a)
         .def("conversion", &Builder::conversion, "x"_a, "norm"_a.none(), "tiles"_a,
              "A row op: converts x for the product of the next stage. Returns the rows.")
         .def("convert_in_last_stage", &Builder::convert_in_last_stage, "x"_a, "tiles"_a,
              "Lets the last stage write x, its out, as the next product reads it. Returns the rows.")
         .def("linear", &Builder::linear, "rows"_a, "parts"_a, "gated"_a, "gate"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
-             "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none())
+             "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(), "distances"_a.none(),
+             "reach"_a)
         .def("sampling", &Builder::sampling, "logits"_a)
+        .def("output", &Builder::output, "rows"_a)
         .def("finish", &Builder::finish, "token_floats"_a, "block_floats"_a, "sample_floats"_a)
         .def(
             "share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)

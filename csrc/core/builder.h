@@ -45,13 +45,15 @@ struct Builder {
     void begin_stage(const std::string& axis, int range) { executor.begin_stage(axis == "samples", range); }
 
     void embedding(const std::shared_ptr<PackedTiles>& table, const PlaceTuple& out, float scale,
-                   bool by_position, int offset) {
+                   bool by_position, int offset, int axis) {
+        if (by_position) executor.read_axis(axis);
         executor.add_row_op(make_embedding(EmbeddingSpec{.table = table->tiles,
                                                          .owner = table->memory,
                                                          .out = place_of(out),
                                                          .scale = scale,
                                                          .by_position = by_position,
-                                                         .offset = offset}));
+                                                         .offset = offset,
+                                                         .axis = axis}));
     }
     void norm(const PlaceTuple& x, const PlaceTuple& out, const nb::object& norm, int group_width) {
         executor.add_row_op(make_norm(place_of(x), place_of(out), norm_of(norm), group_width));
@@ -88,6 +90,10 @@ struct Builder {
         executor.add_row_op(make_gather(place_of(x), place_of(out)));
     }
 
+    void pool(const PlaceTuple& x, const PlaceTuple& out, const std::string& mode) {
+        executor.add_row_op(make_pool(place_of(x), place_of(out), pooling_of(mode)));
+    }
+
     // A row op: converts x for the product of `tiles` in the next stage. Returns the index that `linear`
     // takes.
     int conversion(const PlaceTuple& x, const nb::object& norm, const PackedTiles& tiles) {
@@ -106,8 +112,8 @@ struct Builder {
         executor.add_linear(std::move(spec));
     }
     void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int num_heads,
-                   int window, float scale, float softcap, const nb::object& sinks,
-                   const nb::object& slopes) {
+                   int window, float scale, float softcap, const nb::object& sinks, const nb::object& slopes,
+                   const nb::object& distances, int reach) {
         executor.add_attention(AttentionSpec{.q = place_of(q),
                                              .out = place_of(out),
                                              .group = group,
@@ -117,9 +123,12 @@ struct Builder {
                                              .scale = scale,
                                              .softcap = softcap,
                                              .sinks = keep(sinks),
-                                             .slopes = keep(slopes)});
+                                             .slopes = keep(slopes),
+                                             .distances = keep(distances),
+                                             .reach = reach});
     }
     void sampling(const PlaceTuple& logits) { executor.add_sampling(place_of(logits)); }
+    void output(const PlaceTuple& rows) { executor.add_output(place_of(rows)); }
     void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats) {
         const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats};
         for (int axis = 0; axis < kNumAxes; axis++)
@@ -219,9 +228,18 @@ struct Builder {
     }
     static Elementwise elementwise_of(const std::string& kind) {
         const char* names[] = {"add", "mul", "scale", "activate", "softcap", "gate"};
-        const auto found = std::find(std::begin(names), std::end(names), kind);
-        if (found == std::end(names)) throw std::invalid_argument("unknown elementwise op " + kind);
-        return (Elementwise)(found - std::begin(names));
+        return (Elementwise)index_of(kind, names, "elementwise op");
+    }
+    static Pooling pooling_of(const std::string& mode) {
+        const char* names[] = {"last", "cls", "mean"};
+        return (Pooling)index_of(mode, names, "way of pooling");
+    }
+    template <size_t N>
+    static int index_of(const std::string& name, const char* const (&names)[N], const char* what) {
+        const auto found = std::find(std::begin(names), std::end(names), name);
+        if (found == std::end(names))
+            throw std::invalid_argument(std::string("unknown ") + what + " " + name);
+        return (int)(found - std::begin(names));
     }
 
     std::vector<RopeAngles*> tables_;

@@ -160,7 +160,12 @@ void Executor::add_sampling(const Place& logits) {
     push(std::make_unique<SampleStage>(logits, vocab_));
     sampling_ = head_.back().get();
     push(std::make_unique<RowStage>(true));
-    add_row_op(make_logits_out(logits));
+    add_row_op(make_rows_out(logits));
+}
+
+void Executor::add_output(const Place& rows) {
+    require(open_.is_empty && open_.samples, "an output without a stage of its own over the head's rows");
+    add_row_op(make_rows_out(rows));
 }
 
 RopeAngles* Executor::add_angles(std::vector<double> inv_freq, double mscale) {
@@ -263,6 +268,9 @@ void Executor::make_plans(const Batch& batch, const KvMemory& kv) {
 
 // A slot or a block outside the KV memory would corrupt another request's keys: better an exception here.
 void Executor::check(const Batch& batch, const KvMemory& kv) const {
+    if (batch.num_axes < num_axes_)
+        fail("positions on " + std::to_string(batch.num_axes) + " axes, the program reads " +
+             std::to_string(num_axes_));
     if (batch.num_tokens > max_tokens_)
         fail("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " +
              std::to_string(max_tokens_));

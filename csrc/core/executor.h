@@ -175,7 +175,8 @@ struct AttentionSpec {
     Place q, out;
     int group, layer, num_heads, window;
     float scale, softcap;
-    const float *sinks, *slopes;
+    const float *sinks, *slopes, *distances;
+    int reach;
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
 };
 
@@ -201,6 +202,10 @@ class Executor {
     void add_attention(const AttentionSpec& spec);
     // Draws from the logits of the stage before, or copies them to where the batch wants them.
     void add_sampling(const Place& logits);
+    // Notes that a step needs positions on this axis.
+    void read_axis(int axis) { num_axes_ = std::max(num_axes_, axis + 1); }
+    // Copies the head's rows to where the batch wants them.
+    void add_output(const Place& rows);
     // Whether requests that begin with the same blocks read them together; true unless said otherwise.
     void share_prefixes(bool share) { share_prefixes_ = share; }
     RopeAngles* add_angles(std::vector<double> inv_freq, double mscale);
@@ -264,6 +269,7 @@ class Executor {
     std::vector<StageRange> each_;  // every stage of the body alone
     std::vector<StageRange> ranges_;  // the stages of a range together
     const Stage* sampling_ = nullptr;  // the stage of draws
+    int num_axes_ = 1;  // axes of positions that the program reads
     const Stage* logits_product_ = nullptr;  // the product that writes just the logits, if one does
     int64_t row_floats_[kNumAxes] = {};
     int least_rows_ = 0;  // for each thread, from which on the threads go by ranges
@@ -289,6 +295,7 @@ struct EmbeddingSpec {
     float scale = 1;
     bool by_position = false;  // row `position + offset` of the table, not the token's
     int offset = 0;
+    int axis = 0;  // of the positions
 };
 std::unique_ptr<RowOp> make_embedding(EmbeddingSpec spec);
 
@@ -305,6 +312,8 @@ std::unique_ptr<RowOp> make_rope(const RopeSpec& spec);
 
 std::unique_ptr<RowOp> make_kv_write(Place k, Place v, int group, int layer);
 
+enum class Pooling { last, cls, mean };
+
 enum class Elementwise { add, mul, scale, activate, softcap, gate };
 struct ElementwiseSpec {
     Elementwise kind;
@@ -315,6 +324,7 @@ struct ElementwiseSpec {
 std::unique_ptr<RowOp> make_elementwise(const ElementwiseSpec& spec);
 
 std::unique_ptr<RowOp> make_gather(Place x, Place out);
-std::unique_ptr<RowOp> make_logits_out(Place logits);
+std::unique_ptr<RowOp> make_pool(Place x, Place out, Pooling mode);
+std::unique_ptr<RowOp> make_rows_out(Place rows);
 
 }  // namespace octavo

@@ -129,7 +129,9 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
         b.keeps_logits = nb::cast<bool>(sampling.attr("keeps_logits"));
         read_results(b.sampling, output.attr("samples"), (size_t)b.num_samples * num_steps);
     } else {
-        b.out_logits = nb::cast<Out<float>>(output.attr("arrays")["logits"]).data();
+        const nb::dict arrays(output.attr("arrays"));
+        expect(arrays.size() == 1, "arrays: not the one that the program makes");
+        b.out_rows = nb::cast<Out<float>>((*arrays.begin()).second).data();
     }
     return b;
 }

@@ -11,7 +11,7 @@
 namespace octavo {
 
 // Reads a StepBatch, and the StepOutput to fill in: the samples of `num_steps` steps where the batch draws,
-// the array "logits" otherwise. TypeError names an attribute that is not the array that its field describes,
+// the one array otherwise. TypeError names an attribute that is not the array that its field describes,
 // ValueError one whose length or rows are not those of the step.
 Batch read_batch(const nanobind::object& batch, const nanobind::object& output, int num_steps = 1);
 

@@ -13,7 +13,9 @@ struct EmbeddingOp : RowOp {
     EmbeddingSpec spec;
     explicit EmbeddingOp(EmbeddingSpec s) : spec(std::move(s)) {}
     void run(const View& view, int64_t row) const override {
-        const int id = spec.by_position ? view.batch.positions[row] + spec.offset : view.batch.token_ids[row];
+        const Batch& b = view.batch;
+        const int id = spec.by_position ? b.positions[(int64_t)spec.axis * b.num_tokens + row] + spec.offset
+                                        : b.token_ids[row];
         const int safe = id < 0 || id >= spec.table.num_rows ? 0 : id;  // padded rows may hold anything
         view.executor.kernels().read_row(spec.table, safe, spec.scale, view.at(spec.out, row));
     }
@@ -103,12 +105,32 @@ struct GatherOp : RowOp {
     }
 };
 
-struct LogitsOutOp : RowOp {
-    Place logits;
+// One row of a request's rows; the mean's sum goes from the first row to the last.
+struct PoolOp : RowOp {
+    Place x, out;
+    Pooling mode;
+    void run(const View& view, int64_t row) const override {
+        const int32_t* starts = view.batch.query_starts + view.first_sample + row;
+        const int32_t first = starts[0], count = starts[1] - first;
+        float* to = view.at(out, row);
+        if (count == 0) return (void)std::memset(to, 0, sizeof(float) * x.width);
+        const int32_t from = mode == Pooling::last ? first + count - 1 : first;
+        std::memcpy(to, view.at(x, from), sizeof(float) * x.width);
+        if (mode != Pooling::mean) return;
+        for (int32_t r = first + 1; r < first + count; r++) {
+            const float* one = view.at(x, r);
+            for (int i = 0; i < x.width; i++) to[i] += one[i];
+        }
+        for (int i = 0; i < x.width; i++) to[i] /= (float)count;
+    }
+};
+
+struct RowsOutOp : RowOp {
+    Place rows;
     void run(const View& view, int64_t row) const override {
         if (view.batch.draws) return;
-        std::memcpy(view.batch.out_logits + (view.first_sample + row) * (int64_t)logits.width,
-                    view.at(logits, row), sizeof(float) * logits.width);
+        std::memcpy(view.batch.out_rows + (view.first_sample + row) * (int64_t)rows.width, view.at(rows, row),
+                    sizeof(float) * rows.width);
     }
 };
 
@@ -149,9 +171,17 @@ std::unique_ptr<RowOp> make_gather(Place x, Place out) {
     return op;
 }
 
-std::unique_ptr<RowOp> make_logits_out(Place logits) {
-    auto op = std::make_unique<LogitsOutOp>();
-    op->logits = logits;
+std::unique_ptr<RowOp> make_pool(Place x, Place out, Pooling mode) {
+    auto op = std::make_unique<PoolOp>();
+    op->x = x;
+    op->out = out;
+    op->mode = mode;
+    return op;
+}
+
+std::unique_ptr<RowOp> make_rows_out(Place rows) {
+    auto op = std::make_unique<RowsOutOp>();
+    op->rows = rows;
     return op;
 }
 

@@ -258,7 +258,9 @@ struct AttentionStage : Stage {
                                  .softcap = spec.softcap,
                                  .window = spec.window,
                                  .sinks = spec.sinks,
-                                 .slopes = spec.slopes};
+                                 .slopes = spec.slopes,
+                                 .distances = spec.distances,
+                                 .reach = spec.reach};
         AttentionPiece work;  // not zeroed: it has room for many rows, and most pieces have few
         work.places = view.batch.places;
         work.num_rows = 0;

@@ -65,9 +65,9 @@ struct Batch {
     // embeddings read the first axis of `positions`.
     const int32_t *token_ids, *places, *positions, *query_starts, *context_lens, *slots, *block_tables,
         *sample_rows;
-    bool draws;  // whether `sampling` is set; otherwise logits go to out_logits [S][V]
+    bool draws;  // whether `sampling` is set; otherwise the head's rows go to out_rows [S][width]
     SampleArgs sampling;  // all but logits, stride, vocab and first, which the stage of draws knows
-    float* out_logits;
+    float* out_rows;
     bool keeps_logits = false;  // whether rows may be drawn again once all are drawn
 
     // Whether each draw is its row's best logit and no other logit is needed.

@@ -48,22 +48,39 @@ struct ValueScales {
 // multiplies them with the lane's factor.
 struct ScoreMap {
     const float factor, softcap, slope;
-    const int place;
+    const float* distances;  // of the lane's head, from -reach on; or null
+    const int reach, place;
     const bool changes;
 
     ScoreMap(const LaneSet& set, int lane)
         : factor(set.factors[lane]),
           softcap(set.args->softcap),
           slope(set.args->slopes ? set.args->slopes[set.lanes[lane].head] : 0),
+          distances(set.args->distances
+                        ? set.args->distances + (int64_t)set.lanes[lane].head * (2 * set.args->reach + 1)
+                        : nullptr),
+          reach(set.args->reach),
           place(set.piece->places[set.lanes[lane].row]),
-          changes(softcap > 0 || set.args->slopes) {}
+          changes(softcap > 0 || set.args->slopes || distances) {}
 
     // Returns the scores of the sums of keys key and on.
     vf operator()(vf s, int key) const {
         if (!changes) return s;
         s = softcap > 0 ? softcap * (splat(2.0f) * sigmoid(splat(2.0f * factor / softcap) * s) - splat(1.0f))
                         : splat(factor) * s;
+        if (distances) return s + bias_from(key - place);
         return slope != 0 ? s + splat(slope) * to_float(iota() + (key - place)) : s;
+    }
+
+    // Returns the biases of the distances `first` and on.
+    vf bias_from(int first) const {
+        if (first >= -reach && first + kLanes - 1 <= reach) return load(distances + reach + first);
+        float each[kLanes];
+        for (int i = 0; i < kLanes; i++) {
+            const int distance = first + i < -reach ? -reach : first + i > reach ? reach : first + i;
+            each[i] = distances[reach + distance];
+        }
+        return load(each);
     }
 };
 

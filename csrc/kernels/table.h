@@ -194,6 +194,10 @@ struct AttentionArgs {
     int32_t window;  // 0: causal without a window; -1: full (every key below context_len)
     const float* sinks;  // [H] or null
     const float* slopes;  // [H], of ALiBi: score += slope * (key's place - row's place), or null
+    // [H][2 * reach + 1], of T5: score += distances[h][reach + key's place - row's place], at its ends beyond
+    // `reach`; or null.
+    const float* distances;
+    int32_t reach;
 };
 
 // A row of a piece, and the memory for its lanes' states (m, l, acc): those of the piece's first split, each

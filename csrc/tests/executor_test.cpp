@@ -279,7 +279,9 @@ void build_layer(Stages& stages, const Layer& layer, int index, const RopeAngles
                                    .scale = 0.3f,
                                    .softcap = 0,
                                    .sinks = nullptr,
-                                   .slopes = nullptr});
+                                   .slopes = nullptr,
+                                   .distances = nullptr,
+                                   .reach = 0});
     stages.converted_linear(attended, part(layer.o, x, &x));
     stages.begin();
     stages.linear(x, {part(layer.gate, inner), part(layer.up, inner)}, &layer.inner_norm, true);
@@ -372,7 +374,7 @@ struct Engine {
         b.slots = slots.data();
         b.block_tables = tables.data();
         b.sample_rows = rows.data();
-        b.out_logits = logits.data();
+        b.out_rows = logits.data();
         executor.run(b, kv);
         return logits;
     }

@@ -46,6 +46,14 @@ class HfConfig:
     def model_type(self) -> str:
         return self.text("model_type")
 
+    @property
+    def architecture(self) -> str:
+        """Name of the transformers class that saved the model; "" where the config has none."""
+        given = self._get("architectures", [""])
+        if not isinstance(given, list) or not given or not isinstance(given[0], str):
+            raise self._wrong("architectures", given, "a list of names")
+        return given[0]
+
     def renamed(self, **names: str) -> HfConfig:
         """Returns the config with the family's own names also under the usual ones, as
         `renamed(hidden_size="n_embd")`; a usual name that is given already wins.

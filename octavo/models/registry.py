@@ -11,11 +11,13 @@ from octavo.models.hf_config import HfConfig
 from octavo.program.program import Program
 
 FAMILIES = (
+    "bert",
     "bloom",
     "chatglm",
     "cohere",
     "cohere2",
     "deepseek_v3",
+    "distilbert",
     "exaone4",
     "falcon",
     "gemma",
@@ -33,8 +35,10 @@ FAMILIES = (
     "llama",
     "ministral3",
     "mistral",
+    "mpnet",
     "mpt",
     "nemotron",
+    "nomic_bert",
     "olmo",
     "olmo2",
     "olmo3",
@@ -44,13 +48,15 @@ FAMILIES = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "roberta",
     "seed_oss",
     "smollm3",
     "stablelm",
     "starcoder2",
     "t5",
+    "xlm-roberta",
 )
-"""Supported values of Hugging Face's model_type, each the name of a module here."""
+"""Supported values of Hugging Face's model_type, each the name of a module here with _ for -."""
 
 
 def check_family(config: Mapping[str, Any]) -> None:
@@ -62,6 +68,10 @@ def check_family(config: Mapping[str, Any]) -> None:
         )
 
 
+def _module(model_type: str) -> Any:
+    return import_module(f"octavo.models.{model_type.replace('-', '_')}")
+
+
 def build_programs(config: Mapping[str, Any]) -> dict[str, Program]:
     """Builds the Programs of a model by name: "decoder" and, where the family has one, "encoder".
 
@@ -70,5 +80,5 @@ def build_programs(config: Mapping[str, Any]) -> dict[str, Program]:
     """
     check_family(config)
     hf = HfConfig(config)
-    programs: dict[str, Program] = import_module(f"octavo.models.{hf.model_type}").build(hf)
+    programs: dict[str, Program] = _module(hf.model_type).build(hf)
     return programs

@@ -26,6 +26,7 @@ from octavo.program.ops import (
     MaskKind,
     MlaAttention,
     Mul,
+    PoolRows,
     RmsNorm,
     Rope,
     RopeTable,
@@ -84,13 +85,12 @@ class Builder:
         self._ops.append(Embedding(out, Weight(f"{name}.weight", (num_rows, width)), ids, scale))
         return out
 
-    def position_embedding(self, name: str, num_rows: int, width: int, *, offset: int = 0) -> Value:
+    def position_embedding(
+        self, name: str, num_rows: int, width: int, *, offset: int = 0, axis: int = 0
+    ) -> Value:
         out = self._value(name, "tokens", width)
-        self._ops.append(
-            Embedding(
-                out, Weight(f"{name}.weight", (num_rows, width)), by_position=True, offset=offset
-            )
-        )
+        table = Weight(f"{name}.weight", (num_rows, width))
+        self._ops.append(Embedding(out, table, by_position=True, offset=offset, axis=axis))
         return out
 
     def rms_norm(
@@ -324,6 +324,12 @@ class Builder:
     def gather_rows(self, x: Value) -> Value:
         out = self._value("sampled", "samples", x.width)
         self._ops.append(GatherRows(x, out))
+        return out
+
+    def pool_rows(self, x: Value, mode: Literal["last", "cls", "mean"]) -> Value:
+        """Makes one row of each request's rows."""
+        out = self._value("pooled", "requests", x.width)
+        self._ops.append(PoolRows(x, out, mode))
         return out
 
     # -- names -------------------------------------------------------------------------------------

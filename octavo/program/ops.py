@@ -57,9 +57,9 @@ class AlibiBias:
 class Embedding(Op):
     """Rows of a table: out[t] = table[ids[t]] * scale.
 
-    With `by_position` the ids are the positions on the step's first axis plus `offset` (GPT-2,
-    OPT). With `first_row` the table is one rank's part of the vocabulary's, from that row on; an id
-    outside of it gives zeros.
+    With `by_position` the ids are the positions on the step's axis `axis` plus `offset` (GPT-2,
+    OPT; BERT's segments are its second axis). With `first_row` the table is one rank's part of the
+    vocabulary's, from that row on; an id outside of it gives zeros.
     """
 
     out: Value
@@ -70,6 +70,7 @@ class Embedding(Op):
     by_position: bool = False
     offset: int = 0
     first_row: int | None = None
+    axis: int = 0
 
 
 @dataclass(frozen=True, slots=True)

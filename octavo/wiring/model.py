@@ -106,13 +106,18 @@ def load_model(
 
 
 def decoder_of(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Program:
-    """Builds the Program that generates; UnsupportedModel where the family has an encoder."""
+    """Builds the Program that generates; UnsupportedModel where the family has none that does."""
     if info.is_encoder_decoder:
         raise UnsupportedModel(
             f"{config.model.model}: {info.model_type} is an encoder and decoder, only decoders"
             " generate here"
         )
-    return build_programs(header.config)["decoder"]
+    programs = build_programs(header.config)
+    if "decoder" not in programs:
+        raise UnsupportedModel(
+            f"{config.model.model}: {info.model_type} is an encoder, only decoders generate here"
+        )
+    return programs["decoder"]
 
 
 def part_of(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:

@@ -7,6 +7,7 @@ from octavo.models.hf_config import HfConfig, model_info
 from octavo.models.registry import FAMILIES, build_programs
 from octavo.program.ops import Attention, GroupedLinear, Rope
 from tests.support.chatglm import chatglm_config
+from tests.support.tiny_encoders import ENCODERS, encoder_config
 from tests.support.tiny_models import tiny_model
 
 YARN = {
@@ -215,6 +216,8 @@ def test_no_damaged_value_does_worse_than_being_refused(family):
     """A damaged value is refused or harmless: no other error, and no endless Program."""
     if family == "chatglm":
         config = chatglm_config(tiny_model("glm").config)
+    elif family in ENCODERS:
+        config = encoder_config(family)
     else:
         stand_in = "llama" if family == "mistral" else family
         config = tiny_model(stand_in).config | {"model_type": family}

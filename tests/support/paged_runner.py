@@ -76,7 +76,7 @@ class PagedRunner:
         self.runnables = {
             name: self.backend.prepare(program, load) for name, program in self.programs.items()
         }
-        self.groups = self.programs["decoder"].groups
+        self.groups = next(iter(self.programs.values())).groups
         self.layouts = common_layouts(self.runnables)
         self.kv = self.backend.allocate(self.layouts, [num_blocks] * len(self.groups))
         generator = np.random.default_rng(seed)
@@ -142,6 +142,11 @@ class PagedRunner:
             tables[:, index, : request.blocks.shape[1]] = request.blocks
         return self._padded(spans, places, slots, context_lens, tables)
 
+    def _positions(self, places: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Returns the places on the first axis and segment 0 on a second one, `[P, T]`."""
+        num_axes = max(program.num_position_axes for program in self.programs.values())
+        return np.stack([places, *[np.zeros_like(places)] * (num_axes - 1)])
+
     def _padded(
         self,
         spans: list[tuple[Request, int, int]],
@@ -159,7 +164,7 @@ class PagedRunner:
         return StepBatch(
             token_ids=np.concatenate([ids, np.full(pad, 7, np.int32)]),
             places=padded,
-            positions=padded[None],
+            positions=self._positions(padded),
             query_starts=starts,
             context_lens=context_lens,
             slots=np.concatenate([slots, np.full((len(slots), pad), -1, np.int32)], axis=1),

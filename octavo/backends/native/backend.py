@@ -7,6 +7,7 @@ csrc/core/executor.h.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ class NativeBackend:
         return NativeProgram(
             self._device,
             executor,
-            program.vocab_size,
+            program,
             weights.num_bytes,
             self._kv_layouts(program, computes_fp32=computes_fp32),
         )
@@ -188,14 +189,16 @@ class NativeProgram:
         self,
         device: Any,
         executor: Any,
-        vocab_size: int,
+        program: Program,
         weight_bytes: int,
         kv_layouts: tuple[KvLayout, ...],
     ) -> None:
         self.kv_layouts = kv_layouts
         self._device = device
         self._executor = executor
-        self._vocab_size = vocab_size
+        self._vocab_size = program.vocab_size
+        ((self._output, value),) = program.outputs.items()
+        self._out_width = value.width
         self._weight_bytes = weight_bytes
 
     @property
@@ -229,10 +232,13 @@ class NativeProgram:
         return self._run(batch, kv, check)
 
     def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
+        if self._output == "pooled":
+            # The head has a row for each request.
+            batch = replace(batch, sample_rows=np.maximum(batch.query_starts[1:] - 1, 0))
         num_rows = len(batch.sample_rows)
         if batch.sampling is None:
-            logits = np.empty((num_rows, self._vocab_size), np.float32)
-            output = StepOutput(arrays={"logits": logits})
+            rows = np.empty((num_rows, self._out_width), np.float32)
+            output = StepOutput(arrays={self._output: rows})
         else:
             output = StepOutput(_empty_result(batch.sampling, num_rows, self._vocab_size))
         samples = output.samples

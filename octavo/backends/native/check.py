@@ -24,8 +24,11 @@ MAX_KEY_WIDTH = 1024
 
 MASKS = ("causal", "window", "full")
 GROUP_KINDS = ("full", "window")
-AXES = ("tokens", "samples")
+AXES = ("tokens", "samples", "requests")
 """Rows that the executor has memory for."""
+
+OUTPUTS = {"logits": "samples", "pooled": "requests"}
+"""Axis of each output that the executor makes; a Program has one of them."""
 
 ON_TOKENS = (ops.Embedding, ops.Rope, ops.KvWrite, ops.Attention)
 """Ops that read the step's arrays of tokens."""
@@ -62,10 +65,11 @@ def check_ops(program: Program) -> None:
             raise _refusal(program, f"a cache group of kind {group.kind}")
     if set(program.inputs) != {"token_ids"}:
         raise _refusal(program, f"the inputs {sorted(program.inputs)}")
-    if set(program.outputs) != {"logits"}:
+    if len(program.outputs) != 1 or not program.outputs.keys() <= OUTPUTS.keys():
         raise _refusal(program, f"the outputs {sorted(program.outputs)}")
-    if (axis := program.outputs["logits"].axis) != "samples":
-        raise _refusal(program, f"logits over {axis}")
+    for name, value in program.outputs.items():
+        if value.axis != OUTPUTS[name]:
+            raise _refusal(program, f"{name} over {value.axis}")
 
 
 def _check_attributes(program: Program, op: Op) -> None:
@@ -86,8 +90,6 @@ def _check_attributes(program: Program, op: Op) -> None:
 
 def _check_attention(program: Program, op: ops.Attention) -> None:
     group = program.group(op.group)
-    if isinstance(op.bias, ops.T5Bias):
-        raise _refusal(program, "attention with T5Bias")
     if op.mask not in MASKS:
         raise _refusal(program, f"attention with the mask {op.mask}")
     if op.num_heads // group.num_kv_heads > MAX_LANES:

@@ -17,12 +17,18 @@ from octavo.backends.native.stages import Stage, body_first, plan_arena, stages_
 from octavo.program import ops
 from octavo.program.passes.plan import Plan
 from octavo.program.program import Op, Program, Value, Weight
+from octavo.program.t5_buckets import t5_buckets
 
 GROUP = 32
 """Inputs that share an activation scale (csrc/kernels/table.h)."""
 
 Span = tuple[str, int, int]
 """(axis, offset, width): a Place as the bindings take it."""
+
+HEAD = "samples"
+"""The executor's axis of the rows that its head is over: sampled rows, or requests where these are
+pooled.
+"""
 
 LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None]
 """(tiles, columns of the out, bias, columns of the residual) of one weight of a Linear."""
@@ -67,17 +73,21 @@ class Lowering:
                 getattr(self, f"_lower_{op.kind}")(op)
                 self._before = op
         self._begin()
-        self._builder.sampling(self._span(self._program.outputs["logits"]))
+        ((name, out),) = self._program.outputs.items()
+        if name == "logits":
+            self._builder.sampling(self._span(out))
+        else:
+            self._builder.output(self._span(out))
         floats = self._plan.row_floats
         self._builder.finish(
             token_floats=floats.get("tokens", 0),
             block_floats=floats.get("block", 0),
-            sample_floats=floats.get("samples", 0),
+            sample_floats=floats.get(out.axis, 0),
         )
 
     def _begin(self) -> None:
         """Opens a stage for an op that is not row-local."""
-        self._builder.begin_stage(self._stage.axis, self._stage.range)
+        self._builder.begin_stage(_executor_axis(self._stage.axis), self._stage.range)
         self._open_rows = None
 
     def _begin_rows(self) -> None:
@@ -87,7 +97,7 @@ class Lowering:
 
     def _span(self, value: Value) -> Span:
         place = self._plan.places[value.name]
-        return (place.axis, place.offset, place.width)
+        return (_executor_axis(place.axis), place.offset, place.width)
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -98,6 +108,7 @@ class Lowering:
             scale=op.scale,
             by_position=op.by_position,
             offset=op.offset,
+            axis=op.axis,
         )
 
     def _lower_RmsNorm(self, op: ops.RmsNorm) -> None:
@@ -177,6 +188,9 @@ class Lowering:
 
     def _lower_GatherRows(self, op: ops.GatherRows) -> None:
         self._builder.gather(self._span(op.x), self._span(op.out))
+
+    def _lower_PoolRows(self, op: ops.PoolRows) -> None:
+        self._builder.pool(self._span(op.x), self._span(op.out), op.mode)
 
     # -- products and attention --------------------------------------------------------------------
 
@@ -270,6 +284,7 @@ class Lowering:
 
     def _lower_Attention(self, op: ops.Attention) -> None:
         window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
+        distances = self._distances(op.bias) if isinstance(op.bias, ops.T5Bias) else None
         self._begin()
         self._builder.attention(
             self._span(op.q),
@@ -282,15 +297,27 @@ class Lowering:
             softcap=op.softcap or 0.0,
             sinks=self._optional(op.sinks),
             slopes=_slopes(op.bias),
+            distances=distances,
+            reach=0 if distances is None else distances.shape[1] // 2,
         )
+
+    def _distances(self, bias: ops.T5Bias) -> NDArray[np.float32]:
+        """Returns the bias of each head and distance up to max_distance, from which on it stays,
+        `[H, 2 * max_distance + 1]`.
+        """
+        far = np.arange(-bias.max_distance, bias.max_distance + 1)
+        return np.ascontiguousarray(self._floats(bias.table)[t5_buckets(far, bias)].T)
 
     def _optional(self, weight: Weight | None) -> NDArray[np.float32] | None:
         return None if weight is None else self._floats(weight)
 
 
 def _slopes(bias: ops.T5Bias | ops.AlibiBias | None) -> NDArray[np.float32] | None:
-    assert not isinstance(bias, ops.T5Bias), "check() refuses T5's bias"
-    return None if bias is None else np.array(bias.slopes, np.float32)
+    return np.array(bias.slopes, np.float32) if isinstance(bias, ops.AlibiBias) else None
+
+
+def _executor_axis(axis: str) -> str:
+    return HEAD if axis == "requests" else axis
 
 
 def _cut(span: Span, column: int, width: int) -> Span:

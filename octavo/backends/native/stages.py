@@ -14,6 +14,7 @@ from octavo.program.program import Op, Program
 
 ROW_LOCAL = (
     *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
+    ops.PoolRows,
     *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Act, ops.ActMul),
 )
 
@@ -24,7 +25,7 @@ class Stage:
 
     ops: tuple[Op, ...]
     axis: str
-    """Rows that its ops are over: tokens or samples."""
+    """Rows that its ops are over: tokens, samples or requests."""
     range: int
     """Index of its range: stages that follow one another without an attention, which a block of
     rows may go through without a barrier."""
@@ -35,11 +36,11 @@ class Stage:
 
 
 def body_first(program: Program) -> Program:
-    """Sorts the ops on tokens before those on samples, as the executor runs them.
+    """Sorts the ops on tokens before those on samples or requests, as the executor runs them.
 
-    No op leads from samples back to tokens.
+    No op leads back to tokens.
     """
-    return replace(program, ops=tuple(sorted(program.ops, key=lambda op: _axis(op) == "samples")))
+    return replace(program, ops=tuple(sorted(program.ops, key=lambda op: _axis(op) != "tokens")))
 
 
 def stages_of(program: Program) -> tuple[Stage, ...]:

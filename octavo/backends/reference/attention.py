@@ -8,7 +8,6 @@ only. Sources: `ops.Attention` and `ops.MlaAttention`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.backends.reference.ops import Floats, Made, ReferenceStep, matvecs
 from octavo.program import ops
 from octavo.program.program import Op
+from octavo.program.t5_buckets import t5_buckets
 
 Adjust = Callable[[Floats, NDArray[np.int64]], Floats]
 """Maps scores `[H, n]` and their keys' places `[n]` to the scores with softcap and bias."""
@@ -157,22 +157,6 @@ def _bias(
         slopes = np.array(bias.slopes)
         return lambda scores, keys: scores + slopes[:, None] * (keys - place)
     return None
-
-
-def t5_buckets(distance: NDArray[np.int64], bias: ops.T5Bias) -> NDArray[np.int64]:
-    """Returns the bucket of each distance, key place - query place.
-
-    Buckets are exact while near, then logarithmic up to max_distance. Keys to the right have the
-    upper half of the buckets where the bias looks both ways, and bucket 0 where it does not.
-    """
-    num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
-    right = np.where(distance > 0, num_buckets, 0) if bias.bidirectional else 0
-    away = np.abs(distance) if bias.bidirectional else np.maximum(-distance, 0)
-    exact = num_buckets // 2
-    octaves = np.log(np.maximum(away, exact) / exact) / math.log(bias.max_distance / exact)
-    far = np.minimum(exact + (octaves * (num_buckets - exact)).astype(np.int64), num_buckets - 1)
-    result: NDArray[np.int64] = right + np.where(away < exact, away, far)
-    return result
 
 
 def _requests(

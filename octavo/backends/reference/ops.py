@@ -88,17 +88,19 @@ class ReferenceStep:
     def get(self, value: Value) -> NDArray:
         return self.values[value.name]
 
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        """Positions on the first axis, `[T]`; 0 for padding."""
-        return np.where(self.live, self.batch.positions[0], 0).astype(np.int64)
+    def positions(self, axis: int = 0) -> NDArray[np.int64]:
+        """Returns the positions on an axis, `[T]`; 0 for padding."""
+        return np.where(self.live, self.batch.positions[axis], 0).astype(np.int64)
 
 
 # -- rows in, rows out -----------------------------------------------------------------------------
 
 
 def embedding(op: ops.Embedding, step: ReferenceStep) -> Made:
-    ids = step.positions + op.offset if op.ids is None else np.where(step.live, step.get(op.ids), 0)
+    if op.ids is None:
+        ids = step.positions(op.axis) + op.offset
+    else:
+        ids = np.where(step.live, step.get(op.ids), 0)
     if op.first_row is None:
         return (step.weights[op.table][ids] * op.scale,)
     rows = ids - op.first_row
@@ -227,7 +229,7 @@ ACTIVATIONS: dict[ops.Activation, Callable[[Floats], Floats]] = {
 
 def rope(op: ops.Rope, step: ReferenceStep) -> Made:
     x = step.get(op.x).reshape(-1, op.num_heads, op.head_width)
-    angles = step.positions[:, None] * np.array(op.table.inv_freq)
+    angles = step.positions()[:, None] * np.array(op.table.inv_freq)
     cos, sin = (f(angles)[:, None, :] * op.table.mscale for f in (np.cos, np.sin))
     turning = x[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
     half = op.rotary_dim // 2

@@ -181,6 +181,9 @@ class TorchProgram:
         """Queues one step and returns what makes its output, to be called once `fetch` has brought
         it.
         """
+        if "pooled" in self.program.outputs:
+            # The head is over requests, all of them at once.
+            batch = dataclasses.replace(batch, sample_rows=batch.sample_rows[:0])
         chunks = [
             slice(start, min(start + HEAD_ROWS, len(batch.sample_rows)))
             for start in range(0, len(batch.sample_rows), HEAD_ROWS)

@@ -22,7 +22,7 @@ from octavo.program.program import Op, Value
 
 
 def embedding(op: ops.Embedding, step: Step) -> Made:
-    ids = step.inputs["positions"][0] + op.offset if op.ids is None else step.get(op.ids)
+    ids = step.inputs["positions"][op.axis] + op.offset if op.ids is None else step.get(op.ids)
     if op.first_row is None:
         rows = step.weights.matrix(op.table).take(ids).floats(torch.float32)
         return ((rows * op.scale).to(step.dtype),)

@@ -45,7 +45,7 @@ def _distance(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def t5_buckets(distance: Tensor, bias: ops.T5Bias) -> Tensor:
-    """Returns the bucket of each distance, as `reference.attention.t5_buckets` does."""
+    """Returns the bucket of each distance, as `program.t5_buckets` does."""
     num_buckets = bias.num_buckets // 2 if bias.bidirectional else bias.num_buckets
     right = (
         (distance > 0).long() * num_buckets if bias.bidirectional else torch.zeros_like(distance)

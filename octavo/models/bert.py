@@ -1,0 +1,35 @@
+"""BERT. Devlin et al. 2019."""
+
+from __future__ import annotations
+
+from octavo.models.encoder import (
+    EncoderNames,
+    EncoderShape,
+    Positions,
+    base_prefix,
+    bert_mlp,
+    build_encoder,
+)
+from octavo.models.hf_config import HfConfig
+from octavo.program.builder import Builder
+from octavo.program.program import Program, Value
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape, prefix = EncoderShape.read(config), base_prefix(config, "bert")
+
+    def classifier(b: Builder, x: Value, num: int) -> Value:
+        pooled = b.linear(b.pool_rows(x, "cls"), f"{prefix}pooler.dense", x.width, bias=True)
+        return b.linear(b.act(pooled, "tanh"), "classifier", num, bias=True)
+
+    return build_encoder(
+        config,
+        shape,
+        names=EncoderNames(prefix=prefix),
+        positions=Positions(
+            num_rows=config.integer("max_position_embeddings", 512, low=1),
+            num_segments=config.integer("type_vocab_size", 2),
+        ),
+        mlp=bert_mlp(config),
+        classifier=classifier,
+    )

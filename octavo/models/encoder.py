@@ -1,0 +1,213 @@
+"""The parts that encoders in BERT's line share: post-norm layers under a full mask, and the head
+that makes one row of each request.
+
+A family's file names its modules and hands them to `build_encoder`. What the head makes is never
+guessed: an embedding as the checkpoint's `1_Pooling` says, which the loader passes on as `pooling`,
+or the scores of a sequence classifier. Devlin et al. 2019; Reimers and Gurevych 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from octavo.errors import UnsupportedModel
+from octavo.models.decoder import Rows, linear_part
+from octavo.models.hf_config import HfConfig
+from octavo.program.builder import Builder
+from octavo.program.ops import RopeTable, T5Bias
+from octavo.program.program import CacheGroup, Program, Value
+
+PoolingMode = Literal["cls", "mean", "last"]
+
+Classifier = Callable[[Builder, Value, int], Value]
+"""Appends a classifier: takes the last layer's rows and the number of labels, returns a row of
+scores for each request.
+"""
+
+Mlp = Callable[[Builder, Value, str], Value]
+"""Appends the MLP of the named layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderShape:
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    norm_eps: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @staticmethod
+    def read(config: HfConfig, *, norm_eps: float = 1e-12) -> EncoderShape:
+        config.refuse_unless("is_decoder", False)
+        config.refuse_unless("add_cross_attention", False)
+        config.refuse_unless("position_embedding_type", "absolute")
+        hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+        if hidden_size % num_heads:
+            raise UnsupportedModel(
+                f"config.json: hidden_size {hidden_size} is no multiple of num_attention_heads"
+                f" {num_heads}"
+            )
+        return EncoderShape(
+            vocab_size=config.integer("vocab_size", low=1),
+            hidden_size=hidden_size,
+            num_layers=config.count("num_hidden_layers"),
+            num_heads=num_heads,
+            norm_eps=config.number("layer_norm_eps", norm_eps),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderNames:
+    """Names of an encoder's modules; those of a layer's parts are below `layers.N`."""
+
+    prefix: str
+    """Prefix of all modules but the head's: "", or the base model's name and a dot."""
+    layers: str = "encoder.layer"
+    query: str = "attention.self.query"
+    key: str = "attention.self.key"
+    value: str = "attention.self.value"
+    stacked: str | None = None
+    """Module whose rows are all of q, then k, then v, in place of three."""
+    attention_out: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    mlp_norm: str = "output.LayerNorm"
+    embedding_norm: str = "embeddings.LayerNorm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Positions:
+    """The ways in which an encoder knows of positions and segments."""
+
+    offset: int | None = 0
+    """Row of the table for position 0; None: there is no table."""
+    num_rows: int = 0
+    num_segments: int = 0
+    """Rows of the table of segments, read by the step's second axis of positions; 0: none."""
+    rope: RopeTable | None = None
+    bias: T5Bias | None = None
+
+
+def base_prefix(config: HfConfig, name: str) -> str:
+    """Returns the prefix of the base model's tensors: none where it was saved by itself."""
+    return "" if config.architecture.endswith("Model") else f"{name}."
+
+
+def build_encoder(
+    config: HfConfig,
+    shape: EncoderShape,
+    *,
+    names: EncoderNames,
+    positions: Positions,
+    mlp: Mlp,
+    classifier: Classifier,
+    bias: bool = True,
+) -> dict[str, Program]:
+    """Builds the encoder: x = norm(embeddings); in each layer x = norm(x + attention(x)), x =
+    norm(x + mlp(x)); then the head. `bias`: whether the attention's modules have one.
+    """
+    heads = (shape.num_heads, shape.head_dim, shape.head_dim)
+    group = CacheGroup("encoder", "full", shape.num_layers, *heads, one_step=True)
+    b = Builder("encoder", (group,), shape.vocab_size)
+    x = embeddings(b, shape, f"{names.prefix}embeddings", positions)
+    x = b.layer_norm(x, f"{names.prefix}{names.embedding_norm}", shape.norm_eps)
+    for i in range(shape.num_layers):
+        layer = f"{names.prefix}{names.layers}.{i}"
+
+        def norm(rows: Value, name: str, layer: str = layer) -> Value:
+            return b.layer_norm(rows, f"{layer}.{name}", shape.norm_eps)
+
+        q, k, v = _qkv(b, x, layer, names, bias=bias)
+        if positions.rope is not None:
+            q = b.rope(q, shape.num_heads, positions.rope)
+            k = b.rope(k, shape.num_heads, positions.rope)
+        b.kv_write("encoder", i, (k,), v)
+        attended = b.attention(
+            q,
+            "encoder",
+            i,
+            num_heads=shape.num_heads,
+            scale=shape.head_dim**-0.5,
+            mask="full",
+            bias=positions.bias,
+        )
+        h = b.linear(attended, f"{layer}.{names.attention_out}", shape.hidden_size, bias=bias)
+        x = norm(b.add(h, x), names.attention_norm)
+        x = norm(b.add(mlp(b, x, layer), x), names.mlp_norm)
+    if is_classifier(config):
+        return {"encoder": b.finish(pooled=classifier(b, x, num_labels(config)))}
+    return {"encoder": b.finish(pooled=b.pool_rows(x, pooling_mode(config)))}
+
+
+def embeddings(b: Builder, shape: EncoderShape, module: str, positions: Positions) -> Value:
+    """Appends the sum of the embeddings of tokens, segments and positions."""
+    x = b.embedding(b.token_ids(), f"{module}.word_embeddings", shape.vocab_size, shape.hidden_size)
+    if positions.num_segments:
+        name, num = f"{module}.token_type_embeddings", positions.num_segments
+        x = b.add(x, b.position_embedding(name, num, shape.hidden_size, axis=1))
+    if positions.offset is not None:
+        name, num = f"{module}.position_embeddings", positions.num_rows
+        at = b.position_embedding(name, num, shape.hidden_size, offset=positions.offset)
+        x = b.add(x, at)
+    return x
+
+
+def _qkv(
+    b: Builder, x: Value, layer: str, names: EncoderNames, *, bias: bool
+) -> tuple[Value, Value, Value]:
+    width = x.width
+    if names.stacked is None:
+        modules = (names.query, names.key, names.value)
+        q, k, v = (b.linear(x, f"{layer}.{name}", width, bias=bias) for name in modules)
+    else:
+        q, k, v = (
+            linear_part(b, x, f"{layer}.{names.stacked}", Rows(width, 3 * width, start), bias=bias)
+            for start in (0, width, 2 * width)
+        )
+    return q, k, v
+
+
+def bert_mlp(config: HfConfig, *, name: str = "hidden_act") -> Mlp:
+    """Returns BERT's MLP, output(f(intermediate(x)))."""
+    width, activation = config.size("intermediate_size"), config.activation(name, "gelu")
+
+    def mlp(b: Builder, x: Value, layer: str) -> Value:
+        inner = b.act(b.linear(x, f"{layer}.intermediate.dense", width, bias=True), activation)
+        return b.linear(inner, f"{layer}.output.dense", x.width, bias=True)
+
+    return mlp
+
+
+def roberta_classifier(b: Builder, x: Value, num: int) -> Value:
+    """Appends RoBERTa's classifier: dense, tanh and out_proj over the first row."""
+    dense = b.linear(b.pool_rows(x, "cls"), "classifier.dense", x.width, bias=True)
+    return b.linear(b.act(dense, "tanh"), "classifier.out_proj", num, bias=True)
+
+
+def is_classifier(config: HfConfig) -> bool:
+    return config.architecture.endswith("ForSequenceClassification")
+
+
+def num_labels(config: HfConfig) -> int:
+    """Returns the number of labels, by `id2label` or, where the config has none, `num_labels`."""
+    labels = config.table("id2label")
+    return len(labels) or config.size("num_labels", 2)
+
+
+def pooling_mode(config: HfConfig) -> PoolingMode:
+    """Returns how the checkpoint pools; UnsupportedModel where nothing says so."""
+    mode: Any = config.table("pooling").get("mode")
+    if mode not in get_args(PoolingMode):
+        raise UnsupportedModel(
+            f"{config.model_type}: the pooling is {mode!r}, allowed are"
+            f" {', '.join(get_args(PoolingMode))}",
+            hint="an encoder needs modules.json and 1_Pooling/config.json as sentence-transformers"
+            " saves them, or to be a ForSequenceClassification",
+        )
+    found: PoolingMode = mode
+    return found

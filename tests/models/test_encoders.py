@@ -1,0 +1,112 @@
+"""Encoders give the rows of their transformers models, pooled in every way, and classify alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from octavo.backends.base import BackendOptions
+from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.extension import supported_levels
+from octavo.errors import UnsupportedModel
+from octavo.models.registry import build_programs
+from tests.support.paged_runner import PagedRunner, backend_named
+from tests.support.tiny_encoders import ENCODERS, encoder, encoder_config, in_float64
+from tests.support.tiny_models import double_precision
+
+LENGTHS = (1, 300, 17, 40)
+
+
+def requests() -> list[NDArray[np.int64]]:
+    """Returns token ids of several lengths, none of them a padding id, which has no position."""
+    generator = np.random.default_rng(3)
+    return [generator.integers(3, 130, length) for length in LENGTHS]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """Saves a model as its checkpoint, with the pooling that the loader would read."""
+
+    def save(model: Any, pooling: str | None = None) -> Path:
+        model.save_pretrained(tmp_path)
+        path = tmp_path / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | ({"pooling": {"mode": pooling}} if pooling else {})))
+        return tmp_path
+
+    return save
+
+
+def run(path: Path, **how: Any) -> NDArray[np.float64]:
+    """Returns what the encoder pools, of all requests in one step."""
+    runner = PagedRunner(path, **how)
+    spans = [(runner.add(ids), 0, len(ids)) for ids in requests()]
+    return runner.step(spans, "encoder")["pooled"]
+
+
+def pooled(rows: NDArray[np.float64], mode: str) -> NDArray[np.float64]:
+    return {"cls": rows[0], "last": rows[-1], "mean": rows.mean(axis=0)}[mode]
+
+
+def wanted(family: str, mode: str) -> NDArray[np.float64]:
+    twin = in_float64(encoder(family))
+    with double_precision():
+        rows = [twin(torch.tensor(ids)[None]).last_hidden_state[0].numpy() for ids in requests()]
+    return np.array([pooled(each, mode) for each in rows])
+
+
+def close(got: NDArray[Any], expected: NDArray[Any], share: float) -> None:
+    np.testing.assert_allclose(got, expected, atol=share * abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean", "last"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_reference_rows_are_those_of_transformers(saved: Any, family: str, mode: str) -> None:
+    close(run(saved(encoder(family), mode)), wanted(family, mode), 1e-9)
+
+
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("family", ENCODERS)
+def test_native_rows_are_those_of_transformers(saved: Any, family: str, level: str) -> None:
+    backend = NativeBackend(BackendOptions(num_threads=1), level=level)
+    close(run(saved(encoder(family), "mean"), backend=backend), wanted(family, "mean"), 3e-5)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_torch_rows_are_those_of_transformers(saved: Any, family: str) -> None:
+    close(
+        run(saved(encoder(family), "mean"), backend=backend_named("torch")),
+        wanted(family, "mean"),
+        3e-5,
+    )
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean", "last"])
+def test_a_request_alone_is_bitwise_as_in_company(saved: Any, mode: str) -> None:
+    path = saved(encoder("bert"), mode)
+    together = run(path, backend=backend_named("native"))
+    runner = PagedRunner(path, backend_named("native"))
+    for ids, row in zip(requests(), together, strict=True):
+        alone = runner.step([(runner.add(ids), 0, len(ids))], "encoder")["pooled"]
+        np.testing.assert_array_equal(alone[0], row)
+
+
+@pytest.mark.parametrize("family", [name for name in ENCODERS if name != "nomic_bert"])
+def test_classifiers_score_as_transformers(saved: Any, family: str) -> None:
+    model = encoder(family, classifies=True)
+    with torch.no_grad():
+        expected = [model(torch.tensor(ids)[None]).logits[0].numpy() for ids in requests()]
+    got = run(saved(model), backend=backend_named("native"))
+    close(got, np.array(expected), 3e-5)
+
+
+def test_a_pooling_is_never_guessed() -> None:
+    config = encoder_config("bert") | {"pooling": None}
+    with pytest.raises(UnsupportedModel, match=r"pooling is None, allowed are cls, mean, last"):
+        build_programs(config)
