@@ -250,6 +250,7 @@ def _build_core(
         capacity_tokens,
         budget.describe(),
         kv_bytes=budget.num_bytes if memory is None else 0,
+        model=model.facts(),
     )
     return BuiltCore(core, info, worker)
 

@@ -7,6 +7,8 @@ Knows one process and one rank's part of the weights; who starts the others is
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from octavo.config.derive import derive
 from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
 from octavo.config.paths import is_there, user_path
 from octavo.config.sizes import format_bytes
+from octavo.engine.clients.client import ModelFacts
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
@@ -52,6 +55,23 @@ class Model:
     def decoder(self) -> Program:
         """Builds the whole Program that generates."""
         return decoder_of(self.config, self.info, self.checkpoint)
+
+    def facts(self) -> ModelFacts:
+        """Returns what clients may be told of it."""
+        whole = self.decoder()
+        format_of = formats_of(self.config, self.checkpoint, whole)
+        sizes: Counter[str] = Counter()
+        for weight in whole.weights:
+            sizes[format_of(weight)] += math.prod(weight.shape)
+        path = self.checkpoint.path
+        files = [path] if path.is_file() else path.glob("*.safetensors")
+        return ModelFacts(
+            self.info.model_type,
+            sizes.total(),
+            sizes.most_common(1)[0][0],
+            sum(file.stat().st_size for file in files),
+            "gguf" if path.suffix == ".gguf" else "safetensors",
+        )
 
     def options(self) -> dict[str, Any]:
         """Returns the options with which another process opens the same model, where it was found

@@ -206,9 +206,13 @@ def test_models_are_listed_and_described(http):
     assert entry["name"] == entry["model"] == "tiny:latest" and len(entry["digest"]) == 64
     (running,) = http.get("/api/ps").json()["models"]
     assert (running["name"], running["context_length"]) == ("tiny:latest", 512)
+    details = entry["details"]
+    assert (details["format"], details["family"]) == ("safetensors", "llama")
+    assert details["families"] == ["llama"] and details["quantization_level"] in ("F32", "BF16")
+    assert details["parameter_size"].endswith("K") and entry["size"] > 10_000
     shown = http.post("/api/show", json={"model": "tiny:latest"}).json()
     assert shown["capabilities"] == ["completion", "tools"]
-    assert shown["model_info"]["octavo.context_length"] == 512
+    assert shown["model_info"]["llama.context_length"] == 512
     assert http.get("/api/version").json() == http.get("/version").json()
     assert http.head("/").status_code == 200
 

@@ -18,6 +18,20 @@ from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
 
 
+class ModelFacts(msgspec.Struct, frozen=True):
+    """Facts of a model that its clients may be told."""
+
+    family: str = ""
+    """Hugging Face's model_type."""
+    num_parameters: int = 0
+    weight_format: str = ""
+    """Format of most of its loaded weights, by GGUF's name."""
+    num_bytes: int = 0
+    """Size of its weights' files."""
+    file_format: str = ""
+    """Format of these files: gguf or safetensors."""
+
+
 class EngineInfo(msgspec.Struct):
     """Facts that a front needs of a core that has started."""
 
@@ -28,6 +42,7 @@ class EngineInfo(msgspec.Struct):
     """Line printed at the start that says how many requests fit."""
     kv_bytes: int = 0
     """Memory of the machine that the KV cache may take, in bytes; 0 on a device with its own."""
+    model: ModelFacts = ModelFacts()
 
 
 class EngineClient(Protocol):

@@ -1,6 +1,6 @@
 """GET /api/tags, /api/ps and /api/version, POST /api/show: what there is, in Ollama's form.
 
-Sizes and parameters are 0 or empty where the engine's front does not know them.
+Sizes and families are 0 or empty before a model has been loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
+from octavo.engine.clients.client import ModelFacts
 from octavo.errors import InvalidRequest
 from octavo.server.body import body_of
 from octavo.server.ollama.bodies import ShowBody
@@ -63,13 +64,12 @@ async def show(
     if name is None:
         raise InvalidRequest("model: needed, and not given", param="model")
     slot = find(service, name)
-    info = {} if slot.loaded is None else {"octavo.context_length": slot.loaded.info.max_model_len}
     return {
         "modelfile": f"FROM {slot.name}\n",
         "parameters": "",
         "template": "",
-        "details": _details(),
-        "model_info": {"general.architecture": "octavo", "general.basename": slot.name, **info},
+        "details": _details(slot),
+        "model_info": {"general.basename": slot.name, **_model_info(slot)},
         "capabilities": _capabilities(slot),
         "modified_at": _time(slot),
     }
@@ -80,21 +80,47 @@ def _entry(slot: EngineSlot) -> dict[str, Any]:
         "name": tagged(slot.name),
         "model": tagged(slot.name),
         "modified_at": _time(slot),
-        "size": slot.memory_bytes,
+        "size": _facts(slot).num_bytes,
         "digest": hashlib.sha256(slot.name.encode()).hexdigest(),
-        "details": _details(),
+        "details": _details(slot),
     }
 
 
-def _details() -> dict[str, Any]:
+def _facts(slot: EngineSlot) -> ModelFacts:
+    """Returns what is known of a model; nothing before it has been loaded."""
+    return ModelFacts() if slot.loaded is None else slot.loaded.info.model
+
+
+def _details(slot: EngineSlot) -> dict[str, Any]:
+    facts = _facts(slot)
     return {
         "parent_model": "",
-        "format": "",
-        "family": "",
-        "families": [],
-        "parameter_size": "",
-        "quantization_level": "",
+        "format": facts.file_format,
+        "family": facts.family,
+        "families": [facts.family] if facts.family else [],
+        "parameter_size": _short_count(facts.num_parameters),
+        "quantization_level": facts.weight_format,
     }
+
+
+def _model_info(slot: EngineSlot) -> dict[str, Any]:
+    """Returns GGUF's keys of a model that has been loaded."""
+    if slot.loaded is None:
+        return {"general.architecture": ""}
+    facts = _facts(slot)
+    return {
+        "general.architecture": facts.family,
+        "general.parameter_count": facts.num_parameters,
+        f"{facts.family}.context_length": slot.loaded.info.max_model_len,
+    }
+
+
+def _short_count(number: int) -> str:
+    """Returns a number of parameters as Ollama writes it, such as 135M or 1.2B."""
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.3g}{letter}"
+    return str(number) if number else ""
 
 
 def _capabilities(slot: EngineSlot) -> list[str]:
