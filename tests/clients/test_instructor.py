@@ -34,7 +34,7 @@ def test_json_in_plain_words_reaches_the_model(base_url):
     assert len(asked) == 1 and asked[0].choices[0].message.content
 
 
-MODES = ("TOOLS", "JSON", "JSON_SCHEMA")
+MODES = ("TOOLS", "JSON_SCHEMA")
 
 
 @pytest.mark.parametrize("mode", MODES)
