@@ -134,7 +134,15 @@ def _four_bits(first: int, shape: tuple[int, ...], reach: float) -> PackedWeight
     )
     codes = _drawn(first, (*lead, width // 2), np.dtype(np.uint8))
     return PackedWeight(
-        shape, 4, "uint", codes, GROUP, scales, mins, nibbles="halves", activation="per_group"
+        shape=shape,
+        bits=4,
+        code="uint",
+        codes=codes,
+        group=GROUP,
+        scales=scales,
+        mins=mins,
+        nibbles="halves",
+        activation="per_group",
     )
 
 

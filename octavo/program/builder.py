@@ -179,7 +179,17 @@ class Builder:
         up_offset: float = 0.0,
     ) -> Value:
         out = self._like("gated", up)
-        self._ops.append(ActMul(gate, up, out, activation, clamp, alpha, up_offset))
+        self._ops.append(
+            ActMul(
+                gate=gate,
+                up=up,
+                out=out,
+                activation=activation,
+                clamp=clamp,
+                alpha=alpha,
+                up_offset=up_offset,
+            )
+        )
         return out
 
     # -- attention and its cache -------------------------------------------------------------------
@@ -197,14 +207,14 @@ class Builder:
         out = self._like("rotated", x)
         self._ops.append(
             Rope(
-                x,
-                out,
-                num_heads,
-                x.width // num_heads,
-                2 * len(table.inv_freq),
-                rotary_start,
-                table,
-                style,
+                x=x,
+                out=out,
+                num_heads=num_heads,
+                head_width=x.width // num_heads,
+                rotary_dim=2 * len(table.inv_freq),
+                rotary_start=rotary_start,
+                table=table,
+                style=style,
             )
         )
         return out
@@ -230,7 +240,19 @@ class Builder:
         out = self._value("attention", q.axis, num_heads * kv.v_width)
         window = kv.window if mask == "window" else None
         self._ops.append(
-            Attention(q, out, group, layer, num_heads, scale, mask, window, softcap, sinks, bias)
+            Attention(
+                q=q,
+                out=out,
+                group=group,
+                layer=layer,
+                num_heads=num_heads,
+                scale=scale,
+                mask=mask,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                bias=bias,
+            )
         )
         return out
 
@@ -252,19 +274,19 @@ class Builder:
         out = self._value("attention", q_nope.axis, num_heads * v_width)
         latent = kv.k_width - rope
         op = MlaAttention(
-            q_nope,
-            q_rope,
-            out,
-            kv_b,
-            group,
-            layer,
-            num_heads,
-            nope,
-            rope,
-            latent,
-            v_width,
-            scale,
-            form,
+            q_nope=q_nope,
+            q_rope=q_rope,
+            out=out,
+            kv_b=kv_b,
+            group=group,
+            layer=layer,
+            num_heads=num_heads,
+            nope_width=nope,
+            rope_width=rope,
+            latent_width=latent,
+            v_width=v_width,
+            scale=scale,
+            form=form,
         )
         self._ops.append(op)
         return out
@@ -292,17 +314,17 @@ class Builder:
         )
         self._ops.append(
             Route(
-                x,
-                logits,
-                outs,
-                logits.width,
-                top_k,
-                score,
-                bias,
-                num_groups,
-                top_groups,
-                normalize,
-                scale,
+                x=x,
+                logits=logits,
+                outs=outs,
+                num_experts=logits.width,
+                top_k=top_k,
+                score=score,
+                bias=bias,
+                num_groups=num_groups,
+                top_groups=top_groups,
+                normalize=normalize,
+                scale=scale,
             )
         )
         return outs

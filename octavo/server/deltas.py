@@ -56,16 +56,16 @@ class Cursor:
         self.started = True
         self.num_chars += len(gained.text)
         return Delta(
-            gained.text,
-            start,
-            gained.token_ids,
-            gained.logprobs,
-            gained.finish_reason,
-            gained.stop_reason,
-            is_first,
-            gained.score,
-            parts,
-            self.has_calls,
+            text=gained.text,
+            start=start,
+            token_ids=gained.token_ids,
+            logprobs=gained.logprobs,
+            finish_reason=gained.finish_reason,
+            stop_reason=gained.stop_reason,
+            is_first=is_first,
+            score=gained.score,
+            parts=parts,
+            has_calls=self.has_calls,
         )
 
     def _parts(self, text: str) -> list[Part]:

@@ -100,17 +100,19 @@ class DeviceWeight:
             return DeviceWeight(codes.to(dtype), width, packed.bits)
         permutation = packed.input_permutation
         return DeviceWeight(
-            codes,
-            width,
-            packed.bits,
-            packed.group,
-            None if packed.scales is None else DeviceLevels.of(packed.scales, device),
-            None if packed.mins is None else DeviceLevels.of(packed.mins, device),
-            packed.zero_point,
-            packed.nibbles,
-            None if packed.lookup is None else to_device(packed.lookup, device),
-            None if permutation is None else to_device(np.argsort(permutation), device),
-            is_scaled(packed, device),
+            codes=codes,
+            width=width,
+            bits=packed.bits,
+            group=packed.group,
+            scales=None if packed.scales is None else DeviceLevels.of(packed.scales, device),
+            mins=None if packed.mins is None else DeviceLevels.of(packed.mins, device),
+            zero_point=packed.zero_point,
+            nibbles=packed.nibbles,
+            lookup=None if packed.lookup is None else to_device(packed.lookup, device),
+            inverse_permutation=None
+            if permutation is None
+            else to_device(np.argsort(permutation), device),
+            is_scaled=is_scaled(packed, device),
         )
 
     @staticmethod

@@ -137,7 +137,13 @@ class InputProcessor:
             grammar=grammar,
         )
         return FrontRequest(
-            request_id, text, token_ids, params, _samples(first), arrival_time, origin
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            samples=_samples(first),
+            arrival_time=arrival_time,
+            origin=origin,
         )
 
     def chat_prompt(

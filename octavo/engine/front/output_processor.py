@@ -244,20 +244,20 @@ class OutputProcessor:
             del self._states[request_id]
         request = state.request
         made = RequestOutput(
-            request_id,
-            request.prompt,
-            request.prompt_token_ids,
-            (
+            request_id=request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=(
                 list(map(_gained if only_new else _completion, state.returned()))
                 if state.is_readable
                 else []
             ),
-            finished,
-            state.prompt_logprobs,
-            state.num_cached_tokens,
-            state.metrics,
-            state.error,
-            Timings.merged(state.timings) if finished and state.timings else None,
+            finished=finished,
+            prompt_logprobs=state.prompt_logprobs,
+            num_cached_tokens=state.num_cached_tokens,
+            metrics=state.metrics,
+            error=state.error,
+            timings=Timings.merged(state.timings) if finished and state.timings else None,
         )
         if finished:
             samples = [replace(sample, logprobs=None) for sample in state.samples]
@@ -395,15 +395,15 @@ def _first_tokens(output: EngineOutput, count: int) -> EngineOutput:
 
 def _completion(sample: Sample) -> CompletionOutput:
     return CompletionOutput(
-        sample.index,
-        sample.text(),
-        list(sample.token_ids),
-        sample.cumulative_logprob,
-        None if sample.logprobs is None else list(sample.logprobs),
-        sample.finish_reason,
-        sample.stop_reason,
-        sample.score,
-        sample.num_reasoning_tokens,
+        index=sample.index,
+        text=sample.text(),
+        token_ids=list(sample.token_ids),
+        cumulative_logprob=sample.cumulative_logprob,
+        logprobs=None if sample.logprobs is None else list(sample.logprobs),
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        score=sample.score,
+        num_reasoning_tokens=sample.num_reasoning_tokens,
     )
 
 
@@ -419,13 +419,13 @@ def _gained(sample: Sample) -> CompletionOutput:
     )
     sample.end_given = finished
     return CompletionOutput(
-        sample.index,
-        text,
-        sample.token_ids[start:],
-        sample.cumulative_logprob,
-        None if sample.logprobs is None else sample.logprobs[start:],
-        sample.finish_reason,
-        sample.stop_reason,
-        sample.score,
-        sample.num_reasoning_tokens,
+        index=sample.index,
+        text=text,
+        token_ids=sample.token_ids[start:],
+        cumulative_logprob=sample.cumulative_logprob,
+        logprobs=None if sample.logprobs is None else sample.logprobs[start:],
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        score=sample.score,
+        num_reasoning_tokens=sample.num_reasoning_tokens,
     )

@@ -143,13 +143,13 @@ def _block_map(blocks: BlockManager, group: int, owners: Mapping[str, str]) -> B
     num_shown = min(pool.num_blocks, MAX_BLOCKS)
     swapped = sorted(_holders(host.tables, group, owners).items())
     return BlockMap(
-        pool.life.window_tokens,
-        pool.num_blocks,
-        _counts(blocks, group, held_by),
-        num_shown,
-        list(_runs(pool, num_shown, held_by)),
-        host.num_blocks[group],
-        [BlockRun(block, 1, SWAPPED, name) for block, name in swapped[:MAX_BLOCKS]],
+        window=pool.life.window_tokens,
+        num_blocks=pool.num_blocks,
+        counts=_counts(blocks, group, held_by),
+        num_shown=num_shown,
+        runs=list(_runs(pool, num_shown, held_by)),
+        num_host_blocks=host.num_blocks[group],
+        host_runs=[BlockRun(block, 1, SWAPPED, name) for block, name in swapped[:MAX_BLOCKS]],
     )
 
 

@@ -134,7 +134,15 @@ def file_record(
 ) -> Record:
     """Returns the record of a file whose bytes are on the disk."""
     body = {"filename": name, "purpose": purpose}
-    return Record(file_id, "file", owner, body, int(time.time()), expires_at, num_bytes)
+    return Record(
+        id=file_id,
+        kind="file",
+        owner=owner,
+        body=body,
+        created_at=int(time.time()),
+        expires_at=expires_at,
+        num_bytes=num_bytes,
+    )
 
 
 def public_file(record: Record) -> dict[str, Any]:
