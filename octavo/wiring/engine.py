@@ -157,7 +157,7 @@ def _build_front(
     inputs = InputProcessor(
         limits=ModelLimits(info.vocab_size, prompts, model.config.model.max_logprobs),
         tokenizer=tokenizer,
-        eos_token_ids=end_token_ids(model, tokenizer),
+        eos_token_ids=end_token_ids(model.info, tokenizer),
         seed=model.config.model.seed,
         scheduling_policy=options.scheduling_policy,
         grammars=grammars,

@@ -256,19 +256,22 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
     return tokenizer
 
 
-def end_token_ids(model: Model, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def end_token_ids(info: ModelInfo, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Returns the tokens that end an answer, by the model's config and by its tokenizer."""
     of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
-    return (*model.info.eos_token_ids, *of_tokenizer)
+    return (*info.eos_token_ids, *of_tokenizer)
 
 
 def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGrammars:
     """Makes what compiles the model's grammars; `read` gives its tokenizer."""
+    # What is kept here keeps no checkpoint: its file would stay mapped as long as the engine lives.
+    config, info = model.checkpoint.config, model.info
 
     def setup() -> GrammarSetup:
         tokenizer = read()
         assert tokenizer is not None, "the front refuses grammars where there is no tokenizer"
-        return GrammarSetup(tokenizer, model.decoder().vocab_size, end_token_ids(model, tokenizer))
+        vocab_size = build_programs(config)["decoder"].vocab_size
+        return GrammarSetup(tokenizer, vocab_size, end_token_ids(info, tokenizer))
 
     return LazyGrammars(setup)
 
