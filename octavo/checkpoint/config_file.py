@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.json_file import read_json, read_json_if_there
+from octavo.checkpoint.sentence_modules import with_pooling
 from octavo.quant.fp8 import fp8_scheme
 
 FORMATS = {"bfloat16": "BF16", "float16": "F16"}
@@ -21,7 +22,7 @@ class ConfigFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict[str, Any] = read_json(path)
+        self.config: dict[str, Any] = with_pooling(read_json(path), path.parent)
         self._fp8 = fp8_scheme(self.config)
         self.generation_config: dict[str, Any] = read_json_if_there(
             path.parent / "generation_config.json"

@@ -11,19 +11,33 @@ from octavo.errors import WeightMismatch
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; raises WeightMismatch where it is missing or damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise WeightMismatch(f"{path}: the file is missing") from error
-    except (ValueError, RecursionError) as error:
-        raise WeightMismatch(
-            f"{path}: not valid JSON: {error}", hint="download the file again"
-        ) from error
+    content = _read(path)
     if not isinstance(content, dict):
         raise WeightMismatch(f"{path}: should hold a JSON object, holds a {type(content).__name__}")
+    return content
+
+
+def read_json_objects(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects in a JSON file that is a list of them; raises WeightMismatch as
+    `read_json`.
+    """
+    content = _read(path)
+    if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
+        raise WeightMismatch(f"{path}: should hold a list of JSON objects")
     return content
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; empty where there is no such file."""
     return read_json(path) if path.exists() else {}
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise WeightMismatch(f"{path}: the file is missing") from error
+    except (ValueError, RecursionError) as error:
+        raise WeightMismatch(
+            f"{path}: not valid JSON: {error}", hint="download the file again"
+        ) from error

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.json_file import read_json, read_json_if_there
+from octavo.checkpoint.sentence_modules import with_pooling
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import TokenizerSource
 from octavo.quant.fp8 import FP8, SCALE_SUFFIXES, Fp8Scheme, fp8_scheme, fp8_weight
@@ -61,7 +62,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict[str, Any] = read_json(path / "config.json")
+        self.config: dict[str, Any] = with_pooling(read_json(path / "config.json"), path)
         self.generation_config: dict[str, Any] = read_json_if_there(path / "generation_config.json")
         self._fp8: Fp8Scheme | None = fp8_scheme(self.config)
         self._entries: dict[str, _Entry] = {}

@@ -1,0 +1,107 @@
+"""How a checkpoint makes embeddings, as sentence-transformers saves it: modules.json, the folder of
+the pooling (usually 1_Pooling) and sentence_bert_config.json.
+
+Says what the files say; which poolings can be computed is known to `octavo/models`. Source of the
+format: `SentenceTransformer.save` and `Pooling` of sentence-transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from octavo.checkpoint.json_file import read_json, read_json_if_there, read_json_objects
+from octavo.errors import WeightMismatch, shown
+
+MODULES = "modules.json"
+
+TRANSFORMER_CONFIGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names under which the limits of the transformer have been saved; the first is today's."""
+
+MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "last",
+}
+
+NEW_NAMES = {"lasttoken": "last"}
+"""Modes that `pooling_mode` calls otherwise than `MODES`."""
+
+
+def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns config.json's object with `pooling`, where the folder's modules.json has one: `mode`,
+    `normalize`, `do_lower_case`, and `max_seq_length` where it is given.
+
+    A mode of several parts, or one that other modules follow, is spelled out, as "cls + mean" or
+    "mean, then Dense".
+    """
+    if not (folder / MODULES).exists():
+        return config
+    modules = list(_modules(folder))
+    kinds = [kind for kind, _ in modules]
+    if "Pooling" not in kinds:
+        return config
+    at = kinds.index("Pooling")
+    mode = _mode(modules[at][1] / "config.json")
+    others = [kind for kind in kinds[at + 1 :] if kind != "Normalize"]
+    pooling = {
+        "mode": ", then ".join([mode, *others]),
+        "normalize": "Normalize" in kinds[at + 1 :],
+        **_limits(folder),
+    }
+    return config | {"pooling": pooling}
+
+
+def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields each module's class, without its package, and its folder."""
+    path = folder / MODULES
+    for module in read_json_objects(path):
+        kind, place = module.get("type"), module.get("path", "")
+        if not isinstance(kind, str) or not isinstance(place, str):
+            raise WeightMismatch(f"{path}: a module needs a type and a path, got {shown(module)}")
+        parts = PurePosixPath(place)
+        if parts.is_absolute() or ".." in parts.parts:
+            raise WeightMismatch(f"{path}: the path {shown(place)} leads out of the folder")
+        yield kind.rpartition(".")[2], folder / parts
+
+
+def _mode(path: Path) -> str:
+    """Returns the mode that a pooling's config names, by one word or by a flag for each mode."""
+    config = read_json(path)
+    named = config.get("pooling_mode")
+    if named is not None:
+        if not isinstance(named, str):
+            raise WeightMismatch(f"{path}: pooling_mode should be a name, is {shown(named)}")
+        return NEW_NAMES.get(named, named)
+    modes = [mode for flag, mode in MODES.items() if _flag(config, flag, path)]
+    if not modes:
+        raise WeightMismatch(f"{path}: names no pooling", hint="set pooling_mode_mean_tokens, say")
+    return " + ".join(modes)
+
+
+def _limits(folder: Path) -> dict[str, Any]:
+    found = (folder / name for name in TRANSFORMER_CONFIGS)
+    path = next((path for path in found if path.exists()), folder / TRANSFORMER_CONFIGS[0])
+    config = read_json_if_there(path)
+    limits: dict[str, Any] = {"do_lower_case": _flag(config, "do_lower_case", path)}
+    length = config.get("max_seq_length")
+    if length is None:
+        return limits
+    if type(length) is not int or length < 1:
+        raise WeightMismatch(f"{path}: max_seq_length should be 1 or more, is {shown(length)}")
+    return limits | {"max_seq_length": length}
+
+
+def _flag(config: Mapping[str, Any], name: str, path: Path) -> bool:
+    """Returns a flag; a missing one is off, but for mean pooling: the defaults of Pooling."""
+    value = config.get(name, name == "pooling_mode_mean_tokens")
+    if not isinstance(value, bool):
+        raise WeightMismatch(f"{path}: {name} should be true or false, is {shown(value)}")
+    return value

@@ -1,0 +1,105 @@
+"""The pooling of a checkpoint in the layout of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.checkpoint.open import open_checkpoint, open_header
+from octavo.errors import WeightMismatch
+
+PACKAGE = "sentence_transformers.models"
+
+MINILM = {
+    "word_embedding_dimension": 384,
+    "pooling_mode_cls_token": False,
+    "pooling_mode_mean_tokens": True,
+    "pooling_mode_max_tokens": False,
+    "pooling_mode_mean_sqrt_len_tokens": False,
+}
+
+
+def save(folder: Path, pooling: Any, *others: str, limits: Any = None) -> Path:
+    kinds = ["Transformer", "Pooling", *others]
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"{PACKAGE}.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if limits is not None:
+        (folder / "sentence_bert_config.json").write_text(json.dumps(limits))
+    return folder
+
+
+def test_the_pooling_is_what_the_files_say(tmp_path: Path) -> None:
+    """Weights or none, the config holds mode, normalising and limits, beside what it had."""
+    limits = {"max_seq_length": 256, "do_lower_case": True}
+    folder = save(tmp_path, MINILM, "Normalize", limits=limits)
+    expected = {"mode": "mean", "normalize": True, "do_lower_case": True, "max_seq_length": 256}
+    assert open_header(folder).config == {"model_type": "bert", "pooling": expected}
+    save_file({"x": torch.ones(3)}, folder / "model.safetensors")
+    assert open_checkpoint(folder).config == {"model_type": "bert", "pooling": expected}
+
+
+@pytest.mark.parametrize(
+    ("pooling", "mode"),
+    [
+        (MINILM | {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, "cls"),
+        (MINILM | {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, "last"),
+        (MINILM | {"pooling_mode_cls_token": True}, "cls + mean"),
+        ({"word_embedding_dimension": 8}, "mean"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode": "cls"}, "cls"),
+    ],
+)
+def test_modes(tmp_path: Path, pooling: dict[str, Any], mode: str) -> None:
+    """Each mode is told from flags or its name; several are spelled out; nothing is normalised."""
+    found = open_header(save(tmp_path, pooling)).config["pooling"]
+    assert found == {"mode": mode, "normalize": False, "do_lower_case": False}
+
+
+def test_modules_behind_the_pooling_are_spelled_out(tmp_path: Path) -> None:
+    """A Dense module changes the mode's name, so no family takes it for plain pooling."""
+    found = open_header(save(tmp_path, MINILM, "Dense", "Normalize")).config["pooling"]
+    assert found["mode"] == "mean, then Dense" and found["normalize"]
+
+
+def test_without_modules_nothing_is_guessed(tmp_path: Path) -> None:
+    """A folder without modules.json, or one without a pooling, has no pooling."""
+    (tmp_path / "config.json").write_text("{}")
+    assert open_header(tmp_path).config == {}
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": f"{PACKAGE}.Transformer"}]))
+    assert open_header(tmp_path).config == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("modules.json", {}, "should hold a list of JSON objects"),
+        ("modules.json", [1], "should hold a list of JSON objects"),
+        ("modules.json", [{"type": 3}], "a module needs a type and a path"),
+        ("modules.json", [{"type": "Pooling", "path": "../x"}], "leads out of the folder"),
+        ("modules.json", [{"type": "Pooling", "path": "/x"}], "leads out of the folder"),
+        ("modules.json", [{"type": "Pooling", "path": "2_Pooling"}], "the file is missing"),
+        ("1_Pooling/config.json", {"pooling_mode": 3}, "pooling_mode should be a name, is 3"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "names no pooling"),
+        ("1_Pooling/config.json", {"pooling_mode_cls_token": 1}, "should be true or false, is 1"),
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "should be 1 or more, is 0"),
+        ("sentence_bert_config.json", {"max_seq_length": True}, "should be 1 or more, is True"),
+        ("sentence_bert_config.json", {"do_lower_case": "no"}, "should be true or false, is 'no'"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    """A wrong value is refused with the file that holds it and what was found."""
+    save(tmp_path, MINILM)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(WeightMismatch, match=message):
+        open_header(tmp_path)
