@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
@@ -19,113 +18,31 @@ import msgspec
 from octavo.answer_marks import AnswerMarks
 from octavo.checked_call import CheckedCall
 from octavo.errors import InvalidRequest, shown
+from octavo.sampling_limits import (
+    DRAWS_ONLY,
+    FLAGS,
+    GREEDY_EPS,
+    INT32_MAX,
+    MAX_BEAMS,
+    MAX_BIAS,
+    MAX_LENGTH_PENALTY,
+    MAX_N,
+    NUMBERS,
+    SEARCH_VALUES,
+    WHOLE_NUMBERS,
+    WholeRange,
+)
 from octavo.structured_outputs import StructuredOutputs
 
-INT32_MAX = (1 << 31) - 1
-"""Highest count or token id: the arrays of a step hold 32-bit integers."""
-
-GREEDY_EPS = 1e-5
-MAX_N = 16384
-MAX_BEAMS = 1024
-MAX_BIAS = 100.0
-MAX_LENGTH_PENALTY = 10.0
-"""Bound on length_penalty either way: a length to a higher power overflows a float, or is 0."""
-FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""Least and greatest number above 0 that 32-bit floats hold at full precision."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeRange:
-    """Numbers that an integer field may hold, and the words that say so."""
-
-    low: int
-    high: int
-    words: str
-    optional: bool = False
-    """Whether None is allowed too."""
-
-
-@dataclass(frozen=True, slots=True)
-class NumberRange:
-    """Finite numbers that a float field may hold."""
-
-    low: float
-    high: float
-    special_words: str = ""
-    """Words for the range where its two ends do not say all."""
-    above_low: bool = False
-    """Whether the low end itself is outside."""
-    hint: str | None = None
-
-    @property
-    def words(self) -> str:
-        return self.special_words or f"a number from {self.low} to {self.high}"
-
-    def holds(self, number: float) -> bool:
-        """Returns whether a number is within the range; NaN is in none."""
-        return self.low <= number <= self.high and not (self.above_low and number == self.low)
-
-
-def _range(low: int, high: int, words: str = "{}", *, optional: bool = False) -> WholeRange:
-    return WholeRange(low, high, words.format(f"a whole number from {low} to {high}"), optional)
-
-
-WHOLE_NUMBERS = {
-    "beam_width": _range(1, MAX_BEAMS, "None, or {}", optional=True),
-    "n": _range(1, MAX_N),
-    "top_k": _range(0, INT32_MAX, "0 or -1 (off), or a whole number from 1 to 2147483647"),
-    "seed": WholeRange(
-        -(1 << 63), (1 << 63) - 1, "a signed 64-bit whole number or None", optional=True
-    ),
-    "max_tokens": _range(1, INT32_MAX, "{}, or None (until the context ends)", optional=True),
-    "min_tokens": _range(0, INT32_MAX),
-    "logprobs": _range(
-        -1, INT32_MAX, "None, -1 (the whole vocabulary), or a whole number from 0 up", optional=True
-    ),
-    "prompt_logprobs": _range(
-        -1, INT32_MAX, "None, -1 (the whole vocabulary), or a whole number from 0 up", optional=True
-    ),
-    "prompt_logprob_start": _range(0, INT32_MAX, "None, or {}", optional=True),
+MASKED_FILTERS = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "top_n_sigma": 0.0,
+    "dynatemp_range": 0.0,
+    "xtc_probability": 0.0,
 }
-"""Integer fields and their bounds; best_of has its own, which depends on n."""
-
-NUMBERS = {
-    "presence_penalty": NumberRange(-2, 2),
-    "frequency_penalty": NumberRange(-2, 2),
-    "repetition_penalty": NumberRange(
-        FLOAT32_MIN, FLOAT32_MAX, "a number above 0 (a 32-bit float)"
-    ),
-    "temperature": NumberRange(0, 2, hint="0 is greedy"),
-    "top_p": NumberRange(0, 1, "a number above 0 and at most 1", above_low=True),
-    "min_p": NumberRange(0, 1),
-}
-"""Fields that hold a float, and their bounds."""
-
-FLAGS = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-)
-
-SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
-    "temperature": (0.0, 1.0),
-    "top_p": (1.0,),
-    "top_k": (0,),
-    "min_p": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": (None,),
-    "structured_outputs": (None,),
-}
-"""Values that a beam search takes for the fields that would change the model's own logprobs."""
-
-
-MASKED_FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Filters whose outcome depends on which tokens are masked, and their neutral values."""
 
 
@@ -134,7 +51,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
 
     `temperature` below 1e-5 is greedy. `top_k` 0 or -1 is off. `logprobs` -1 means the whole
     vocabulary. `max_tokens` None means until the context ends. The order of filters: bias, bans and
-    penalties; temperature; min_p; top_k; top_p.
+    penalties; top_n_sigma; temperature; typical_p; min_p; top_k; top_p; XTC.
     """
 
     n: int = 1
@@ -149,6 +66,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    """Share of probability kept, of the tokens whose surprise is nearest to the entropy; 1: all."""
+    top_n_sigma: float = 0.0
+    """Standard deviations below the best logit at which tokens are cut; 0 or -1: off."""
+    dynatemp_range: float = 0.0
+    """Distance from `temperature` of the least and the greatest temperature, between which the
+    entropy chooses; 0: off.
+    """
+    dynatemp_exponent: float = 1.0
+    """Power of the relative entropy that chooses the dynamic temperature."""
+    xtc_probability: float = 0.0
+    """Probability that a draw excludes top choices (XTC); 0: off."""
+    xtc_threshold: float = 0.1
+    """Least probability of a top choice; the last of several stays."""
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -236,6 +167,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
         # Other APIs' spellings of "off" and "one".
         self.seed = None if _is(self.seed, -1) else self.seed
         self.top_k = 0 if _is(self.top_k, -1) else self.top_k
+        self.top_n_sigma = 0.0 if _number(self.top_n_sigma) == -1 else self.top_n_sigma
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         for name, allowed in WHOLE_NUMBERS.items():
@@ -344,7 +276,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
                 "1 when the temperature is 0",
                 hint="greedy samples are all alike; set temperature above 0",
             )
+        for name, neutral in DRAWS_ONLY.items():
+            _check(
+                name,
+                getattr(self, name),
+                getattr(self, name) == neutral,
+                f"{neutral} when the temperature is 0",
+                hint="set temperature above 0, or leave it out",
+            )
         self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        self.top_n_sigma = 0.0
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):

@@ -48,6 +48,7 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
     a.out_logprobs = out_numbers<float>(result, "logprobs");
     a.out_ranks = out_numbers<int32_t>(result, "ranks");
     a.out_top_logprobs = out_numbers<float>(result, "top_logprobs");
+    a.out_surprises = out_numbers<float>(result, "surprises");
     if (result.attr("top_ids").is_none()) return;
     const auto top_ids = array_of<Out<int32_t, nb::ndim<2>>>(result, "top_ids");
     a.out_top_ids = top_ids.data();
@@ -158,6 +159,14 @@ nb::dict sampling_record() {
     OCTAVO_FIELD(target_id);
     OCTAVO_FIELD(num_logprobs);
     OCTAVO_FIELD(allowed_mask);
+    OCTAVO_FIELD(typical_p);
+    OCTAVO_FIELD(top_n_sigma);
+    OCTAVO_FIELD(dynatemp_range);
+    OCTAVO_FIELD(dynatemp_exponent);
+    OCTAVO_FIELD(xtc_probability);
+    OCTAVO_FIELD(xtc_threshold);
+    OCTAVO_FIELD(mirostat_mu);
+    OCTAVO_FIELD(mirostat_mode);
 #undef OCTAVO_FIELD
     nb::dict type;
     type["names"] = names;

@@ -1,26 +1,19 @@
 // Drawing one token from a row of logits. The rules, and their order, are those of backends/sampling.py,
-// which tests hold this to: bias, bans and penalties; at temperature 0 the best; else min_p, top_k and top_p,
-// then the largest sum of (logit - best logit) / temperature and the token's noise. Logprobs are of the raw
-// logits.
+// which tests hold this to: bias, bans and penalties; at temperature 0 the best; else the filters (filters.inl
+// and cuts.inl), then the largest sum of (logit - best logit) / temperature and the token's noise. Logprobs
+// are of the raw logits.
 #pragma once
 #include <algorithm>
 #include <cfloat>
 
+#include "cuts.inl"
+#include "filters.inl"
 #include "noise.inl"
 #include "simd.h"
 #include "table.h"
 
 namespace octavo {
 namespace {
-
-struct Candidate {
-    float logit;
-    int32_t id;
-    float weight = 0;  // where top_p counts it
-};
-inline bool better(const Candidate& a, const Candidate& b) {
-    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-}
 
 // Scratch: changed logits [V], then candidates [V].
 inline size_t padded_vocab(int vocab) { return ((size_t)vocab + 15) / 16 * 16; }
@@ -36,43 +29,6 @@ bool holds_nan(const float* x, int n) {
     bool found = sum_lanes_i(bad) != 0;
     for (; i < n; i++) found |= x[i] != x[i];
     return found;
-}
-
-int best_id(const float* x, int n) {
-    vf best = splat(-INFINITY);
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) best = max(best, load(x + i));
-    float value = max_lanes(best);
-    for (; i < n; i++) value = std::max(value, x[i]);
-    int id = 0;
-    while (id + kLanes <= n && !any_lane((vi)(load(x + id) == splat(value)))) id += kLanes;
-    while (id < n - 1 && x[id] != value) id++;
-    return id;
-}
-
-// The `wanted` best of n logits, unsorted, to `best` (room for n); returns how many there are. Behind the
-// first few, most logits are below those that are kept: one look at sixteen of them.
-int best_of(const float* x, int n, int wanted, Candidate* best) {
-    const int most = wanted + std::max(wanted, 256);
-    int count = 0;
-    float least = -INFINITY;
-    const auto prune = [&] {
-        if (count <= wanted) return;
-        std::nth_element(best, best + wanted - 1, best + count, better);
-        count = wanted;
-        least = best[wanted - 1].logit;
-    };
-    for (int from = 0; from < n; from += kLanes) {
-        const int end = std::min(n, from + kLanes);
-        if (count >= wanted && end == from + kLanes && !any_lane((vi)(load(x + from) > splat(least))))
-            continue;
-        // An equal of the least kept one comes after it, having the higher id.
-        for (int id = from; id < end; id++)
-            if (count < wanted || x[id] > least) best[count++] = Candidate{x[id], id};
-        if (count >= most) prune();
-    }
-    prune();
-    return count;
 }
 
 // -- logprobs of the raw logits --
@@ -132,148 +88,6 @@ void change_logits(const SampleArgs& a, int at, float* z) {
         if (a.history_counts[i] > 0)
             value -= record.presence_penalty + record.frequency_penalty * (float)a.history_counts[i];
     }
-}
-
-// -- which tokens may be drawn --
-
-// The changed logits of one row, and how they become weights: in fp64 one by one, in fp32 sixteen at a time.
-struct Row {
-    const SamplingRecord& record;
-    const float* z;
-    int vocab, best;
-
-    double distance(float logit) const { return ((double)logit - z[best]) / record.temperature; }
-    double weight(float logit) const { return std::exp(distance(logit)); }
-    OCTAVO_INLINE vf weights(vf logits) const {
-        return exp((logits - splat(z[best])) * std::min(1.0f / record.temperature, FLT_MAX));
-    }
-    // Sixteen logits from `from` on, -inf behind the last.
-    OCTAVO_INLINE vf logits(int from) const {
-        if (from + kLanes <= vocab) return load(z + from);
-        float rest[kLanes];
-        std::fill(rest, rest + kLanes, -INFINITY);
-        std::memcpy(rest, z + from, sizeof(float) * (vocab - from));
-        return load(rest);
-    }
-};
-
-// The next lower float at least, for bounds that may be too low but never too high.
-inline float rounded_down(double x) {
-    return std::nextafter((float)std::max(x, -(double)FLT_MAX), -INFINITY);
-}
-
-// The sum of all weights of min_p and more.
-double total_weight(const Row& row) {
-    const vf least = splat(row.record.min_p);
-    double total = 0;
-    for (int from = 0; from < row.vocab; from += kLanes) {
-        const vf weights = row.weights(row.logits(from));
-        total += sum_lanes(select((vi)(weights >= least), weights, vf{}));
-    }
-    return total;
-}
-
-// Logits sorted roughly: numbers of equal ranges that begin at the best logit and end at `least`. A lower
-// logit never has a lower number, and equal ones have the same.
-struct Ranges {
-    static constexpr int kCount = 1024;
-    float best, per_logit;
-
-    Ranges(float best, float least)
-        : best(best), per_logit(std::min(kCount / std::min(best - least, FLT_MAX), FLT_MAX)) {}
-
-    // The range is the whole part.
-    OCTAVO_INLINE vf of(vf logits) const {
-        return min((splat(best) - logits) * splat(per_logit), splat((float)(kCount - 1)));
-    }
-};
-
-// Calls see(id, weight, range) for all tokens of min_p and more with logits of `least` and more. Sixteen
-// that `wanted` has no lane of are passed over at one look.
-template <typename Wanted, typename See>
-OCTAVO_INLINE void each_heavy(const Row& row, const Ranges& ranges, float least, Wanted wanted, See see) {
-    for (int from = 0; from < row.vocab; from += kLanes) {
-        const vf logits = row.logits(from), numbers = ranges.of(logits);
-        const vi heavy = (vi)(logits >= splat(least)) & wanted(numbers);
-        if (!any_lane(heavy)) continue;
-        const vf weight_lanes = row.weights(logits);
-        float weights[kLanes], places[kLanes];
-        int32_t taken[kLanes];
-        store(weights, weight_lanes);
-        store(places, numbers);
-        store_i(taken, heavy & (vi)(weight_lanes >= splat(row.record.min_p)));
-        for (int i = 0; i < kLanes; i++)
-            if (taken[i]) see(from + i, weights[i], (int)places[i]);
-    }
-}
-
-// The best top_k tokens that min_p keeps, with their weights.
-int best_tokens(const Row& row, Candidate* best) {
-    const int count = best_of(row.z, row.vocab, row.record.top_k, best);
-    for (int i = 0; i < count; i++) best[i].weight = (float)row.weight(best[i].logit);
-    const auto end =
-        std::partition(best, best + count, [&](const Candidate& c) { return c.weight >= row.record.min_p; });
-    return (int)(end - best);
-}
-
-// The last of the shortest beginning of the order that weighs `goal`, or of all. Halves the range that it
-// lies in, so that nothing is sorted.
-Candidate last_of_weight(Candidate* range, int count, double goal) {
-    while (count > 1) {
-        const int half = count / 2;
-        std::nth_element(range, range + half, range + count, better);
-        double weight = 0;
-        for (int i = 0; i < half; i++) weight += range[i].weight;
-        if (weight >= goal) {
-            count = half;
-        } else {
-            goal -= weight;
-            range += half;
-            count -= half;
-        }
-    }
-    return *range;
-}
-
-// The last token of the shortest beginning of the order that reaches top_p. Only tokens of the range of
-// logits that it lies in are collected: a flat row has tens of thousands of others.
-Candidate last_of_top_p(const Row& row, Candidate* space) {
-    const double total = total_weight(row);
-    // The lighter ones together do not weigh what the beginning leaves.
-    const double share = (1 - (double)row.record.top_p) * total / row.vocab * 0.999;
-    const float least = rounded_down(row.z[row.best] + row.record.temperature * std::log(share));
-    const Ranges ranges(row.z[row.best], least);
-    double weights[Ranges::kCount] = {};
-    const auto all = [](vf) { return (vi){} ^ -1; };
-    each_heavy(row, ranges, least, all, [&](int, float weight, int range) { weights[range] += weight; });
-    double goal = row.record.top_p * total;
-    int range = 0;
-    for (int next = 0; next < Ranges::kCount; next++) {
-        if (weights[next] == 0) continue;
-        range = next;
-        if (weights[range] >= goal) break;
-        goal -= weights[range];
-    }
-    int count = 0;
-    const vf first = splat((float)range), end = splat((float)(range + 1));
-    const auto in_range = [&](vf numbers) { return (vi)(numbers >= first) & (vi)(numbers < end); };
-    each_heavy(row, ranges, least, in_range,
-               [&](int id, float weight, int) { space[count++] = Candidate{row.z[id], id, weight}; });
-    return last_of_weight(space, count, goal);
-}
-
-// The last token in the order (logit down, id up) that top_k and top_p keep. min_p may end that order
-// earlier.
-Candidate last_kept(const Row& row, Candidate* space) {
-    const SamplingRecord& record = row.record;
-    const bool cuts_k = record.top_k > 0 && record.top_k < row.vocab, cuts_p = record.top_p < 1;
-    if (!cuts_k && !cuts_p) return Candidate{-FLT_MAX, row.vocab};
-    if (!cuts_k) return last_of_top_p(row, space);
-    const int count = best_tokens(row, space);
-    if (!cuts_p) return *std::max_element(space, space + count, better);
-    double total = 0;
-    for (int i = 0; i < count; i++) total += space[i].weight;
-    return last_of_weight(space, count, record.top_p * total);
 }
 
 // -- the draw --
@@ -367,6 +181,17 @@ int draw(const Row& row, Candidate* space) {
     return leader.id();
 }
 
+// Draws like `draw` where a filter looks at the whole distribution; z is overwritten.
+int draw_filtered(const SampleArgs& a, int at, float* z, Candidate* space) {
+    SamplingRecord record = a.records[at];
+    filter_whole(record, z, a.vocab, space);
+    if (record.looks_at_kept()) filter_kept(record, z, a.vocab, space);
+    const Row row{record, z, a.vocab, best_id(z, a.vocab)};
+    const int token = draw(row, space);
+    if (record.mirostat_mode) a.out_surprises[at] = (float)surprise_of(row, token);
+    return token;
+}
+
 // Most logits are below the best by far: one look at all of them, and at each only where that fails (columns
 // from `width` on hold anything).
 void keep_best(const float* logits, int num_rows, int column, int width, Best* best) {
@@ -387,15 +212,15 @@ void sample_row(const SampleArgs& a, int row, void* scratch) {
     int token = record.target_id;
     bool failed = holds_nan(x, a.vocab);
     if (token < 0 && !failed) {
-        const bool changed = a.changes_logits(at);
-        if (changed) {
-            std::memcpy(z, x, sizeof(float) * a.vocab);
-            change_logits(a, at, z);
-        }
+        const bool changed = a.changes_logits(at), filtered = record.looks_at_all();
+        if (changed || filtered) std::memcpy(z, x, sizeof(float) * a.vocab);
+        if (changed) change_logits(a, at, z);
         const float* logits = changed ? z : x;
         token = best_id(logits, a.vocab);
         failed = !std::isfinite(logits[token]) || (changed && holds_nan(z, a.vocab));
-        if (!failed && record.temperature != 0) token = draw(Row{record, logits, a.vocab, token}, space);
+        if (!failed && record.temperature != 0)
+            token = filtered ? draw_filtered(a, at, z, space)
+                             : draw(Row{record, logits, a.vocab, token}, space);
     }
     a.out_failed[at] = failed;
     a.out_ids[at] = failed ? 0 : token;

@@ -306,15 +306,24 @@ struct SamplingRecord {
     float temperature, top_p, min_p;
     float repetition_penalty, presence_penalty, frequency_penalty;
     int32_t top_k, target_id, num_logprobs, allowed_mask;
+    float typical_p, top_n_sigma, dynatemp_range, dynatemp_exponent, xtc_probability, xtc_threshold,
+        mirostat_mu;
+    int32_t mirostat_mode;
 
+    // Whether a filter looks at the tokens that the cuts leave.
+    bool looks_at_kept() const { return xtc_probability > 0 || mirostat_mode != 0; }
+    // Whether a filter looks at more than the order of the tokens.
+    bool looks_at_all() const {
+        return typical_p < 1 || top_n_sigma > 0 || dynatemp_range > 0 || looks_at_kept();
+    }
     bool has_penalty() const {
         return repetition_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0;
     }
 };
-static_assert(sizeof(SamplingRecord) == 56 && offsetof(SamplingRecord, position) == 8 &&
+static_assert(sizeof(SamplingRecord) == 88 && offsetof(SamplingRecord, position) == 8 &&
               offsetof(SamplingRecord, temperature) == 16 &&
               offsetof(SamplingRecord, repetition_penalty) == 28 && offsetof(SamplingRecord, top_k) == 40 &&
-              offsetof(SamplingRecord, allowed_mask) == 52);
+              offsetof(SamplingRecord, allowed_mask) == 52 && offsetof(SamplingRecord, mirostat_mode) == 84);
 
 // SamplingBatch and SampleResult of backends/batch.py; the rules are in backends/sampling.py.
 struct SampleArgs {
@@ -331,6 +340,7 @@ struct SampleArgs {
     uint8_t* out_failed;
     float *out_logprobs, *out_top_logprobs;
     int32_t max_top;  // columns of out_top_*
+    float* out_surprises;
 
     int mask_words() const { return (vocab + 31) / 32; }
 

@@ -26,6 +26,14 @@ SAMPLING_RECORD = np.dtype(
         ("target_id", np.int32),
         ("num_logprobs", np.int32),
         ("allowed_mask", np.int32),
+        ("typical_p", np.float32),
+        ("top_n_sigma", np.float32),
+        ("dynatemp_range", np.float32),
+        ("dynatemp_exponent", np.float32),
+        ("xtc_probability", np.float32),
+        ("xtc_threshold", np.float32),
+        ("mirostat_mu", np.float32),
+        ("mirostat_mode", np.int32),
     ],
     align=True,
 )
@@ -35,7 +43,8 @@ offsets, which the native backend checks when it loads.
 `position` is that of the token to be drawn. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep
 all tokens. `target_id` >= 0 asks for that token's logprob instead of a draw (prompt logprobs).
 `num_logprobs` -1 asks for none, otherwise for the token's own and as many top alternatives.
-`allowed_mask` is a row of `SamplingBatch.allowed_masks`, -1 allows every token.
+`allowed_mask` is a row of `SamplingBatch.allowed_masks`, -1 allows every token. `typical_p` 1,
+`top_n_sigma`, `dynatemp_range`, `xtc_probability` and `mirostat_mode` 0 are off.
 """
 
 _NEUTRAL = {
@@ -44,6 +53,8 @@ _NEUTRAL = {
     "target_id": -1,
     "num_logprobs": -1,
     "allowed_mask": -1,
+    "typical_p": 1.0,
+    "dynatemp_exponent": 1.0,
 }
 
 
@@ -143,11 +154,15 @@ class SampleResult:
     """[S, k], best first, k the most that a row wants; a row uses its own first ones."""
     top_logprobs: NDArray[np.float32] | None = None
     """[S, k] of `top_ids`."""
+    surprises: NDArray[np.float32] | None = None
+    """Surprises of drawn tokens among those that could be drawn, in bits, `[S]`; None where no row
+    has a mirostat. Without meaning in a row without one.
+    """
 
     def part(self, first: int, end: int) -> SampleResult:
         """Returns a view of the entries `first` to `end - 1`."""
         part = SampleResult(self.token_ids[first:end], self.failed[first:end])
-        for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
+        for name in ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises"):
             array = getattr(self, name)
             setattr(part, name, None if array is None else array[first:end])
         return part

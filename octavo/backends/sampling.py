@@ -11,22 +11,49 @@ The other backends follow this text for a row of float32 logits z[0..V):
    repetition penalty r; z -= frequency * c; z -= presence where c > 0. If no finite maximum is left
    (everything is banned, or something is infinite), the row has failed.
 4. At temperature 0 the token is the one with the largest z, the lowest id among equals.
-5. Otherwise d = (z - max z) / temperature and e = exp(d). Kept are the tokens with e > 0 and e >=
-   min_p (min_p is relative to the most likely token); of these the first top_k in the order (z
-   down, id up), where top_k > 0; of these the shortest beginning of that order whose running sum of
-   e reaches top_p times the whole sum, where top_p < 1. Running sums go one by one, left to right.
-6. The token is the kept one with the largest score d + g, the lowest id among equals. The noise g =
-   -ln(-ln u), with u = (k + 1/2) / 2^32, makes this a draw from the softmax over the kept tokens
-   (Gumbel-max). k is word `token % 4` of Philox4x32-10 with the key (low, high 32 bits of the seed)
-   and the counter (position, sample_index, token // 4, purpose). Above u = 1/2, -ln u is
+5. Otherwise tokens are filtered, in the order of steps 5 to 9. Each filter sees what the ones
+   before it left as a distribution of its own; the order of tokens is always (z down, id up).
+   - top_n_sigma n > 0: kept are the z >= max z - n * sigma, with sigma the standard deviation of
+     the finite z.
+   - temperature T; with a dynatemp_range r > 0 instead low + (high - low) * (H / ln N)^exponent,
+     with low = max(T - r, 0.01), high = T + r, and H the entropy of the softmax of the N finite z.
+   - typical_p < 1: with p the softmax of z / T and H its entropy, tokens are ordered by
+     |-ln p - H|, the lower id first among equals; kept is the shortest beginning of that order
+     whose running sum of p reaches typical_p.
+6. min_p: d = (z - max z) / T and e = exp(d). Kept are the tokens with e > 0 and e >= min_p (min_p
+   is relative to the most likely token).
+7. top_k > 0: kept are the first top_k.
+8. top_p < 1: kept is the shortest beginning of the order whose running sum of e reaches top_p times
+   the whole sum. Running sums go one by one, left to right.
+9. What looks at the tokens that are left:
+   - XTC, where the row's coin falls below xtc_probability: of the tokens with p >= xtc_threshold
+     all but the last in the order are removed. The coin is u of word 0 at purpose 1.
+   - mirostat_mode 2: kept are the tokens whose surprise -log2 p is at most mu, and always the
+     first. mirostat_mode 1: the first max(1, floor(k)), with Zipf's exponent s = sum t b / sum t^2
+     over the 100 likeliest, t_i = ln((i + 1) / i), b_i = ln(p_i / p_(i+1)), epsilon = s - 1 and
+     k = (epsilon * 2^mu / (1 - V^-epsilon))^(1 / s). The token's surprise, among the tokens left,
+     goes back with it; mu -= eta * (surprise - tau) is the host's, which owns mu.
+10. The token is the kept one with the largest score d + g, the lowest id among equals. The noise
+   g = -ln(-ln u), with u = (k + 1/2) / 2^32, makes this a draw from the softmax over the kept
+   tokens (Gumbel-max). k is word `token % 4` of Philox4x32-10 with the key (low, high 32 bits of
+   the seed) and the counter (position, sample_index, token // 4, purpose). Above u = 1/2, -ln u is
    -log1p(-(1 - u)), since a narrower type would round u to 1.
+
+Why this order: what a filter measures (a deviation, an entropy) is of the whole distribution, so
+these come first; temperature before min_p, top_k and top_p is vLLM's and transformers' order;
+XTC removes choices among tokens that are good enough, so it follows what says which these are, as
+in llama.cpp; mirostat steers the surprise of the draw itself, and nothing may change it behind.
+llama.cpp takes top_k before typical_p, min_p behind top_p and temperature last, and with mirostat
+no other filter; here all combine. DRY and penalties reach step 3 as entries of their own.
 
 Noise belongs to a token and not to its place among the kept ones, so the best score among the
 tokens that some mask allows is the masked draw. g lies between -3.13 and 22.88: a token whose d is
 further below the best score cannot win.
 
 A failed row's token is 0. Philox: Salmon et al. 2011; Gumbel-max: Maddison et al. 2014; min_p:
-Nguyen et al. 2024; top_p: Holtzman et al. 2020.
+Nguyen et al. 2024; top_p: Holtzman et al. 2020; typical_p: Meister et al. 2022; top_n_sigma: Tang
+et al. 2024; mirostat: Basu et al. 2021 (the surprise of the truncated distribution, as in
+llama.cpp); XTC and DRY: P. E. Weidmann 2024; dynamic temperature: kalomaze 2023.
 """
 
 from __future__ import annotations
@@ -38,6 +65,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.backends import filters
 from octavo.backends.batch import Redraw, SampleResult, SamplingBatch, unpacked_mask
 
 Floats = NDArray[np.float64]
@@ -54,15 +82,19 @@ PHILOX_ROUNDS = 10
 
 DRAW_PURPOSE = 0
 """Last word of the counter of the noise that chooses a token."""
+XTC_PURPOSE = 1
+"""Last word of the counter of the coin that XTC throws."""
 
 
 def sample(logits: NDArray[np.float32], batch: SamplingBatch) -> SampleResult:
     """Draws a token of each row of `logits [S, V]`, which stay as they are."""
     num_rows = len(logits)
     result = SampleResult(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_))
+    if num_rows and batch.records["mirostat_mode"].any():
+        result.surprises = np.zeros(num_rows, np.float32)
     for s in range(num_rows):
         raw = logits[s].astype(np.float64)
-        token = None if np.isnan(raw).any() else _choose(raw, s, batch)
+        token = None if np.isnan(raw).any() else _choose(raw, s, batch, result)
         result.failed[s] = token is None
         result.token_ids[s] = 0 if token is None else token
     records = batch.records
@@ -85,12 +117,43 @@ def masked(batch: SamplingBatch, redraw: Redraw) -> SamplingBatch:
 
 def scores(z: Floats, record: Record) -> Floats:
     """Returns d + g of each token of `z [V]`, the changed logits, and -inf where it is not kept."""
-    d = (z - z.max()) / float(record["temperature"])
-    noise = gumbel(noise_words(record, len(z)))
-    found = np.full(len(z), -np.inf)
+    distances = kept_distances(z, record)
+    return distances + gumbel(noise_words(record, len(z)))
+
+
+def kept_distances(z: Floats, record: Record) -> Floats:
+    """Returns d of each token of `z [V]`, and -inf where it is not kept."""
+    temperature = float(record["temperature"])
+    if record["top_n_sigma"] > 0:
+        z = filters.above_sigmas(z, float(record["top_n_sigma"]))
+    if record["dynatemp_range"] > 0:
+        temperature = filters.dynamic_temperature(z, record)
+    if record["typical_p"] < 1:
+        z = filters.typical(z, temperature, float(record["typical_p"]))
+    d = (z - z.max()) / temperature
     kept = _kept(z, np.exp(d), record)
-    found[kept] = d[kept] + noise[kept]
+    throws = record["xtc_probability"] > 0
+    if throws or record["mirostat_mode"] > 0:
+        kept = kept[np.lexsort((kept, -z[kept]))]
+    if throws and coin(record) < float(record["xtc_probability"]):
+        kept = filters.without_top_choices(d, kept, float(record["xtc_threshold"]))
+    if record["mirostat_mode"] > 0:
+        mode, mu = int(record["mirostat_mode"]), float(record["mirostat_mu"])
+        kept = filters.mirostat(d, kept, mode, mu)
+    found = np.full(len(z), -np.inf)
+    found[kept] = d[kept]
     return found
+
+
+def surprise(distances: Floats, token: int) -> float:
+    """Returns the bits of surprise of a token among those that could be drawn."""
+    d = distances - distances.max()
+    return float((np.log(np.exp(d).sum()) - d[token]) / np.log(2.0))
+
+
+def coin(record: Record) -> float:
+    """Returns u of the coin that XTC throws."""
+    return (float(noise_words(record, 1, XTC_PURPOSE)[0]) + 0.5) * 2.0**-32
 
 
 def noise_words(record: Record, vocab_size: int, purpose: int = DRAW_PURPOSE) -> Words:
@@ -122,15 +185,20 @@ def gumbel(words: Words) -> Floats:
     return noise
 
 
-def _choose(raw: Floats, s: int, batch: SamplingBatch) -> int | None:
-    """Returns the row's token, or None where it has failed."""
+def _choose(raw: Floats, s: int, batch: SamplingBatch, result: SampleResult) -> int | None:
+    """Returns the row's token, or None where it has failed; notes its surprise."""
     record = batch.records[s]
     if record["target_id"] >= 0:
         return int(record["target_id"])
     z = changed_logits(raw, s, batch)
     if not np.isfinite(z.max()):
         return None
-    return int(z.argmax() if record["temperature"] == 0.0 else scores(z, record).argmax())
+    if record["temperature"] == 0.0:
+        return int(z.argmax())
+    token = int(scores(z, record).argmax())
+    if result.surprises is not None and record["mirostat_mode"] > 0:
+        result.surprises[s] = surprise(kept_distances(z, record), token)
+    return token
 
 
 def changed_logits(raw: Floats, s: int, batch: SamplingBatch) -> Floats:

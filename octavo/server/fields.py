@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from octavo.errors import InvalidRequest
-from octavo.sampling_params import NUMBERS, WHOLE_NUMBERS
+from octavo.sampling_limits import NUMBERS, WHOLE_NUMBERS
 
 INTERACTIONS = ("needs", "excludes", "same_as")
 

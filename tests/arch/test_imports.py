@@ -18,6 +18,7 @@ LEAVES = {
     "step",
     "ports",
     "config",
+    "sampling_limits",
     "sampling_params",
     "checked_call",
     "structured_outputs",

@@ -133,7 +133,11 @@ def test_ranges_that_are_listed_are_those_that_are_checked(http, listed):
         for bound, step in (("min", -1), ("max", 1)):
             if bound in row and abs(row[bound]) < 2**31 - 1:
                 beyond = row[bound] + step
-                if (name, beyond) in (("top_k", -1), ("repetition_penalty", -1)):
+                if (name, beyond) in (
+                    ("top_k", -1),
+                    ("top_n_sigma", -1),
+                    ("repetition_penalty", -1),
+                ):
                     beyond = row[bound] - 2
                 body = small | needs.get(name, {}) | {name: beyond}
                 if name == "max_tokens" and bound == "max":

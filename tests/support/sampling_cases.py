@@ -6,6 +6,7 @@ reference, whose text all follow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -116,6 +117,7 @@ def random_batch(rows: int, vocab: int, seed: int) -> SamplingBatch:
         presence_penalty=some(0.0, g.uniform(-1, 2, rows)),
         frequency_penalty=some(0.0, g.uniform(-1, 2, rows)),
         allowed_mask=np.where(g.random(rows) < 0.7, -1, g.integers(0, 3, rows)),
+        **_random_filters(g, rows),
     )
     return SamplingBatch(
         records=records,
@@ -127,6 +129,24 @@ def random_batch(rows: int, vocab: int, seed: int) -> SamplingBatch:
         bias_values=bias_values.astype(np.float32),
         allowed_masks=packed_masks(masks),
     )
+
+
+def _random_filters(g: np.random.Generator, rows: int) -> dict[str, NDArray]:
+    """Returns fields of filters that look at whole distributions, each off in most rows."""
+
+    def some(neutral: float, values: NDArray) -> NDArray:
+        return np.where(g.random(rows) < 0.75, neutral, values)
+
+    return {
+        "typical_p": some(1.0, g.uniform(0.05, 1, rows)),
+        "top_n_sigma": some(0.0, g.uniform(0.3, 3, rows)),
+        "dynatemp_range": some(0.0, g.uniform(0.05, 1.5, rows)),
+        "dynatemp_exponent": g.uniform(0.3, 3, rows),
+        "xtc_probability": some(0.0, g.uniform(0, 1.5, rows)),
+        "xtc_threshold": g.uniform(0.01, 0.4, rows),
+        "mirostat_mode": some(0, g.integers(1, 3, rows)),
+        "mirostat_mu": g.uniform(0, 12, rows),
+    }
 
 
 def _ragged(
@@ -198,7 +218,10 @@ def _nudged(record: np.void, nudge: float) -> Mapping[str, Any]:
     fields: dict[str, Any] = {name: record[name] for name in record.dtype.names or ()}
     if record["top_p"] < 1:
         fields["top_p"] = float(record["top_p"]) + nudge
-    fields["min_p"] = float(record["min_p"]) * (1 + nudge)
+    if record["typical_p"] < 1:
+        fields["typical_p"] = float(record["typical_p"]) + nudge
+    for name in ("min_p", "top_n_sigma", "xtc_threshold", "mirostat_mu"):
+        fields[name] = float(record[name]) * (1 + nudge)
     return fields
 
 
@@ -207,6 +230,7 @@ def check(case: Drawn, found: SampleResult, rows: slice = slice(None)) -> None:
     wanted, logits = case.wanted, case.logits[rows]
     records, failed, tokens = case.batch.records[rows], wanted.failed[rows], case.tokens[rows]
     np.testing.assert_array_equal(found.failed, failed)
+    _check_surprises(case, found, rows)
     for s, token in enumerate(found.token_ids.tolist()):
         assert token in tokens[s], f"row {s}: drew {token}, the reference one of {tokens[s]}"
         count = int(records["num_logprobs"][s])
@@ -222,6 +246,23 @@ def check(case: Drawn, found: SampleResult, rows: slice = slice(None)) -> None:
         np.testing.assert_allclose(
             found.top_logprobs[s, :count], logprobs[order[:count]], atol=1e-5, rtol=1e-6
         )
+
+
+def _check_surprises(case: Drawn, found: SampleResult, rows: slice) -> None:
+    """Compares the surprises of rows that drew with mirostat what the reference drew."""
+    wanted = case.wanted
+    records = case.batch.records
+    if wanted.surprises is None or found.surprises is None:
+        assert wanted.surprises is None or not (records[rows]["mirostat_mode"] > 0).any()
+        return
+    drew = (records["mirostat_mode"] > 0) & (records["temperature"] > 0) & ~wanted.failed
+    same = found.token_ids == wanted.token_ids[rows]
+    # A border between two tokens may lie otherwise by a rounding, and with it the sum.
+    sure = np.array([len(tokens) == 1 for tokens in case.tokens[rows]])
+    compared = drew[rows] & (records["target_id"][rows] < 0) & same & sure
+    np.testing.assert_allclose(
+        found.surprises[compared], wanted.surprises[rows][compared], atol=1e-4
+    )
 
 
 # -- distributions --
@@ -269,6 +310,17 @@ def _times(**factors: float) -> NDArray[np.float64]:
     return changed
 
 
+def _share(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    return weights / weights.sum()
+
+
+def dynamic_temperature(middle: float, reach: float, exponent: float) -> float:
+    """Returns the temperature of `SHARES` by the definition."""
+    entropy = -float((SHARES * np.log(SHARES)).sum()) / math.log(len(SHARES))
+    low = middle - reach
+    return low + 2 * reach * entropy**exponent
+
+
 ODD = np.arange(len(SHARES)) % 2 == 1
 SAMPLERS = {
     "plain": Sampler(SHARES),
@@ -299,10 +351,30 @@ SAMPLERS = {
     "mask and top_k": Sampler(_only(1, 5), {"top_k": 2}, bias=[(3, -np.inf)], mask=ODD),
     "samples": Sampler(SHARES, {"position": 7, "sample_index": np.arange(1 << 16)}),
     "seeds": Sampler(SHARES, {"position": 7, "seed": np.arange(1 << 16)}),
+    # Surprises in nats: 3.0 1.05 2.5 1.39 2.3 1.9 3.9; the entropy is 1.66. By distance: 5 3 1 4.
+    "typical_p": Sampler(_only(5, 3, 1), {"typical_p": 0.7}),
+    "typical_p without the best": Sampler(_only(5, 3), {"typical_p": 0.35}),
+    # The deviation of the logits is 0.90: kept are shares from 0.35 * e^-0.90 = 0.142 up.
+    "top_n_sigma": Sampler(_only(1, 3, 5), {"top_n_sigma": 1.0}),
+    "dynamic temperature": Sampler(
+        SHARES ** (1 / dynamic_temperature(0.9, 0.7, 2.0)),
+        {"temperature": 0.9, "dynatemp_range": 0.7, "dynatemp_exponent": 2.0},
+    ),
+    "xtc": Sampler(
+        0.4 * SHARES + 0.6 * _share(_only(5, 4, 2, 0, 6)),
+        {"xtc_probability": 0.6, "xtc_threshold": 0.14},
+    ),
+    "xtc behind top_k": Sampler(
+        _only(5, 4), {"xtc_probability": 1.0, "xtc_threshold": 0.12, "top_k": 4}
+    ),
+    "xtc with one choice": Sampler(SHARES, {"xtc_probability": 1.0, "xtc_threshold": 0.3}),
+    "mirostat 2": Sampler(_only(1, 3, 5), {"mirostat_mode": 2, "mirostat_mu": 3.0}),
+    "mirostat 2 at least one": Sampler(_only(1), {"mirostat_mode": 2, "mirostat_mu": 0.5}),
+    "mirostat 1": Sampler(_only(1, 3, 5, 4), {"mirostat_mode": 1, "mirostat_mu": 3.0}),
 }
 NUM_DRAWS = 3000
 
-CHI_SQUARE_BOUNDS = (0.0, 15.1, 18.4, 21.1, 23.5, 25.7, 27.9)
+CHI_SQUARE_BOUNDS = (1e-9, 15.1, 18.4, 21.1, 23.5, 25.7, 27.9)
 """Exceeded by one distribution in 10,000, by degrees of freedom."""
 
 

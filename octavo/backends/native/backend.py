@@ -280,4 +280,6 @@ def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> Sampl
         result.ranks = np.zeros(count, np.int32)
         result.top_ids = np.zeros((count, most), np.int32)
         result.top_logprobs = np.zeros((count, most), np.float32)
+    if sampling.records["mirostat_mode"].any():
+        result.surprises = np.zeros(count, np.float32)
     return result

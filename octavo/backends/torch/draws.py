@@ -59,14 +59,18 @@ def kept(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
     return torch.zeros_like(weighed).scatter_(1, order, best)
 
 
-def noise_words(records: Tensor, vocab_size: int) -> Tensor:
+def noise_words(records: Tensor, vocab_size: int, *, purpose: int = DRAW_PURPOSE) -> Tensor:
     """Returns the random word of each token `[S, V] int64`."""
     seed, position, sample = (word_of(name) for name in ("seed", "position", "sample_index"))
     quads = torch.arange(-(-vocab_size // 4), device=records.device)
-    purpose = torch.full_like(quads, DRAW_PURPOSE)
     words = _philox(
         key=(_word(records, seed), _word(records, seed + 1)),
-        counter=(_word(records, position), _word(records, sample), quads, purpose),
+        counter=(
+            _word(records, position),
+            _word(records, sample),
+            quads,
+            torch.full_like(quads, purpose),
+        ),
     )
     return torch.stack(words, dim=2).view(len(records), -1)[:, :vocab_size]
 

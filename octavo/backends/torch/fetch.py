@@ -37,7 +37,8 @@ class Fetch:
         if drawn.logprobs is not None:
             own, ranks, best, theirs = drawn.logprobs
             logprobs = (self.take(own), self.take(ranks), self.take(best), self.take(theirs))
-        return Drawn(self.take(drawn.token_ids), self.take(drawn.failed), logprobs)
+        bits = None if drawn.surprises is None else self.take(drawn.surprises)
+        return Drawn(self.take(drawn.token_ids), self.take(drawn.failed), logprobs, bits)
 
     def then(self, finish: Callable[[], StepOutput]) -> PendingStep:
         """Returns the step in flight; `finish` makes its output once all copies have arrived."""

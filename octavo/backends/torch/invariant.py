@@ -112,7 +112,11 @@ def joined(batch: StepBatch, outputs: Sequence[StepOutput]) -> StepOutput:
         whole.logprobs, whole.ranks = np.zeros(count, np.float32), np.zeros(count, np.int32)
         whole.top_ids = np.zeros((count, max(widths)), np.int32)
         whole.top_logprobs = np.zeros((count, max(widths)), np.float32)
+    if any(result.surprises is not None for result in results):
+        whole.surprises = np.zeros(count, np.float32)
     for at, result in enumerate(results):
+        if whole.surprises is not None and result.surprises is not None:
+            whole.surprises[at] = result.surprises[0]
         whole.token_ids[at], whole.failed[at] = result.token_ids[0], result.failed[0]
         if result.logprobs is not None:
             _take_logprobs(whole, at, result)

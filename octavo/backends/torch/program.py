@@ -226,11 +226,15 @@ class TorchProgram:
 
     def _draws(self, batch: StepBatch, sampling: SamplingBatch, chunk: slice) -> ChunkDraws:
         """Returns how a chunk's rows are drawn. Every chunk asks for as many top alternatives as
-        the whole step wants, because the chunks' arrays are joined.
+        the whole step wants, and for surprises, because the chunks' arrays are joined.
         """
         part = sampling.part(chunk.start, chunk.stop)
-        num_top = wants_of(sampling, self.program.vocab_size).num_top
-        wants = dataclasses.replace(wants_of(part, self.program.vocab_size), num_top=num_top)
+        whole = wants_of(sampling, self.program.vocab_size)
+        wants = dataclasses.replace(
+            wants_of(part, self.program.vocab_size),
+            num_top=whole.num_top,
+            surprises=whole.surprises,
+        )
         return ChunkDraws(
             chunk,
             wants,

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.batch import SampleResult, SamplingBatch
-from octavo.backends.torch.draws import field, record_words
+from octavo.backends.torch import filters
+from octavo.backends.torch.draws import field, kept, record_words
 from octavo.backends.torch.kernels import Kernels
 
 
@@ -31,6 +32,12 @@ class Wants:
     penalised: bool
     num_top: int
     """Top alternatives of each row; -1 without logprobs."""
+    narrows: bool = False
+    """Whether a row that draws has a filter that looks at the whole distribution."""
+    steers: bool = False
+    """Whether one has XTC or mirostat, which look at what the cuts leave."""
+    surprises: bool = False
+    """Whether the tokens' surprises go back."""
 
 
 GREEDY = Wants(draws=False, cuts=False, biased=False, masked=False, penalised=False, num_top=-1)
@@ -50,7 +57,14 @@ def wants_of(batch: SamplingBatch, vocab_size: int) -> Wants:
         masked=bool((records["allowed_mask"] >= 0).any()),
         penalised=len(batch.history_ids) > 0,
         num_top=min(max(most, 0), vocab_size) if asked else -1,
+        narrows=_any(drawn["typical_p"] < 1, drawn["top_n_sigma"] > 0, drawn["dynatemp_range"] > 0),
+        steers=_any(drawn["xtc_probability"] > 0, drawn["mirostat_mode"] > 0),
+        surprises=_any(records["mirostat_mode"] > 0),
     )
+
+
+def _any(*asked: NDArray[np.bool_]) -> bool:
+    return any(bool(rows.any()) for rows in asked)
 
 
 def draw_arrays(batch: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
@@ -86,6 +100,8 @@ class Drawn:
     failed: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
     """Logprobs of the tokens, their ranks, the ids of the top list and its logprobs."""
+    surprises: Tensor | None = None
+    """Bits of surprise `[S]`, where the step wants them."""
 
 
 def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kernels) -> Drawn:
@@ -97,15 +113,16 @@ def draw(logits: Tensor, inputs: dict[str, Tensor], wants: Wants, kernels: Kerne
     failed = logits.isnan().any(dim=1)
     z = _changed(logits.double(), inputs, wants)
     top, tokens = z.amax(dim=1), z.argmax(dim=1)
+    bits: Tensor | None = torch.zeros_like(top) if wants.surprises else None
     if wants.draws:
-        drawn = _drawn(z, top, records, cuts=wants.cuts, kernels=kernels)
+        drawn, weights = _drawn(z, records, wants, kernels)
         tokens = torch.where(field(records, "temperature") > 0, drawn, tokens)
+        bits = filters.surprises(weights, tokens) if wants.surprises else None
     targets = field(records, "target_id").long()
     failed = failed | (~top.isfinite() & (targets < 0))
     tokens = torch.where(targets >= 0, targets, tokens).masked_fill(failed, 0)
-    if wants.num_top < 0:
-        return Drawn(tokens, failed, None)
-    return Drawn(tokens, failed, _logprobs(logits, tokens, wants.num_top, kernels))
+    found = None if wants.num_top < 0 else _logprobs(logits, tokens, wants.num_top, kernels)
+    return Drawn(tokens, failed, found, bits)
 
 
 def _largest(logits: Tensor) -> Drawn:
@@ -147,17 +164,24 @@ def _bits(words: Tensor, vocab_size: int) -> Tensor:
     return bits.view(len(words), -1)[:, :vocab_size].bool()
 
 
-def _drawn(z: Tensor, top: Tensor, records: Tensor, *, cuts: bool, kernels: Kernels) -> Tensor:
-    """Returns a token of each row `[S]`, without meaning at temperature 0 and where the row fails.
-
-    `top [S]` is the largest of `z [S, V]`.
+def _drawn(z: Tensor, records: Tensor, wants: Wants, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """Returns a token of each row `[S]` and the weights of those that could be drawn `[S, V]`,
+    without meaning at temperature 0 and where the row fails.
     """
-    temperature = field(records, "temperature").double()
-    d = (z - top[:, None]) / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    temperature = field(records, "temperature").double()[:, None]
+    temperature = torch.where(temperature > 0, temperature, 1.0)
+    if wants.narrows:
+        z, temperature = filters.narrowed(z, temperature, records)
+    d = (z - z.amax(dim=1, keepdim=True)) / temperature
     weights = torch.exp(d)
     least = field(records, "min_p").double()[:, None]
     weights = torch.where(weights >= least, weights, 0.0)
-    return kernels.pick(d, weights, records, cuts=cuts)
+    if not wants.steers:
+        return kernels.pick(d, weights, records, cuts=wants.cuts), weights
+    if wants.cuts:
+        weights = torch.where(kept(d, weights, records), weights, 0.0)
+    weights = filters.steered(d, weights, records)
+    return kernels.pick(d, weights, records, cuts=False), weights
 
 
 def _logprobs(
@@ -189,4 +213,7 @@ def result_of(parts: list[Drawn]) -> SampleResult:
         result.ranks = torch.cat([part[1] for part in found]).int().cpu().numpy()
         result.top_ids = torch.cat([part[2] for part in found]).int().cpu().numpy()
         result.top_logprobs = torch.cat([part[3] for part in found]).cpu().numpy()
+    bits = [part.surprises for part in parts if part.surprises is not None]
+    if bits:
+        result.surprises = torch.cat(bits).float().cpu().numpy()
     return result

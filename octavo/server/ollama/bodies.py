@@ -15,6 +15,7 @@ NAMES = {
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
+    "typical_p": "typical_p",
     "seed": "seed",
     "stop": "stop",
     "num_predict": "max_tokens",
@@ -42,6 +43,7 @@ class RunOptions(BaseModel):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     num_predict: int | None = None

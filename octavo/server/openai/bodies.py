@@ -36,6 +36,12 @@ SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "xtc_probability",
+    "xtc_threshold",
     "seed",
     "stop",
     "stop_token_ids",
@@ -101,6 +107,23 @@ class SamplingBody(Body):
     min_p: float | None = sampling(
         "min_p", "draws from tokens with at least this share of the likeliest one's probability"
     )
+    typical_p: float | None = sampling(
+        "typical_p",
+        "draws from the tokens nearest to the expected surprise, of this probability together",
+    )
+    top_n_sigma: float | None = sampling(
+        "top_n_sigma", "draws from logits within this many standard deviations of the best"
+    )
+    dynatemp_range: float | None = sampling(
+        "dynatemp_range", "lets the temperature follow the entropy, this far up and down"
+    )
+    dynatemp_exponent: float | None = sampling(
+        "dynatemp_exponent", "power of the entropy that the temperature follows"
+    )
+    xtc_probability: float | None = sampling(
+        "xtc_probability", "how often all top choices but the last are left out"
+    )
+    xtc_threshold: float | None = sampling("xtc_threshold", "least probability of a top choice")
     seed: Whole | None = sampling("seed", "makes the draws repeatable; null draws a seed")
     stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
     stop_token_ids: list[TokenId] | None = field("a list of token ids", "end the answer")

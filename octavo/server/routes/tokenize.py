@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from octavo.engine.front.input_processor import Truncation
 from octavo.errors import InvalidRequest
 from octavo.ports import Tokenizer
-from octavo.sampling_params import INT32_MAX
+from octavo.sampling_limits import INT32_MAX
 from octavo.server.body import Body, body_of
 from octavo.server.fields import field, needed
 from octavo.server.generation import chat_prompt_of

@@ -1,0 +1,184 @@
+// The filters that look at a row's whole distribution, and at what the cuts leave of it: steps 5 and 9 of
+// backends/sampling.py. Each bans tokens (-inf) in the row's own copy of the logits. Sums and borders are in
+// fp64 over weights in fp32; a row without such a filter never gets here.
+#pragma once
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+
+#include "cuts.inl"
+#include "noise.inl"
+
+namespace octavo {
+namespace {
+
+constexpr uint32_t kXtcPurpose = 1;
+constexpr double kLeastTemperature = 0.01;
+constexpr int kMirostatTokens = 100;
+
+template <typename See>
+OCTAVO_INLINE void each_token(const Row& row, See see) {
+    float weights[kLanes];
+    for (int from = 0; from < row.vocab; from += kLanes) {
+        store(weights, row.weights(row.logits(from)));
+        const int end = std::min(kLanes, row.vocab - from);
+        for (int i = 0; i < end; i++)
+            if (weights[i] > 0) see(from + i, weights[i]);
+    }
+}
+
+// Sum and entropy of a row's weights, and the number of its finite logits.
+struct Distribution {
+    double total = 0, entropy = 0;
+    int64_t count = 0;
+
+    explicit Distribution(const Row& row) {
+        double sum = 0;
+        each_token(row, [&](int id, float weight) {
+            total += weight;
+            sum += weight * row.distance(row.z[id]);
+        });
+        for (int id = 0; id < row.vocab; id++) count += row.z[id] != -INFINITY;
+        entropy = std::log(total) - sum / total;
+    }
+    double surprise(const Row& row, int id) const { return std::log(total) - row.distance(row.z[id]); }
+};
+
+void ban_below_sigmas(float* z, int vocab, double num_sigmas) {
+    double sum = 0, squares = 0;
+    int64_t count = 0;
+    for (int id = 0; id < vocab; id++)
+        if (z[id] != -INFINITY) sum += z[id], count++;
+    const double mean = sum / count;
+    for (int id = 0; id < vocab; id++)
+        if (z[id] != -INFINITY) squares += (z[id] - mean) * (z[id] - mean);
+    const double least = z[best_id(z, vocab)] - num_sigmas * std::sqrt(squares / count);
+    for (int id = 0; id < vocab; id++)
+        if (z[id] < least) z[id] = -INFINITY;
+}
+
+float dynamic_temperature(SamplingRecord record, const float* z, int vocab) {
+    const double middle = record.temperature, reach = record.dynatemp_range;
+    record.temperature = 1;
+    const Distribution all(Row{record, z, vocab, best_id(z, vocab)});
+    if (all.count < 2) return (float)middle;
+    const double low = std::max(middle - reach, kLeastTemperature), high = middle + reach;
+    const double share = std::clamp(all.entropy / std::log((double)all.count), 0.0, 1.0);
+    return (float)(low + (high - low) * std::pow(share, (double)record.dynatemp_exponent));
+}
+
+void ban_untypical(const Row& row, float* z, Candidate* space) {
+    const Distribution all(row);
+    int count = 0;
+    each_token(row, [&](int id, float weight) {
+        const double distance = std::abs(all.surprise(row, id) - all.entropy);
+        space[count++] = Candidate{(float)-distance, id, weight};
+    });
+    const Candidate last = last_of_weight(space, count, row.record.typical_p * all.total);
+    int kept = 0;
+    for (int i = 0; i < count; i++)
+        if (!better(last, space[i])) space[kept++] = Candidate{z[space[i].id], space[i].id};
+    std::fill(z, z + row.vocab, -INFINITY);
+    for (int i = 0; i < kept; i++) z[space[i].id] = space[i].logit;
+}
+
+// Sets the record's temperature to the one that holds from here on.
+void filter_whole(SamplingRecord& record, float* z, int vocab, Candidate* space) {
+    if (record.top_n_sigma > 0) ban_below_sigmas(z, vocab, record.top_n_sigma);
+    if (record.dynatemp_range > 0) record.temperature = dynamic_temperature(record, z, vocab);
+    if (record.typical_p < 1) ban_untypical(Row{record, z, vocab, best_id(z, vocab)}, z, space);
+}
+
+// The best `count` tokens in order.
+int sorted_best(const float* z, int vocab, int count, Candidate* best) {
+    const int found = best_of(z, vocab, count, best);
+    std::sort(best, best + found, better);
+    return (int)(std::find_if(best, best + found, [](const Candidate& c) { return c.logit == -INFINITY; }) -
+                 best);
+}
+
+// Bans every token before (or behind) a place in the order (logit down, id up).
+void ban_before(float* z, int vocab, Candidate first) {
+    for (int id = 0; id < vocab; id++)
+        if (better(Candidate{z[id], id}, first)) z[id] = -INFINITY;
+}
+void ban_behind(float* z, int vocab, Candidate last) {
+    for (int id = 0; id < vocab; id++)
+        if (better(last, Candidate{z[id], id})) z[id] = -INFINITY;
+}
+
+bool throws_xtc(const SamplingRecord& record) {
+    if (record.xtc_probability <= 0) return false;
+    const PhiloxBlock counter{{record.position, record.sample_index, 0, kXtcPurpose}};
+    return (philox(record.seed, counter).words[0] + 0.5) * 0x1p-32 < record.xtc_probability;
+}
+
+void ban_top_choices(const Row& row, float* z) {
+    const double least = row.record.xtc_threshold * Distribution(row).total;
+    Candidate last{INFINITY, -1};
+    each_token(row, [&](int id, float) {
+        if (row.weight(z[id]) >= least && better(last, Candidate{z[id], id})) last = Candidate{z[id], id};
+    });
+    if (last.id >= 0) ban_before(z, row.vocab, last);
+}
+
+// How many of the best tokens have a surprise of 2^mu together by Zipf's law, whose exponent the first ones
+// give.
+int zipf_count(const Row& row, Candidate* best) {
+    const int count = sorted_best(row.z, row.vocab, std::min(kMirostatTokens, row.vocab), best);
+    if (count < 2) return 1;
+    double products = 0, squares = 0;
+    for (int i = 1; i < count; i++) {
+        const double t = std::log((i + 1.0) / i);
+        products += t * (row.distance(best[i - 1].logit) - row.distance(best[i].logit));
+        squares += t * t;
+    }
+    const double exponent = products / squares, epsilon = exponent - 1, log_vocab = std::log((double)row.vocab);
+    if (exponent <= 0) return row.vocab;
+    const double log_quotient = std::abs(epsilon) > 1e-9
+                                    ? std::log(epsilon / -std::expm1(-epsilon * log_vocab))
+                                    : -std::log(log_vocab);
+    const double log_count = (log_quotient + row.record.mirostat_mu * std::log(2.0)) / exponent;
+    return std::max(1, (int)std::min(std::exp(std::min(log_count, 40.0)), (double)row.vocab));
+}
+
+void ban_surprising(const Row& row, float* z, Candidate* space) {
+    Candidate last{z[row.best], row.best};
+    if (row.record.mirostat_mode == 2) {
+        const double total = Distribution(row).total;
+        const double least = total * std::exp2(-(double)row.record.mirostat_mu);
+        each_token(row, [&](int id, float) {
+            if (row.weight(z[id]) >= least && better(last, Candidate{z[id], id}))
+                last = Candidate{z[id], id};
+        });
+    } else {
+        const int wanted = zipf_count(row, space), count = best_of(z, row.vocab, wanted, space);
+        last = *std::max_element(space, space + count, better);
+    }
+    ban_behind(z, row.vocab, last);
+}
+
+// Cuts first, so that what is left is a distribution of its own.
+void filter_kept(SamplingRecord& record, float* z, int vocab, Candidate* space) {
+    const Row all{record, z, vocab, best_id(z, vocab)};
+    const Candidate last = last_kept(all, space);
+    const double least = record.min_p;
+    const float best = z[all.best];
+    for (int id = 0; id < vocab; id++) {
+        const bool light = least > 0 && std::exp(((double)z[id] - best) / record.temperature) < least;
+        if (light || better(last, Candidate{z[id], id})) z[id] = -INFINITY;
+    }
+    record.top_k = 0;
+    record.top_p = 1;
+    record.min_p = 0;
+    if (throws_xtc(record)) ban_top_choices(Row{record, z, vocab, best_id(z, vocab)}, z);
+    if (record.mirostat_mode) ban_surprising(Row{record, z, vocab, best_id(z, vocab)}, z, space);
+}
+
+// Bits of surprise of a token among those that are left.
+double surprise_of(const Row& row, int token) {
+    return Distribution(row).surprise(row, token) / std::log(2.0);
+}
+
+}  // namespace
+}  // namespace octavo
