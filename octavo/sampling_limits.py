@@ -74,6 +74,7 @@ WHOLE_NUMBERS = {
         -1, INT32_MAX, "None, -1 (the whole vocabulary), or a whole number from 0 up", optional=True
     ),
     "prompt_logprob_start": _range(0, INT32_MAX, "None, or {}", optional=True),
+    "mirostat_mode": _range(0, 2, "0 (off), 1 or 2"),
 }
 """Integer fields and their bounds; best_of has its own, which depends on n."""
 
@@ -92,6 +93,8 @@ NUMBERS = {
     "dynatemp_exponent": NumberRange(0, 100, "a number above 0 and at most 100", above_low=True),
     "xtc_probability": NumberRange(0, 1),
     "xtc_threshold": NumberRange(0, 1),
+    "mirostat_tau": NumberRange(0, 100),
+    "mirostat_eta": NumberRange(0, 1),
 }
 """Fields that hold a float, and their bounds."""
 
@@ -112,6 +115,7 @@ SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (0.0,),
     "dynatemp_range": (0.0,),
     "xtc_probability": (0.0,),
+    "mirostat_mode": (0,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
@@ -127,5 +131,6 @@ DRAWS_ONLY: dict[str, float] = {
     "typical_p": 1.0,
     "dynatemp_range": 0.0,
     "xtc_probability": 0.0,
+    "mirostat_mode": 0,
 }
 """Neutral values of the fields that would change a greedy choice; temperature 0 takes no other."""

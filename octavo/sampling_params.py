@@ -42,6 +42,7 @@ MASKED_FILTERS = {
     "top_n_sigma": 0.0,
     "dynatemp_range": 0.0,
     "xtc_probability": 0.0,
+    "mirostat_mode": 0,
 }
 """Filters whose outcome depends on which tokens are masked, and their neutral values."""
 
@@ -51,7 +52,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
 
     `temperature` below 1e-5 is greedy. `top_k` 0 or -1 is off. `logprobs` -1 means the whole
     vocabulary. `max_tokens` None means until the context ends. The order of filters: bias, bans and
-    penalties; top_n_sigma; temperature; typical_p; min_p; top_k; top_p; XTC.
+    penalties; top_n_sigma; temperature; typical_p; min_p; top_k; top_p; XTC; mirostat.
     """
 
     n: int = 1
@@ -80,6 +81,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     """Probability that a draw excludes top choices (XTC); 0: off."""
     xtc_threshold: float = 0.1
     """Least probability of a top choice; the last of several stays."""
+    mirostat_mode: int = 0
+    """Version of mirostat, 1 or 2, which holds the tokens' surprise near `mirostat_tau`; 0: off."""
+    mirostat_tau: float = 5.0
+    """Surprise that mirostat aims at, in bits."""
+    mirostat_eta: float = 0.1
+    """Share of a token's error that mirostat corrects with the next one."""
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

@@ -35,6 +35,8 @@ class NewRow(msgspec.Struct):
     """
     grammar: GrammarSpec | None = None
     """Grammar of the row's text; None: any text."""
+    mirostat_mu: float | None = None
+    """Bound of mirostat after the last of `token_ids`; None: its first one, 2 * mirostat_tau."""
 
 
 class ScheduledRow(msgspec.Struct):
@@ -253,6 +255,8 @@ class RowResult(msgspec.Struct):
     """Number of the row's computed tokens whose K and V hold, counted from `start`; the request's
     computed count advances by it. 0 where the row failed.
     """
+    mirostat_mu: float | None = None
+    """Bound of mirostat after `token_ids`, which no tokens tell; None without mirostat."""
 
 
 class StepResult(msgspec.Struct):

@@ -295,6 +295,11 @@ class ModelRunner:
             if failed[entry]:
                 results[index].failure = self._failure(step, entry, index)
         self._rows.append(layout.rows[draws], layout.ends[draws], samples.token_ids[:num_draws])
+        if samples.surprises is not None:
+            surprises = samples.surprises.tolist()
+            for entry, index in enumerate(layout.draws):
+                row = int(layout.rows[index])
+                results[index].mirostat_mu = self._rows.sampling.surprised(row, surprises[entry])
         if samples.logprobs is not None:
             num_logprobs = sampling.records["num_logprobs"]
             reader = LogprobsReader(num_logprobs, samples)

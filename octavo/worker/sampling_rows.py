@@ -144,6 +144,8 @@ class SamplingRows:
         self._grammars = grammars
         self._records = sampling_records(max_rows)
         self._extras: dict[int, RowExtras] = {}
+        self._mirostats: dict[int, tuple[float, float]] = {}
+        """Surprise aimed at, and share of the error that is corrected, by row."""
         self._masks: WeakValueDictionary[tuple[int, ...], Bits] = WeakValueDictionary()
 
     def add(self, row: int, new: NewRow) -> None:
@@ -162,18 +164,23 @@ class SamplingRows:
             dynatemp_exponent=params.dynatemp_exponent,
             xtc_probability=params.xtc_probability,
             xtc_threshold=params.xtc_threshold,
+            mirostat_mode=params.mirostat_mode,
+            mirostat_mu=2 * params.mirostat_tau if new.mirostat_mu is None else new.mirostat_mu,
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             top_k=params.top_k,
             num_logprobs=-1 if params.logprobs is None else self.num_top(params.logprobs),
         )
+        if params.mirostat_mode:
+            self._mirostats[row] = (params.mirostat_tau, params.mirostat_eta)
         extras = self._make_extras(new)
         if extras is not None:
             self._extras[row] = extras
 
     def free(self, row: int) -> None:
         """Drops what a row holds beside its record."""
+        self._mirostats.pop(row, None)
         self._extras.pop(row, None)
 
     def num_top(self, num_logprobs: int) -> int:
@@ -184,6 +191,17 @@ class SamplingRows:
     def has_extras(self) -> bool:
         """Whether any row has more than its record."""
         return bool(self._extras)
+
+    def surprised(self, row: int, surprise: float) -> float | None:
+        """Moves the bound of a row's mirostat after a token of so many bits; returns it, rounded as
+        it is kept, or None without mirostat.
+        """
+        if row not in self._mirostats:
+            return None
+        tau, eta = self._mirostats[row]
+        mu = float(self._records["mirostat_mu"][row]) - eta * (surprise - tau)
+        self._records["mirostat_mu"][row] = mu
+        return float(self._records["mirostat_mu"][row])
 
     def took(self, row: int, token_id: int) -> None:
         """Counts a row's sampled token for its penalties."""

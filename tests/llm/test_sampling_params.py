@@ -70,6 +70,7 @@ BOUNDS = {
     "prompt_logprobs": (-1, 2**31 - 1),
     "prompt_logprob_start": (0, 2**31 - 1),
     "beam_width": (1, 1024),
+    "mirostat_mode": (0, 2),
 }
 OTHERS = {
     "min_tokens": {"max_tokens": None},

@@ -308,7 +308,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("ollama", {"tools": TOOL}, "tools[0].type: needed, and not given"),
         ("ollama", {"think": True}, 'think: got True, but "tiny" does not support thinking'),
         ("ollama", {"options": {"num_ctx": 513}}, "options.num_ctx: got 513, allowed is at most"),
-        ("ollama", {"options": {"mirostat": 1}}, "options.mirostat: no such field"),
+        ("ollama", {"options": {"repeat_last_n": 1}}, "options.repeat_last_n: no such field"),
         ("ollama", {"options": {"num_predict": 0}}, "num_predict: got 0"),
         ("ollama", {"options": {"repeat_penalty": 0.0}}, "repeat_penalty: got 0"),
         ("ollama", {"messages": [{"role": "user", "content": "", "images": ["x"]}]}, "messages[0]"),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.stats import COUNTS, EngineStats
 
 
@@ -21,11 +22,22 @@ class UnfinishedRequest:
 
     request: EngineRequest
     token_ids: list[int] = field(default_factory=list)
+    mirostat_mu: float | None = None
+    """Bound of mirostat after `token_ids`."""
     aborted: bool = False
+
+    def take(self, output: EngineOutput) -> None:
+        """Notes what a step yielded."""
+        self.token_ids += output.token_ids
+        if output.mirostat_mu is not None:
+            self.mirostat_mu = output.mirostat_mu
 
     def resumed(self, *, one_token: bool = False) -> EngineRequest:
         """Returns it as a core that has never heard of it takes it in."""
-        told = {"output_token_ids": list(self.token_ids), "fork_of": None} if self.token_ids else {}
+        told: dict[str, Any] = {}
+        if self.token_ids:
+            told = {"output_token_ids": list(self.token_ids), "fork_of": None}
+            told["mirostat_mu"] = self.mirostat_mu
         return msgspec.structs.replace(self.request, resumed=True, one_token=one_token, **told)
 
 

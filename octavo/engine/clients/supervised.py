@@ -194,7 +194,7 @@ class SupervisedClient:
         for output in step.outputs:
             request = self._ledger.unfinished.get(output.request_id)
             if request is not None:
-                request.token_ids += output.token_ids
+                request.take(output)
                 if output.finish_reason is not None:
                     self._note_end(request, output)
         self._stats = step.stats if self._before is None else step.stats.after(self._before)

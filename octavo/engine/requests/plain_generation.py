@@ -58,6 +58,7 @@ class PlainGeneration:
         self._watched = (
             rules.one_token
             or bool(params.bad_words_token_ids)
+            or params.mirostat_mode > 0
             or (has_grammar and (params.depends_on_mask or params.min_tokens > 0))
         )
         """Whether something has to be done for each of its tokens."""
@@ -88,6 +89,8 @@ class PlainGeneration:
             finish = self._rules.end_of(known)
             if finish is not None:
                 break
+        if result.mirostat_mu is not None:
+            row.mirostat_mu = result.mirostat_mu
         num_taken = len(known) - num_before
         return RequestProgress(
             num_taken,
@@ -106,4 +109,6 @@ def _needs_last_token(params: SamplingParams) -> str:
         return "a penalty: it counts the tokens"
     if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
         return "bad_words: what is banned depends on the tokens before"
+    if params.mirostat_mode:
+        return "mirostat: its bound depends on the token before"
     return ""

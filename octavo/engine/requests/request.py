@@ -60,6 +60,8 @@ class EngineRequest(msgspec.Struct):
     """Whether an earlier core knew the request."""
     grammar: GrammarSpec | None = None
     """Grammar of its text; None: any text."""
+    mirostat_mu: float | None = None
+    """Bound of its mirostat after `output_token_ids`, where an earlier core told it."""
     one_token: bool = False
     """Whether it ends as aborted once it has one more token, unless that one is its end anyway."""
 
@@ -84,6 +86,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     num_swaps: int = 0
     """Preemptions that moved its blocks to host memory."""
     scheduled_ts: float | None = None
+    mirostat_mu: float | None = None
+    """Bound of mirostat after `token_ids`, for a core that may replace this one."""
     beams: list[BeamOutput] | None = None
     """Sequences found by a beam search, all with the finish_reason; it yields no tokens before."""
     timings: Timings | None = None
@@ -131,6 +135,7 @@ class Request(TokenRow):
     ) -> None:
         """Takes `stop_texts` for a beam search with stop strings."""
         super().__init__(source.request_id, [*source.prompt_token_ids, *source.output_token_ids])
+        self.mirostat_mu = source.mirostat_mu
         params = source.params
         self.source = source
         self.params = params

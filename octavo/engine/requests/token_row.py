@@ -30,6 +30,7 @@ class TokenRow:
 
     __slots__ = (
         "is_on_worker",
+        "mirostat_mu",
         "num_computed_tokens",
         "num_tokens_in_flight",
         "request_id",
@@ -42,6 +43,8 @@ class TokenRow:
         self.num_computed_tokens = num_computed_tokens
         self.num_tokens_in_flight = 0
         """Tokens in plans whose results have not been taken in."""
+        self.mirostat_mu: float | None = None
+        """Bound of mirostat after the last token; None before the first one, or without it."""
         self.is_on_worker = False
         """Whether the worker has a row with these tokens; if not, it gets one with the next step
         that computes some.

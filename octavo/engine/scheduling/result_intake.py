@@ -120,6 +120,7 @@ class ResultIntake:
             output = self._output(request, progress.token_ids, progress.logprobs)
         else:
             return None
+        output.mirostat_mu = request.mirostat_mu
         if progress.is_first:
             request.describe_start(output)
         return output

@@ -107,6 +107,7 @@ class StepBuilder:
                 sample_index=source.sample_index,
                 end_token_ids=sorted(request.end_token_ids),
                 grammar=source.grammar,
+                mirostat_mu=row.mirostat_mu,
             )
         )
 

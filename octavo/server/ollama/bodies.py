@@ -16,6 +16,9 @@ NAMES = {
     "top_p": "top_p",
     "min_p": "min_p",
     "typical_p": "typical_p",
+    "mirostat": "mirostat_mode",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
     "seed": "seed",
     "stop": "stop",
     "num_predict": "max_tokens",
@@ -44,6 +47,9 @@ class RunOptions(BaseModel):
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     num_predict: int | None = None

@@ -42,6 +42,9 @@ SAMPLING_FIELDS = (
     "dynatemp_exponent",
     "xtc_probability",
     "xtc_threshold",
+    "mirostat_mode",
+    "mirostat_tau",
+    "mirostat_eta",
     "seed",
     "stop",
     "stop_token_ids",
@@ -124,6 +127,11 @@ class SamplingBody(Body):
         "xtc_probability", "how often all top choices but the last are left out"
     )
     xtc_threshold: float | None = sampling("xtc_threshold", "least probability of a top choice")
+    mirostat_mode: Whole | None = sampling(
+        "mirostat_mode", "holds the surprise of tokens near mirostat_tau; 0 is off"
+    )
+    mirostat_tau: float | None = sampling("mirostat_tau", "surprise aimed at, in bits")
+    mirostat_eta: float | None = sampling("mirostat_eta", "how fast mirostat corrects an error")
     seed: Whole | None = sampling("seed", "makes the draws repeatable; null draws a seed")
     stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
     stop_token_ids: list[TokenId] | None = field("a list of token ids", "end the answer")
