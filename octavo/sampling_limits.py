@@ -15,6 +15,9 @@ INT32_MAX = (1 << 31) - 1
 GREEDY_EPS = 1e-5
 MAX_N = 16384
 MAX_BEAMS = 1024
+MAX_BREAKERS = 64
+MAX_BREAKER = 64
+"""Most characters of one of at most MAX_BREAKERS sequence breakers."""
 MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
 """Bound on length_penalty either way: a length to a higher power overflows a float, or is 0."""
@@ -75,6 +78,8 @@ WHOLE_NUMBERS = {
     ),
     "prompt_logprob_start": _range(0, INT32_MAX, "None, or {}", optional=True),
     "mirostat_mode": _range(0, 2, "0 (off), 1 or 2"),
+    "dry_allowed_length": _range(1, INT32_MAX),
+    "dry_penalty_last_n": _range(-1, INT32_MAX, "-1 (all tokens), or {}"),
 }
 """Integer fields and their bounds; best_of has its own, which depends on n."""
 
@@ -95,6 +100,8 @@ NUMBERS = {
     "xtc_threshold": NumberRange(0, 1),
     "mirostat_tau": NumberRange(0, 100),
     "mirostat_eta": NumberRange(0, 1),
+    "dry_multiplier": NumberRange(0, 100),
+    "dry_base": NumberRange(1, 100),
 }
 """Fields that hold a float, and their bounds."""
 
@@ -116,6 +123,7 @@ SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
     "dynatemp_range": (0.0,),
     "xtc_probability": (0.0,),
     "mirostat_mode": (0,),
+    "dry_multiplier": (0.0,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),

@@ -25,6 +25,8 @@ from octavo.sampling_limits import (
     INT32_MAX,
     MAX_BEAMS,
     MAX_BIAS,
+    MAX_BREAKER,
+    MAX_BREAKERS,
     MAX_LENGTH_PENALTY,
     MAX_N,
     NUMBERS,
@@ -87,6 +89,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     """Surprise that mirostat aims at, in bits."""
     mirostat_eta: float = 0.1
     """Share of a token's error that mirostat corrects with the next one."""
+    dry_multiplier: float = 0.0
+    """Penalty of a token that goes on with a repetition of `dry_allowed_length` tokens; 0: off."""
+    dry_base: float = 1.75
+    """Factor of the penalty for each further token of the repetition."""
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    """Number of tokens among which repetitions are looked for; -1: all."""
+    dry_sequence_breakers: list[str] | None = None
+    """Texts whose tokens end a repetition; None: a newline, a colon, a quote and an asterisk."""
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -120,6 +131,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     """Token ids of `bad_words`, filled in by the input processor."""
     answer_marks: AnswerMarks | None = None
     """Marks of the model's own format of answers, filled in by the server."""
+    dry_sequence_breaker_ids: list[int] | None = None
+    """Tokens that hold one of `dry_sequence_breakers`, filled in by the input processor."""
 
     def __post_init__(self) -> None:
         self._check_flags()
@@ -207,6 +220,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
             self.stop = _texts("stop", self.stop, "one text or a list of texts", lone=True)
         if self.bad_words is not None:
             self.bad_words = _texts("bad_words", self.bad_words, "a list of texts")
+        if self.dry_sequence_breakers is not None:
+            allowed = f"a list of at most {MAX_BREAKERS} texts of {MAX_BREAKER} characters"
+            self.dry_sequence_breakers = _breakers(self.dry_sequence_breakers, allowed)
         if self.stop_strings and not self.detokenize:
             raise InvalidRequest(
                 "stop: stop texts need the text, and detokenize is False",
@@ -373,6 +389,15 @@ def _texts(name: str, value: object, allowed: str, *, lone: bool = False) -> lis
         is_there = isinstance(text, str) and (text != "" if lone else text.strip() != "")
         _check(name, text, is_there, f"{allowed}, none of them empty")
     return list(texts)
+
+
+def _breakers(value: Any, allowed: str) -> list[str]:
+    name = "dry_sequence_breakers"
+    _check(name, value, isinstance(value, list | tuple) and len(value) <= MAX_BREAKERS, allowed)
+    texts: list[str] = list(value)
+    for text in texts:
+        _check(name, text, isinstance(text, str) and 0 < len(text) <= MAX_BREAKER, allowed)
+    return texts
 
 
 def _token_ids(name: str, value: Any) -> list[int]:

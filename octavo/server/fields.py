@@ -11,12 +11,15 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
 from octavo.errors import InvalidRequest
 from octavo.sampling_limits import NUMBERS, WHOLE_NUMBERS
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A whole number of at most 64 bits."""
 
 INTERACTIONS = ("needs", "excludes", "same_as")
 

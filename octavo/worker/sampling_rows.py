@@ -25,6 +25,7 @@ from octavo.backends.batch import (
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow
 from octavo.worker.checked_draws import CheckedDraws
+from octavo.worker.dry import DryMatches, dry_matches
 from octavo.worker.grammar_rows import GrammarRows
 
 MINUS_INFINITY = float("-inf")
@@ -73,6 +74,8 @@ class RowExtras:
     """Tokens that penalties apply to; None without a penalty."""
     allowed_mask: Bits | None
     """[ceil(V / 32)]; None allows all."""
+    dry: DryMatches | None
+    """Repetitions that DRY penalises; None without it."""
     draws_first: bool
     """Whether a grammar may be checked once the token is drawn."""
 
@@ -80,6 +83,13 @@ class RowExtras:
         """Returns what is added to the logits of the token after `token_ids [num_tokens]`. Where
         the text `must_end`, its end is not banned.
         """
+        bias = self._bias(token_ids, must_end=must_end)
+        if self.dry is None:
+            return bias
+        penalties = self.dry.penalties(token_ids)
+        return bias | {id_: bias.get(id_, 0.0) - lost for id_, lost in penalties.items()}
+
+    def _bias(self, token_ids: NDArray[np.int32], *, must_end: bool) -> dict[int, float]:
         ends_banned = len(token_ids) < self.min_num_tokens and not must_end
         if not ends_banned and not self.bad_words:
             return self.logit_bias
@@ -305,6 +315,7 @@ class SamplingRows:
             params.bad_words_token_ids,
             params.allowed_token_ids,
             penalised,
+            params.dry_multiplier,
             new.grammar,
         )
         if not any(wanted):
@@ -320,6 +331,7 @@ class SamplingRows:
             if penalised
             else None,
             allowed_mask=self._allowed_mask(params),
+            dry=dry_matches(params),
             draws_first=not params.depends_on_mask,
         )
 

@@ -32,6 +32,10 @@ REFUSED = [
     ({"ignore_eos": "x"}, "ignore_eos: got 'x', allowed is True or False"),
     ({"detokenize": 1}, "detokenize: got 1, allowed is True or False"),
     ({"temperature": None}, "temperature: got None"),
+    ({"dry_base": 0.9}, "dry_base: got 0.9"),
+    ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers: got '', allowed is a list of at"),
+    ({"dry_sequence_breakers": ["a"] * 65}, "dry_sequence_breakers: got "),
+    ({"dry_multiplier": 1, "beam_width": 2}, "dry_multiplier: got 1.0, allowed is 0.0 in a beam"),
     ({"typical_p": 0}, "typical_p: got 0, allowed is a number above 0 and at most 1"),
     ({"top_n_sigma": -0.5}, "top_n_sigma: got -0.5, allowed is 0 or -1"),
     ({"dynatemp_range": 2.1}, "dynatemp_range: got 2.1"),
@@ -71,6 +75,8 @@ BOUNDS = {
     "prompt_logprob_start": (0, 2**31 - 1),
     "beam_width": (1, 1024),
     "mirostat_mode": (0, 2),
+    "dry_allowed_length": (1, 2**31 - 1),
+    "dry_penalty_last_n": (-1, 2**31 - 1),
 }
 OTHERS = {
     "min_tokens": {"max_tokens": None},

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.engine.front.arguments import Messages, Prompt, as_list, check_messages
+from octavo.engine.front.breakers import Breakers
 from octavo.engine.requests.request import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
@@ -96,6 +97,7 @@ class InputProcessor:
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
+        self._breakers = Breakers(tokenizer, limits.vocab_size)
         self._eos_token_ids = [
             token for token in dict.fromkeys(eos_token_ids) if token < limits.vocab_size
         ]
@@ -311,6 +313,8 @@ class InputProcessor:
             self.need_tokenizer(
                 "stop: stop texts need a tokenizer, and this engine has none", "stop"
             )
+        if params.dry_multiplier:
+            params.dry_sequence_breaker_ids = self._breakers.ids(params.dry_sequence_breakers)
         if params.bad_words:
             return msgspec.structs.replace(
                 params, bad_words_token_ids=self._encode_bad_words(params.bad_words)

@@ -59,6 +59,7 @@ class PlainGeneration:
             rules.one_token
             or bool(params.bad_words_token_ids)
             or params.mirostat_mode > 0
+            or params.dry_multiplier > 0
             or (has_grammar and (params.depends_on_mask or params.min_tokens > 0))
         )
         """Whether something has to be done for each of its tokens."""
@@ -109,6 +110,8 @@ def _needs_last_token(params: SamplingParams) -> str:
         return "a penalty: it counts the tokens"
     if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
         return "bad_words: what is banned depends on the tokens before"
+    if params.dry_multiplier:
+        return "DRY: what is a repetition depends on the tokens before"
     if params.mirostat_mode:
         return "mirostat: its bound depends on the token before"
     return ""

@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from octavo.server.body import Body
-from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.fields import Whole, field, needed, sampling, taken
+from octavo.server.openai.filter_body import FilterBody
 
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A whole number that fits the engine's types; SamplingParams says which values make sense."""
 
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -45,6 +45,11 @@ SAMPLING_FIELDS = (
     "mirostat_mode",
     "mirostat_tau",
     "mirostat_eta",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
     "seed",
     "stop",
     "stop_token_ids",
@@ -70,7 +75,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class SamplingBody(Body):
+class SamplingBody(FilterBody):
     """Base of the bodies that ask for text; None stands for a field that is not given."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(
@@ -110,28 +115,6 @@ class SamplingBody(Body):
     min_p: float | None = sampling(
         "min_p", "draws from tokens with at least this share of the likeliest one's probability"
     )
-    typical_p: float | None = sampling(
-        "typical_p",
-        "draws from the tokens nearest to the expected surprise, of this probability together",
-    )
-    top_n_sigma: float | None = sampling(
-        "top_n_sigma", "draws from logits within this many standard deviations of the best"
-    )
-    dynatemp_range: float | None = sampling(
-        "dynatemp_range", "lets the temperature follow the entropy, this far up and down"
-    )
-    dynatemp_exponent: float | None = sampling(
-        "dynatemp_exponent", "power of the entropy that the temperature follows"
-    )
-    xtc_probability: float | None = sampling(
-        "xtc_probability", "how often all top choices but the last are left out"
-    )
-    xtc_threshold: float | None = sampling("xtc_threshold", "least probability of a top choice")
-    mirostat_mode: Whole | None = sampling(
-        "mirostat_mode", "holds the surprise of tokens near mirostat_tau; 0 is off"
-    )
-    mirostat_tau: float | None = sampling("mirostat_tau", "surprise aimed at, in bits")
-    mirostat_eta: float | None = sampling("mirostat_eta", "how fast mirostat corrects an error")
     seed: Whole | None = sampling("seed", "makes the draws repeatable; null draws a seed")
     stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
     stop_token_ids: list[TokenId] | None = field("a list of token ids", "end the answer")

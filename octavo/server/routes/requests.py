@@ -23,7 +23,7 @@ from octavo.errors import EngineDead, InvalidRequest, RequestNotFound
 from octavo.server.auth import is_operator, origin_of, owner_of, require_operator
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
-from octavo.server.fields import field
+from octavo.server.fields import Whole, field
 from octavo.server.generation import Generation, member_name, split_member
 from octavo.server.openai.answer import Answer
 from octavo.server.openai.bodies import (
@@ -31,7 +31,6 @@ from octavo.server.openai.bodies import (
     CompletionBody,
     SamplingBody,
     TokenId,
-    Whole,
 )
 from octavo.server.openai.chat import ChatAnswer
 from octavo.server.openai.completions import CompletionAnswer

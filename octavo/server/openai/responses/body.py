@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 from octavo.errors import InvalidRequest, shown
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import Body
-from octavo.server.fields import field, sampling
-from octavo.server.openai.bodies import TokenId, Whole
+from octavo.server.fields import Whole, field, sampling
+from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.structured import response_format
 from octavo.structured_outputs import StructuredOutputs
 
