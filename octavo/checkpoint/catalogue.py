@@ -209,7 +209,7 @@ def _fetch_from_hub(
         return model.fetch(progress=progress, verify=verify, report=report)
     except DownloadFailed:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # the class of a broken connection is that of the hub's HTTP library
         raise _not_found(name, error) from error
 
 

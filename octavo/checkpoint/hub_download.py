@@ -22,6 +22,8 @@ from octavo.progress import Report
 TIMEOUT_S = 10
 CHUNK_BYTES = 1 << 20
 SHA256_LENGTH = 64
+HTTP_SERVER_ERROR = 500
+"""Least status with which a hub says that it is out of order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,20 @@ class HubModel:
         """Fetches the files that the hub stores by SHA-256; without a network none."""
         from huggingface_hub import HfApi
         from huggingface_hub.constants import ENDPOINT
-        from huggingface_hub.errors import OfflineModeIsEnabled
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
         from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
         try:
             info = HfApi().model_info(self.name, files_metadata=True, timeout=TIMEOUT_S)
-        except OfflineModeIsEnabled:
+        except HFValidationError:
+            raise
+        except HfHubHTTPError as error:
+            if error.response.status_code < HTTP_SERVER_ERROR:
+                raise
+            return
+        except Exception:
+            # Offline, by choice or not: which error says so depends on huggingface-hub's HTTP
+            # library. Its own download finds what the cache has, or says that nothing is there.
             return
         stored = {file.rfilename: file.lfs for file in info.siblings or [] if file.lfs is not None}
         wanted = filter_repo_objects(

@@ -118,6 +118,18 @@ def test_a_refusal_says_what_was_tried(hub, tmp_path, status, message):
     assert code == 2 and not out and message in err
 
 
+def test_a_cached_model_is_found_while_the_hub_is_away(hub, tmp_path):
+    assert pull(hub, tmp_path)[0] == 0
+    hub.status = 503
+    code, out, err = pull(hub, tmp_path)
+    assert code == 0, err
+    check_whole(out)
+    hub.url = "http://127.0.0.1:9"
+    code, out, err = pull(hub, tmp_path)
+    assert code == 0, err
+    check_whole(out)
+
+
 def test_a_full_disk_is_named(hub, tmp_path):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
