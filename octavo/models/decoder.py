@@ -305,9 +305,10 @@ def gated_experts(
     num_experts: int,
     width: int,
     activation: Activation,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Value:
     """Appends the chosen experts' gated MLPs, weighted and summed. Checkpoints keep one tensor for
-    each expert and projection.
+    each expert and projection; `names` are those of gate, up and down.
     """
     rows, ids, weights = routed
     hidden_size = rows.width
@@ -316,10 +317,10 @@ def gated_experts(
         sources = tuple(f"{name}.{e}.{projection}.weight" for e in range(num_experts))
         return Weight(f"{name}.{projection}.weight", (num_experts, out_width, in_width), sources)
 
-    gate = b.grouped_linear(rows, ids, weight("gate_proj", width, hidden_size))
-    up = b.grouped_linear(rows, ids, weight("up_proj", width, hidden_size))
+    gate = b.grouped_linear(rows, ids, weight(names[0], width, hidden_size))
+    up = b.grouped_linear(rows, ids, weight(names[1], width, hidden_size))
     down = b.grouped_linear(
-        b.act_mul(gate, up, activation), ids, weight("down_proj", hidden_size, width)
+        b.act_mul(gate, up, activation), ids, weight(names[2], hidden_size, width)
     )
     return b.combine(down, weights)
 

@@ -10,6 +10,7 @@ from octavo.models.decoder import (
     DecoderShape,
     Frame,
     SelfAttention,
+    Sublayer,
     build_decoder,
     gated_mlp,
     plan_cache,
@@ -41,17 +42,18 @@ def build_llama(
     head_norms: bool = False,
     row_norms: bool = False,
     interleaved: bool = False,
+    mlp: Sublayer | None = None,
     frame: Frame = PLAIN,
 ) -> dict[str, Program]:
     """Builds Llama's decoder with the changes of its relatives; None stands for Llama's own: its
-    shape, no window, one rope table from the config with base `theta`, scale 1 / sqrt(head_dim).
+    shape, no window, one rope table from the config with base `theta`, scale 1 / sqrt(head_dim), a
+    gated MLP.
     """
     shape = shape or DecoderShape.read(config)
     cache = plan_cache(shape, windows or (None,) * shape.num_layers)
     if ropes is None:
         rope = rope_parameters(config, default_theta=theta).table(shape.head_dim)
         ropes = (rope,) * shape.num_layers
-    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
     attention = SelfAttention(
         shape=shape,
         caches=cache.layers,
@@ -63,10 +65,10 @@ def build_llama(
         head_norms=head_norms,
         row_norms=row_norms,
     )
-    return build_decoder(
-        shape,
-        cache.groups,
-        attention,
-        lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation, bias=mlp_bias),
-        frame,
-    )
+    mlp = mlp or _dense_mlp(config, bias=mlp_bias)
+    return build_decoder(shape, cache.groups, attention, mlp, frame)
+
+
+def _dense_mlp(config: HfConfig, *, bias: bool) -> Sublayer:
+    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
+    return lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation, bias=bias)

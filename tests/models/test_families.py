@@ -123,6 +123,19 @@ CASES = {
             "qkv_bias": False,
         },
     ),
+    "mixtral-no-window": ("mixtral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen3_moe-variants": (
+        "qwen3_moe",
+        {
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
+    "olmoe-normed-bias": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
     "gemma-plain-names": ("gemma", {"hidden_act": "gelu", "tie_word_embeddings": False}),
     "gemma2-no-caps": (
         "gemma2",

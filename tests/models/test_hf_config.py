@@ -238,6 +238,22 @@ def test_no_damaged_value_does_worse_than_being_refused(family):
                 continue
 
 
+def test_olmoe_with_clipped_projections_is_refused_by_name():
+    config = tiny_model("olmoe").config
+    with pytest.raises(UnsupportedModel, match=r"clip_qkv is 8.0, supported is null for olmoe"):
+        build_programs({**config, "clip_qkv": 8.0})
+
+
+def test_qwen3_moe_counts_its_experts_under_either_name():
+    config = dict(tiny_model("qwen3_moe").config)
+    count = config.pop("num_experts", None) or config.pop("num_local_experts")
+    config.pop("num_local_experts", None)
+    programs = [
+        build_programs({**config, name: count}) for name in ("num_experts", "num_local_experts")
+    ]
+    assert programs[0] == programs[1]
+
+
 def test_unknown_family_lists_the_known():
     with pytest.raises(UnsupportedModel) as error:
         build_programs({"model_type": "mamba"})

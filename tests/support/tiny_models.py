@@ -41,9 +41,10 @@ def each_family(*, without: tuple[str, ...] = ()) -> list[Any]:
     ]
 
 
-NATIVE_FAMILIES = tuple(
-    family for family in FAMILIES if family not in ("qwen2_moe", "gpt_oss", "deepseek_v3", "t5")
-)
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
+"""Families whose MLPs are routed experts."""
+
+NATIVE_FAMILIES = tuple(family for family in FAMILIES if family not in (*WITH_EXPERTS, "t5"))
 """Families that the native backend runs."""
 
 
