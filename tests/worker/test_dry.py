@@ -85,18 +85,28 @@ def test_breakers_are_the_tokens_that_hold_one_of_the_texts():
         Breakers(None, 6).ids(["a"])
 
 
-def test_a_repeated_prompt_is_not_gone_on_with():
-    """A greedy answer that repeats itself stops doing so under DRY, in any company."""
+def test_an_answer_does_not_go_on_with_a_repetition():
+    """No pair of tokens comes twice where each would cost 20, in any company; a token that is
+    pushed by less than a long repetition costs gives way to others.
+    """
     prompts = prompts_of(20, 33)
-    plain = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    dry = replace(plain, dry_multiplier=20, dry_base=2, dry_allowed_length=1)
+    dry = SamplingParams(
+        temperature=0,
+        max_tokens=60,
+        ignore_eos=True,
+        dry_multiplier=20,
+        dry_base=2,
+        dry_allowed_length=1,
+    )
+    pushed = replace(dry, logit_bias={7: 100})
     with make_llm(model_path=tiny_model("llama").path, max_model_len=128) as llm:
-        free = [out.outputs[0].token_ids for out in llm.generate(prompts, plain)]
-        alone_ids = [llm.generate(prompt, dry)[0].outputs[0].token_ids for prompt in prompts]
         together = [out.outputs[0].token_ids for out in llm.generate(prompts, dry)]
-    assert alone_ids == together
-    assert any(map(num_repeated_pairs, prompts, free))
+        assert together == [llm.generate(one, dry)[0].outputs[0].token_ids for one in prompts]
+        free = llm.generate(prompts[0], replace(pushed, dry_multiplier=0))[0].outputs[0].token_ids
+        held = llm.generate(prompts[0], pushed)[0].outputs[0].token_ids
     assert not any(map(num_repeated_pairs, prompts, together))
+    assert free == [7] * 60
+    assert held[:3] == [7] * 3 and set(held) != {7}
 
 
 def num_repeated_pairs(prompt, answer):
