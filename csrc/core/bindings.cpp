@@ -281,11 +281,13 @@ NB_MODULE(_native, m) {
             "profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)
         .def("profiled", &Builder::profiled,
              "Per kind of stage: (name, code of its weights or \"\", calls, seconds, bytes, operations).")
-        .def("run", &Builder::run, "batch"_a, "output"_a, "kv"_a, "check"_a.none(),
-             "Computes a StepBatch into the arrays of a StepOutput. Rows that check(0) returns, a Redraw, are "
-             "drawn again.")
         .def(
-            "decode", &Builder::decode, "batch"_a, "output"_a, "kv"_a, "steps"_a, "goes_on"_a, "check"_a.none(),
+            "run", &Builder::run, "batch"_a, "output"_a, "kv"_a, "check"_a.none(),
+            "Computes a StepBatch into the arrays of a StepOutput. Rows that check(0) returns, a Redraw, are "
+            "drawn again.")
+        .def(
+            "decode", &Builder::decode, "batch"_a, "output"_a, "kv"_a, "steps"_a, "goes_on"_a,
+            "check"_a.none(),
             "Computes up to steps.num_steps steps of a decoding batch, each row's draw its next token, until "
             "one ends a request or goes_on(step) is false. Returns how many.");
 }

@@ -324,7 +324,8 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
 
 void Executor::redraw(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
                       const uint32_t* masks) {
-    if (!batch.keeps_logits || batch.num_samples > kSampleChunk) fail("rows drawn again without their logits");
+    if (!batch.keeps_logits || batch.num_samples > kSampleChunk)
+        fail("rows drawn again without their logits");
     std::vector<SamplingRecord> records(batch.sampling.records, batch.sampling.records + batch.num_samples);
     for (size_t i = 0; i < samples.size(); i++) {
         if (samples[i] < 0 || samples[i] >= batch.num_samples)

@@ -133,7 +133,8 @@ int zipf_count(const Row& row, Candidate* best) {
         products += t * (row.distance(best[i - 1].logit) - row.distance(best[i].logit));
         squares += t * t;
     }
-    const double exponent = products / squares, epsilon = exponent - 1, log_vocab = std::log((double)row.vocab);
+    const double exponent = products / squares, epsilon = exponent - 1,
+                 log_vocab = std::log((double)row.vocab);
     if (exponent <= 0) return row.vocab;
     const double log_quotient = std::abs(epsilon) > 1e-9
                                     ? std::log(epsilon / -std::expm1(-epsilon * log_vocab))
@@ -148,8 +149,7 @@ void ban_surprising(const Row& row, float* z, Candidate* space) {
         const double total = Distribution(row).total;
         const double least = total * std::exp2(-(double)row.record.mirostat_mu);
         each_token(row, [&](int id, float) {
-            if (row.weight(z[id]) >= least && better(last, Candidate{z[id], id}))
-                last = Candidate{z[id], id};
+            if (row.weight(z[id]) >= least && better(last, Candidate{z[id], id})) last = Candidate{z[id], id};
         });
     } else {
         const int wanted = zipf_count(row, space), count = best_of(z, row.vocab, wanted, space);

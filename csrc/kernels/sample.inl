@@ -219,8 +219,8 @@ void sample_row(const SampleArgs& a, int row, void* scratch) {
         token = best_id(logits, a.vocab);
         failed = !std::isfinite(logits[token]) || (changed && holds_nan(z, a.vocab));
         if (!failed && record.temperature != 0)
-            token = filtered ? draw_filtered(a, at, z, space)
-                             : draw(Row{record, logits, a.vocab, token}, space);
+            token =
+                filtered ? draw_filtered(a, at, z, space) : draw(Row{record, logits, a.vocab, token}, space);
     }
     a.out_failed[at] = failed;
     a.out_ids[at] = failed ? 0 : token;
