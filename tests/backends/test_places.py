@@ -16,7 +16,6 @@ from octavo.backends.batch import StepBatch
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
-from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.builder import Builder
 from octavo.program.ops import RopeTable
@@ -128,21 +127,11 @@ ATTENTION = {
 
 @pytest.mark.parametrize(
     ("backend", "kind"),
-    [
-        (backend, kind)
-        for backend in ("reference", "native", "torch")
-        for kind in ATTENTION
-        if not (backend == "native" and kind == "t5")
-    ],
+    [(backend, kind) for backend in ("reference", "native", "torch") for kind in ATTENTION],
 )
 def test_attention_depends_on_places_alone(backend, kind):
     found = logits(backend, ATTENTION[kind], shifted_positions)
     np.testing.assert_array_equal(found, logits(backend, ATTENTION[kind]))
-
-
-def test_native_refuses_a_bias_by_name():
-    with pytest.raises(BackendUnavailable, match="attention with T5Bias"):
-        logits("native", ATTENTION["t5"])
 
 
 @BACKENDS

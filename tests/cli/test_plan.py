@@ -147,7 +147,7 @@ def test_a_kv_cache_that_was_asked_for_and_does_not_fit(octavo, config):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "bert", "hidden_size": 768}, "model type 'bert' is not supported"),
+        ({"model_type": "mamba", "hidden_size": 768}, "model type 'mamba' is not supported"),
         (
             {
                 "model_type": "t5",

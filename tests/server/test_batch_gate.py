@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from octavo.config.engine_config import EngineConfig, ModelOptions, SchedulerOptions
 from octavo.server.app import create_app
 from octavo.server.batch_gate import BatchGate, GatePace, PutBack
 from octavo.server.settings import ServerSettings
@@ -22,7 +23,10 @@ class FakeEngine:
     """An engine of which a test says how many requests it has."""
 
     def __init__(self, max_num_seqs=32):
-        self.config = SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=max_num_seqs))
+        self.config = EngineConfig(
+            model=ModelOptions(skip_tokenizer_init=True),
+            scheduler=SchedulerOptions(max_num_seqs=max_num_seqs),
+        )
         self.num_lines = 0
         self.num_others = 0
         self.num_waiting = 0

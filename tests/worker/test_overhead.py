@@ -26,7 +26,7 @@ class InstantRunnable:
     def run(self, batch, kv):
         return StepOutput(_draws(len(batch.sample_rows)))
 
-    def decode(self, batch, kv, steps, goes_on):
+    def decode(self, batch, kv, steps, goes_on, check=None):
         done = [_draws(len(batch.sample_rows))]
         while len(done) < steps.num_steps and goes_on(done[-1]):
             done.append(_draws(len(batch.sample_rows)))

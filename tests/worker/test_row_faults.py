@@ -101,12 +101,30 @@ def run_beside(kind: type, field: str, value: object, **options: Any) -> tuple[A
 
 
 READ = {
-    NewRow: {"token_ids", "num_prompt_tokens", "params", "seed", "sample_index", "end_token_ids"},
+    NewRow: {
+        "token_ids",
+        "num_prompt_tokens",
+        "params",
+        "seed",
+        "sample_index",
+        "end_token_ids",
+        "grammar",
+        "mirostat_mu",
+    },
     SamplingParams: {
         "temperature",
         "top_p",
         "top_k",
         "min_p",
+        "typical_p",
+        "top_n_sigma",
+        "dynatemp_range",
+        "dynatemp_exponent",
+        "xtc_probability",
+        "xtc_threshold",
+        "mirostat_mode",
+        "mirostat_tau",
+        "dry_multiplier",
         "repetition_penalty",
         "presence_penalty",
         "frequency_penalty",
