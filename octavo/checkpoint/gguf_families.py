@@ -25,7 +25,7 @@ GEMMA3_LOCAL_ROPE_THETA = 10000.0
 GEMMA3_PERIOD = 6
 GEMMA3_27B_LAYERS = 62
 GEMMA2_27B_LAYERS = 46
-"""Number of layers of the one model whose queries are scaled by hidden_size / heads instead of
+"""Numbers of layers of the two models whose queries are scaled by hidden_size / heads instead of
 head_dim; headers do not say so.
 """
 

@@ -8,12 +8,12 @@ from octavo.models.decoder import (
     DecoderShape,
     SelfAttention,
     build_decoder,
-    gated_experts,
     gated_mlp,
     plan_cache,
 )
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import rope_parameters
+from octavo.models.softmax_experts import SoftmaxExperts
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value
 
@@ -21,27 +21,23 @@ from octavo.program.program import Program, Value
 def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config)
     cache = plan_cache(shape, alternating_windows(config, shape.num_layers))
-    activation = config.activation("hidden_act", "silu")
-    num_experts, top_k = config.count("num_experts"), config.count("num_experts_per_tok")
-    width, dense_width = config.size("moe_intermediate_size"), config.size("intermediate_size")
+    experts = SoftmaxExperts(
+        num_experts=config.count("num_experts"),
+        top_k=config.count("num_experts_per_tok"),
+        width=config.size("moe_intermediate_size"),
+        activation=config.activation("hidden_act", "silu"),
+        normalize=config.flag("norm_topk_prob", False),
+    )
+    activation, dense_width = experts.activation, config.size("intermediate_size")
     shared_width = config.size("shared_expert_intermediate_size")
-    normalize = config.flag("norm_topk_prob", False)
     dense = set(config.integers("mlp_only_layers"))
     step = config.integer("decoder_sparse_step", 1, low=1)
 
     def mlp(b: Builder, x: Value, i: int) -> Value:
         name = f"model.layers.{i}.mlp"
-        if i in dense or (i + 1) % step or not num_experts:
+        if i in dense or (i + 1) % step:
             return gated_mlp(b, x, name, dense_width, activation)
-        routed = b.route(x, b.linear(x, f"{name}.gate", num_experts), top_k, normalize=normalize)
-        chosen = gated_experts(
-            b,
-            routed,
-            f"{name}.experts",
-            num_experts=num_experts,
-            width=width,
-            activation=activation,
-        )
+        chosen = experts(b, x, name)
         shared = gated_mlp(b, x, f"{name}.shared_expert", shared_width, activation)
         gate = b.act(b.linear(x, f"{name}.shared_expert_gate", 1), "sigmoid")
         return b.add(chosen, b.mul(shared, gate))

@@ -270,11 +270,6 @@ class Program:
         """All weights, each once, in order of first use."""
         return tuple(dict.fromkeys(w for op in self.ops for w in op.weights))
 
-    @property
-    def num_position_axes(self) -> int:
-        """Axes of positions that its ops read."""
-        return 1 + max((getattr(op, "axis", 0) for op in self.ops), default=0)
-
     def check(self) -> None:
         """Raises ValueError where an op reads a Value that is not made yet, makes one twice, or
         names an unknown axis or group.

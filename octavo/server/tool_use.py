@@ -170,3 +170,12 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, list) else []
+
+
+def check_role(role: str, needed: str, where: str) -> None:
+    """Refuses a part of a message that only messages of the role `needed` have."""
+    if role != needed:
+        raise InvalidRequest(
+            f"{where}: got it in a message of the role {role!r}, allowed is {needed!r}",
+            param=where,
+        )

@@ -265,13 +265,12 @@ def end_token_ids(info: ModelInfo, tokenizer: Tokenizer | None) -> tuple[int, ..
 def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGrammars:
     """Makes what compiles the model's grammars; `read` gives its tokenizer."""
     # What is kept here keeps no checkpoint: its file would stay mapped as long as the engine lives.
-    config, info = model.checkpoint.config, model.info
+    info = model.info
 
     def setup() -> GrammarSetup:
         tokenizer = read()
         assert tokenizer is not None, "the front refuses grammars where there is no tokenizer"
-        vocab_size = build_programs(config)["decoder"].vocab_size
-        return GrammarSetup(tokenizer, vocab_size, end_token_ids(info, tokenizer))
+        return GrammarSetup(tokenizer, info.vocab_size, end_token_ids(info, tokenizer))
 
     return LazyGrammars(setup)
 

@@ -9,18 +9,20 @@ with another engine; prompts are pinned there; the engine crashes and comes back
 """
 
 import random
-from collections import Counter
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, rule
 
-from octavo.engine.kv.block_pool import HOLE
 from octavo.engine.kv.pin import Pin
 from octavo.engine.scheduling.admission import Verdict
-from octavo.engine.stats import GroupBlocks
 from octavo.errors import InvalidRequest
+from tests.engine.control_plane_invariants import (
+    MAX_NUM_SEQS,
+    NUM_BLOCKS,
+    ControlPlaneInvariants,
+)
 from tests.support.engine_fakes import (
     FakeExecutor,
     LaunchingExecutor,
@@ -29,13 +31,10 @@ from tests.support.engine_fakes import (
     make_request,
     run_all,
 )
-from tests.support.fake_tiers import MAX_PINNED_BLOCKS, Disk, FakeTiers
+from tests.support.fake_tiers import Disk, FakeTiers
 from tests.support.tiers import examples
 
-NUM_BLOCKS = 9
 WINDOW = 21
-MAX_NUM_SEQS = 5
-
 
 PROMPTS = st.builds(
     lambda blocks, tail: [token for token in blocks for _ in range(16)] + tail,
@@ -47,7 +46,7 @@ PROMPTS = st.builds(
 WHICH = st.integers(0, 100)
 
 
-class ControlPlaneMachine(RuleBasedStateMachine):
+class ControlPlaneMachine(ControlPlaneInvariants):
     """The engine under test. `given` holds every request's prompt, length and sample, `tokens` what
     came back.
     """
@@ -266,141 +265,6 @@ class ControlPlaneMachine(RuleBasedStateMachine):
                 self.finals[output.request_id] = output.finish_reason
                 self.beams[output.request_id] = output.beams
 
-    @invariant()
-    def reference_counts_add_up_and_free_and_used_are_all(self):
-        blocks = self.core.scheduler.blocks
-        for group, pool in enumerate(blocks.pools):
-            held = Counter(
-                block_id
-                for tables in blocks.tables.values()
-                for block_id in tables[group]
-                if block_id != HOLE
-            )
-            assert pool.ref_counts == [held[block_id] for block_id in range(NUM_BLOCKS)]
-            assert set(pool.free) == {
-                block_id for block_id in range(NUM_BLOCKS) if not held[block_id]
-            }
-            num_shared = sum(count > 1 for count in held.values())
-            assert pool.counts() == GroupBlocks(
-                pool.life.window_tokens,
-                NUM_BLOCKS,
-                len(held),
-                num_shared,
-                held.total(),
-                len(pool.cache),
-            )
-
-    @invariant()
-    def the_host_holds_the_swapped_and_never_more_than_the_device(self):
-        scheduler = self.core.scheduler
-        host = scheduler.blocks.host
-        assert set(host.tables) == {
-            row.request_id for request in scheduler.swapped for row in request.rows
-        }
-        assert set(host.tables).isdisjoint(scheduler.blocks.tables)
-        for group, count in enumerate(host.num_blocks):
-            held = [
-                block_id
-                for tables in host.tables.values()
-                for block_id in tables[group]
-                if block_id != HOLE
-            ]
-            assert count <= NUM_BLOCKS and set(held).isdisjoint(host.free[group])
-            assert len(set(held)) + len(host.free[group]) == count
-
-    @invariant()
-    def requests_stand_in_one_queue(self):
-        scheduler = self.core.scheduler
-        queues = [scheduler.waiting, scheduler.running, scheduler.swapped]
-        found = [request.request_id for queue in queues for request in queue]
-        assert sorted(found) == sorted(scheduler.queues.by_id)
-        assert (
-            scheduler.queues.num_running_seqs
-            == sum(request.num_seqs for request in scheduler.running)
-            <= MAX_NUM_SEQS
-        )
-        holders = [*scheduler.running, *scheduler.leaving]
-        assert set(scheduler.blocks.tables) == {
-            row.request_id for request in holders for row in request.rows
-        }
-
-    @invariant()
-    def only_steps_in_flight_run_ahead(self):
-        scheduler = self.core.scheduler
-        assert (
-            len(self.core.plans_in_flight)
-            == len(scheduler.in_flight)
-            == len(scheduler.blocks.connector.under_way)
-            <= 1
-        )
-        assert all(map(scheduler.in_flight.computes, scheduler.leaving))
-        for request in scheduler.queues.by_id.values():
-            for row in request.rows:
-                in_flight = [
-                    share
-                    for plan in self.core.plans_in_flight
-                    for share in plan.rows
-                    if share.request_id == row.request_id
-                ]
-                assert row.num_tokens_in_flight == sum(share.num_tokens for share in in_flight)
-                assert row.num_planned_tokens <= row.num_tokens
-        for row in (row for request in scheduler.running for row in request.rows):
-            assert (
-                scheduler.blocks.num_named_blocks(row.request_id) * 16 <= row.num_computed_tokens
-            ), "what has a name has come back"
-
-    @invariant()
-    def the_worker_has_the_rows_that_run(self):
-        """Checks that the worker has a row for each running request, but for those that the next
-        plan frees.
-        """
-        scheduler = self.core.scheduler
-        rows = {
-            row.request_id: row
-            for request in (*scheduler.running, *scheduler.leaving)
-            for row in request.rows
-        }
-        known = set(self.executor.rows)
-        for plan in self.core.plans_in_flight:
-            known = known - set(plan.freed_rows) | {new.request_id for new in plan.new_rows}
-        known -= set(scheduler.placement.freed_rows)
-        assert known == {name for name, row in rows.items() if row.is_on_worker}
-        for name in known & set(self.executor.rows) - {
-            new.request_id for plan in self.core.plans_in_flight for new in plan.new_rows
-        }:
-            assert self.executor.rows[name].tokens[: rows[name].num_tokens] == rows[name].token_ids
-
-    @invariant()
-    def slots_are_free_idle_or_held(self):
-        connector = self.core.scheduler.blocks.connector
-        held = Counter()
-        for under_way in (
-            *(step.saving for step in connector.under_way),
-            connector.fetching,
-            connector.keeping,
-        ):
-            held.update(under_way.values())
-        for request_id, entries in connector.held.items():
-            assert request_id in self.core.scheduler.queues.by_id
-            held.update(slot for _, slot in entries)
-        for slots in connector.slots:
-            named = set(slots)
-            assert all(slot.num_holds == held[slot] for slot in named) and not any(
-                slot.dropped for slot in named
-            )
-            assert set(slots.idle.values()) == {slot for slot in named if not held[slot]}
-        assert sum(len(slots.free) + len(slots) for slots in connector.slots) + sum(
-            slot.dropped for slot in held
-        ) == sum(slots.num_slots for slots in connector.slots)
-
-    @invariant()
-    def what_is_pinned_is_bounded_and_no_more_is_stored_than_may_be(self):
-        if self.disk is None:
-            return
-        assert len(self.disk) <= self.disk.capacity
-        pins = self.core.scheduler.blocks.connector.pins
-        assert sum(until > self.disk.now for until in pins.values()) <= MAX_PINNED_BLOCKS
-
     def teardown(self):
         if not hasattr(self, "core"):
             return
@@ -496,13 +360,5 @@ def test_long_runs(seed):
         ):
             if draw.random() < chance:
                 act()
-        for name in INVARIANTS:
-            getattr(machine, name)()
+        machine.check_invariants()
     machine.teardown()
-
-
-INVARIANTS = [
-    name
-    for name in vars(ControlPlaneMachine)
-    if hasattr(getattr(ControlPlaneMachine, name), "hypothesis_stateful_invariant")
-]

@@ -211,16 +211,20 @@ DAMAGE = [
 ]
 
 
+def config_of(family):
+    """Returns the config.json of a tiny model of the family."""
+    if family == "chatglm":
+        return chatglm_config(tiny_model("glm").config)
+    if family in ENCODERS:
+        return encoder_config(family)
+    stand_in = "llama" if family == "mistral" else family
+    return tiny_model(stand_in).config | {"model_type": family}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_damaged_value_does_worse_than_being_refused(family):
     """A damaged value is refused or harmless: no other error, and no endless Program."""
-    if family == "chatglm":
-        config = chatglm_config(tiny_model("glm").config)
-    elif family in ENCODERS:
-        config = encoder_config(family)
-    else:
-        stand_in = "llama" if family == "mistral" else family
-        config = tiny_model(stand_in).config | {"model_type": family}
+    config = config_of(family)
     for key in [
         *config,
         "rope_scaling",
@@ -252,6 +256,13 @@ def test_qwen3_moe_counts_its_experts_under_either_name():
         build_programs({**config, name: count}) for name in ("num_experts", "num_local_experts")
     ]
     assert programs[0] == programs[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_vocabulary_of_a_config_is_its_programs(family):
+    config = config_of(family)
+    for program in build_programs(config).values():
+        assert program.vocab_size == model_info(config).vocab_size
 
 
 def test_unknown_family_lists_the_known():

@@ -22,6 +22,7 @@ from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.models.registry import build_programs
+from octavo.program.ops import Embedding
 from octavo.program.program import Program
 from octavo.worker.loaded_model import common_layouts
 
@@ -144,8 +145,9 @@ class PagedRunner:
 
     def _positions(self, places: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns the places on the first axis and segment 0 on a second one, `[P, T]`."""
-        num_axes = max(program.num_position_axes for program in self.programs.values())
-        return np.stack([places, *[np.zeros_like(places)] * (num_axes - 1)])
+        ops = (op for program in self.programs.values() for op in program.ops)
+        last_axis = max((op.axis for op in ops if isinstance(op, Embedding)), default=0)
+        return np.stack([places, *[np.zeros_like(places)] * last_axis])
 
     def _padded(
         self,

@@ -20,6 +20,7 @@ from octavo.engine.front.input_processor import (
     Origin,
 )
 from octavo.engine.front.output_processor import RequestState
+from octavo.engine.front.params_resolver import need_tokenizer
 from octavo.engine.requests.request import BACKGROUND_PRIORITY
 from octavo.errors import InvalidRequest, shown
 from octavo.sampling_params import SamplingParams, whole_number
@@ -69,7 +70,7 @@ def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) 
         raise InvalidRequest(
             f"{name}: got a change of a beam search, allowed is one of its priority", param=name
         )
-    params = inputs.resolve_params(_with(request.params, fields))
+    params = inputs.params.resolve(_with(request.params, fields))
     origin = request.origin
     if update.priority is not None:
         origin = _with_priority(inputs, origin, update.priority)
@@ -190,14 +191,16 @@ def _kept(state: RequestState, fork: Fork) -> list[int]:
 def _following(inputs: InputProcessor, then: str | Sequence[int]) -> list[int]:
     """Returns the tokens that a fork is made to go on with."""
     if isinstance(then, str):
-        tokenizer = inputs.need_tokenizer("then: a text needs a tokenizer, got none", "then")
+        tokenizer = need_tokenizer(
+            inputs.tokenizer, "then: a text needs a tokenizer, got none", "then"
+        )
         return tokenizer.encode(then, add_special_tokens=False) if then else []
     items = as_list(then)
     if items is None or any(whole_number(one) is None for one in items):
         raise InvalidRequest(
             f"then: got {shown(then)}, allowed are a text or a list of token ids", param="then"
         )
-    inputs.check_ids("then", items)
+    inputs.params.check_ids("then", items)
     return items
 
 

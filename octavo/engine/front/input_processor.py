@@ -1,8 +1,9 @@
 """What a user passes in, checked once and turned into EngineRequests; a user's fault ends here and
 nowhere deeper.
 
-Owns the limits of the model (context, vocabulary, logprobs) and the seeds of unseeded requests.
-Knows no queue and no block. Any thread may call it at any time.
+Owns the limits of the model (context, vocabulary, logprobs) and the seeds of unseeded requests;
+what is asked of the draws is checked by `params_resolver.py`. Knows no queue and no block. Any
+thread may call it at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.engine.front.arguments import Messages, Prompt, as_list, check_messages
-from octavo.engine.front.breakers import Breakers
+from octavo.engine.front.params_resolver import ParamsResolver, need_tokenizer
 from octavo.engine.requests.request import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
@@ -97,7 +98,9 @@ class InputProcessor:
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
-        self._breakers = Breakers(tokenizer, limits.vocab_size)
+        self.params = ParamsResolver(
+            vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs, tokenizer=tokenizer
+        )
         self._eos_token_ids = [
             token for token in dict.fromkeys(eos_token_ids) if token < limits.vocab_size
         ]
@@ -122,7 +125,7 @@ class InputProcessor:
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_prompt(token_ids)
         self._check_beams(len(token_ids), params)
-        params = self.resolve_params(params)
+        params = self.params.resolve(params)
         _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
         grammar = self._grammar(params.structured_outputs)
         arrival_time = time.monotonic()
@@ -181,7 +184,7 @@ class InputProcessor:
 
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
         """Returns the prompt that asks for the text between two texts."""
-        tokenizer = self.need_tokenizer("suffix: texts need a tokenizer", "suffix")
+        tokenizer = need_tokenizer(self.tokenizer, "suffix: texts need a tokenizer", "suffix")
         self._check_length(prefix)
         self._check_length(suffix)
         return {"prompt_token_ids": tokenizer.infill(prefix, suffix)}
@@ -195,8 +198,8 @@ class InputProcessor:
                 raise InvalidRequest(message, param="chat_template_kwargs")
         if rendering.continue_final_message:
             _check_continued(messages, rendering)
-        return self.need_tokenizer(
-            "a conversation needs the model's tokenizer and chat template", "prompt"
+        return need_tokenizer(
+            self.tokenizer, "a conversation needs the model's tokenizer and chat template", "prompt"
         )
 
     # -- prompts -----------------------------------------------------------------------------------
@@ -222,8 +225,8 @@ class InputProcessor:
         return text, _whole_ids(token_ids), salt
 
     def _encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        tokenizer = self.need_tokenizer(
-            "a text prompt needs a tokenizer, and this engine has none", "prompt"
+        tokenizer = need_tokenizer(
+            self.tokenizer, "a text prompt needs a tokenizer, and this engine has none", "prompt"
         )
         return tokenizer.encode(
             text, add_special_tokens=add_special_tokens, allow_special_text=True
@@ -281,83 +284,23 @@ class InputProcessor:
             raise ContextTooLong(answer.reason, hint=answer.hint, param="prompt")
         lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= self.limits.vocab_size:
-            self.check_ids("prompt", [lowest, highest])
+            self.params.check_ids("prompt", [lowest, highest])
 
     def _check_beams(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         answer = self.limits.prompts.judge(num_prompt_tokens, params.beam_width)
         if answer.verdict is Verdict.NEVER:
             raise InvalidRequest(answer.reason, hint=answer.hint, param="beam_width")
 
-    # -- sampling params ---------------------------------------------------------------------------
-
-    def resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """Checks the params against the model and returns a copy of them.
-
-        They are checked as when they were made, too: a field may have been set since.
-        """
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(
-                f"sampling_params: got {shown(params)}, allowed is SamplingParams",
-                param="sampling_params",
-            )
-        params = msgspec.structs.replace(params)
-        for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
-            for text in texts:
-                check_unicode(text, name)
-        self.check_ids("stop_token_ids", params.stop_token_ids or ())
-        self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self.check_ids("logit_bias", params.logit_bias or ())
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(name, getattr(params, name))
-        if params.stop_strings:
-            self.need_tokenizer(
-                "stop: stop texts need a tokenizer, and this engine has none", "stop"
-            )
-        if params.dry_multiplier:
-            params.dry_sequence_breaker_ids = self._breakers.ids(params.dry_sequence_breakers)
-        if params.bad_words:
-            return msgspec.structs.replace(
-                params, bad_words_token_ids=self._encode_bad_words(params.bad_words)
-            )
-        return params
-
-    def check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token in token_ids:
-            if not 0 <= token < self.limits.vocab_size:
-                raise InvalidRequest(
-                    f"{name}: got the token id {token}, allowed are 0 to"
-                    f" {self.limits.vocab_size - 1}",
-                    param=name,
-                )
-
-    def _check_logprobs(self, name: str, value: int | None) -> None:
-        if value is None:
-            return
-        wanted = self.limits.vocab_size if value == -1 else value
-        if wanted > self.limits.max_logprobs:
-            whole = f" (the whole vocabulary, {wanted})" if value == -1 else ""
-            message = f"{name}: got {value}{whole}, allowed are at most {self.limits.max_logprobs}"
-            raise InvalidRequest(
-                message, hint="the engine's option max_logprobs sets this limit", param=name
-            )
-
-    def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
-        """Returns the token ids of each word, at the start of a text and after a space."""
-        tokenizer = self.need_tokenizer(
-            "bad_words: words need a tokenizer, and this engine has none", "bad_words"
-        )
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-        return [list(token_ids) for token_ids in found if token_ids]
+    # -- forms -------------------------------------------------------------------------------------
 
     def _grammar(self, form: StructuredOutputs | None) -> GrammarSpec | None:
         """Returns the grammar of the form that an answer is to have."""
         if form is None:
             return None
-        self.need_tokenizer(
-            f"{form.given_as}: a form needs a tokenizer, and this engine has none", form.given_as
+        need_tokenizer(
+            self.tokenizer,
+            f"{form.given_as}: a form needs a tokenizer, and this engine has none",
+            form.given_as,
         )
         if self._grammars is None or not self._eos_token_ids:
             raise InvalidRequest(
@@ -370,15 +313,6 @@ class InputProcessor:
     def continues(self, spec: GrammarSpec, token_ids: Sequence[int]) -> bool:
         """Returns whether tokens are the beginning of an admitted grammar's text."""
         return self._grammars is not None and self._grammars.continues(spec, token_ids)
-
-    def need_tokenizer(self, message: str, param: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest(
-                message,
-                hint="pass prompts as token ids, or start without skip_tokenizer_init",
-                param=param,
-            )
-        return self.tokenizer
 
     # -- who asks, and seeds -----------------------------------------------------------------------
 

@@ -20,7 +20,14 @@ from octavo.server.plain_chat import (
     rendering_of,
 )
 from octavo.server.state.served_model import ServedModel
-from octavo.server.tool_use import Choice, OfferedFunction, ToolNames, ToolUse, tool_use_of
+from octavo.server.tool_use import (
+    Choice,
+    OfferedFunction,
+    ToolNames,
+    ToolUse,
+    check_role,
+    tool_use_of,
+)
 from octavo.server.turn import Conversation
 
 TAKEN = ("cache_control", "citations")
@@ -107,13 +114,13 @@ def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
     for index, block in enumerate(message.content):
         path = f"{where}[{index}]"
         if block.type == "tool_result":
-            _check_role(message, "user", path)
+            check_role(message.role, "user", path)
             results.append(_result(block, path))
         elif block.type == "tool_use":
-            _check_role(message, "assistant", path)
+            check_role(message.role, "assistant", path)
             about.setdefault("tool_calls", []).append(_call(block, path))
         elif block.type == "thinking" and block.thinking is not None:
-            _check_role(message, "assistant", path)
+            check_role(message.role, "assistant", path)
             about["reasoning_content"] = about.get("reasoning_content", "") + block.thinking
         else:
             texts.append(_checked(block, path))
@@ -121,14 +128,6 @@ def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
         return results
     content = "\n".join(block.text or "" for block in texts)
     return [*results, {"role": message.role, "content": content, **about}]
-
-
-def _check_role(message: TurnMessage, role: str, where: str) -> None:
-    if message.role != role:
-        raise InvalidRequest(
-            f"{where}: got it in a message of the role {message.role!r}, allowed is {role!r}",
-            param=where,
-        )
 
 
 def _call(block: ContentBlock, where: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest, shown
 from octavo.server.openai.bodies import ContentPart, Message, ToolCall
+from octavo.server.tool_use import check_role
 
 
 def plain_messages(messages: Sequence[Message], *, id_length: int = 0) -> list[dict[str, Any]]:
@@ -53,23 +54,15 @@ def _plain_message(message: Message, where: str) -> dict[str, Any]:
     if thought is not None:
         plain["reasoning_content"] = thought
     if message.tool_calls:
-        _check_role(message, "assistant", f"{where}.tool_calls")
+        check_role(message.role, "assistant", f"{where}.tool_calls")
         plain["tool_calls"] = [
             plain_call(call, f"{where}.tool_calls[{index}]")
             for index, call in enumerate(message.tool_calls)
         ]
     if message.tool_call_id is not None:
-        _check_role(message, "tool", f"{where}.tool_call_id")
+        check_role(message.role, "tool", f"{where}.tool_call_id")
         plain["tool_call_id"] = message.tool_call_id
     return plain
-
-
-def _check_role(message: Message, role: str, where: str) -> None:
-    if message.role != role:
-        raise InvalidRequest(
-            f"{where}: got it in a message of the role {message.role!r}, allowed is {role!r}",
-            param=where,
-        )
 
 
 def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
