@@ -156,7 +156,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
         pins = self.core.scheduler.blocks.connector.pins
         assert sum(until > self.disk.now for until in pins.values()) <= MAX_PINNED_BLOCKS
 
-    def check_invariants(self):
+    def check_every_invariant(self):
         """Checks all of them at once, for runs that hypothesis does not drive."""
         for name in INVARIANTS:
             getattr(self, name)()

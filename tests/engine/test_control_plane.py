@@ -360,5 +360,5 @@ def test_long_runs(seed):
         ):
             if draw.random() < chance:
                 act()
-        machine.check_invariants()
+        machine.check_every_invariant()
     machine.teardown()
