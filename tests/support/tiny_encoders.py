@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,7 @@ def encoder(family: str, classifies: bool = False) -> Any:
 def in_float64(model: Any) -> Any:
     """Returns the same model in float64; run it inside `double_precision()`."""
     with double_precision():
-        twin = type(model)._from_config(model.config, attn_implementation="eager").double().eval()
+        config = deepcopy(model.config)  # _from_config writes its dtype there
+        twin = type(model)._from_config(config, attn_implementation="eager").double().eval()
         twin.load_state_dict(model.state_dict())
     return twin
