@@ -41,7 +41,9 @@ ZIG_TARGET := -target $(ARCHITECTURE)-linux-gnu.$(WHEEL_GLIBC)
 PYTEST = $(DEV_VENV)/bin/python -m pytest
 SOAK_LOG := build/soak.jsonl
 ALONE := -m alone $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
-BESIDE_EACH_OTHER := --numprocesses auto --maxprocesses 4 --dist worksteal
+# One more than there are cores, for many tests wait; at most four, for each holds a model or two.
+WORKERS := $(shell expr $$(nproc) + 1)
+BESIDE_EACH_OTHER := --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
 .PHONY: demo serve test test-all soak clients browser check bench wheel wheel-test sanitize qemu clean
 

@@ -65,9 +65,17 @@ def pytest_collection_modifyitems(config, items):
         if backend_of(item) == "torch" and item.path.name in LONG_ON_TORCH:
             item.add_marker(pytest.mark.slow)
     left_out = {"sample": {"slow", "soak"}, "all": {"soak"}, "soak": set()}[tiers.tier()]
-    later = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
+    later = [item for item in items if is_left_out(item, left_out)]
     config.hook.pytest_deselected(items=later)
     items[:] = [item for item in items if item not in set(later)]
+
+
+def is_left_out(item, markers):
+    """Tells whether a test has one of the markers, or is no part of the sample."""
+    sampled = item.get_closest_marker("sampled")
+    return bool(markers & {mark.name for mark in item.iter_markers()}) or (
+        sampled is not None and not tiers.is_sampled(item.nodeid, **sampled.kwargs)
+    )
 
 
 def backend_of(item):

@@ -141,6 +141,7 @@ def whole(setup: Setup) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "options",
     [

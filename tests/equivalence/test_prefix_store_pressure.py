@@ -28,6 +28,7 @@ def setup(request):
     return request.param
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_hits_from_disk_then_preempted(setup: Any, tmp_path: Any, mode: str) -> None:
     """It holds for gemma's windows and for full attention; the forks' parents are swapped too."""
@@ -53,6 +54,7 @@ def test_hits_from_disk_then_preempted(setup: Any, tmp_path: Any, mode: str) -> 
         assert stats.num_used_blocks == stats.num_host_blocks == 0
 
 
+@pytest.mark.sampled(one_in=3)
 def test_a_context_exactly_full(setup: Any, tmp_path: Any) -> None:
     """A context of eight blocks fills a device of eight: with the prompt's last block full, nearly
     full or just begun, stored or not.

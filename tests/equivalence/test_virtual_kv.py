@@ -90,6 +90,7 @@ def paged(setup: Any) -> list[Any]:
         return [fingerprint(output) for output in llm.generate(PROMPTS, LONG)]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_virtual_is_paged(setup: Any, paged: list[Any], way: str) -> None:
     with make(setup, **WAYS[way]) as llm:

@@ -10,7 +10,7 @@ from octavo import LLM, SamplingParams
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.open import open_checkpoint
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 PROMPTS = ["The capital of France is", "Water boils at", "Once upon a time, in a small village,"]
 
 

@@ -16,7 +16,7 @@ from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.open import open_checkpoint
 from tests.quality.test_smollm2 import perplexity_script
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

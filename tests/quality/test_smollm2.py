@@ -22,7 +22,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
 DATA = Path(__file__).parent.parent / "data"
 PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):\n", "Light is"]
 
@@ -97,6 +97,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("options", "bound_percent"), CASES)
 def test_perplexity_of_a_window(options: dict[str, str], bound_percent: float) -> None:
     """The perplexity of a window is within its bound, widened by half a percent, for it is a small

@@ -7,6 +7,7 @@ their number of examples here instead of naming one. Knows nothing of what is te
 from __future__ import annotations
 
 import os
+import zlib
 
 VARIABLE = "OCTAVO_TEST_TIER"
 MULTIPLES = {"sample": 1, "all": 10, "soak": 100}
@@ -21,3 +22,10 @@ def tier() -> str:
 def examples(sample: int) -> int:
     """Returns the number of examples that a property of `sample` examples has in this tier."""
     return sample * MULTIPLES[tier()]
+
+
+def is_sampled(test_id: str, one_in: int) -> bool:
+    """Tells whether this run keeps a test of which the sample holds one in so many cases; which
+    ones depends on their names alone.
+    """
+    return tier() != "sample" or zlib.crc32(test_id.encode()) % one_in == 0
