@@ -1,5 +1,5 @@
 """Writes docs/reference/ from the code that it describes: options, commands, errors, HTTP routes,
-metrics.
+metrics, sampling.
 
     python docs/generate.py
 
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from sampling_page import sampling
+from tables import table
 
 from octavo import errors
 from octavo.cli.app import build_app
@@ -91,6 +93,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics(),
         "formats.md": formats(),
         "json-schema.md": json_schema(),
+        "sampling.md": sampling(),
     }
     return {name: f"{NOTICE}\n\n{_filled(text)}\n" for name, text in found.items()}
 
@@ -100,14 +103,6 @@ def _filled(text: str) -> str:
     return "\n".join(
         line if line.startswith(("|", " ", "-", "#", "```")) else textwrap.fill(line, 100)
         for line in text.split("\n")
-    )
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *(list(row) for row in rows)]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     )
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from octavo.async_llm import AsyncLLM
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.repetition_detection import RepetitionDetection
     from octavo.sampling_params import BeamSearchParams, SamplingParams
     from octavo.structured_outputs import StructuredOutputs
 
@@ -22,6 +23,7 @@ _HOMES = {
     "AsyncLLM": "octavo.async_llm",
     "SamplingParams": "octavo.sampling_params",
     "BeamSearchParams": "octavo.sampling_params",
+    "RepetitionDetection": "octavo.repetition_detection",
     "StructuredOutputs": "octavo.structured_outputs",
     "RequestOutput": "octavo.outputs",
     "CompletionOutput": "octavo.outputs",
@@ -34,6 +36,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "Logprob",
+    "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",

@@ -9,7 +9,7 @@ from typing import Literal
 SHORT_S = 0.001
 """Wait below which nothing is said of it, in seconds."""
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 @dataclass(slots=True)

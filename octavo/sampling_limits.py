@@ -131,8 +131,12 @@ SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None,),
     "structured_outputs": (None,),
+    "stop_regex": (None,),
+    "repetition_detection": (None,),
 }
-"""Values that a beam search takes for the fields that would change the model's own logprobs."""
+"""Values that a beam search takes for the fields that would change the model's own logprobs, and
+for ends that it does not look for.
+"""
 
 
 DRAWS_ONLY: dict[str, float] = {

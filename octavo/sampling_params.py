@@ -18,6 +18,7 @@ import msgspec
 from octavo.answer_marks import AnswerMarks
 from octavo.checked_call import CheckedCall
 from octavo.errors import InvalidRequest, shown
+from octavo.repetition_detection import RepetitionDetection, detection_of
 from octavo.sampling_limits import (
     DRAWS_ONLY,
     FLAGS,
@@ -34,6 +35,7 @@ from octavo.sampling_limits import (
     WHOLE_NUMBERS,
     WholeRange,
 )
+from octavo.stop_patterns import check_patterns
 from octavo.structured_outputs import StructuredOutputs
 
 MASKED_FILTERS = {
@@ -100,7 +102,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     """Texts whose tokens end a repetition; None: a newline, a colon, a quote and an asterisk."""
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
+    """Patterns in RE2's notation that end the answer before their match, which is at most 256
+    characters long.
+    """
     stop_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    """Pattern of tokens that ends the answer when it repeats; None: none."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -178,6 +186,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
         """Texts that end the request."""
         return self.stop if isinstance(self.stop, list) else []
 
+    @property
+    def stop_patterns(self) -> list[str]:
+        """Regular expressions that end the request."""
+        return self.stop_regex if isinstance(self.stop_regex, list) else []
+
+    @property
+    def ends_by_text(self) -> bool:
+        """Whether the text may end the request, and not its tokens alone."""
+        return bool(self.stop_strings or self.stop_patterns)
+
     def _check_flags(self) -> None:
         for name in FLAGS:
             value = getattr(self, name)
@@ -218,17 +236,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     def _check_texts(self) -> None:
         if self.stop is not None:
             self.stop = _texts("stop", self.stop, "one text or a list of texts", lone=True)
+        if self.stop_regex is not None:
+            allowed = "one regular expression or a list of them"
+            self.stop_regex = _texts("stop_regex", self.stop_regex, allowed, lone=True)
+            check_patterns(self.stop_regex)
         if self.bad_words is not None:
             self.bad_words = _texts("bad_words", self.bad_words, "a list of texts")
         if self.dry_sequence_breakers is not None:
             allowed = f"a list of at most {MAX_BREAKERS} texts of {MAX_BREAKER} characters"
             self.dry_sequence_breakers = _breakers(self.dry_sequence_breakers, allowed)
-        if self.stop_strings and not self.detokenize:
-            raise InvalidRequest(
-                "stop: stop texts need the text, and detokenize is False",
-                param="stop",
-                hint="use stop_token_ids",
-            )
+        for name in ("stop", "stop_regex"):
+            if getattr(self, name) and not self.detokenize:
+                raise InvalidRequest(
+                    f"{name}: stop texts need the text, and detokenize is False",
+                    param=name,
+                    hint="use stop_token_ids",
+                )
 
     def _check_token_ids(self) -> None:
         if self.stop_token_ids is not None:
@@ -246,6 +269,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
             }
 
     def _check_structure(self) -> None:
+        self.repetition_detection = detection_of(self.repetition_detection)
         form: object = self.structured_outputs
         if isinstance(form, Mapping):
             form = self.structured_outputs = StructuredOutputs(**form)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.text.reasoning_watch import ReasoningWatch
+from octavo.text.stop_search import StopSearch
 
 
 class Detokenizer:
@@ -26,13 +27,9 @@ class Detokenizer:
         self._skipped = skipped_ids(tokenizer, params)
         self._watch = ReasoningWatch(marks) if marks and marks.reasoning_opening else None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._stops = params.stop_strings
+        self._stops = StopSearch(params)
         self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._reach = _reach(self._stops)
-        """Number of characters before a new piece in which a stop string that ends in the piece may
-        begin.
-        """
         self._parts: list[str] = []
         self._length = 0
         self._num_tokens = 0
@@ -41,7 +38,7 @@ class Detokenizer:
         self.num_reasoning_tokens = 0
         """Number of tokens up to the end of the reasoning, its marks included."""
         self.stop: str | None = None
-        """The stop string that ended the text."""
+        """The stop string, or the pattern, that ended the text."""
 
     def push(self, token_ids: Iterable[int]) -> str | None:
         """Takes in ids; returns the stop string that ends the text, if one now does. Ids after it
@@ -59,11 +56,11 @@ class Detokenizer:
                 self.num_reasoning_tokens = self._num_tokens
         return self.stop
 
-    def change_stops(self, stops: list[str]) -> None:
+    def change_stops(self, params: SamplingParams) -> None:
         """Looks for other stop strings in what comes next; one may have begun before."""
-        self._stops = stops
-        self._reach = _reach(stops)
-        self._recent = self._tail(max(0, self._length - self._reach)) if self._reach else ""
+        self._stops = StopSearch(params)
+        num_kept = self._stops.num_kept
+        self._recent = self._tail(max(0, self._length - num_kept)) if num_kept else ""
 
     @property
     def num_tokens(self) -> int:
@@ -100,16 +97,11 @@ class Detokenizer:
             return
         window = self._recent + piece
         if self._num_tokens > self._min_tokens:
-            starts = {
-                stop: window.find(stop, max(0, len(self._recent) + 1 - len(stop)))
-                for stop in self._stops
-            }
-            found = [stop for stop in self._stops if starts[stop] >= 0]
-            if found:
-                self.stop = min(found, key=starts.__getitem__)
-                place = starts[self.stop]
-                self._cut(len(window) - place - (len(self.stop) if self._keeps_stop else 0))
-        self._recent = window[-self._reach :] if self._reach else ""
+            found = self._stops.first(window, len(self._recent))
+            if found is not None:
+                self.stop = found.stop
+                self._cut(len(window) - (found.end if self._keeps_stop else found.start))
+        self._recent = window[-self._stops.num_kept :] if self._stops.num_kept else ""
 
     def _answer_in(self, watch: ReasoningWatch, piece: str) -> str:
         """Returns the part of a token's characters in which stop strings count."""
@@ -127,7 +119,7 @@ class Detokenizer:
     def _shown(self) -> int:
         """Returns how many characters may be shown before the end is known."""
         holding = bool(self._stops) and not self._keeps_stop and self.stop is None
-        return max(0, self._length - (self._reach if holding else 0))
+        return max(0, self._length - (self._stops.reach if holding else 0))
 
     def _broken_bytes(self) -> str:
         """Returns what is left of a character never finished; nothing after a stop string."""
@@ -155,8 +147,3 @@ def skipped_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
     marks = params.answer_marks
     shown = marks.shown_token_ids if marks is not None else ()
     return tokenizer.special_token_ids.difference(shown) if shown else tokenizer.special_token_ids
-
-
-def _reach(stops: Iterable[str]) -> int:
-    """Returns the length of the longest stop string, less one."""
-    return max(map(len, stops), default=1) - 1

@@ -216,7 +216,8 @@ def test_python_blocks_run(page, monkeypatch):
             exec(compiled, {"__name__": "__main__"})
 
 
-def test_the_reference_is_up_to_date():
+def test_the_reference_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)

@@ -206,3 +206,42 @@ def test_a_chat_goes_on_within_its_last_message(llm, only_letters):
     assert continued.outputs[0].text == plain.outputs[0].text
     with pytest.raises(InvalidRequest, match="continue_final_message: got a last message"):
         llm.chat(talk[:1], only_letters(), use_tqdm=False, continue_final_message=True)
+
+
+def test_a_pattern_ends_the_answer_and_is_its_stop_reason(llm, only_letters):
+    whole = answer(llm, only_letters()).text
+    pattern = f"[{whole[4]}]{whole[5]}"
+    place = whole.index(whole[4:6])
+    for keeps in (False, True):
+        ended = answer(llm, only_letters(stop_regex=pattern, include_stop_str_in_output=keeps))
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", pattern)
+        assert ended.text == whole[: place + 2 * keeps]
+        assert len(ended.token_ids) == place + 2
+
+
+def test_an_answer_in_a_loop_ends_where_the_loop_is_complete(llm, only_letters):
+    letter = llm.get_tokenizer().encode("a", add_special_tokens=False)
+    rule = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}
+    for min_tokens, length in ((0, 6), (9, 9)):
+        params = only_letters(
+            allowed_token_ids=letter,
+            repetition_detection=rule,
+            max_tokens=200,
+            min_tokens=min_tokens,
+        )
+        ended = answer(llm, params, "aaaaaaaaaa")
+        assert (ended.finish_reason, ended.stop_reason) == ("repetition", "repetition_detected")
+        assert ended.text == "a" * length and len(ended.token_ids) == length
+
+
+def test_one_answer_in_a_loop_leaves_the_others_as_they_are(llm, only_letters):
+    letter = llm.get_tokenizer().encode("b", add_special_tokens=False)
+    alone = answer(llm, only_letters(max_tokens=40))
+    looping = only_letters(
+        allowed_token_ids=letter,
+        repetition_detection={"max_pattern_size": 1, "min_count": 5},
+        max_tokens=40,
+    )
+    first, second = llm.generate(["Hello", "Hello"], [only_letters(max_tokens=40), looping])
+    assert first.outputs[0].token_ids == alone.token_ids
+    assert second.outputs[0].text == "bbbbb"

@@ -293,3 +293,38 @@ def test_timings_say_where_the_time_went(http, client):
     assert stopped.choices[0].finish_reason == "stop" and 0 < stopped.timings["num_steps"] <= 24
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "timings": True}
     assert http.post("/v1/chat/completions", json=chat).json()["timings"]["num_steps"] <= 2
+
+
+def test_a_pattern_ends_the_answer_whole_and_in_a_stream(client):
+    whole = complete(client).choices[0].text
+    extra = {"stop_regex": [f"{whole[6]}[{whole[7]}]"], **READABLE.get("extra_body", {})}
+    ended = complete(client, extra_body=extra).choices[0]
+    assert ended.finish_reason == "stop" and ended.text == whole[: whole.index(whole[6:8])]
+    texts, reasons, _ = streamed(client, extra_body=extra)
+    assert texts == {0: ended.text} and reasons == {0: "stop"}
+
+
+def test_an_answer_in_a_loop_ends_with_repetition(http):
+    body = {
+        "prompt": "Hello",
+        "max_tokens": 100,
+        "ignore_eos": True,
+        "allowed_token_ids": ids_of("a"),
+        "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
+    }
+    answer = http.post("/v1/completions", json=body).json()
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], choice["text"]) == ("repetition", "aaa")
+    assert choice["stop_reason"] == "repetition_detected"
+    for fault in ({"max_pattern_size": 300}, {"max_pattern_size": 2, "size": 1}, {}, 7):
+        refused = http.post("/v1/completions", json=body | {"repetition_detection": fault})
+        assert refused.status_code == 400, refused.text
+        assert "repetition_detection" in refused.json()["error"]["param"]
+
+
+def test_a_pattern_that_cannot_be_searched_is_refused(http):
+    for pattern in ("(", "a+", "(?<=a)b", "x{2000}", 5, [["a"]]):
+        body = {"prompt": "Hello", "stop_regex": pattern}
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"].startswith("stop_regex")

@@ -366,3 +366,48 @@ def test_every_dialect_needs_the_key_and_may_send_it_its_own_way():
                 assert lenient.headers["x-octavo-ignored-fields"] == "unheard_of"
     finally:
         server.stop()
+
+
+# -- what all of them share ------------------------------------------------------------------------
+
+FILTERS = {
+    "typical_p": 0.7,
+    "top_n_sigma": 2.0,
+    "dynatemp_range": 0.5,
+    "xtc_probability": 1.0,
+    "xtc_threshold": 0.001,
+    "dry_multiplier": 1.5,
+}
+
+
+def respond(http, **fields):
+    body = {"model": "tiny", "input": "Hello", "max_output_tokens": LENGTH, "seed": 5}
+    return http.post("/v1/responses", json=body | fields)
+
+
+def texts(http, **fields):
+    """Returns what Anthropic's, Cohere's and the Responses API answer to the same."""
+    said = anthropic(http, **fields).json()["content"][0]["text"]
+    told = cohere(http, **fields).json()["message"]["content"][0]["text"]
+    item = respond(http, **fields).json()["output"][0]
+    return [said, told, item["content"][0]["text"]]
+
+
+def test_filters_of_whole_distributions_mean_the_same_in_every_dialect(http, plain):
+    wanted, _ = plain(HELLO, **FILTERS)
+    assert wanted != plain(HELLO)[0]
+    assert texts(http, **FILTERS) == [wanted] * 3
+
+
+def test_a_pattern_ends_answers_of_every_dialect(http, plain):
+    whole, _ = plain(HELLO)
+    pattern = rf"(?s).{{{len(whole) // 2}}}"
+    assert texts(http, stop_regex=pattern, include=None) == [""] * 3
+
+
+@pytest.mark.parametrize("ask", [anthropic, cohere, respond])
+def test_a_filter_out_of_its_range_is_refused_by_name(http, ask):
+    refused = ask(http, typical_p=2)
+    assert refused.status_code == 400 and "typical_p" in refused.text
+    refused = ask(http, stop_regex="a+")
+    assert refused.status_code == 400 and "stop_regex: got 'a+'" in refused.text

@@ -145,7 +145,7 @@ def test_other_stop_strings_count_from_their_change_on(before):
     made = Detokenizer(Letters(), SamplingParams(stop=["xyz"]))
     text = b"abcdabcd"
     assert made.push(text[:before]) is None
-    made.change_stops(["cd"])
+    made.change_stops(params(stop=["cd"]))
     assert made.push(text[before:]) == "cd"
     assert made.text() == ("ab" if before < 4 else "abcdab")
 
@@ -154,5 +154,5 @@ def test_without_stop_strings_nothing_is_held_back_any_more():
     made = Detokenizer(Letters(), SamplingParams(stop=["wxyz"]))
     made.push(b"abcd")
     assert made.delta() == "a"
-    made.change_stops([])
+    made.change_stops(params())
     assert made.delta() == "bcd" and made.push(b"wxyz") is None

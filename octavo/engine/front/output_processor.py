@@ -63,7 +63,7 @@ class Sample:
         """Looks for other stop strings from now on."""
         self.catch_up()
         if self.detokenizer is not None:
-            self.detokenizer.change_stops(params.stop_strings)
+            self.detokenizer.change_stops(params)
 
     def catch_up(self, *, hide_last: bool = False) -> str | None:
         """Detokenizes what is new; returns the stop string that ends the text, if one does. With
@@ -318,7 +318,7 @@ class OutputProcessor:
         num_before = len(sample.token_ids)
         sample.token_ids += output.token_ids
         by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
-        if not (params.stop_strings or by_token):
+        if not (params.ends_by_text or by_token):
             return len(output.token_ids)
         stop = sample.catch_up(hide_last=by_token)
         if stop is not None:

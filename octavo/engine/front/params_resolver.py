@@ -46,12 +46,10 @@ class ParamsResolver:
         self.check_ids("logit_bias", params.logit_bias or ())
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
-        if params.stop_strings:
-            need_tokenizer(
-                self._tokenizer,
-                "stop: stop texts need a tokenizer, and this engine has none",
-                "stop",
-            )
+        for name in ("stop", "stop_regex"):
+            if getattr(params, name):
+                words = f"{name}: stop texts need a tokenizer, and this engine has none"
+                need_tokenizer(self._tokenizer, words, name)
         if params.dry_multiplier:
             params.dry_sequence_breaker_ids = self._breakers.ids(params.dry_sequence_breakers)
         if params.bad_words:

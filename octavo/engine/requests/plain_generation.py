@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from octavo.engine.requests.result_consumer import RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.repetition_detection import REPETITION_FOUND, RepetitionDetection
 from octavo.sampling_params import SamplingParams
 from octavo.step import RowResult
 
@@ -30,6 +31,7 @@ class EndRules:
     max_num_tokens: int
     one_token: bool = False
     """Whether it ends as aborted once it has one more token."""
+    repetition: RepetitionDetection | None = None
 
     def end_of(self, token_ids: Sequence[int]) -> Finish | None:
         """Returns how a request of these tokens ends with the last of them; None where it goes
@@ -40,7 +42,15 @@ class EndRules:
             return Finish("stop", None if last in self.eos_token_ids else last)
         if len(token_ids) >= self.max_num_tokens:
             return Finish("length")
+        if self._repeats(token_ids):
+            return Finish("repetition", REPETITION_FOUND)
         return Finish("abort") if self.one_token else None
+
+    def _repeats(self, token_ids: Sequence[int]) -> bool:
+        """Returns whether the answer has fallen into a loop, and may end."""
+        if self.repetition is None or len(token_ids) < self.min_num_tokens:
+            return False
+        return self.repetition.holds_for(token_ids, self.num_prompt_tokens)
 
 
 class PlainGeneration:
@@ -57,6 +67,7 @@ class PlainGeneration:
         self._rules = rules
         self._watched = (
             rules.one_token
+            or rules.repetition is not None
             or bool(params.bad_words_token_ids)
             or params.mirostat_mode > 0
             or params.dry_multiplier > 0

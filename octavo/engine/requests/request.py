@@ -175,6 +175,7 @@ class Request(TokenRow):
             min_num_tokens=self.num_prompt_tokens + (0 if source.grammar else params.min_tokens),
             max_num_tokens=self.max_num_tokens,
             one_token=source.one_token,
+            repetition=params.repetition_detection,
         )
         return PlainGeneration(params, rules, has_grammar=source.grammar is not None)
 

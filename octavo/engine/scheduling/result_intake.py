@@ -132,7 +132,7 @@ class ResultIntake:
         end it by a stop string, and then needs its timings.
         """
         timings = None
-        if request.params.stop_strings:
+        if request.params.ends_by_text:
             timings = request.timings(self.times.so_far(request.watch))
         return EngineOutput(request.request_id, token_ids, logprobs, timings=timings)
 

@@ -1,6 +1,7 @@
 """Bodies that Anthropic's routes take: rows of the table in `server/fields.py`.
 
-Names are Anthropic's; `seed` is an addition, with the chat route's meaning.
+Names are Anthropic's; `seed` and the filters of `FilterBody` are additions, with the chat route's
+meaning.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from octavo.server.body import Body
 from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.plain_chat import TextBlock
 
 NAMES = {
@@ -20,6 +22,7 @@ NAMES = {
     "stop_sequences": "stop",
     "seed": "seed",
     "max_tokens": "max_tokens",
+    **{name: name for name in FILTER_FIELDS},
 }
 """SamplingParams' names of the fields that choose tokens, by Anthropic's."""
 
@@ -154,7 +157,7 @@ class CountTokensBody(Body):
     cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
 
 
-class MessagesBody(CountTokensBody):
+class MessagesBody(CountTokensBody, FilterBody):
     """Body of POST /v1/messages."""
 
     max_tokens: int = field(

@@ -1,4 +1,6 @@
-"""The body that Cohere's route takes: rows of the table in `server/fields.py`, with its names."""
+"""The body that Cohere's route takes: rows of the table in `server/fields.py`, with its names,
+and the filters of `FilterBody`, with the chat route's.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pydantic import BaseModel
 from octavo.server.body import Body
 from octavo.server.fields import field, needed, sampling, taken
 from octavo.server.openai.bodies import ToolBody, ToolCall
+from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.plain_chat import TextBlock
 
 NAMES = {
@@ -20,6 +23,7 @@ NAMES = {
     "max_tokens": "max_tokens",
     "frequency_penalty": "frequency_penalty",
     "presence_penalty": "presence_penalty",
+    **{name: name for name in FILTER_FIELDS},
 }
 """SamplingParams' names of the fields that choose tokens, by Cohere's."""
 
@@ -55,7 +59,7 @@ class CitationOptions(BaseModel):
     mode: Literal["OFF", "off", "disabled"]
 
 
-class CohereChatBody(Body):
+class CohereChatBody(FilterBody):
     """Body of POST /v2/chat."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"raw_prompting", "return_prompt"})

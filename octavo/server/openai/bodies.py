@@ -52,7 +52,9 @@ SAMPLING_FIELDS = (
     "dry_sequence_breakers",
     "seed",
     "stop",
+    "stop_regex",
     "stop_token_ids",
+    "repetition_detection",
     "ignore_eos",
     "min_tokens",
     "prompt_logprobs",
@@ -89,7 +91,6 @@ class SamplingBody(FilterBody):
             "moderation",
             "prediction",
             "prompt_embeds",
-            "repetition_detection",
             "return_token_offsets",
             "vllm_xargs",
             "web_search_options",
@@ -118,6 +119,11 @@ class SamplingBody(FilterBody):
     seed: Whole | None = sampling("seed", "makes the draws repeatable; null draws a seed")
     stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
     stop_token_ids: list[TokenId] | None = field("a list of token ids", "end the answer")
+    repetition_detection: dict[str, TokenId] | None = field(
+        "an object of max_pattern_size, min_pattern_size and min_count",
+        "ends the answer where a pattern of tokens repeats",
+        rules={"excludes": {"use_beam_search": "a beam search has no single answer"}},
+    )
     ignore_eos: bool | None = field(FLAG, "goes on after an end token")
     max_tokens: Whole | None = sampling("max_tokens", "most tokens of an answer")
     min_tokens: Whole | None = sampling("min_tokens", "tokens before which no answer ends")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from octavo.server.body import Body
 from octavo.server.fields import Whole, field, sampling
+from octavo.stop_patterns import MAX_MATCH, MAX_PATTERN, MAX_PATTERNS
 
 
 class FilterBody(Body):
@@ -46,3 +47,12 @@ class FilterBody(Body):
     dry_sequence_breakers: list[str] | None = field(
         "a list of at most 64 texts of 64 characters", "texts that end a repetition"
     )
+    stop_regex: str | list[str] | None = field(
+        f"a regular expression in RE2's notation, of at most {MAX_PATTERN} characters, or a list"
+        f" of at most {MAX_PATTERNS}",
+        f"ends the answer before its match, which has at most {MAX_MATCH} characters",
+    )
+
+
+FILTER_FIELDS = tuple(FilterBody.model_fields)
+"""Fields that go to SamplingParams unchanged, in every API that takes them."""

@@ -16,6 +16,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.body import Body
 from octavo.server.fields import Whole, field, sampling
 from octavo.server.openai.bodies import TokenId
+from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.structured import response_format
 from octavo.structured_outputs import StructuredOutputs
 
@@ -36,6 +37,7 @@ SAMPLING = (
     "min_tokens",
     "ignore_eos",
     "allowed_token_ids",
+    *FILTER_FIELDS,
 )
 """Fields that go to SamplingParams unchanged."""
 
@@ -111,7 +113,7 @@ class ResponseAllowedTools(BaseModel):
     tools: list[ResponseToolName]
 
 
-class ResponseBody(Body):
+class ResponseBody(FilterBody):
     """Body of POST /v1/responses; None stands for a field that is not given."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset(

@@ -1,0 +1,57 @@
+"""Looks for what ends an answer by its text: stop strings, and patterns (`stop_regex`).
+
+Knows what is sought and how far back a hit may begin; the text so far is the Detokenizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from octavo.sampling_params import SamplingParams
+from octavo.stop_patterns import StopPattern
+
+
+@dataclass(frozen=True, slots=True)
+class FoundStop:
+    """A hit, by places in the text that was searched."""
+
+    stop: str
+    """The stop string, or the text of the pattern."""
+    start: int
+    end: int
+
+
+class StopSearch:
+    """The stop strings and patterns of one request."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._strings = params.stop_strings
+        self._patterns = [StopPattern(text) for text in params.stop_patterns]
+        widths = [len(stop) for stop in self._strings]
+        widths += [pattern.width for pattern in self._patterns]
+        self.reach = max(widths, default=1) - 1
+        """Number of characters before a new piece in which a hit that ends in the piece may begin.
+        """
+        # `\b` and `^` look at one more.
+        self.num_kept = self.reach + 1 if self._patterns else self.reach
+        """Number of last characters of the text that the next search needs."""
+
+    def __bool__(self) -> bool:
+        return bool(self._strings or self._patterns)
+
+    def first(self, text: str, num_old: int) -> FoundStop | None:
+        """Returns the hit with the earliest start among those that end behind the first `num_old`
+        characters.
+        """
+        return min(self._hits(text, num_old), key=lambda hit: hit.start, default=None)
+
+    def _hits(self, text: str, num_old: int) -> Iterator[FoundStop]:
+        for stop in self._strings:
+            start = text.find(stop, max(0, num_old + 1 - len(stop)))
+            if start >= 0:
+                yield FoundStop(stop, start, start + len(stop))
+        for pattern in self._patterns:
+            place = pattern.find(text, max(0, num_old + 1 - pattern.width), num_old + 1)
+            if place is not None:
+                yield FoundStop(pattern.text, *place)
