@@ -63,6 +63,7 @@ STEPS = {
     ),
     "What is told": (
         "logprobs",
+        "logprob_token_ids",
         "prompt_logprobs",
         "prompt_logprob_start",
         "detokenize",

@@ -18,6 +18,8 @@ MAX_BEAMS = 1024
 MAX_BREAKERS = 64
 MAX_BREAKER = 64
 """Most characters of one of at most MAX_BREAKERS sequence breakers."""
+MAX_LISTED = 128
+"""Most tokens whose logprobs a request may ask for by their ids."""
 MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
 """Bound on length_penalty either way: a length to a higher power overflows a float, or is 0."""
@@ -133,6 +135,7 @@ SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "stop_regex": (None,),
     "repetition_detection": (None,),
+    "logprob_token_ids": (None,),
 }
 """Values that a beam search takes for the fields that would change the model's own logprobs, and
 for ends that it does not look for.

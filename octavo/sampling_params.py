@@ -29,6 +29,7 @@ from octavo.sampling_limits import (
     MAX_BREAKER,
     MAX_BREAKERS,
     MAX_LENGTH_PENALTY,
+    MAX_LISTED,
     MAX_N,
     NUMBERS,
     SEARCH_VALUES,
@@ -113,6 +114,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    """Tokens whose logprobs are given at each place, in the place of the best ones'."""
     prompt_logprobs: int | None = None
     prompt_logprob_start: int | None = None
     """Index of the first prompt token that gets a logprob; tokens before it may be found in the
@@ -163,6 +166,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
     def depends_on_mask(self) -> bool:
         """Whether a masked draw may differ from the first legal token of an unmasked one."""
         return any(getattr(self, name) != value for name, value in MASKED_FILTERS.items())
+
+    @property
+    def num_shown_logprobs(self) -> int | None:
+        """Number of tokens that an answer shows at each place: the best ones, or those that are
+        asked for and the drawn one; None without logprobs.
+        """
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids) + 1
 
     @property
     def num_samples(self) -> int:
@@ -261,12 +271,23 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
             ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             _check("allowed_token_ids", ids, len(ids) > 0, "a list of at least one token id")
             self.allowed_token_ids = ids
+        if self.logprob_token_ids is not None:
+            self._take_listed(_token_ids("logprob_token_ids", self.logprob_token_ids))
         if self.logit_bias is not None:
             given: object = self.logit_bias
             _check("logit_bias", given, isinstance(given, Mapping), "numbers by token id")
             self.logit_bias = {
                 _bias_token(key): _bias(key, value) for key, value in self.logit_bias.items()
             }
+
+    def _take_listed(self, ids: list[int]) -> None:
+        """Takes the tokens whose logprobs are wanted; `logprobs` becomes their number."""
+        name = "logprob_token_ids"
+        ok = 0 < len(ids) == len(set(ids)) <= MAX_LISTED
+        _check(name, ids, ok, f"a list of 1 to {MAX_LISTED} different token ids")
+        words = f"None, or the number of logprob_token_ids ({len(ids)})"
+        _check("logprobs", self.logprobs, self.logprobs in (None, len(ids)), words)
+        self.logprob_token_ids, self.logprobs = ids, len(ids)
 
     def _check_structure(self) -> None:
         self.repetition_detection = detection_of(self.repetition_detection)

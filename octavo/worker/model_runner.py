@@ -52,6 +52,8 @@ class Layout:
     """Runs of tokens whose successors in the prompt want a logprob: index in R, first token, one
     past the last.
     """
+    listed: list[tuple[int, NDArray[np.int32]]]
+    """Tokens whose logprobs draws want besides: index in R, ids."""
 
 
 class DecodedRows(NamedTuple):
@@ -180,12 +182,14 @@ class ModelRunner:
         rows = self._rows.indices(scheduled)
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum([row.num_tokens for row in scheduled], out=query_starts[1:])
+        draws = [i for i, row in enumerate(scheduled) if row.samples]
         return Layout(
             rows,
             np.array([row.start + row.num_tokens for row in scheduled], np.int32),
             query_starts,
-            [i for i, row in enumerate(scheduled) if row.samples],
+            draws,
             self._targets(scheduled, rows),
+            self._listed(draws, rows),
         )
 
     def _checks(self, layout: Layout) -> CheckedDraws | None:
@@ -193,6 +197,7 @@ class ModelRunner:
         as many sampled rows.
         """
         num_samples = len(layout.draws) + sum(last - first for _, first, last in layout.targets)
+        num_samples += sum(len(ids) for _, ids in layout.listed)
         if self._checking is None or num_samples > self._checking.max_checked:
             return None
         return self._rows.sampling.checks(layout.rows[np.array(layout.draws, np.intp)])
@@ -243,19 +248,42 @@ class ModelRunner:
                 found.append((index, row.start, max(row.start, last)))
         return found
 
+    def _listed(
+        self, draws: list[int], rows: NDArray[np.intp]
+    ) -> list[tuple[int, NDArray[np.int32]]]:
+        """Returns the tokens whose logprobs the draws want, of those that name any."""
+        found = ((index, self._rows.sampling.listed(int(rows[index]))) for index in draws)
+        return [(index, ids) for index, ids in found if ids is not None]
+
     def _sampling(
         self, scheduled: Sequence[ScheduledRow], layout: Layout, checks: CheckedDraws | None
     ) -> tuple[NDArray[np.int32], SamplingBatch]:
-        """Returns `sample_rows [S]` and how to draw: draws first, then the prompt's own tokens as
-        targets.
+        """Returns `sample_rows [S]` and how to draw: draws first, then as targets the prompt's own
+        tokens, and those whose logprobs a draw wants.
         """
         draws = np.array(layout.draws, np.intp)
         sampling = self._rows.sampling.gather(
             layout.rows[draws], self._rows.token_ids, layout.ends[draws], checks
         )
         sample_rows = layout.query_starts[draws + 1] - 1
-        if not layout.targets:
-            return sample_rows, sampling
+        if layout.targets:
+            places = self._add_prompt_targets(scheduled, layout, sampling)
+            sample_rows = np.concatenate([sample_rows, places])
+        for index, ids in layout.listed:
+            # The same place is read once more for each of them.
+            end = layout.ends[index]
+            append_targets(
+                sampling,
+                sampling_records(len(ids), position=end, target_id=ids, num_logprobs=0),
+            )
+            place = layout.query_starts[index + 1] - 1
+            sample_rows = np.append(sample_rows, np.full(len(ids), place, np.int32))
+        return sample_rows, sampling
+
+    def _add_prompt_targets(
+        self, scheduled: Sequence[ScheduledRow], layout: Layout, sampling: SamplingBatch
+    ) -> NDArray[np.int32]:
+        """Adds the prompt's own tokens as targets; returns their places in the step."""
         spans = [np.arange(first, last, dtype=np.int32) for _, first, last in layout.targets]
         token_ids = self._rows.token_ids
         target_ids = [
@@ -275,12 +303,7 @@ class ModelRunner:
         )
         append_targets(sampling, targets)
         shifts = [layout.query_starts[index] - first for index, first, _ in layout.targets]
-        return (
-            np.concatenate(
-                [sample_rows, *(span + shift for span, shift in zip(spans, shifts, strict=True))]
-            ),
-            sampling,
-        )
+        return np.concatenate([span + shift for span, shift in zip(spans, shifts, strict=True)])
 
     def _results(self, step: PreparedStep, samples: SampleResult) -> list[RowResult]:
         scheduled, layout, sampling = step.scheduled, step.layout, step.sampling
@@ -301,13 +324,9 @@ class ModelRunner:
                 row = int(layout.rows[index])
                 results[index].mirostat_mu = self._rows.sampling.surprised(row, surprises[entry])
         if samples.logprobs is not None:
-            num_logprobs = sampling.records["num_logprobs"]
-            reader = LogprobsReader(num_logprobs, samples)
-            for entry, index in enumerate(layout.draws):
-                if num_logprobs[entry] >= 0:
-                    results[index].logprobs = [reader.read(entry)]
+            reader = LogprobsReader(sampling.records["num_logprobs"], samples)
+            _add_logprobs(results, layout, reader)
             for index, entries in _target_entries(layout):
-                results[index].prompt_logprobs = [reader.read(entry) for entry in entries]
                 if any(failed[entry] for entry in entries):
                     failure = "the model's logits within the prompt are not numbers (NaN)"
                     results[index].failure = failure
@@ -374,12 +393,36 @@ def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:
         first += end - start
 
 
+def _add_logprobs(results: list[RowResult], layout: Layout, reader: LogprobsReader) -> None:
+    """Adds the logprobs that requests want, of what they draw and of their prompts."""
+    for entry, index in enumerate(layout.draws):
+        if reader.has(entry):
+            results[index].logprobs = [reader.read(entry)]
+    for index, entries in _listed_entries(layout):
+        for entry in entries:
+            reader.add(results[index].logprobs, entry)
+    for index, entries in _target_entries(layout):
+        results[index].prompt_logprobs = [reader.read(entry) for entry in entries]
+
+
+def _listed_entries(layout: Layout) -> Iterator[tuple[int, range]]:
+    """Yields the index in R and the entries in S of each draw that wants tokens' logprobs."""
+    first = len(layout.draws) + sum(end - start for _, start, end in layout.targets)
+    for index, ids in layout.listed:
+        yield index, range(first, first + len(ids))
+        first += len(ids)
+
+
 class LogprobsReader:
     """Reads rows of a SampleResult as lists."""
 
     def __init__(self, num_logprobs: NDArray[np.int32], samples: SampleResult) -> None:
         self._num_logprobs = num_logprobs
         self._samples = samples
+
+    def has(self, entry: int) -> bool:
+        """Returns whether an entry wants logprobs."""
+        return int(self._num_logprobs[entry]) >= 0
 
     def read(self, entry: int) -> TokenLogprobs:
         """Returns an entry's own logprob and rank, then its top alternatives."""
@@ -396,3 +439,12 @@ class LogprobsReader:
             found.logprobs += samples.top_logprobs[entry, :num].tolist()
             found.ranks += range(1, num + 1)
         return found
+
+    def add(self, found: list[TokenLogprobs] | None, entry: int) -> None:
+        """Adds an entry's own logprob and rank to those of the draw at the same place."""
+        assert found is not None, "a draw that names tokens wants its own logprob too"
+        samples = self._samples
+        assert samples.logprobs is not None and samples.ranks is not None
+        found[0].token_ids.append(int(samples.token_ids[entry]))
+        found[0].logprobs.append(float(samples.logprobs[entry]))
+        found[0].ranks.append(int(samples.ranks[entry]))

@@ -156,6 +156,8 @@ class SamplingRows:
         self._extras: dict[int, RowExtras] = {}
         self._mirostats: dict[int, tuple[float, float]] = {}
         """Surprise aimed at, and share of the error that is corrected, by row."""
+        self._listed: dict[int, NDArray[np.int32]] = {}
+        """Tokens whose logprobs are wanted, by row."""
         self._masks: WeakValueDictionary[tuple[int, ...], Bits] = WeakValueDictionary()
 
     def add(self, row: int, new: NewRow) -> None:
@@ -180,8 +182,10 @@ class SamplingRows:
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             top_k=params.top_k,
-            num_logprobs=-1 if params.logprobs is None else self.num_top(params.logprobs),
+            num_logprobs=self._num_logprobs(params),
         )
+        if params.logprob_token_ids is not None:
+            self._listed[row] = np.array(params.logprob_token_ids, np.int32)
         if params.mirostat_mode:
             self._mirostats[row] = (params.mirostat_tau, params.mirostat_eta)
         extras = self._make_extras(new)
@@ -191,11 +195,22 @@ class SamplingRows:
     def free(self, row: int) -> None:
         """Drops what a row holds beside its record."""
         self._mirostats.pop(row, None)
+        self._listed.pop(row, None)
         self._extras.pop(row, None)
 
     def num_top(self, num_logprobs: int) -> int:
         """Returns how many top alternatives `num_logprobs` means; -1 is the whole vocabulary."""
         return self._vocab_size if num_logprobs == -1 else min(num_logprobs, self._vocab_size)
+
+    def listed(self, row: int) -> NDArray[np.int32] | None:
+        """Returns the tokens whose logprobs a row wants besides its own; None for the best ones."""
+        return self._listed.get(row)
+
+    def _num_logprobs(self, params: SamplingParams) -> int:
+        """Returns the record's number of best alternatives."""
+        if params.logprobs is None:
+            return -1
+        return 0 if params.logprob_token_ids is not None else self.num_top(params.logprobs)
 
     @property
     def has_extras(self) -> bool:

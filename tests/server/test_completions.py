@@ -328,3 +328,36 @@ def test_a_pattern_that_cannot_be_searched_is_refused(http):
         refused = http.post("/v1/completions", json=body)
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"].startswith("stop_regex")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_logprobs_of_listed_tokens(http, path):
+    """Each place shows the tokens that are asked for beside the drawn one, as all of them show."""
+    asked = (
+        {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    )
+    body = asked | {"max_tokens": 6, "seed": 1, "ignore_eos": True}
+    body["logprob_token_ids"] = ids_of("az~")
+    answer = http.post(path, json=body | {"return_token_ids": True}).json()["choices"][0]
+    drawn = answer["token_ids"]
+    if "chat" in path:
+        tops = [
+            {entry["token"]: entry["logprob"] for entry in place["top_logprobs"]}
+            for place in answer["logprobs"]["content"]
+        ]
+    else:
+        tops = answer["logprobs"]["top_logprobs"]
+    assert len(tops) == len(drawn) == 6
+    assert all({"a", "z", "~"} <= set(top) and len(top) <= 4 for top in tops)
+    told = http.post(path, json=body | {"stream": True})
+    assert told.status_code == 200
+    refused = http.post(path, json=body | {"logprob_token_ids": [10**6]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "logprob_token_ids"
+
+
+def test_an_echoed_prompt_stands_before_listed_tokens(http):
+    body = {"prompt": "Hi", "max_tokens": 3, "echo": True, "logprob_token_ids": ids_of("a")}
+    told = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert len(told["token_logprobs"]) == 5 and told["token_logprobs"][0] is None
+    assert all("a" in top for top in told["top_logprobs"][2:])

@@ -128,6 +128,7 @@ READ = {
         "repetition_penalty",
         "presence_penalty",
         "frequency_penalty",
+        "logprob_token_ids",
         "logprobs",
         "min_tokens",
         "logit_bias",

@@ -44,8 +44,10 @@ class ParamsResolver:
         self.check_ids("stop_token_ids", params.stop_token_ids or ())
         self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self.check_ids("logit_bias", params.logit_bias or ())
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(name, getattr(params, name))
+        self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        if params.logprob_token_ids is None:
+            self._check_logprobs("logprobs", params.logprobs)
+        self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         for name in ("stop", "stop_regex"):
             if getattr(params, name):
                 words = f"{name}: stop texts need a tokenizer, and this engine has none"

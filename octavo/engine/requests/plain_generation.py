@@ -70,6 +70,7 @@ class PlainGeneration:
             or rules.repetition is not None
             or bool(params.bad_words_token_ids)
             or params.mirostat_mode > 0
+            or params.logprob_token_ids is not None
             or params.dry_multiplier > 0
             or (has_grammar and (params.depends_on_mask or params.min_tokens > 0))
         )

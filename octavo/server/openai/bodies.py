@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
+from octavo.sampling_limits import MAX_LISTED
 from octavo.server.body import Body
 from octavo.server.fields import Whole, field, needed, sampling, taken
 from octavo.server.openai.filter_body import FilterBody
@@ -57,6 +58,7 @@ SAMPLING_FIELDS = (
     "repetition_detection",
     "ignore_eos",
     "min_tokens",
+    "logprob_token_ids",
     "prompt_logprobs",
     "prompt_logprob_start",
     "skip_special_tokens",
@@ -86,7 +88,6 @@ class SamplingBody(FilterBody):
             "include_reasoning",
             "kv_transfer_params",
             "logits_processors",
-            "logprob_token_ids",
             "mm_processor_kwargs",
             "moderation",
             "prediction",
@@ -127,6 +128,11 @@ class SamplingBody(FilterBody):
     ignore_eos: bool | None = field(FLAG, "goes on after an end token")
     max_tokens: Whole | None = sampling("max_tokens", "most tokens of an answer")
     min_tokens: Whole | None = sampling("min_tokens", "tokens before which no answer ends")
+    logprob_token_ids: list[TokenId] | None = field(
+        f"a list of 1 to {MAX_LISTED} different token ids; logprobs is left out or their number",
+        "tokens whose logprobs are given at each place, beside the drawn token's",
+        rules={"excludes": {"use_beam_search": "a search gives the likeliest tokens'"}},
+    )
     prompt_logprobs: Whole | None = sampling(
         "prompt_logprobs", "alternatives given for each token of the prompt"
     )

@@ -197,9 +197,10 @@ class ChatAnswer(Answer):
         return choice
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        if self.params.logprobs is None or delta.logprobs is None:
+        num_shown = self.params.num_shown_logprobs
+        if num_shown is None or delta.logprobs is None:
             return None
-        return chat_logprobs(delta.token_ids, delta.logprobs, self.params.logprobs, self.names)
+        return chat_logprobs(delta.token_ids, delta.logprobs, num_shown, self.names)
 
 
 def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) -> Conversation:
@@ -242,5 +243,14 @@ def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
         body,
         defaults,
         max_tokens=_max_tokens(body),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=_num_logprobs(body),
     )
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    """Returns the logprobs that are asked for; None too where they are listed, which says how many
+    there are.
+    """
+    if body.logprob_token_ids is not None:
+        return body.top_logprobs
+    return (body.top_logprobs or 0) if body.logprobs else None

@@ -73,7 +73,8 @@ class CompletionAnswer(Answer):
     def __init__(self, body: CompletionBody, params: SamplingParams, model: ServedModel) -> None:
         super().__init__(body, params, model)
         self._echo = body.echo
-        self._num_logprobs = body.logprobs
+        listed = params.logprob_token_ids is not None
+        self._num_logprobs = params.num_shown_logprobs if listed else body.logprobs
         self._only_prompt = body.max_tokens == 0
         self._prompt_logprobs = body.prompt_logprobs is not None
 
@@ -199,7 +200,8 @@ def _params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
     """
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
-        prompt_logprobs = body.logprobs
+        # Listed tokens' logprobs are the answer's alone; the echoed prompt has its own ones.
+        prompt_logprobs = 0 if body.logprob_token_ids else body.logprobs
     others = {"prompt_logprobs": prompt_logprobs, "best_of": body.best_of}
     return sampling_params(
         body, defaults, max_tokens=_max_tokens(body), logprobs=body.logprobs, **others
