@@ -7,6 +7,7 @@ memory that the ones before have left. Owns the sharing of memory among engines.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -205,7 +206,11 @@ class ModelLoader:
             await asyncio.sleep(DRAIN_INTERVAL_S)
         await asyncio.to_thread(slot.close)
         self._models.remove(slot)
-        self._report(f"{slot.name} was unloaded")
+        name = slot.name
+        del slot, llm
+        # A front's parts refer to each other, and collections are rare in a process that serves.
+        await asyncio.to_thread(gc.collect)
+        self._report(f"{name} was unloaded")
 
     def _say(self, slot: EngineSlot, text: str) -> None:
         """Reports a line of a load; it begins with the model's name where there are several."""

@@ -170,6 +170,22 @@ def test_two_loads_at_once_both_end_well(pair, http):
     assert until(lambda: len([pid for pid in pair.children if runs(pid)]) == 2)
 
 
+def test_an_unloaded_model_leaves_no_file_open(pair, http):
+    """The server has as many open files after three loads and unloads as after one."""
+    files = f"/proc/{pair.process.pid}/fd"
+
+    def come_and_go():
+        assert load(http, LLAMA, name="three").status_code == 202
+        assert until(is_ready(http, "three"))
+        unload(http, "three")
+
+    come_and_go()
+    first = len(os.listdir(files))
+    come_and_go()
+    come_and_go()
+    assert until(lambda: len(os.listdir(files)) <= first)
+
+
 def test_a_model_is_unloaded_while_it_loads(pair, http):
     """The process that loads ends, and the name is free again."""
     assert load(http, LLAMA, name="three").status_code == 202
