@@ -114,6 +114,28 @@ def test_capabilities_list_each_field_with_its_type_and_default(listed):
     assert logprobs["/v1/chat/completions"]["type"] == "boolean"
 
 
+def test_values_that_a_search_or_a_greedy_choice_takes_are_those_that_are_checked(http, listed):
+    """A neutral value is taken there, another one refused by the field's name."""
+    others = {"top_k": 3, "mirostat_mode": 2, "repetition_penalty": 1.5, "dry_multiplier": 2}
+    numbers = ("number", "integer")
+    rows = [row for row in listed["fields"] if "/v1/completions" in row["paths"]]
+    asked = {
+        "allowed_in_beam_search": {"use_beam_search": True, "n": 2},
+        "allowed_at_temperature_0": {"temperature": 0},
+    }
+    checked = 0
+    for kind, fields in asked.items():
+        for row in (row for row in rows if kind in row and row["type"] in numbers):
+            name, body = row["name"], {"prompt": "Hello", "max_tokens": 1} | fields
+            taken = http.post("/v1/completions", json=body | {name: row[kind][0]})
+            assert taken.status_code == 200, (name, taken.text)
+            refused = http.post("/v1/completions", json=body | {name: others.get(name, 0.5)})
+            assert refused.status_code == 400, name
+            assert refused.json()["error"]["param"] == name
+            checked += 1
+    assert checked >= 14
+
+
 def test_ranges_that_are_listed_are_those_that_are_checked(http, listed):
     """A value at a listed bound is taken, one beyond it refused by its field's name."""
     numbers = [
@@ -152,6 +174,7 @@ def test_ranges_that_are_listed_are_those_that_are_checked(http, listed):
 def test_interactions_that_are_listed_are_checked(http, listed):
     """A field without what it needs is refused, and so is one beside what it excludes."""
     values = {"boolean": True, "integer": 1, "number": 0.5, "object": {}, "string": "left"}
+    values["array"] = [1]
     seen = 0
     for row in listed["fields"]:
         path = row["paths"][0]

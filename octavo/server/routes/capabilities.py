@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
+from octavo.sampling_limits import DRAWS_ONLY, SEARCH_VALUES
 from octavo.server.body import Body
 from octavo.server.fields import described
 from octavo.server.openai import chat, completions
@@ -72,6 +73,10 @@ def _fitted(row: dict[str, Any], model: ServedModel, defaults: dict[str, Any]) -
     name = row["name"]
     if name in SAMPLING_FIELDS:
         row["default"] = defaults[name]
+    if name in SEARCH_VALUES:
+        row["allowed_in_beam_search"] = list(SEARCH_VALUES[name])
+    if name in DRAWS_ONLY:
+        row["allowed_at_temperature_0"] = [DRAWS_ONLY[name]]
     if name in COUNTS_OF_LOGPROBS and row["type"] == "integer":
         row["max"] = model.llm.config.model.max_logprobs
     if name in LONGEST_ANSWER:
