@@ -51,6 +51,11 @@ MODES = {
     "biased": {"logit_bias": {5: 9.0, 94: -20.0}},
     "with logprobs": {"logprobs": 3},
     "two samples": {"n": 2},
+    "four hot samples": {"n": 4, "temperature": 2},
+    "every filter": {"typical_p": 0.9, "xtc_probability": 0.5, "top_n_sigma": 3.0, "min_p": 0.01},
+    "mirostat": {"mirostat_mode": 2, "mirostat_tau": 3.0},
+    "repetition": {"dry_multiplier": 1.0},
+    "listed logprobs": {"logprob_token_ids": [5, 94]},
     "at least 40 tokens": {"min_tokens": 40},
     "bad words": {"bad_words": ["1", "25"]},
 }
@@ -148,6 +153,42 @@ def test_a_checked_draw_is_the_masked_one(llm, mode):
     checked = llm.generate(prompts, [params(schema, **one) for one in options])
     masked = llm.generate(prompts, [params(schema, **one | {"top_k": every}) for one in options])
     assert [fingerprint(one) for one in checked] == [fingerprint(one) for one in masked]
+
+
+def test_drawn_schemas_give_one_answer_alone_in_a_batch_and_under_masks(llm):
+    """A sample of schemas, half of them greedy, each asked for in three ways."""
+    rng = random.Random(11)
+    schemas = [some_schema(rng) for _ in range(examples(8))]
+    modes = [rng.choice([{"temperature": 0}, {}, {"temperature": 2}]) for _ in schemas]
+    prompts = prompts_of(*range(3, 3 + len(schemas)))
+    wanted = [
+        params(schema, **mode, max_tokens=60) for schema, mode in zip(schemas, modes, strict=True)
+    ]
+    # A top_k of all tokens keeps them, and has the mask made beforehand; greedy takes no filter.
+    every = {"top_k": llm.info.vocab_size}
+    under = [
+        params(schema, **mode | every, max_tokens=60)
+        for schema, mode in zip(schemas, modes, strict=True)
+    ]
+    together = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+    alone = [
+        fingerprint(llm.generate([prompt], one)[0])
+        for prompt, one in zip(prompts, wanted, strict=True)
+    ]
+    assert together == alone
+    assert [fingerprint(output) for output in llm.generate(prompts, under)] == together
+
+
+def test_a_pattern_and_a_loop_end_an_answer_before_its_form_does(llm):
+    (output,) = llm.generate(prompts_of(4), params(SCHEMA, stop_regex='"[st]izes"'))
+    assert output.outputs[0].stop_reason == '"[st]izes"'
+    endless = StructuredOutputs(regex="a{1,100}")
+    rule = {"max_pattern_size": 1, "min_count": 4}
+    (output,) = llm.generate(
+        prompts_of(4), params(endless, repetition_detection=rule, temperature=0, min_tokens=8)
+    )
+    assert output.outputs[0].finish_reason in ("repetition", "stop")
+    assert set(output.outputs[0].text) == {"a"}
 
 
 def test_a_masked_draw_is_the_ordinary_one_where_all_is_legal(llm):

@@ -429,3 +429,34 @@ def check_ranks_of_ties(sample: Sample) -> None:
     np.testing.assert_array_equal(found.top_ids, np.tile([1, 2, 4, 3, 5, 0, 6], (7, 1)))
     places = [found.top_ids[s].tolist().index(s) + 1 for s in range(7)]
     assert found.ranks.tolist() == places
+
+
+def check_masked_distribution(sample: Sample, vocab: int, count: int = 4000) -> None:
+    """Checks by chi-square that draws under a mask have the legal tokens' shares, and that a draw
+    without the mask, made again under it where its token is not legal, is the same draw. `sample`
+    draws all rows of a batch from one row of logits.
+    """
+    g = rng(vocab)
+    row = g.uniform(-1, 1, (1, vocab)).astype(np.float32)
+    mask = g.random(vocab) < 0.6
+    mask[:2] = True
+    fields = {"temperature": 0.8, "position": np.arange(count)}
+    masked = batch_for(count, vocab, masks=mask[None], allowed_mask=0, **fields)
+    tokens = sample(row, masked).token_ids
+    free = sample(row, batch_for(count, vocab, **fields)).token_ids
+    legal = mask[free]
+    assert 0 < legal.sum() < count
+    np.testing.assert_array_equal(tokens[legal], free[legal])
+    weights = np.where(mask, np.exp(row[0].astype(np.float64) / 0.8), 0.0)
+    expected = count * weights[mask] / weights.sum()
+    counts = np.bincount(tokens, minlength=vocab)
+    assert not counts[~mask].any(), "a token that is not legal was drawn"
+    assert expected.min() > 5, "too few draws for chi-square"
+    chi_square = float(((counts[mask] - expected) ** 2 / expected).sum())
+    assert chi_square < chi_square_bound(int(mask.sum()) - 1)
+
+
+def chi_square_bound(degrees: int) -> float:
+    """Returns what one distribution in 10,000 exceeds (Wilson and Hilferty 1931)."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 3.72 * math.sqrt(spread)) ** 3

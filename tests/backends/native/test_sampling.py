@@ -23,6 +23,7 @@ from tests.support.sampling_cases import (
     check,
     check_distribution,
     check_first_legal,
+    check_masked_distribution,
     check_ranks_of_ties,
     drawn,
     possible_tokens,
@@ -116,6 +117,12 @@ def test_draws_have_their_probabilities(level, name):
 def test_the_masked_draw_is_the_first_legal_token(level):
     """A mask takes the first legal token in the order of the reference's unmasked scores."""
     check_first_legal(lambda logits, batch: sample_native(logits, batch, level))
+
+
+@pytest.mark.parametrize("vocab", [5, 8, 13, 20])
+def test_masked_draws_have_the_legal_tokens_shares(level, vocab):
+    """A mask leaves the legal tokens their shares among themselves."""
+    check_masked_distribution(sample_repeated(level), vocab)
 
 
 def test_a_rank_is_a_place_in_the_top_list(level):

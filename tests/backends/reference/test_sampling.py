@@ -11,6 +11,7 @@ from tests.support.sampling_cases import (
     batch_for,
     check_distribution,
     check_first_legal,
+    check_masked_distribution,
     check_ranks_of_ties,
     rng,
 )
@@ -137,6 +138,12 @@ def test_greedy_takes_the_lowest_of_equals():
 def test_draws_have_their_probabilities(name):
     """Every sampler draws from the distribution that its definition gives."""
     check_distribution(name, repeated)
+
+
+@pytest.mark.parametrize("vocab", [5, 8, 13, 20])
+def test_masked_draws_have_the_legal_tokens_shares(vocab):
+    """A mask leaves the legal tokens their shares among themselves."""
+    check_masked_distribution(repeated, vocab)
 
 
 def test_draws_depend_on_seed_position_and_sample_only():
