@@ -19,12 +19,16 @@ HEALTHY_S = 5.0
 STALL_S = 1.5
 NUM_TOKENS = 400
 NUM_STREAMS = 16
+ENDLESS = {"ignore_eos": True}
+FORMED = {"structured_outputs": {"regex": "[a-f ]{900}"}}
+WAYS = [ENDLESS, ENDLESS, ENDLESS | {"mirostat_mode": 2}, ENDLESS, FORMED, FORMED, ENDLESS, ENDLESS]
+"""What a replaced engine has to rebuild: a matcher from the tokens, and mirostat's bound."""
 BODIES = [
     {
         "prompt": f"Stream {index}: " + "once upon a time " * (index % 5),
         "max_tokens": NUM_TOKENS,
-        "ignore_eos": True,
         "timings": True,
+        **WAYS[index % len(WAYS)],
         **({"temperature": 0} if index % 2 else {"temperature": 1, "seed": index}),
     }
     for index in range(NUM_STREAMS)
