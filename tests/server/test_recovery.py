@@ -22,7 +22,7 @@ NUM_STREAMS = 16
 ENDLESS = {"ignore_eos": True}
 FORMED = {"structured_outputs": {"regex": "[a-f ]{900}"}}
 WAYS = [ENDLESS, ENDLESS, ENDLESS | {"mirostat_mode": 2}, ENDLESS, FORMED, FORMED, ENDLESS, ENDLESS]
-"""What a replaced engine has to rebuild: a matcher from the tokens, and mirostat's bound."""
+"""Fields of the streams: a new engine rebuilds a matcher from its tokens, and mirostat's bound."""
 BODIES = [
     {
         "prompt": f"Stream {index}: " + "once upon a time " * (index % 5),
