@@ -117,6 +117,7 @@ def test_streams_go_on_after_the_engine_hangs(server, undisturbed):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.usefixtures("undisturbed")  # the forms are compiled, so that all streams begin at once
 def test_a_replaced_engine_is_healthy_within_five_seconds(server, sign):
     """The time counts from the first answer of /health that says that the engine is gone."""
     disturb, times = hurt_once(server, sign)
