@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -180,8 +181,7 @@ class ModelRunner:
 
     def _layout(self, scheduled: Sequence[ScheduledRow]) -> Layout:
         rows = self._rows.indices(scheduled)
-        query_starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum([row.num_tokens for row in scheduled], out=query_starts[1:])
+        query_starts = np.array([0, *accumulate(row.num_tokens for row in scheduled)], np.int32)
         draws = [i for i, row in enumerate(scheduled) if row.samples]
         return Layout(
             rows,
@@ -211,11 +211,10 @@ class ModelRunner:
     ) -> StepBatch:
         """Gathers the first of `num_steps` steps, with block tables that reach to the last."""
         rows, ends, query_starts = layout.rows, layout.ends, layout.query_starts
-        counts = np.diff(query_starts)
-        owners = np.repeat(rows, counts)
-        places = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(
-            ends - query_starts[1:], counts
-        )
+        counts = query_starts[1:] - query_starts[:-1]
+        owners = rows.repeat(counts)
+        places = np.arange(query_starts[-1], dtype=np.int32)
+        places += (ends - query_starts[1:]).repeat(counts)
         tables = self._rows.block_tables
         slots = tables[:, owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
         sample_rows, sampling = self._sampling(scheduled, layout, checks)
@@ -224,7 +223,7 @@ class ModelRunner:
             places=places,
             positions=places[None],
             query_starts=query_starts,
-            context_lens=np.broadcast_to(ends, (len(tables), len(rows))).copy(),
+            context_lens=ends[None].repeat(len(tables), axis=0),
             slots=np.ascontiguousarray(slots),
             block_tables=np.ascontiguousarray(
                 tables[:, rows, : -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)]
