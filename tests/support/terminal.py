@@ -12,7 +12,7 @@ import sys
 import termios
 import time
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 class Terminal:

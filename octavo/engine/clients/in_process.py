@@ -5,6 +5,7 @@ Used by `LLM` and tests. A core that hangs hangs its caller, so it cannot be rep
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -43,32 +44,35 @@ class InProcessClient:
         self.core = core
         """The core itself, for code that looks into it while no `receive` runs."""
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._arrival = threading.Event()
+        """Set by each command and cleared by `receive` alone: a query in another thread that takes
+        the command before it does not keep it asleep."""
         self._lock = threading.Lock()
         """Held while the core works, since a query may come from another thread."""
         self._closed = False
 
     def add(self, requests: list[EngineRequest]) -> None:
-        self._inbox.put(AddRequests(requests))
+        self._send(AddRequests(requests))
 
     def abort(self, request_ids: list[str]) -> None:
-        self._inbox.put(AbortRequests(request_ids))
+        self._send(AbortRequests(request_ids))
 
     def change(self, changes: list[RequestChange]) -> None:
-        self._inbox.put(ChangeRequests(changes))
+        self._send(ChangeRequests(changes))
 
     def watch(self, period_s: float) -> None:
-        self._inbox.put(WatchEngine(period_s))
+        self._send(WatchEngine(period_s))
 
     def receive(
         self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
     ) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._take_commands(wait=not self.core.has_work, timeout_s=timeout_s)
+        self._await_commands(0 if self.core.has_work else timeout_s)
         while not self._closed and self.core.has_work and (pause_s := self.core.pause_s()):
             left_s = pause_s if end is None else end - time.monotonic()
             if left_s <= 0:
                 return None
-            self._take_commands(wait=True, timeout_s=min(pause_s, left_s))
+            self._await_commands(min(pause_s, left_s))
         with self._lock:
             if self._closed or not self.core.has_work:
                 return None
@@ -90,24 +94,30 @@ class InProcessClient:
 
     def close(self) -> None:
         """Ends a `receive` that waits, then the core."""
-        self._inbox.put(CloseCore())
+        self._send(CloseCore())
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self.core.close()
 
+    def _send(self, command: Command) -> None:
+        self._inbox.put(command)
+        self._arrival.set()
+
     def _query(self, query: Query) -> QueryAnswer:
-        self._take_commands(wait=False, timeout_s=None)
         with self._lock:
+            self._apply_commands()
             return run_query(self.core, query)
 
-    def _take_commands(self, *, wait: bool, timeout_s: float | None) -> None:
-        """Applies all commands that have come; with `wait` blocks for the first, up to the time."""
-        try:
+    def _await_commands(self, timeout_s: float | None) -> None:
+        """Waits for a command, up to the time where one is given, and applies all that have come."""
+        self._arrival.wait(timeout_s)
+        self._arrival.clear()
+        with self._lock:
+            self._apply_commands()
+
+    def _apply_commands(self) -> None:
+        """Applies the commands that have come, in their order; called under the lock."""
+        with contextlib.suppress(queue.Empty):
             while True:
-                command = self._inbox.get(block=wait, timeout=timeout_s if wait else None)
-                with self._lock:
-                    apply_command(self.core, command)
-                wait = False
-        except queue.Empty:
-            return
+                apply_command(self.core, self._inbox.get_nowait())

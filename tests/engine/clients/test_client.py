@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -138,6 +139,23 @@ def test_abort_ends_in_one_final_output(client):
     client.receive(timeout_s=10)
     client.abort(["a", "unknown"])
     assert collect(client, 1)[1] == {"a": "abort"}
+
+
+def test_a_query_that_takes_a_command_first_does_not_keep_the_core_asleep(client):
+    """A view asked for right after a request does not leave it waiting for the next command."""
+    ended = queue.SimpleQueue()
+
+    def receive():
+        for _ in range(50):
+            ended.put(collect(client, 1)[1])
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    for number in range(50):
+        client.add([make_request(str(number), [1, 2, 3])])
+        client.view(with_blocks=False)
+        assert ended.get(timeout=10) == {str(number): "length"}
+    thread.join()
 
 
 def test_without_work_receive_waits_its_time(client):
