@@ -88,7 +88,9 @@ def test_ctrl_c_stops_the_answer_and_what_came_is_kept(chat, known):
     terminal.until("new tokens")
     terminal.until("> ")
     assert known.stopped.wait(20), "the server's work ends with the answer"
-    terminal.press("half\x03")
+    terminal.press("half")
+    terminal.until("half")  # the line editor reads keys from now on
+    terminal.press("\x03")
     terminal.until("(Ctrl-D or /exit ends)")
     terminal.press("then\n")
     terminal.until("tokens/s")
