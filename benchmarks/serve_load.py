@@ -41,6 +41,7 @@ from octavo.errors import OctavoError
 
 GOOD = {"ttft": 1000.0, "itl": 100.0}
 BURSTINESS = {"poisson": 1.0, "bursty": 0.2}
+KINDS = (*BURSTINESS, "trace")
 MOSTLY = 0.9
 SHOWN = ("completed", "failed", "elapsed_s", "requests_per_s", "output_tokens_per_s")
 TIMES = ("time_to_first_token_ms", "inter_token_ms", "request_latency_ms", "sent_late_ms")
@@ -135,7 +136,8 @@ def sweep(
 ) -> Iterator[dict[str, Any]]:
     """Yields the figures at each rate, up to the first at which too few requests are good."""
     for index, rate in enumerate(rates):
-        seed = 1000 * round_number + 10 * index + (clients > 16)
+        # Other prompts for each kind of traffic: a prefix cache would know them.
+        seed = 1000 * round_number + 100 * KINDS.index(kind) + 10 * index + (clients > 16)
         load = Load(kind, clients, rate, seed)
         requests = plan.requests(load)
         try:
