@@ -1,5 +1,5 @@
 """Writes docs/reference/ from the code that it describes: options, commands, errors, HTTP routes,
-metrics, sampling.
+metrics, sampling; and the table of families in docs/guides/models.md.
 
     python docs/generate.py
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from model_tables import GUIDE, guide
 from sampling_page import sampling
 from tables import table
 
@@ -486,6 +487,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text)
+    GUIDE.write_text(guide())
 
 
 if __name__ == "__main__":

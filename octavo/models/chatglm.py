@@ -36,6 +36,10 @@ def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("pre_seq_len")
     config.refuse_unless("post_layer_norm", True)
     config.refuse_unless("add_bias_linear", False)
+    config.refuse_unless("quantization_bit", 0)
+    config.refuse_unless("original_rope", True)
+    config.without_effect("apply_query_key_layer_scaling", "attention_softmax_in_fp32")
+    config.without_effect("bias_dropout_fusion", "fp32_residual_connection", "interleaved_qkv")
     shape = read_shape(config)
     cache = plan_cache(shape, (None,) * shape.num_layers)
     rope = RopeParameters(

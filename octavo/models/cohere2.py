@@ -12,6 +12,12 @@ from octavo.program.program import Program
 
 def build(config: HfConfig) -> dict[str, Program]:
     shape = read_shape(config)
+    config.refuse_unless("position_embedding_type", "rope_gptj")
+    config.refuse_unless("rotary_pct", 1, 1.0)
+    config.refuse_unless("order_of_interleaved_layers", "local_attn_first")
+    for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block"):
+        config.refuse_unless(name, True)
+    config.without_effect("use_parallel_embedding")
     pattern = config.integer(
         "sliding_window_pattern", config.integer("_sliding_window_pattern", 4), low=1
     )

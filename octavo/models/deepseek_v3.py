@@ -24,6 +24,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("scoring_func", "sigmoid")
     config.refuse_unless("topk_method", "noaux_tc")
     config.refuse_unless("moe_layer_freq", 1)
+    config.without_effect("ep_size", "num_nextn_predict_layers", "qk_head_dim")
     shape = DecoderShape.read(config)
     attention = LatentAttention.read(config, shape.num_heads)
     group = CacheGroup(

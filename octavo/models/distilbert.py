@@ -18,6 +18,7 @@ from octavo.program.program import Program, Value
 def build(config: HfConfig) -> dict[str, Program]:
     config = config.renamed(hidden_size="dim", num_hidden_layers="n_layers")
     config = config.renamed(num_attention_heads="n_heads")
+    config.without_effect("intermediate_size", "sinusoidal_pos_embds", "tie_weights_")
     width, activation = config.size("hidden_dim"), config.activation("activation", "gelu")
 
     def classifier(b: Builder, x: Value, num: int) -> Value:

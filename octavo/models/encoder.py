@@ -44,6 +44,9 @@ class EncoderShape:
 
     @staticmethod
     def read(config: HfConfig, *, norm_eps: float = 1e-12) -> EncoderShape:
+        config.without_effect("tie_word_embeddings")  # they belong to the head of masked words
+        config.without_effect("directionality", "pooler_fc_size", "pooler_num_attention_heads")
+        config.without_effect("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
         config.refuse_unless("is_decoder", False)
         config.refuse_unless("add_cross_attention", False)
         config.refuse_unless("position_embedding_type", "absolute")

@@ -16,6 +16,7 @@ from octavo.program.program import Program
 def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config, norm_eps=1e-5)
     window = config.optional_integer("sliding_window")
+    config.without_effect("sliding_window_pattern")  # without a window
     windows = config.layer_windows(
         shape.num_layers, window, pattern_of(config) if window else lambda i: False
     )

@@ -31,6 +31,7 @@ NORMS = NormNames(
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("attn_logit_softcapping")
+    config.without_effect("hidden_act")  # hidden_activation counts
     config.refuse_unless("use_bidirectional_attention", False)
     shape = DecoderShape.read(config, head_dim=256, tied=True)
     pattern = config.integer(

@@ -22,6 +22,10 @@ LAYERS = "transformer.h"
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("add_cross_attention", False)
+    config.without_effect("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    config.without_effect(
+        "inference_runner", "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input"
+    )
     config = config.renamed(
         hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head"
     )

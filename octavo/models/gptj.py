@@ -29,6 +29,8 @@ def build(config: HfConfig) -> dict[str, Program]:
         num_attention_heads="n_head",
         max_position_embeddings="n_positions",
     )
+    config.refuse_unless("rotary", True)
+    config.refuse_unless("scale_attn_weights", True)
     shape = DecoderShape.read(config, norm_eps=1e-5, eps_name="layer_norm_epsilon")
     cache = plan_cache(shape, (None,) * shape.num_layers)
     turned = config.size("rotary_dim", 64)

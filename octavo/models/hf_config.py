@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import UnsupportedModel
+from octavo.models.config_keys import RecordedKeys
 from octavo.program.ops import Activation
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -40,7 +41,7 @@ class HfConfig:
     missing."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+        self.values = RecordedKeys(values)
 
     @property
     def model_type(self) -> str:
@@ -59,11 +60,16 @@ class HfConfig:
         `renamed(hidden_size="n_embd")`; a usual name that is given already wins.
         """
         own = {usual: self.values[name] for usual, name in names.items() if name in self.values}
-        return HfConfig({**own, **{k: v for k, v in self.values.items() if v is not None}})
+        given = {k: v for k, v in self.values.items() if v is not None}
+        return HfConfig(RecordedKeys({**own, **given}, self.values.asked))
 
     def having(self, **values: Any) -> HfConfig:
         """Returns the config with other values of these names."""
-        return HfConfig({**self.values, **values})
+        return HfConfig(RecordedKeys({**self.values, **values}, self.values.asked))
+
+    def without_effect(self, *names: str) -> None:
+        """Names keys that the family knows, and that change nothing in this config."""
+        self.values.asked.update(names)
 
     def integer(
         self, name: str, default: int | None = None, *, low: int = 0, most: int = MAX_WHOLE

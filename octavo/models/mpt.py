@@ -25,6 +25,10 @@ def build(config: HfConfig) -> dict[str, Program]:
         hidden_size="d_model", num_hidden_layers="n_layers", num_attention_heads="n_heads"
     )
     config.refuse_unless("no_bias", True)
+    config.refuse_unless("norm_type", "low_precision_layernorm", "layernorm")
+    config.without_effect(
+        "init_config", "init_device", "learned_pos_emb", "tokenizer_name", "verbose"
+    )
     config.refuse_unless("logit_scale")
     config.refuse_unless("embedding_fraction", 1, 1.0)
     details = HfConfig(config.table("attn_config"))
@@ -34,6 +38,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         ("prefix_lm", False),
         ("qk_ln", False),
         ("clip_qkv", None),
+        ("rope", False),
     ):
         details.refuse_unless(name, allowed)
     shape = DecoderShape.read(config, norm_eps=1e-5, eps_name="layer_norm_epsilon", tied=True)

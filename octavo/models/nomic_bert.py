@@ -28,6 +28,17 @@ def build(config: HfConfig) -> dict[str, Program]:
     )
     for name, allowed in (("prenorm", False), ("qkv_proj_bias", False), ("mlp_fc1_bias", False)):
         config.refuse_unless(name, allowed)
+    for name in ("causal", "mlp_fc2_bias", "parallel_block", "scale_attn_by_inverse_layer_idx"):
+        config.refuse_unless(name, False)
+    for name in ("rotary_scaling_factor", "rotary_emb_scale_base"):
+        config.refuse_unless(name)
+    config.refuse_unless("scale_attn_weights", True)
+    config.refuse_unless("use_rms_norm", False)
+    config.without_effect(
+        "dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "use_xentropy"
+    )
+    config.without_effect("max_trained_positions", "pad_vocab_size_multiple")
+    config.without_effect("parallel_block_tied_norm")
     config.refuse_unless("activation_function", "swiglu")
     config.refuse_unless("rotary_emb_fraction", 1, 1.0)
     config.refuse_unless("rotary_emb_interleaved", False)

@@ -20,6 +20,8 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
+    config.refuse_unless("full_attn_mod", 1)
+    config.refuse_unless("interpolate_factor", 1)
     shape = DecoderShape.read(config, norm_eps=1e-5)
     window = config.optional_integer("sliding_window")
     cache = plan_cache(shape, config.layer_windows(shape.num_layers, window, lambda i: True))

@@ -18,5 +18,6 @@ def upper_windows(config: HfConfig) -> tuple[int | None, ...]:
     window = (
         config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
     )
+    config.without_effect("sliding_window")
     first = config.integer("max_window_layers", 28)
     return config.layer_windows(config.count("num_hidden_layers"), window, lambda i: i >= first)

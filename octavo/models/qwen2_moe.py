@@ -59,5 +59,6 @@ def alternating_windows(config: HfConfig, num_layers: int) -> tuple[int | None, 
     window = (
         config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
     )
+    config.without_effect("sliding_window")
     last = config.integer("max_window_layers", 28)
     return config.layer_windows(num_layers, window, lambda i: i % 2 == 0 and i < last)

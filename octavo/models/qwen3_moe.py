@@ -29,6 +29,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         return experts(b, x, name)
 
     shape = DecoderShape.read(config)
+    config.without_effect("max_window_layers", "sliding_window")
     slides = config.flag("use_sliding_window", False)
     window = config.integer("sliding_window", 4096) if slides else None
     bias = config.flag("attention_bias", False)

@@ -4,62 +4,79 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from octavo.errors import UnsupportedModel
+from octavo.models.config_keys import refuse_unread
 from octavo.models.hf_config import HfConfig
 from octavo.program.program import Program
 
-FAMILIES = (
-    "bert",
-    "bloom",
-    "chatglm",
-    "cohere",
-    "cohere2",
-    "deepseek_v3",
-    "distilbert",
-    "exaone4",
-    "falcon",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "gpt_oss",
-    "gptj",
-    "granite",
-    "internlm3",
-    "llama",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "mpnet",
-    "mpt",
-    "nemotron",
-    "nomic_bert",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "opt",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "roberta",
-    "seed_oss",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-    "t5",
-    "xlm-roberta",
-)
-"""Supported values of Hugging Face's model_type, each the name of a module here with _ for -."""
+Kind = Literal["decoder", "experts", "encoder", "encoder-decoder"]
+
+
+class ModelFamily(NamedTuple):
+    """A supported model_type, as `octavo models` and the documents show it."""
+
+    models: str
+    """Models of the family, by the names that people know."""
+    kind: Kind = "decoder"
+    """What its Programs are; "experts" is a decoder with routed experts."""
+    native: bool = True
+    """Whether the native backend runs it; torch and reference run every family."""
+    gguf_as: str | None = None
+    """GGUF architecture under which llama.cpp stores it, where that is another family's."""
+
+
+FAMILIES: dict[str, ModelFamily] = {
+    "bert": ModelFamily("BERT, MiniLM, BGE, E5", "encoder"),
+    "bloom": ModelFamily("BLOOM"),
+    "chatglm": ModelFamily("ChatGLM2, ChatGLM3", gguf_as="chatglm"),
+    "cohere": ModelFamily("Command R"),
+    "cohere2": ModelFamily("Command R7B, Command A"),
+    "deepseek_v3": ModelFamily("DeepSeek V3, R1", "experts", native=False),
+    "distilbert": ModelFamily("DistilBERT", "encoder"),
+    "exaone4": ModelFamily("EXAONE 4"),
+    "falcon": ModelFamily("Falcon"),
+    "gemma": ModelFamily("Gemma"),
+    "gemma2": ModelFamily("Gemma 2"),
+    "gemma3_text": ModelFamily("Gemma 3"),
+    "glm": ModelFamily("GLM-4 9B"),
+    "glm4": ModelFamily("GLM-4-0414"),
+    "gpt2": ModelFamily("GPT-2"),
+    "gpt_bigcode": ModelFamily("StarCoder, SantaCoder"),
+    "gpt_neox": ModelFamily("Pythia, GPT-NeoX"),
+    "gpt_oss": ModelFamily("gpt-oss", "experts", native=False),
+    "gptj": ModelFamily("GPT-J"),
+    "granite": ModelFamily("Granite"),
+    "internlm3": ModelFamily("InternLM3", gguf_as="llama"),
+    "llama": ModelFamily("Llama 2 and 3, SmolLM2, TinyLlama, Yi"),
+    "ministral3": ModelFamily("Ministral 3"),
+    "mistral": ModelFamily("Mistral 7B", gguf_as="llama"),
+    "mixtral": ModelFamily("Mixtral", "experts", native=False),
+    "mpnet": ModelFamily("all-mpnet", "encoder"),
+    "mpt": ModelFamily("MPT"),
+    "nemotron": ModelFamily("Nemotron, Minitron"),
+    "nomic_bert": ModelFamily("nomic-embed-text", "encoder"),
+    "olmo": ModelFamily("OLMo"),
+    "olmo2": ModelFamily("OLMo 2"),
+    "olmo3": ModelFamily("OLMo 3", gguf_as="olmo2"),
+    "olmoe": ModelFamily("OLMoE", "experts", native=False),
+    "opt": ModelFamily("OPT"),
+    "phi": ModelFamily("Phi-1.5, Phi-2"),
+    "phi3": ModelFamily("Phi-3, Phi-4"),
+    "qwen2": ModelFamily("Qwen2, Qwen2.5"),
+    "qwen2_moe": ModelFamily("Qwen1.5-MoE, Qwen2-57B-A14B", "experts", native=False),
+    "qwen3": ModelFamily("Qwen3"),
+    "qwen3_moe": ModelFamily("Qwen3-30B-A3B", "experts", native=False),
+    "roberta": ModelFamily("RoBERTa", "encoder"),
+    "seed_oss": ModelFamily("Seed-OSS"),
+    "smollm3": ModelFamily("SmolLM3"),
+    "stablelm": ModelFamily("StableLM"),
+    "starcoder2": ModelFamily("StarCoder2"),
+    "t5": ModelFamily("T5, Flan-T5", "encoder-decoder", native=False),
+    "xlm-roberta": ModelFamily("XLM-R, multilingual E5, BGE-M3", "encoder"),
+}
+"""Families by Hugging Face's model_type, each with a module here of that name with _ for -."""
 
 
 def check_family(config: Mapping[str, Any]) -> None:
@@ -75,13 +92,15 @@ def _module(model_type: str) -> Any:
     return import_module(f"octavo.models.{model_type.replace('-', '_')}")
 
 
-def build_programs(config: Mapping[str, Any]) -> dict[str, Program]:
+def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dict[str, Program]:
     """Builds the Programs of a model by name: "decoder" and, where the family has one, "encoder".
 
-    `config` is config.json as it stands. Programs that keep K and V declare the same cache groups
-    in the same order.
+    `config` is config.json as it stands. With `every_key` one that holds a value that nothing
+    reads is refused. Programs that keep K and V declare the same cache groups in the same order.
     """
     check_family(config)
     hf = HfConfig(config)
     programs: dict[str, Program] = _module(hf.model_type).build(hf)
+    if every_key:
+        refuse_unread(config, hf.values.asked)
     return programs

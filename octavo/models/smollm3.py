@@ -39,6 +39,7 @@ def layers_with_rope(config: HfConfig, num_layers: int) -> list[bool]:
 
 def windows_of(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
     """Returns the layers' windows; the layers without rope see everything."""
+    config.without_effect("layer_types", "max_window_layers", "sliding_window")
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers
     with_rope = layers_with_rope(config, num_layers)

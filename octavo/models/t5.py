@@ -52,6 +52,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def read_shape(config: HfConfig) -> T5Shape:
+    config.without_effect("dense_act_fn", "is_gated_act")
     projection = config.text("feed_forward_proj", "relu")
     gated, name = projection.startswith("gated-"), projection.split("-")[-1]
     if projection.count("-") > gated:

@@ -132,7 +132,7 @@ def decoder_of(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Pr
             f"{config.model.model}: {info.model_type} is an encoder and decoder, only decoders"
             " generate here"
         )
-    programs = build_programs(header.config)
+    programs = build_programs(header.config, every_key=header.has_config_file)
     if "decoder" not in programs:
         raise UnsupportedModel(
             f"{config.model.model}: {info.model_type} is an encoder, only decoders generate here"

@@ -225,3 +225,4 @@ def test_the_reference_is_up_to_date(monkeypatch):
     assert {path.name for path in REFERENCE.iterdir()} == set(made)
     stale = [name for name, text in made.items() if (REFERENCE / name).read_text() != text]
     assert not stale, "run `python docs/generate.py`"
+    assert generate.GUIDE.read_text() == generate.guide(), "run `python docs/generate.py`"

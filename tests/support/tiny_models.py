@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 
+from octavo.models import registry
 from tests.support.tiny_shapes import DETAILS, SHAPES
 
 FAMILIES = tuple(SHAPES)
@@ -44,7 +45,7 @@ def each_family(*, without: tuple[str, ...] = ()) -> list[Any]:
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 """Families whose MLPs are routed experts."""
 
-NATIVE_FAMILIES = tuple(family for family in FAMILIES if family not in (*WITH_EXPERTS, "t5"))
+NATIVE_FAMILIES = tuple(family for family in FAMILIES if registry.FAMILIES[family].native)
 """Families that the native backend runs."""
 
 

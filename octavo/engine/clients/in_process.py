@@ -110,7 +110,7 @@ class InProcessClient:
             return run_query(self.core, query)
 
     def _await_commands(self, timeout_s: float | None) -> None:
-        """Waits for a command, up to the time where one is given, and applies all that have come."""
+        """Waits for a command, at most the time that is given, and applies all that have come."""
         self._arrival.wait(timeout_s)
         self._arrival.clear()
         with self._lock:

@@ -1,0 +1,129 @@
+"""Which keys of config.json were read, and which may stay unread.
+
+A key that no reader asks for could change the model's numbers without anybody's notice, so a value
+under an unknown name refuses the model. What may stay unread is listed here, by why it changes no
+number of a forward pass. Source: the configuration classes of transformers 4 and 5.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from octavo.errors import UnsupportedModel
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ORIGIN = _names("""
+    _name_or_path architectures auto_map custom_pipelines finetuning_task language license
+    license_link model_name name_or_path pipeline_tag tags task_specific_params
+    transformers.js_config transformers_version transformers_weights unsloth_fixed
+    unsloth_version
+""")
+"""Keys that say where a model comes from and who wrote the file."""
+
+TRAINING = _names("""
+    activation_dropout alpha_dropout attention_dropout attention_dropout_prob
+    attention_probs_dropout_prob attn_dropout attn_pdrop aux_loss_alpha checkpoint_type
+    classifier_dropout classifier_dropout_prob depth_scale dropout dropout_rate emb_pdrop
+    embd_pdrop embedding_dropout embedding_dropout_prob expert_dropout feed_forward_dropout
+    ffn_dropout ffn_pdrop gradient_checkpointing hidden_dropout hidden_dropout_prob init_std
+    initializer_cutoff_factor initializer_factor initializer_range initializer_std
+    input_jitter_noise label_smoothing layerdrop loss_type mlp_dropout mup_init
+    output_router_logits pretraining_tp qa_dropout reorder_and_upcast_attn
+    rescale_prenorm_residual resid_dropout resid_pdrop resid_prob_drop residual_dropout
+    router_aux_loss_coef router_jitter_noise router_z_loss_coef seq_aux seq_classif_dropout
+    summary_activation summary_first_dropout summary_hidden_size summary_proj_to_labels
+    summary_type summary_use_proj upcast_attn use_aux_loss
+""")
+"""Keys of training: dropout, initial values, losses, precision of single products and heads of
+other tasks.
+"""
+
+GENERATION = _names("""
+    bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    forced_bos_token_id forced_decoder_ids forced_eos_token_id length_penalty max_length
+    max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty
+    return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+""")
+"""Defaults of generation that transformers 4 kept here; generation_config.json counts."""
+
+RUNTIME = _names("""
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
+    _sliding_window_pattern attn_implementation attn_mode auto_fix bos_token_id
+    cache_implementation chunk_size_feed_forward classifier_activation cls_token_id
+    cross_attention_hidden_size eos_token_id experts_implementation flash_attention
+    fuse_cross_entropy fuse_norm fused_feedforward fused_rms_norm id2label is_decoder
+    is_llama_config keys_to_ignore_at_inference label2id mask_token_id max_batch_size
+    num_labels output_attentions output_hidden_states output_past pad_token_id prefix
+    problem_type pruned_heads return_dict sep_token_id sparse_prediction tf_legacy_loss
+    tie_encoder_decoder tokenizer_class torchscript unk_token_id use_bfloat16 use_cache
+    use_flash_attention_2 use_flash_attn use_fused_kernels use_return_dict use_sdpa
+""")
+"""Keys that choose another program's kernels and outputs, or name tokens, which the tokenizer
+knows.
+"""
+
+READ_ELSEWHERE = _names("""
+    compression_config dtype is_encoder_decoder max_position_embeddings max_seq_len
+    max_sequence_length model_max_length model_type n_ctx n_positions padded_vocab_size
+    pooling quantization_config seq_length torch_dtype vocab_size
+""")
+"""Keys that are read beside the family: the context, the vocabulary, the type and the format of the
+weights, the pooling."""
+
+INERT = ORIGIN | TRAINING | GENERATION | RUNTIME | READ_ELSEWHERE
+
+
+class RecordedKeys(dict[str, Any]):
+    """A config that notes the keys that were asked for."""
+
+    asked: set[str]
+
+    def __init__(self, values: Mapping[str, Any], asked: set[str] | None = None) -> None:
+        """Takes over the keys and, where it is given, a set of those asked for, to extend."""
+        super().__init__(values)
+        if asked is None:
+            asked = values.asked if isinstance(values, RecordedKeys) else set()
+        self.asked = asked
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def unread(config: Mapping[str, Any], asked: set[str]) -> Iterator[str]:
+    """Yields the keys that were not asked for and might change numbers. What is null or false is
+    taken for a feature that is off.
+    """
+    for key, value in config.items():
+        if key not in asked and key not in INERT and value is not None and value is not False:
+            yield key
+
+
+def refuse_unread(config: Mapping[str, Any], asked: set[str]) -> None:
+    """Raises UnsupportedModel where a key was not asked for and might change numbers."""
+    names = list(unread(config, asked))
+    if not names:
+        return
+    shown = ", ".join(f"{name} = {config[name]!r:.60}" for name in names[:5])
+    near = difflib.get_close_matches(names[0], asked, 1)
+    raise UnsupportedModel(
+        f"config.json: {shown} is not known for {config['model_type']}, and could change its"
+        " numbers",
+        hint=f"did you mean {near[0]}?" if near else "remove what the model does not need",
+    )

@@ -1,0 +1,162 @@
+"""What can be run: the supported families, formats and short names, the models that are in the
+caches, and what a checkpoint's headers say about it. `octavo models` prints it; no weight is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from octavo.checkpoint.catalogue import CATALOGUE, fetched, resolve_header
+from octavo.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
+from octavo.checkpoint.open import open_header
+from octavo.checkpoint.safetensors import DTYPES
+from octavo.config.engine_config import EngineConfig
+from octavo.errors import BackendUnavailable, ConfigError, OctavoError
+from octavo.models.hf_config import ModelInfo
+from octavo.models.registry import FAMILIES, ModelFamily
+from octavo.ports import ModelHeader
+from octavo.program.program import Program
+from octavo.quant.gguf import BLOCK_TYPES
+from octavo.wiring.model import build_backend, decoder_of, derive_from, formats_of
+
+
+class ShortName(NamedTuple):
+    """A model of the catalogue."""
+
+    name: str
+    text: str
+    license: str
+    num_bytes: int
+    path: Path | None
+    """Place of its files in the cache; None where they are not fetched yet."""
+
+
+class FamilyRow(NamedTuple):
+    """A supported family."""
+
+    model_type: str
+    family: ModelFamily
+    architectures: tuple[str, ...]
+    """GGUF architectures in which files of it come."""
+
+
+class Verdict(NamedTuple):
+    """Whether one backend runs a model."""
+
+    backend: str
+    refusal: str | None
+    """The reason why not; None where it runs it."""
+    is_installed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What a checkpoint's headers say about it."""
+
+    path: Path
+    info: ModelInfo
+    num_parameters: int
+    formats: dict[str, int]
+    """Number of parameters by the format in which they are stored."""
+    num_bytes: int
+    """Bytes of the weights' files; 0 where only config.json is there."""
+    has_tokenizer: bool | None
+    """Whether a tokenizer lies with it; None where that is not known."""
+    has_chat_template: bool
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether an installed backend runs it."""
+        return any(each.refusal is None for each in self.verdicts)
+
+
+def short_names() -> Iterator[ShortName]:
+    for name, model in CATALOGUE.items():
+        num_bytes = sum(file.num_bytes for file in model.files)
+        yield ShortName(name, model.text, model.license, num_bytes, fetched(name))
+
+
+def cached_repositories() -> Iterator[tuple[str, int]]:
+    """Yields the models in huggingface-hub's cache, with the bytes of their files."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    yield from sorted(
+        (repo.repo_id, repo.size_on_disk) for repo in found if repo.repo_type == "model"
+    )
+
+
+def formats() -> Iterator[tuple[str, str]]:
+    """Yields the kinds of files and the formats of weights that are read from them."""
+    yield "safetensors", ", ".join(DTYPES)
+    kinds = [kind.name for kind in BLOCK_TYPES.values()]
+    yield "GGUF", ", ".join(dict.fromkeys(kinds))
+
+
+def families() -> Iterator[FamilyRow]:
+    for model_type, family in FAMILIES.items():
+        found = {name for name, row in GGUF_FAMILIES.items() if row.model_type == model_type}
+        if family.gguf_as is not None:
+            found.add(family.gguf_as)
+        yield FamilyRow(model_type, family, tuple(sorted(found)))
+
+
+def report_on(name: str) -> ModelReport:
+    """Reads a model's headers; raises SetupError where it is damaged or of no supported family."""
+    if name in CATALOGUE and fetched(name) is None:
+        raise ConfigError(f"{name} is not fetched yet", hint=f"octavo pull {name}")
+    header = open_header(resolve_header(name))
+    config, info = derive_from(EngineConfig.from_options(model=name), header)
+    program = decoder_of(config, info, header)
+    format_of = formats_of(config, header, program)
+    sizes: Counter[str] = Counter()
+    for weight in program.weights:
+        sizes[format_of(weight)] += prod(weight.shape)
+    source = header.tokenizer_source() if hasattr(header, "tokenizer_source") else None
+    return ModelReport(
+        path=header.path,
+        info=info,
+        num_parameters=sizes.total(),
+        formats=dict(sizes.most_common()),
+        num_bytes=sum(file.stat().st_size for file in getattr(header, "weight_files", ())),
+        has_tokenizer=source is not None if hasattr(header, "tokenizer_source") else None,
+        has_chat_template=source is not None and source.chat_template is not None,
+        verdicts=tuple(_verdicts(name, header, program)),
+    )
+
+
+def _verdicts(name: str, header: ModelHeader, program: Program) -> Iterator[Verdict]:
+    """Asks the backends; torch only where native refuses, since PyTorch takes seconds to import."""
+    native = _verdict("native", name, header, program)
+    yield native
+    if native.refusal is not None:
+        yield _verdict("torch", name, header, program)
+    yield _verdict("reference", name, header, program)
+
+
+def _verdict(backend: str, name: str, header: ModelHeader, program: Program) -> Verdict:
+    """Asks a backend whether it would run a model."""
+    config, _ = derive_from(EngineConfig.from_options(model=name, backend=backend), header)
+    try:
+        built = build_backend(config)
+    except BackendUnavailable as error:
+        return Verdict(backend, _first_line(error), is_installed=False)
+    try:
+        built.check(program, formats_of(config, header, program))
+    except OctavoError as error:
+        return Verdict(backend, _first_line(error))
+    return Verdict(backend, None)
+
+
+def _first_line(error: OctavoError) -> str:
+    return str(error).splitlines()[0]

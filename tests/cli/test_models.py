@@ -1,0 +1,76 @@
+"""`octavo models` lists what can be run, and says from headers what a model is."""
+
+import json
+
+import pytest
+
+from octavo.checkpoint import catalogue
+from octavo.models.registry import FAMILIES
+from octavo.wiring.survey import report_on
+from tests.support.tiny_models import tiny_model
+
+
+def test_the_list_names_every_family_format_and_short_name(octavo):
+    done = octavo("models")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert {line.split()[0] for line in lines if line.startswith("  ")} >= {
+        *FAMILIES,
+        *catalogue.names(),
+        "safetensors",
+        "GGUF",
+    }
+    found = json.loads(octavo("models", "--json").out)
+    assert [row["model_type"] for row in found["families"]] == list(FAMILIES)
+    assert "Q4_K" in found["formats"]["GGUF"]
+
+
+def test_a_model_is_described_from_its_headers(octavo):
+    report = report_on("smollm2")
+    assert report.info.model_type == "llama" and report.num_parameters == 134_515_008
+    assert report.formats == {"Q4_1": 106_168_320, "Q8_0": 28_311_552, "F32": 35_136}
+    assert report.has_tokenizer and report.has_chat_template and report.runs
+    assert [verdict.refusal for verdict in report.verdicts] == [None, None]
+    done = octavo("models", "smollm2")
+    assert done.code == 0
+    assert done.out.startswith("smollm2: llama, 134.5 M parameters, 93.8 MiB\n")
+    assert "  native        runs it\n" in done.out
+
+
+def test_a_backend_that_refuses_says_why():
+    path = str(tiny_model("deepseek_v3").path)
+    verdicts = {verdict.backend: verdict.refusal for verdict in report_on(path).verdicts}
+    assert verdicts["native"].startswith("the native backend cannot run")
+    assert verdicts["torch"] is None and verdicts["reference"] is None
+
+
+def test_what_cannot_run_is_one_sentence_and_exit_code_2(octavo, tmp_path):
+    config = tiny_model("llama").config
+    for changes, said in (
+        ({"model_type": "lama"}, "model type 'lama' is not supported"),
+        ({"attention_warp": 2}, "attention_warp = 2 is not known for llama"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+    ):
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(config | changes))
+        done = octavo("models", str(file))
+        assert done.code == 2 and done.out == ""
+        assert said in done.err and "Traceback" not in done.err
+
+
+def test_a_short_name_that_is_not_fetched_is_not_fetched_to_be_described(
+    octavo, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    done = octavo("models", "gemma3-270m")
+    assert done.code == 2
+    assert "is not fetched yet" in done.err and "octavo pull gemma3-270m" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_config_json_alone_is_enough(family, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_model(family).config))
+    report = report_on(str(file))
+    assert report.has_tokenizer is None and report.num_bytes == 0 and report.runs
