@@ -20,7 +20,7 @@ class ModelFamily(NamedTuple):
     models: str
     """Models of the family, by the names that people know."""
     kind: Kind = "decoder"
-    """What its Programs are; "experts" is a decoder with routed experts."""
+    """Kind of its Programs; "experts" is a decoder with routed experts."""
     native: bool = True
     """Whether the native backend runs it; torch and reference run every family."""
     gguf_as: str | None = None

@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What a checkpoint's headers say about it."""
+    """A checkpoint as its headers describe it."""
 
     path: Path
     info: ModelInfo
