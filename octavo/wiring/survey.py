@@ -45,7 +45,7 @@ class FamilyRow(NamedTuple):
     """GGUF architectures in which files of it come."""
 
 
-class Verdict(NamedTuple):
+class BackendVerdict(NamedTuple):
     """Whether one backend runs a model."""
 
     backend: str
@@ -68,7 +68,7 @@ class ModelReport:
     has_tokenizer: bool | None
     """Whether a tokenizer lies with it; None where that is not known."""
     has_chat_template: bool
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[BackendVerdict, ...]
 
     @property
     def runs(self) -> bool:
@@ -135,7 +135,7 @@ def report_on(name: str) -> ModelReport:
     )
 
 
-def _verdicts(name: str, header: ModelHeader, program: Program) -> Iterator[Verdict]:
+def _verdicts(name: str, header: ModelHeader, program: Program) -> Iterator[BackendVerdict]:
     """Asks the backends; torch only where native refuses, since PyTorch takes seconds to import."""
     native = _verdict("native", name, header, program)
     yield native
@@ -144,18 +144,18 @@ def _verdicts(name: str, header: ModelHeader, program: Program) -> Iterator[Verd
     yield _verdict("reference", name, header, program)
 
 
-def _verdict(backend: str, name: str, header: ModelHeader, program: Program) -> Verdict:
+def _verdict(backend: str, name: str, header: ModelHeader, program: Program) -> BackendVerdict:
     """Asks a backend whether it would run a model."""
     config, _ = derive_from(EngineConfig.from_options(model=name, backend=backend), header)
     try:
         built = build_backend(config)
     except BackendUnavailable as error:
-        return Verdict(backend, _first_line(error), is_installed=False)
+        return BackendVerdict(backend, _first_line(error), is_installed=False)
     try:
         built.check(program, formats_of(config, header, program))
     except OctavoError as error:
-        return Verdict(backend, _first_line(error))
-    return Verdict(backend, None)
+        return BackendVerdict(backend, _first_line(error))
+    return BackendVerdict(backend, None)
 
 
 def _first_line(error: OctavoError) -> str:
