@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from octavo.errors import OctavoError
 from octavo.outputs import Profile
@@ -415,6 +415,16 @@ class ModelHeader(Protocol):
         ...
 
 
+class StoredTensor(NamedTuple):
+    """A tensor as a file holds it."""
+
+    name: str
+    """Its name in `Checkpoint.names()`."""
+    shape: tuple[int, ...]
+    file: Path
+
+
+@runtime_checkable
 class Checkpoint(ModelHeader, Protocol):
     """A model on disk, read lazily. Tensors have the family's safetensors names and row orders in
     every file format.
@@ -429,6 +439,10 @@ class Checkpoint(ModelHeader, Protocol):
     """Files that together hold every tensor."""
 
     def names(self) -> Collection[str]: ...
+
+    def stored(self, name: str) -> StoredTensor:
+        """Returns where a tensor is and its shape; raises WeightMismatch where it is missing."""
+        ...
 
     def tokenizer_source(self) -> TokenizerSource | None:
         """Returns the tokenizer as plain data; None where the checkpoint holds none."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.errors import UnsupportedModel
-from octavo.ports import ModelHeader, TokenizerSource
+from octavo.ports import ModelHeader, StoredTensor, TokenizerSource
 from octavo.program.program import Weight
 from octavo.quant.online import E4M3_TOP, GROUP
 from octavo.quant.packed import Code, Levels, PackedWeight
@@ -60,6 +60,9 @@ class DummyCheckpoint:
         """Returns the tokenizer beside the config, or None."""
         folder = self.path if self.path.is_dir() else self.path.parent
         return tokenizer_source(folder, self.config, self.generation_config)
+
+    def stored(self, name: str) -> StoredTensor:
+        raise UnsupportedModel(f"{self.path}: {name} is not stored, load_format is dummy")
 
     def tensor(self, name: str) -> PackedWeight:
         raise UnsupportedModel(f"{self.path}: {name} cannot be read, load_format is dummy")

@@ -18,7 +18,7 @@ from octavo.checkpoint.gguf import read_gguf
 from octavo.checkpoint.gguf_families import FAMILIES
 from octavo.checkpoint.gguf_family import Family, Header
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import TokenizerSource, Vocabulary
+from octavo.ports import StoredTensor, TokenizerSource, Vocabulary
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.packed import PackedWeight
 
@@ -90,6 +90,9 @@ class GgufCheckpoint:
         if self._family.norm_offset and source.endswith("norm.weight"):
             packed = PackedWeight.plain(packed.dequantize() - np.float32(self._family.norm_offset))
         return packed
+
+    def stored(self, name: str) -> StoredTensor:
+        return StoredTensor(name, self._file.tensors[self._source(name)].shape, self.path)
 
     def release(self) -> None:
         self._file.mapped.madvise(mmap.MADV_DONTNEED)

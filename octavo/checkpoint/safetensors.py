@@ -23,7 +23,7 @@ from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.sentence_modules import with_pooling
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import TokenizerSource
+from octavo.ports import StoredTensor, TokenizerSource
 from octavo.quant.fp8 import FP8, SCALE_SUFFIXES, Fp8Scheme, fp8_scheme, fp8_weight
 from octavo.quant.packed import PackedWeight
 
@@ -84,6 +84,10 @@ class SafetensorsCheckpoint:
         found, entry = self._find(name)
         array = _array(entry, found)
         return self._fp8_weight(array, found) if entry.dtype == FP8 else PackedWeight.plain(array)
+
+    def stored(self, name: str) -> StoredTensor:
+        found, entry = self._find(name)
+        return StoredTensor(found, entry.shape, entry.file)
 
     def release(self) -> None:
         for buffer in {id(entry.buffer): entry.buffer for entry in self._entries.values()}.values():

@@ -19,6 +19,7 @@ from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint, open_header
+from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
 from octavo.config.derive import derive
 from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
@@ -112,6 +113,8 @@ def load_model(
     own = part_of(config, model.checkpoint, whole, 0 if ranks is None else ranks.rank)
     backend = build_backend(config, ranks)
     # Everything that can be refused is refused before the first weight is read.
+    if config.model.load_format != "dummy":
+        check_tensors(model.checkpoint, [whole])
     formats = formats_of(config, model.checkpoint, whole)
     backend.check(own, formats)
     footprint = backend.footprint(own, formats)

@@ -5,7 +5,7 @@ caches, and what a checkpoint's headers say about it. `octavo models` prints it;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,11 +15,12 @@ from octavo.checkpoint.catalogue import CATALOGUE, fetched, resolve_header
 from octavo.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
 from octavo.checkpoint.open import open_header
 from octavo.checkpoint.safetensors import DTYPES
+from octavo.checkpoint.tensor_check import check_tensors
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable, ConfigError, OctavoError
 from octavo.models.hf_config import ModelInfo
 from octavo.models.registry import FAMILIES, ModelFamily
-from octavo.ports import ModelHeader
+from octavo.ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.program.program import Program
 from octavo.quant.gguf import BLOCK_TYPES
 from octavo.wiring.model import build_backend, decoder_of, derive_from, formats_of
@@ -118,21 +119,30 @@ def report_on(name: str) -> ModelReport:
     header = open_header(resolve_header(name))
     config, info = derive_from(EngineConfig.from_options(model=name), header)
     program = decoder_of(config, info, header)
+    if isinstance(header, Checkpoint):
+        check_tensors(header, [program])
     format_of = formats_of(config, header, program)
     sizes: Counter[str] = Counter()
     for weight in program.weights:
         sizes[format_of(weight)] += prod(weight.shape)
-    source = header.tokenizer_source() if hasattr(header, "tokenizer_source") else None
+    files, source = _beside(header)
     return ModelReport(
         path=header.path,
         info=info,
         num_parameters=sizes.total(),
         formats=dict(sizes.most_common()),
-        num_bytes=sum(file.stat().st_size for file in getattr(header, "weight_files", ())),
-        has_tokenizer=source is not None if hasattr(header, "tokenizer_source") else None,
+        num_bytes=sum(file.stat().st_size for file in files),
+        has_tokenizer=source is not None if files else None,
         has_chat_template=source is not None and source.chat_template is not None,
         verdicts=tuple(_verdicts(name, header, program)),
     )
+
+
+def _beside(header: ModelHeader) -> tuple[Sequence[Path], TokenizerSource | None]:
+    """Returns the files of the weights and the tokenizer; none where config.json is alone."""
+    if not isinstance(header, Checkpoint):
+        return (), None
+    return header.weight_files, header.tokenizer_source()
 
 
 def _verdicts(name: str, header: ModelHeader, program: Program) -> Iterator[BackendVerdict]:

@@ -13,13 +13,15 @@ from tests.support.backend_choice import chosen_backend
 from tests.support.llm_tools import LONG, SAMPLED, fingerprint, make_async, prompts_of
 
 (PROMPT,) = prompts_of(37)
+SLOW = {"backend": chosen_backend("reference")}
+"""Options of an engine whose requests are still running when they are looked at."""
 
 
 def run(work, **options):
     """Runs a coroutine over a small engine, and closes it."""
 
     async def main():
-        llm = make_async(backend=chosen_backend("native"), **options)
+        llm = make_async(**{"backend": chosen_backend("native")} | options)
         try:
             return await work(llm)
         finally:
@@ -92,7 +94,7 @@ def test_requests_are_listed_with_state_owner_and_tokens():
         (recent,) = await llm.requests(recent=True)
         assert recent.state == "finished" and recent.samples[0].finish_reason == "abort"
 
-    run(work)
+    run(work, **SLOW)
 
 
 @pytest.mark.parametrize("in_process", [True, False])
@@ -150,7 +152,7 @@ def test_what_cannot_be_changed_or_forked_is_said():
             await llm.update("c", priority=0)
         await line.aclose()
 
-    run(work)
+    run(work, **SLOW)
 
 
 def test_a_seed_is_not_inherited_by_a_fork():

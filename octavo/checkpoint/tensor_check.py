@@ -1,0 +1,97 @@
+"""Compares the tensors of a checkpoint with those that its Programs read, from headers alone: what
+is missing, misshapen or left over is an error before a weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from octavo.errors import WeightMismatch
+from octavo.ports import Checkpoint
+from octavo.program.program import Program, Weight
+from octavo.quant.fp8 import SCALE_SUFFIXES
+
+LEFT_OUT = re.compile(
+    "|".join(
+        (
+            r"(^|\.)(position_ids|token_type_ids)$",
+            r"(^|\.)(inv_freq|masked_bias|attn_mask|num_batches_tracked)$",
+            r"\.(attn|attention|self_attention)\.bias$",
+            r"(^|\.)(lm_head|output_layer|embed_out)\.weight$",
+            r"(^|\.)(lm_head|cls|predictions|vocab_\w+|qa_outputs|pooler)\.",
+            r"^(encoder|decoder)\.embed_tokens\.weight$",
+            r"(^|\.)(mtp|vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.",
+            r"\.([kv]_scale|input_scale|activation_scale|output_scale)$",
+        )
+    )
+)
+"""Names of tensors that may be there and are not read: buffers that are computed here, an output
+layer whose weights are the embeddings', heads of other tasks, towers for images and sound, drafting
+heads, scales of activations (rows get their own)."""
+
+SHOWN = 3
+
+
+def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
+    """Raises WeightMismatch where a tensor that a Program reads is missing or has another shape, or
+    where one is left over whose numbers would count in the model.
+    """
+    read: set[str] = set()
+    for program in programs:
+        for weight in program.weights:
+            if weight.fill is None:
+                read.update(_checked(checkpoint, weight))
+    left = sorted(left_over(checkpoint.names(), read, checkpoint.config))
+    if left:
+        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+        raise WeightMismatch(
+            f"{checkpoint.path}: the tensors {', '.join(left[:SHOWN])}{more} are not read by"
+            f" {checkpoint.config.get('model_type')} with this config.json",
+            hint="config.json and the weights belong to different models, or the model has a part"
+            " that is not supported",
+        )
+
+
+def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -> Iterator[str]:
+    """Yields the tensors that were not read and are not known to be without effect."""
+    num_layers = config.get("num_hidden_layers")
+    for name in names:
+        if name in read or LEFT_OUT.search(name):
+            continue
+        if any(name.removesuffix(suffix) in read for suffix in SCALE_SUFFIXES):
+            continue
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        # Layers beyond the last are heads that draft tokens (DeepSeek's multi-token prediction).
+        if layer and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
+            continue
+        yield name
+
+
+def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
+    """Yields the stored names of a weight's tensors, once their shapes are seen to be right."""
+    wanted = _shapes(weight, output_major=checkpoint.output_major)
+    for name in weight.tensor_names:
+        stored = checkpoint.stored(name)
+        if stored.shape not in wanted:
+            raise WeightMismatch(
+                f"{stored.file}: {stored.name} has shape {stored.shape}, expected"
+                f" {' or '.join(map(str, wanted))}",
+                hint="config.json and the weights belong to different models, or the file is"
+                " damaged",
+            )
+        yield stored.name
+
+
+def _shapes(weight: Weight, *, output_major: bool) -> list[tuple[int, ...]]:
+    """Returns the shapes that a weight's tensors may have in the checkpoint."""
+    shape = list(weight.whole.shape)
+    shape[weight.row_axis] = weight.tensor_rows
+    stacked = len(weight.tensor_names) > 1
+    found = [shape[1:]] if stacked else [shape]
+    if not stacked and weight.sources and shape[0] == 1:
+        found.append(shape[1:])
+    turned = weight.transposed and not output_major
+    return [
+        (*one[:-2], one[-1], one[-2]) if turned and len(one) > 1 else tuple(one) for one in found
+    ]
