@@ -419,7 +419,7 @@ class StoredTensor(NamedTuple):
     """A tensor as a file holds it."""
 
     name: str
-    """Its name in `Checkpoint.names()`."""
+    """Name among `Checkpoint.names()`."""
     shape: tuple[int, ...]
     file: Path
 
