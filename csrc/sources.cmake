@@ -4,6 +4,7 @@ set(OCTAVO_CORE
     ceilings.cpp
     decode_batch.cpp
     executor.cpp
+    experts.cpp
     levels.cpp
     memory.cpp
     packing.cpp

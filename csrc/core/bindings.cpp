@@ -266,12 +266,23 @@ NB_MODULE(_native, m) {
         .def("convert_in_last_stage", &Builder::convert_in_last_stage, "x"_a, "tiles"_a,
              "Lets the last stage write x, its out, as the next product reads it. Returns the rows.")
         .def("linear", &Builder::linear, "rows"_a, "parts"_a, "gated"_a, "gate"_a)
+        .def("route", &Builder::route, "logits"_a, "weights"_a, "top_k"_a, "score"_a, "bias"_a.none(),
+             "num_groups"_a, "top_groups"_a, "normalize"_a, "scale"_a,
+             "Chooses each row's experts. Returns the choice.")
+        .def("convert_in_route", &Builder::convert_in_route, "x"_a, "tiles"_a,
+             "Lets the last stage, a choice, write x as its experts' product reads it. Returns the rows.")
+        .def("expert_conversion", &Builder::expert_conversion, "x"_a, "route"_a, "tiles"_a,
+             "Converts the experts' rows x for their next product, in the same range. Returns the rows.")
+        .def("experts", &Builder::experts, "route"_a, "rows"_a, "tiles"_a, "ups"_a, "out"_a, "bias"_a.none(),
+             "up_bias"_a.none(), "gate"_a)
+        .def("combine", &Builder::combine, "x"_a, "weights"_a, "out"_a, "route"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
              "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(), "distances"_a.none(),
              "reach"_a)
         .def("sampling", &Builder::sampling, "logits"_a)
         .def("output", &Builder::output, "rows"_a)
-        .def("finish", &Builder::finish, "token_floats"_a, "block_floats"_a, "sample_floats"_a)
+        .def("finish", &Builder::finish, "token_floats"_a, "block_floats"_a, "sample_floats"_a,
+             "expert_floats"_a)
         .def(
             "share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)
         .def_prop_ro(

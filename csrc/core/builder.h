@@ -111,6 +111,54 @@ struct Builder {
         for (const auto& item : parts) spec.parts.push_back(part_of(nb::cast<nb::tuple>(item)));
         executor.add_linear(std::move(spec));
     }
+    // Returns the index that the methods of experts take.
+    int route(const PlaceTuple& logits, const PlaceTuple& weights, int top_k, const std::string& score,
+              const nb::object& bias, int num_groups, int top_groups, bool normalize, float scale) {
+        const char* scores[] = {"softmax", "sigmoid", "softmax_top_k"};
+        return executor.add_route(
+            RouteSpec{.logits = place_of(logits),
+                      .weights = place_of(weights),
+                      .top_k = top_k,
+                      .score = (RouteSpec::Score)index_of(score, scores, "score of experts"),
+                      .bias = keep(bias),
+                      .num_groups = num_groups,
+                      .top_groups = top_groups,
+                      .normalize = normalize,
+                      .scale = scale});
+    }
+    // Lets the last stage, a choice of experts, write x as their product of `tiles` reads it.
+    int convert_in_route(const PlaceTuple& x, const PackedTiles& tiles) {
+        rows_.push_back(executor.convert_in_route(place_of(x), tiles.tiles));
+        return (int)rows_.size() - 1;
+    }
+    int expert_conversion(const PlaceTuple& x, int route, const PackedTiles& tiles) {
+        rows_.push_back(executor.add_expert_conversion(place_of(x), route, tiles.tiles));
+        return (int)rows_.size() - 1;
+    }
+    // tiles, ups: PackedTiles of each expert; `ups` is empty but where gated.
+    void experts(int route, int rows, const nb::list& tiles, const nb::list& ups, const PlaceTuple& out,
+                 const nb::object& bias, const nb::object& up_bias, const GateTuple& gate) {
+        ExpertsSpec spec{.rows = rows_.at(rows),
+                         .plan = executor.expert_plan(route),
+                         .out = place_of(out),
+                         .bias = keep(bias),
+                         .up_bias = keep(up_bias),
+                         .epilogue = epilogue_of(gate, ups.size() > 0)};
+        const auto take = [&](const nb::list& list, std::vector<Tiles>& to) {
+            for (const auto& item : list) {
+                const auto packed = nb::cast<std::shared_ptr<PackedTiles>>(item);
+                to.push_back(packed->tiles);
+                spec.owners.push_back(packed->memory);
+            }
+        };
+        take(tiles, spec.weights);
+        take(ups, spec.ups);
+        executor.add_experts(std::move(spec));
+    }
+    void combine(const PlaceTuple& x, const PlaceTuple& weights, const PlaceTuple& out, int route) {
+        executor.add_row_op(
+            make_combine(place_of(x), place_of(weights), place_of(out), *executor.expert_plan(route)));
+    }
     void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int num_heads,
                    int window, float scale, float softcap, const nb::object& sinks, const nb::object& slopes,
                    const nb::object& distances, int reach) {
@@ -129,11 +177,11 @@ struct Builder {
     }
     void sampling(const PlaceTuple& logits) { executor.add_sampling(place_of(logits)); }
     void output(const PlaceTuple& rows) { executor.add_output(place_of(rows)); }
-    void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats) {
-        const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats};
+    void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats, int64_t expert_floats) {
+        const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats, expert_floats};
         for (int axis = 0; axis < kNumAxes; axis++)
             if (ends_[axis] > floats[axis]) throw std::logic_error("a Value behind the end of its row");
-        executor.finish(token_floats, block_floats, sample_floats);
+        executor.finish(token_floats, block_floats, sample_floats, expert_floats);
     }
 
     // batch: StepBatch; output: StepOutput, whose arrays are filled in; check: None, or a function that is
@@ -192,7 +240,8 @@ struct Builder {
   private:
     Place place_of(const PlaceTuple& t) {
         const auto& [name, offset, width] = t;
-        const Axis axis = name == "samples" ? Axis::samples : name == "block" ? Axis::block : Axis::tokens;
+        const char* names[] = {"tokens", "block", "samples", "expert_rows"};
+        const auto axis = (Axis)index_of(name, names, "axis");
         ends_[(int)axis] = std::max(ends_[(int)axis], offset + width);
         return Place{axis, offset, width};
     }

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "expert_stages.h"
 #include "stages.h"
 #include "walk.h"
 
@@ -63,7 +64,7 @@ void Executor::push(std::unique_ptr<Stage> stage) {
     require(stage->on_samples() == open_.samples, "an op over other rows than its stage has");
     if (!open_.samples) {
         const bool continues = !body_.empty() && body_ranges_.back() == open_.range;
-        require(!continues || (body_.back()->row_local() && stage->row_local()),
+        require(!continues || body_.back()->row_local() == stage->row_local(),
                 "an attention that shares its range");
         body_ranges_.push_back(open_.range);
     }
@@ -86,8 +87,9 @@ PreparedRows* Executor::new_rows(const Tiles& w, const Place& x, RowArea area) {
     rows_.back()->x = x;
     rows_.back()->area = area;
     rows_.back()->rows = Rows{.type = type, .num_groups = w.num_groups};
-    row_bytes_ = std::max(row_bytes_, row_elements(type, w.num_groups) * element_bytes(type));
-    groups_ = std::max(groups_, (size_t)w.num_groups);
+    size_t &bytes = row_bytes_[(int)area], &groups = groups_[(int)area];
+    bytes = std::max(bytes, row_elements(type, w.num_groups) * element_bytes(type));
+    groups = std::max(groups, (size_t)w.num_groups);
     return rows_.back().get();
 }
 
@@ -104,6 +106,11 @@ PreparedRows* Executor::convert_in_last_stage(const Place& x, const Tiles& w) {
     if (auto* linear = dynamic_cast<LinearStage*>(list.back().get())) {
         PreparedRows* rows = new_rows(w, x, RowArea::converted);
         linear->spec.converts = rows;
+        return rows;
+    }
+    if (auto* experts = dynamic_cast<ExpertsStage*>(list.back().get())) {
+        PreparedRows* rows = new_rows(w, x, RowArea::experts);
+        experts->spec.converts = rows;
         return rows;
     }
     require(dynamic_cast<AttentionStage*>(list.back().get()), "rows that no product or attention converts");
@@ -152,6 +159,43 @@ void Executor::add_attention(const AttentionSpec& spec) {
     body_ranges_.push_back(open_.range);
 }
 
+// Two stages: the choice of each row, then the order of all rows.
+int Executor::add_route(const RouteSpec& spec) {
+    require(open_.is_empty, "a choice of experts in a stage with other ops");
+    const int experts = spec.num_experts();
+    expert_plans_.push_back(std::make_unique<ExpertPlan>(experts, spec.top_k, max_tokens_));
+    expert_rows_ = std::max(expert_rows_, ExpertPlan::most_rows(experts, spec.top_k, max_tokens_));
+    num_scores_ = std::max(num_scores_, (size_t)4 * experts);
+    ExpertPlan& plan = *expert_plans_.back();
+    push(std::make_unique<RouteStage>(spec, plan));
+    push(std::make_unique<OrderStage>(plan));
+    return (int)expert_plans_.size() - 1;
+}
+
+PreparedRows* Executor::convert_in_route(const Place& x, const Tiles& w) {
+    Stages& list = open_list();
+    auto* route = list.size() < 2 ? nullptr : dynamic_cast<RouteStage*>(list[list.size() - 2].get());
+    require(route && !route->converts, "rows for experts that the stage before does not choose");
+    return route->converts = new_rows(w, x, RowArea::attended);
+}
+
+PreparedRows* Executor::add_expert_conversion(const Place& x, int route, const Tiles& w) {
+    PreparedRows* rows = new_rows(w, x, RowArea::experts);
+    push(std::make_unique<ExpertRowsStage>(*rows, *expert_plan(route)));
+    return rows;
+}
+
+void Executor::add_experts(ExpertsSpec spec) {
+    require(spec.rows, "an experts' product without converted rows");
+    for (const auto* list : {&spec.weights, &spec.ups})
+        for (const Tiles& tiles : *list) {
+            require(kernels_.row_type(tiles.code) == spec.rows->rows.type,
+                    "weights that read their rows in different types stand in one product");
+            product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(tiles));
+        }
+    push(std::make_unique<ExpertsStage>(std::move(spec)));
+}
+
 void Executor::add_sampling(const Place& logits) {
     require(open_.is_empty && !head_.empty(),
             "a draw without a stage of its own, behind one that makes logits");
@@ -193,12 +237,27 @@ static int64_t odd_lines(int64_t elements, int64_t element) {
 
 static size_t whole_blocks(int rows) { return (size_t)(rows + kTile - 1) / kTile * kTile; }
 
-void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats) {
-    const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats};
-    const int rows[kNumAxes] = {max_tokens_, pool_.num_threads() * kernels_.row_block, kSampleChunk};
+size_t bytes_of_rows(const Rows& rows, size_t count) {
+    const size_t values = (count * rows.stride * element_bytes(rows.type) + 63) / 64 * 64;
+    return values + count * rows.group_stride * 16;
+}
+
+void place_rows_at(uint8_t* memory, size_t count, Rows& rows) {
+    rows.values = memory;
+    memory += (count * rows.stride * element_bytes(rows.type) + 63) / 64 * 64;
+    rows.scales = (float*)memory;
+    rows.scaled_sums = rows.scales + count * rows.group_stride;
+    rows.sums = (int32_t*)(rows.scaled_sums + count * rows.group_stride);
+}
+
+void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats,
+                      int64_t expert_floats) {
+    const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats, expert_floats};
+    const size_t rows[kNumAxes] = {(size_t)max_tokens_, (size_t)pool_.num_threads() * kernels_.row_block,
+                                   kSampleChunk, expert_rows_};
     for (int axis = 0; axis < kNumAxes; axis++) {
         row_floats_[axis] = odd_lines(floats[axis], sizeof(float));
-        arenas_[axis] = std::make_unique<Memory>((size_t)row_floats_[axis] * rows[axis] * sizeof(float));
+        arenas_[axis] = std::make_unique<Memory>(row_floats_[axis] * rows[axis] * sizeof(float));
     }
     place_rows();
     group_stages();
@@ -207,23 +266,17 @@ void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample
 
 // The converted rows of all products share the areas: no two products' are alive at a time in one of them.
 void Executor::place_rows() {
-    row_bytes_ = (size_t)odd_lines((int64_t)row_bytes_, 1);
     const size_t prepared = whole_blocks(std::max(pool_.num_threads() * kernels_.row_block, kSampleChunk));
-    const auto rows_of = [&](RowArea area) {
-        return area == RowArea::attended ? whole_blocks(max_tokens_) : prepared;
-    };
-    for (int area = 0; area < kNumRowAreas; area++)
-        areas_[area] = std::make_unique<Memory>(rows_of((RowArea)area) * (row_bytes_ + groups_ * 16));
+    const size_t rows_of[kNumRowAreas] = {prepared, prepared, whole_blocks(max_tokens_), expert_rows_};
+    for (int area = 0; area < kNumRowAreas; area++) {
+        row_bytes_[area] = (size_t)odd_lines((int64_t)row_bytes_[area], 1);
+        areas_[area] = std::make_unique<Memory>(rows_of[area] * (row_bytes_[area] + groups_[area] * 16));
+    }
     for (auto& each : rows_) {
-        const size_t count = rows_of(each->area);
-        uint8_t* memory = areas_[(int)each->area]->data();
-        Rows& r = each->rows;
-        r.stride = (int64_t)(row_bytes_ / element_bytes(r.type));
-        r.group_stride = (int32_t)groups_;
-        r.values = memory;
-        r.scales = (float*)(memory += count * row_bytes_);
-        r.scaled_sums = (float*)(memory += count * groups_ * 4);
-        r.sums = (int32_t*)(memory + count * groups_ * 4);
+        const int area = (int)each->area;
+        each->rows.stride = (int64_t)(row_bytes_[area] / element_bytes(each->rows.type));
+        each->rows.group_stride = (int32_t)groups_[area];
+        place_rows_at(areas_[area]->data(), rows_of[area], each->rows);
     }
 }
 
@@ -239,11 +292,16 @@ void Executor::group_stages() {
 }
 
 void Executor::size_thread_states() {
+    size_t row_bytes = 0;
+    for (const auto& each : rows_)
+        row_bytes =
+            std::max(row_bytes, bytes_of_rows(each->rows, expert_plans_.empty() ? kTile : kExpertRows));
     for (auto& thread : threads_) {
         for (auto& acc : thread.acc) acc.resize((size_t)kRowBlock * kTile);
         thread.group.resize((size_t)kRowBlock * kGroup);
         thread.product = std::make_unique<Memory>(product_scratch_);
-        thread.rows = std::make_unique<Memory>(kFewRows * row_bytes_ + kTile * groups_ * 16 + 128);
+        thread.rows = std::make_unique<Memory>(row_bytes);
+        thread.scores.resize(num_scores_);
         thread.seconds.resize(body_.size());
         thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));
     }
@@ -314,7 +372,7 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
     for (auto& angles : angles_) angles->ensure(last + 1);
     make_plans(batch, kv);
     for (auto& thread : threads_) {
-        thread.prepared_stage = -1;
+        thread.prepared_stage = thread.prepared_block = -1;
         thread.best.assign(batch.num_samples, Best{});
     }
     kernels_.begin_step();

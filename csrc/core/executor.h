@@ -31,10 +31,13 @@ constexpr int kFewRows = 4;
 // Rows that one piece of a product takes together where threads share the product's outputs.
 constexpr int kRowBlock = 256;
 
+// Rows of one expert that a piece of its product takes together.
+constexpr int kExpertRows = 128;
+
 // The rows of a Value. `block` is tokens as well, for a Value that is read only in the range that makes it;
-// it needs only as many rows as the threads compute at once.
-enum class Axis : int32_t { tokens, block, samples };
-constexpr int kNumAxes = 3;
+// it needs only as many rows as the threads compute at once. `experts`: the rows of an ExpertPlan.
+enum class Axis : int32_t { tokens, block, samples, experts };
+constexpr int kNumAxes = 4;
 
 // The place of a Value, in floats: at `offset` of each row of its axis. A row holds all its Values, so that
 // threads may be at different stages with different rows.
@@ -72,9 +75,11 @@ struct ThreadState {
     std::vector<float> group;  // a group of 32 columns before its conversion
     std::vector<float> attention;  // scratch of an attention
     std::unique_ptr<Memory> product;  // scratch of products
-    std::unique_ptr<Memory> rows;  // rows that this thread has converted for itself
+    std::unique_ptr<Memory> rows;  // rows that this thread has converted or put together for itself
+    std::vector<float> scores;  // scratch of a choice of experts
     std::unique_ptr<Memory> sampling;  // scratch of draws
     int prepared_stage = -1;  // the stage whose rows lie in `rows`
+    int prepared_block = -1;  // and which of its blocks of an expert's rows
     const Stage* prefetched_stage = nullptr;  // the stage and the piece that were prefetched last
     int prefetched_piece = -1;
     std::vector<Best> best;  // for each sampled row, the best logit that this thread has made
@@ -104,6 +109,8 @@ struct Stage {
     virtual void run(const View& view, int piece, ThreadState& thread, int stage) const = 0;
     // Prefetches what a piece reads first, for the thread that waits to compute it.
     virtual void prefetch(const View&, int /*piece*/, ThreadState&) const {}
+    // Whether the number of pieces is known only once the stage before is done.
+    virtual bool depends_on_data() const { return false; }
     // Whether no row needs what another one computes in this stage, so that run_rows may do all of it for
     // rows row0 .. row1 - 1 (whole blocks of 16, but for the last).
     virtual bool row_local() const { return false; }
@@ -141,9 +148,10 @@ class RopeAngles {
 
 // The memory that a product's converted rows lie in. `prepared`: those that a row op converts. `converted`:
 // those that the product before writes, which may be reading `prepared` while it does. `attended`: those that
-// an attention writes, which has no block of rows but all tokens.
-enum class RowArea { prepared, converted, attended };
-constexpr int kNumRowAreas = 3;
+// an attention or a choice of experts writes, which has no block of rows but all tokens. `experts`: the rows
+// of an ExpertPlan.
+enum class RowArea { prepared, converted, attended, experts };
+constexpr int kNumRowAreas = 4;
 // A Value as a product reads it.
 struct PreparedRows {
     Place x;
@@ -151,9 +159,14 @@ struct PreparedRows {
     RowArea area = RowArea::prepared;
     Rows rows{};
     int64_t at(const View& view, int64_t row) const {
-        return area == RowArea::attended ? row : row - view.shift;
+        return area == RowArea::prepared || area == RowArea::converted ? row - view.shift : row;
     }
 };
+
+// Returns the bytes of `count` converted rows of a type, `count` a multiple of 16; see place_rows_at.
+size_t bytes_of_rows(const Rows& rows, size_t count);
+// Lets rows whose type and strides are set lie in a piece of memory, of bytes_of_rows.
+void place_rows_at(uint8_t* memory, size_t count, Rows& rows);
 
 struct LinearPart {
     Tiles tiles;
@@ -180,6 +193,53 @@ struct AttentionSpec {
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
 };
 
+// How the experts of each row are chosen: octavo/program/ops.py says what the fields mean.
+struct RouteSpec {
+    enum class Score { softmax, sigmoid, softmax_top_k };
+    Place logits, weights;
+    int top_k;
+    Score score;
+    const float* bias;  // [E] or null
+    int num_groups, top_groups;
+    bool normalize;
+    float scale;
+    int num_experts() const { return logits.width; }
+};
+
+// The rows of each expert in one step: those of expert e lie side by side from a multiple of 16 on. Each
+// choice of experts has a plan of its own, which stays as it is to the step's end: a thread that is late asks
+// for a stage's pieces when other threads are stages ahead.
+struct ExpertPlan {
+    // Rows of one expert that a piece takes, at most kExpertRows.
+    struct Block {
+        int expert, row0, num_rows;
+    };
+    int num_experts, top_k;
+    std::vector<int32_t> ids;  // [T * k]: the expert of choice t * k + j
+    std::vector<int32_t> rows;  // [T * k]: the row that the choice has
+    std::vector<int32_t> tokens;  // by row: the token that chose it
+    std::vector<int32_t> next;  // [E]: the row that an expert's next choice gets, while rows are given out
+    std::vector<Block> blocks;
+
+    ExpertPlan(int num_experts, int top_k, int max_tokens);
+    // Gives each choice of the first `num_tokens` tokens its row.
+    void order(int num_tokens);
+    // Returns the rows that any choices of so many tokens need.
+    static size_t most_rows(int num_experts, int top_k, int max_tokens);
+};
+
+struct ExpertsSpec {
+    const PreparedRows* rows = nullptr;  // `attended`: tokens' rows, which each block puts together
+    const ExpertPlan* plan = nullptr;
+    std::vector<Tiles> weights,
+        ups;  // by expert; gated: gates, and their up projections, else `ups` is empty
+    std::vector<std::shared_ptr<void>> owners;  // keep the tiles' memory
+    Place out;
+    const float *bias = nullptr, *up_bias = nullptr;  // [E][N] or null
+    const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
+    Epilogue epilogue{};
+};
+
 class Executor {
   public:
     Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens, int vocab);
@@ -200,6 +260,14 @@ class Executor {
     PreparedRows* convert_in_last_stage(const Place& x, const Tiles& w);
     void add_linear(LinearSpec spec);
     void add_attention(const AttentionSpec& spec);
+    // Chooses experts; two stages. Returns the index of the choice.
+    int add_route(const RouteSpec& spec);
+    // Lets the last stage, a choice of experts, write the tokens' rows x for the experts' product of `w`.
+    PreparedRows* convert_in_route(const Place& x, const Tiles& w);
+    // A stage: converts experts' rows for their next product, which reads them as `w` does.
+    PreparedRows* add_expert_conversion(const Place& x, int route, const Tiles& w);
+    void add_experts(ExpertsSpec spec);
+    const ExpertPlan* expert_plan(int route) const { return expert_plans_.at(route).get(); }
     // Draws from the logits of the stage before, or copies them to where the batch wants them.
     void add_sampling(const Place& logits);
     // Notes that a step needs positions on this axis.
@@ -212,7 +280,7 @@ class Executor {
     // Copies parameters, to live as long as the executor.
     const float* keep(std::vector<float> values);
     // Takes the memory; the arguments are the floats of a row of each axis.
-    void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats);
+    void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats, int64_t expert_floats = 0);
 
     // -- running --
     void run(const Batch& batch, const KvMemory& kv);
@@ -276,14 +344,17 @@ class Executor {
     std::vector<std::unique_ptr<RopeAngles>> angles_;
     std::vector<std::unique_ptr<std::vector<float>>> kept_;
     std::vector<AttentionPlan> plans_;
+    std::vector<std::unique_ptr<ExpertPlan>> expert_plans_;
     std::vector<std::unique_ptr<PreparedRows>> rows_;
     std::unique_ptr<Memory> arenas_[kNumAxes], areas_[kNumRowAreas], partials_;
     std::vector<ThreadState> threads_;
     std::atomic<uint64_t> stages_done_{0};
     bool profiling_ = false, share_prefixes_ = true;
     std::map<std::string, StageTime> profiled_;
-    // The largest that any stage needs.
-    size_t row_bytes_ = 0, groups_ = 0, product_scratch_ = 0, attention_scratch_ = 0;
+    size_t expert_rows_ = 0;  // rows of the largest ExpertPlan
+    // The largest that any stage needs, of rows in each area.
+    size_t row_bytes_[kNumRowAreas] = {}, groups_[kNumRowAreas] = {};
+    size_t product_scratch_ = 0, attention_scratch_ = 0, num_scores_ = 0;
 };
 
 // -- row ops --
@@ -324,6 +395,7 @@ struct ElementwiseSpec {
 std::unique_ptr<RowOp> make_elementwise(const ElementwiseSpec& spec);
 
 std::unique_ptr<RowOp> make_gather(Place x, Place out);
+std::unique_ptr<RowOp> make_combine(Place x, Place weights, Place out, const ExpertPlan& plan);
 std::unique_ptr<RowOp> make_pool(Place x, Place out, Pooling mode);
 std::unique_ptr<RowOp> make_rows_out(Place rows);
 

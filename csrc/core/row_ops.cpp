@@ -134,7 +134,26 @@ struct RowsOutOp : RowOp {
     }
 };
 
+struct CombineOp : RowOp {
+    Place x, weights, out;
+    const ExpertPlan& plan;
+    CombineOp(Place x, Place w, Place o, const ExpertPlan& p) : x(x), weights(w), out(o), plan(p) {}
+    void run(const View& view, int64_t row) const override {
+        const int32_t* rows = plan.rows.data() + row * plan.top_k;
+        const float* by = view.at(weights, row);
+        float* to = view.at(out, row);
+        for (int j = 0; j < plan.top_k; j++) {
+            const float* from = view.at(x, rows[j]);
+            for (int i = 0; i < out.width; i++) to[i] = j ? to[i] + by[j] * from[i] : by[j] * from[i];
+        }
+    }
+};
+
 }  // namespace
+
+std::unique_ptr<RowOp> make_combine(Place x, Place weights, Place out, const ExpertPlan& plan) {
+    return std::make_unique<CombineOp>(x, weights, out, plan);
+}
 
 std::unique_ptr<RowOp> make_embedding(EmbeddingSpec spec) {
     return std::make_unique<EmbeddingOp>(std::move(spec));

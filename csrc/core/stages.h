@@ -51,9 +51,40 @@ struct PrepareOp : RowOp {
     }
 };
 
-size_t element_bytes(RowType type) { return type == RowType::fp32 ? 4 : type == RowType::bf16 ? 2 : 1; }
-
 // -- products --
+
+// One tile of a weight, or two neighbours, times some rows; with `up`, a gate's weight and its up projection.
+struct Product {
+    const Tiles *weight, *up;
+    int tile, count;
+    const Rows& x;
+    int64_t x0;
+    int row0, num_rows;
+    Epilogue epilogue;
+    float* out;
+    int64_t stride;
+    int column() const { return tile * kTile; }
+    int width() const { return std::min(count * kTile, weight->num_rows - column()); }
+};
+
+void multiply(const KernelTable& k, ThreadState& thread, const Product& p) {
+    float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
+    const auto finish = [&](int i, const float* sums) {
+        k.write_tile(p.epilogue, sums, other, p.row0, p.num_rows, p.column() + i * kTile,
+                     std::min(kTile, p.width() - i * kTile), p.out + i * kTile, p.stride);
+    };
+    if (p.up) {
+        for (int i = 0; i < p.count; i++) {
+            const TileRef refs[2] = {{p.weight, p.tile + i, acc}, {p.up, p.tile + i, other}};
+            k.tile_products(refs, 2, p.x, p.x0, p.num_rows, thread.product->data());
+            finish(i, acc);
+        }
+    } else {
+        const TileRef refs[2] = {{p.weight, p.tile, acc}, {p.weight, p.tile + 1, other}};
+        k.tile_products(refs, p.count, p.x, p.x0, p.num_rows, thread.product->data());
+        for (int i = 0; i < p.count; i++) finish(i, refs[i].acc);
+    }
+}
 
 struct LinearStage : Stage {
     LinearSpec spec;
@@ -144,13 +175,7 @@ struct LinearStage : Stage {
 
     Rows own_rows(const View& view, int rows, ThreadState& thread, int stage) const {
         Rows own = spec.rows->rows;
-        uint8_t* memory = thread.rows->data();
-        const size_t element = element_bytes(own.type);
-        own.values = memory;
-        memory += (kFewRows * own.stride * element + 63) / 64 * 64;
-        own.scales = (float*)memory;
-        own.sums = (int32_t*)(own.scales + (size_t)kTile * own.group_stride);
-        own.scaled_sums = (float*)(own.sums + (size_t)kTile * own.group_stride * 2);
+        place_rows_at(thread.rows->data(), kTile, own);
         if (thread.prepared_stage != stage) {
             const Place& x = spec.rows->x;
             for (int row = 0; row < rows; row++)
@@ -169,29 +194,21 @@ struct LinearStage : Stage {
                const TilePair& tiles) const {
         const KernelTable& k = view.executor.kernels();
         const int row0 = tiles.row0, rows = tiles.num_rows, column = tiles.tile * kTile;
-        const int width = std::min(tiles.count * kTile, part.tiles.num_rows - column);
         const bool keeps_best = view.best_only == this, passes_on = spec.converts || keeps_best;
         float* out = passes_on ? thread.group.data() : view.at(part.out, row0) + column;
-        const int64_t stride = passes_on ? kGroup : view.stride(part.out);
-        const Epilogue e = epilogue(view, part);
-        const int64_t x0 = spec.rows->at(view, row0);
-        float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
-        const auto finish = [&](int i, const float* sums) {
-            k.write_tile(e, sums, other, row0, rows, column + i * kTile, std::min(kTile, width - i * kTile),
-                         out + i * kTile, stride);
-        };
-        if (is_gated()) {
-            for (int i = 0; i < tiles.count; i++) {
-                const TileRef refs[2] = {{&part.tiles, tiles.tile + i, acc},
-                                         {&spec.parts[1].tiles, tiles.tile + i, other}};
-                k.tile_products(refs, 2, x, x0, rows, thread.product->data());
-                finish(i, acc);
-            }
-        } else {
-            const TileRef refs[2] = {{&part.tiles, tiles.tile, acc}, {&part.tiles, tiles.tile + 1, other}};
-            k.tile_products(refs, tiles.count, x, x0, rows, thread.product->data());
-            for (int i = 0; i < tiles.count; i++) finish(i, refs[i].acc);
-        }
+        const Product product{.weight = &part.tiles,
+                              .up = is_gated() ? &spec.parts[1].tiles : nullptr,
+                              .tile = tiles.tile,
+                              .count = tiles.count,
+                              .x = x,
+                              .x0 = spec.rows->at(view, row0),
+                              .row0 = row0,
+                              .num_rows = rows,
+                              .epilogue = epilogue(view, part),
+                              .out = out,
+                              .stride = passes_on ? kGroup : view.stride(part.out)};
+        multiply(k, thread, product);
+        const int width = product.width();
         if (spec.converts)
             k.put_rows(out, spec.converts->rows, spec.converts->at(view, row0), rows, column / kGroup, width);
         if (keeps_best) k.keep_best(out, rows, column, width, thread.best.data() + view.first_sample + row0);

@@ -80,7 +80,7 @@ struct Walk : ThreadPool::Work {
     }
     // Prefetches what this thread's piece of the next stage will read first.
     void prefetch_next(int index, int thread) const {
-        if (index + 1 >= num_stages() || by_rows(index + 1)) return;
+        if (index + 1 >= num_stages() || by_rows(index + 1) || stage(index + 1).depends_on_data()) return;
         const View next = view(index + 1);
         const int count = stage(index + 1).pieces(next), piece = executor.pool_.first_piece(count, thread);
         if (piece < count) stage(index + 1).prefetch(next, piece, executor.threads_[thread]);

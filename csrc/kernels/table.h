@@ -138,6 +138,10 @@ inline int64_t row_elements(RowType type, int num_groups) {
     }
 }
 
+inline size_t element_bytes(RowType type) {
+    return type == RowType::fp32 ? 4 : type == RowType::bf16 ? 2 : 1;
+}
+
 struct Norm {
     const float* weight;  // null: no norm
     const float* bias;

@@ -345,7 +345,8 @@ class Route(Op):
 class GroupedLinear(Op):
     """Product of each expert row with its expert's matrix: out[r] = W[ids of r] x[r] + b[ids of r].
 
-    `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E, out, in]`, `bias [E, out]`.
+    `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E, out, in]`, `bias [E, out]`. With `gate` the
+    weight is that of the gate: out = ActMul(x @ weight^T + bias, x @ up^T + up_bias).
     """
 
     x: Value
@@ -353,6 +354,15 @@ class GroupedLinear(Op):
     out: Value
     weight: Weight
     bias: Weight | None = None
+    up: Weight | None = None
+    up_bias: Weight | None = None
+    gate: Gate | None = None
+    """Gate, made by the pass `fold_expert_gates`."""
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """The experts' weight, or those of gate and up."""
+        return (self.weight,) if self.up is None else (self.weight, self.up)
 
 
 @dataclass(frozen=True, slots=True)

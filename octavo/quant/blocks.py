@@ -126,6 +126,10 @@ class BlockWeight:
             else replace(self, blocks=self.blocks[..., index, :, :])
         )
 
+    def matrix(self, index: int) -> BlockWeight:
+        """Returns one of the stacked matrices."""
+        return replace(self, blocks=self.blocks[index])
+
     def inputs(self, first: int, last: int) -> BlockWeight:
         """Returns whole blocks of inputs, as `PackedWeight.inputs` does."""
         if first % self.block_size or last % self.block_size:

@@ -65,6 +65,10 @@ class Levels:
         supers = slice(first // group // self.span, -(-last // (group * self.span)))
         return Levels(self.values[..., own], self.super_scale[..., supers])
 
+    def matrix(self, index: int) -> Levels:
+        supers = None if self.super_scale is None else self.super_scale[index]
+        return Levels(self.values[index], supers)
+
     def rows(self, index: slice | NDArray[np.intp]) -> Levels:
         return Levels(
             self.values[..., index, :],
@@ -184,6 +188,16 @@ class PackedWeight:
             codes=codes,
             scales=None if self.scales is None else self.scales.rows(index),
             mins=None if self.mins is None else self.mins.rows(index),
+        )
+
+    def matrix(self, index: int) -> PackedWeight:
+        """Returns one of the stacked matrices."""
+        return replace(
+            self,
+            shape=self.shape[1:],
+            codes=self.codes[index],
+            scales=None if self.scales is None else self.scales.matrix(index),
+            mins=None if self.mins is None else self.mins.matrix(index),
         )
 
     def inputs(self, first: int, last: int) -> PackedWeight:

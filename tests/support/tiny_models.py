@@ -42,9 +42,6 @@ def each_family(*, without: tuple[str, ...] = ()) -> list[Any]:
     ]
 
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
-"""Families whose MLPs are routed experts."""
-
 NATIVE_FAMILIES = tuple(family for family in FAMILIES if registry.FAMILIES[family].native)
 """Families that the native backend runs."""
 

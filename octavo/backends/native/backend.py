@@ -31,7 +31,8 @@ from octavo.backends.native.lower import Lowering
 from octavo.backends.native.weights import NativeWeights
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.outputs import OpProfile, Profile
-from octavo.program.ops import Linear
+from octavo.program.ops import GroupedLinear, Linear
+from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.optimize import optimize
 from octavo.program.program import CacheGroup, Program
 
@@ -100,10 +101,8 @@ class NativeBackend:
         executor.share_prefixes(self.options.shared_prefix_attention)
         Lowering(optimized, executor, weights).run()
         weights.pack()
-        products = {
-            weight for op in optimized.ops if isinstance(op, Linear) for weight in op.weights_
-        }
-        computes_fp32 = all(weights.tiles(weight).row_type == "fp32" for weight in products)
+        products = [op for op in optimized.ops if isinstance(op, Linear | GroupedLinear)]
+        computes_fp32 = all(weights.reads_fp32(op) for op in products)
         return NativeProgram(
             self._device,
             executor,
@@ -172,7 +171,7 @@ class NativeBackend:
         preparation.
         """
         if self._optimized is None or self._optimized[0] is not program:
-            self._optimized = (program, optimize(program))
+            self._optimized = (program, fold_expert_gates(optimize(program)))
         return self._optimized[1]
 
     def _kv_layouts(self, program: Program, *, computes_fp32: bool) -> tuple[KvLayout, ...]:

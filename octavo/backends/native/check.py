@@ -6,8 +6,8 @@ Knows ops, cache groups and the names of formats; no weight is loaded here.
 from __future__ import annotations
 
 from octavo.backends.base import FormatOf
-from octavo.backends.native.formats import RowTypeOf, tile_formats
-from octavo.backends.native.stages import ROW_LOCAL
+from octavo.backends.native.formats import RowTypeOf, matrices_of, tile_formats
+from octavo.backends.native.stages import BEHIND_BARRIERS, ROW_LOCAL
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Op, Program
@@ -30,6 +30,8 @@ AXES = ("tokens", "samples", "requests")
 OUTPUTS = {"logits": "samples", "pooled": "requests"}
 """Axis of each output that the executor makes; a Program has one of them."""
 
+OF_EXPERTS = (ops.Route, ops.GroupedLinear, ops.Combine)
+
 ON_TOKENS = (ops.Embedding, ops.Rope, ops.KvWrite, ops.Attention)
 """Ops that read the step's arrays of tokens."""
 
@@ -41,11 +43,12 @@ def check(program: Program, format_of: FormatOf, row_type_of: RowTypeOf) -> None
     check_ops(program)
     formats = tile_formats(program, format_of, row_type_of)
     for op in program.ops:
-        if not isinstance(op, ops.Linear) or op.gate is None:
+        if not isinstance(op, ops.Linear | ops.GroupedLinear) or op.gate is None:
             continue
-        row_types = sorted({row_type_of(formats[weight].code) for weight in op.weights_})
+        pair = matrices_of(op)
+        row_types = sorted({row_type_of(formats[weight].code) for weight in pair})
         if len(row_types) > 1:
-            names = " and ".join(f"{w.name} ({format_of(w)})" for w in op.weights_)
+            names = " and ".join(f"{w.name} ({format_of(w)})" for w in pair)
             raise _refusal(
                 program,
                 f"a gate and its up projection that read their rows as {' and '.join(row_types)}:"
@@ -56,7 +59,7 @@ def check(program: Program, format_of: FormatOf, row_type_of: RowTypeOf) -> None
 def check_ops(program: Program) -> None:
     """Refuses what the kernels cannot run whatever the weights' formats are."""
     for op in program.ops:
-        if not isinstance(op, (*ROW_LOCAL, ops.Linear, ops.Attention)):
+        if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, ops.Linear)):
             raise _refusal(program, f"the op {op.kind}")
     for op in program.ops:
         _check_attributes(program, op)
@@ -74,7 +77,7 @@ def check_ops(program: Program) -> None:
 
 def _check_attributes(program: Program, op: Op) -> None:
     axes = {value.axis for value in (*op.inputs, *op.outputs)}
-    if unknown := sorted(axes - {"tokens"} if isinstance(op, ON_TOKENS) else axes - {*AXES}):
+    if unknown := sorted(axes - _axes_of(op)):
         raise _refusal(program, f"the op {op.kind} over {unknown[0]}")
     if isinstance(op, ops.Attention):
         _check_attention(program, op)
@@ -82,10 +85,16 @@ def _check_attributes(program: Program, op: Op) -> None:
         raise _refusal(program, "a KV write of several parts")
     if isinstance(op, ops.Embedding) and op.first_row is not None:
         raise _refusal(program, "a part of an embedding table")
-    if isinstance(op, ops.Linear) and op.gate is not None:
+    if isinstance(op, ops.Linear | ops.GroupedLinear) and op.gate is not None:
         _check_activation(program, op.gate.activation)
     if isinstance(op, ops.Linear | ops.Act | ops.ActMul) and op.activation is not None:
         _check_activation(program, op.activation)
+
+
+def _axes_of(op: Op) -> set[str]:
+    if isinstance(op, OF_EXPERTS):
+        return {"tokens", "expert_rows"}
+    return {"tokens"} if isinstance(op, ON_TOKENS) else {*AXES}
 
 
 def _check_attention(program: Program, op: ops.Attention) -> None:

@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from octavo.backends.base import FormatOf
-from octavo.backends.native.formats import RowTypeOf, tile_formats
+from octavo.backends.native.formats import RowTypeOf, matrices_of, tile_formats
 from octavo.backends.native.lower import GROUP
 from octavo.backends.native.stages import body_first, plan_arena, stages_of
-from octavo.program.ops import GroupedLinear, Linear
+from octavo.program.ops import GroupedLinear, Linear, Route
 from octavo.program.program import Program, Weight
 
 FP32_CODES = ("fp32", "fp16")
@@ -45,7 +45,12 @@ def native_footprint(
         else 4 * math.prod(weight.shape)
         for weight in optimized.weights
     }
-    products = {weight for op in optimized.ops if isinstance(op, Linear) for weight in op.weights_}
+    products = {
+        weight
+        for op in optimized.ops
+        if isinstance(op, Linear | GroupedLinear)
+        for weight in matrices_of(op)
+    }
     bytes_of_codes = Counter[str]()
     for weight, tiles in formats.items():
         bytes_of_codes[tiles.code] += sizes[weight]
@@ -64,8 +69,13 @@ def _step_bytes(optimized: Program, max_tokens: int) -> int:
     program = body_first(optimized)
     floats = plan_arena(program, stages_of(program)).row_floats
     widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
-    return max_tokens * (
-        4 * floats.get("tokens", 0)
-        + 4 * floats.get("block", 0)
-        + 2 * (3 * widest + 16 * -(-widest // GROUP))
-    )
+    converted = 3 * widest + 16 * -(-widest // GROUP)
+    tokens = 4 * floats.get("tokens", 0) + 4 * floats.get("block", 0) + 2 * converted
+    experts = 4 * floats.get("expert_rows", 0) + converted
+    return max_tokens * tokens + _expert_rows(optimized, max_tokens) * experts
+
+
+def _expert_rows(program: Program, max_tokens: int) -> int:
+    """Returns the rows that experts have in the largest step: each begins on a multiple of 16."""
+    routes = [op for op in program.ops if isinstance(op, Route)]
+    return max((max_tokens * op.top_k + 16 * op.num_experts for op in routes), default=0)

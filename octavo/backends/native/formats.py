@@ -78,7 +78,7 @@ def matrices_of(op: Op) -> tuple[Weight, ...]:
     if isinstance(op, Linear):
         return op.weights_
     if isinstance(op, GroupedLinear):
-        return (op.weight,)
+        return op.matrices
     return (op.table,) if isinstance(op, Embedding) else ()
 
 
@@ -89,10 +89,10 @@ def tile_formats(
     matrices = dict.fromkeys(weight for op in program.ops for weight in matrices_of(op))
     formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
     for op in program.ops:
-        if isinstance(op, Linear) and op.gate is not None:
-            row_types = [row_type_of(formats[weight].code) for weight in op.weights_]
-            if needs_widening(row_types):
-                formats |= {weight: formats[weight].widened for weight in op.weights_}
+        if isinstance(op, Linear | GroupedLinear) and op.gate is not None:
+            pair = matrices_of(op)
+            if needs_widening(row_type_of(formats[weight].code) for weight in pair):
+                formats |= {weight: formats[weight].widened for weight in pair}
     return formats
 
 

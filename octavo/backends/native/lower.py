@@ -22,6 +22,9 @@ from octavo.program.t5_buckets import t5_buckets
 GROUP = 32
 """Inputs that share an activation scale (csrc/kernels/table.h)."""
 
+WHOLE_ROWS = ("whole", "outliers")
+"""Types of rows with one scale, which cannot be converted before all of a row is there."""
+
 Span = tuple[str, int, int]
 """(axis, offset, width): a Place as the bindings take it."""
 
@@ -39,6 +42,8 @@ class Weights(Protocol):
 
     def tiles(self, weight: Weight) -> Any: ...
     def gate_and_up(self, gate: Weight, up: Weight) -> list[Any]: ...
+    def experts(self, weight: Weight) -> list[Any]: ...
+    def experts_gate_and_up(self, gate: Weight, up: Weight) -> tuple[list[Any], list[Any]]: ...
     def floats(self, weight: Weight) -> NDArray[np.float32]: ...
 
 
@@ -61,6 +66,8 @@ class Lowering:
         self._num_readers.update(program.outputs.values())
         self._converted: set[Value] = set()
         """Values that the op which makes them writes as their one reader's product reads them."""
+        self._routes: dict[Value, tuple[int, ops.Route]] = {}
+        """The executor's choice of experts that makes a Value, and its op."""
         self._before: Op | None = None
         """The op before the one that is lowered."""
 
@@ -83,6 +90,7 @@ class Lowering:
             token_floats=floats.get("tokens", 0),
             block_floats=floats.get("block", 0),
             sample_floats=floats.get(out.axis, 0),
+            expert_floats=floats.get("expert_rows", 0),
         )
 
     def _begin(self) -> None:
@@ -235,7 +243,7 @@ class Lowering:
             or self._num_readers[op.x] > 1
         ):
             return False
-        if any(tiles.row_type in ("whole", "outliers") for tiles in self._product_tiles(op)):
+        if any(tiles.row_type in WHOLE_ROWS for tiles in self._product_tiles(op)):
             return False
         if isinstance(before, ops.Attention):
             fits = (
@@ -307,6 +315,68 @@ class Lowering:
         """
         far = np.arange(-bias.max_distance, bias.max_distance + 1)
         return np.ascontiguousarray(self._floats(bias.table)[t5_buckets(far, bias)].T)
+
+    # -- experts -----------------------------------------------------------------------------------
+
+    def _lower_Route(self, op: ops.Route) -> None:
+        self._begin()
+        index = self._builder.route(
+            self._span(op.logits),
+            self._span(op.outs[2]),
+            top_k=op.top_k,
+            score=op.score,
+            bias=self._optional(op.bias),
+            num_groups=op.num_groups,
+            top_groups=op.top_groups,
+            normalize=op.normalize,
+            scale=op.scale,
+        )
+        self._routes |= dict.fromkeys(op.outs, (index, op))
+
+    def _lower_GroupedLinear(self, op: ops.GroupedLinear) -> None:
+        route, _ = self._routes[op.ids]
+        if op.up is None:
+            tiles, ups = self._weights.experts(op.weight), list[Any]()
+        else:
+            tiles, ups = self._weights.experts_gate_and_up(op.weight, op.up)
+        rows = self._expert_rows(op, tiles[0])
+        self._builder.experts(
+            route,
+            rows,
+            [each.handle for each in tiles],
+            [each.handle for each in ups],
+            self._span(op.out),
+            bias=self._optional(op.bias),
+            up_bias=self._optional(op.up_bias),
+            gate=_gate_numbers(op.gate),
+        )
+
+    def _expert_rows(self, op: ops.GroupedLinear, tiles: Any) -> int:
+        """Returns the rows that a product of experts reads, converted by the choice of experts, the
+        product before it, or a stage of their own; opens the product's stage.
+        """
+        route, chosen = self._routes[op.ids]
+        if op.x == chosen.outs[0]:
+            rows = self._builder.convert_in_route(self._span(chosen.x), tiles.handle)
+            self._begin()
+        elif (
+            isinstance(self._before, ops.GroupedLinear)
+            and self._before.out == op.x
+            and self._num_readers[op.x] == 1
+            and tiles.row_type not in WHOLE_ROWS
+        ):
+            rows = self._builder.convert_in_last_stage(self._span(op.x), tiles.handle)
+            self._begin()
+        else:
+            self._begin()
+            rows = self._builder.expert_conversion(self._span(op.x), route, tiles.handle)
+        return int(rows)
+
+    def _lower_Combine(self, op: ops.Combine) -> None:
+        route, _ = self._routes[op.weights_value]
+        self._builder.combine(
+            self._span(op.x), self._span(op.weights_value), self._span(op.out), route
+        )
 
     def _optional(self, weight: Weight | None) -> NDArray[np.float32] | None:
         return None if weight is None else self._floats(weight)

@@ -14,9 +14,12 @@ from octavo.program.program import Op, Program
 
 ROW_LOCAL = (
     *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
-    ops.PoolRows,
+    *(ops.PoolRows, ops.Combine),
     *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Act, ops.ActMul),
 )
+
+BEHIND_BARRIERS = (ops.Attention, ops.Route, ops.GroupedLinear)
+"""Ops with a range of their own, since a row needs what others compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class Stage:
     axis: str
     """Rows that its ops are over: tokens, samples or requests."""
     range: int
-    """Index of its range: stages that follow one another without an attention, which a block of
-    rows may go through without a barrier."""
+    """Index of its range: stages that follow one another without an attention or experts, which a
+    block of rows may go through without a barrier."""
 
     @property
     def is_row_local(self) -> bool:
@@ -70,9 +73,11 @@ def _shares_stage(before: Op, op: Op) -> bool:
 
 
 def _starts_range(before: Op, op: Op) -> bool:
-    attends = isinstance(before, ops.Attention) or isinstance(op, ops.Attention)
-    return attends or _axis(before) != _axis(op)
+    waits = isinstance(before, BEHIND_BARRIERS) or isinstance(op, BEHIND_BARRIERS)
+    return waits or _axis(before) != _axis(op)
 
 
 def _axis(op: Op) -> str:
-    return op.outputs[0].axis if op.outputs else op.inputs[0].axis
+    """Returns the rows that an op is over; experts' rows are tokens."""
+    axis = op.outputs[0].axis if op.outputs else op.inputs[0].axis
+    return "tokens" if axis == "expert_rows" else axis

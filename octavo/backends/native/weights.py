@@ -16,6 +16,7 @@ from octavo.backends.base import LoadWeight
 from octavo.backends.native.extension import native_module
 from octavo.backends.native.formats import RowTypeOf, needs_widening
 from octavo.errors import UnsupportedModel
+from octavo.program.ops import GroupedLinear, Linear
 from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
@@ -52,12 +53,14 @@ class NativeWeights:
         self._dtype = dtype
         self._packer = native_module().Packer(device)
         self._tiles: dict[Weight, NativeTiles] = {}
+        self._experts: dict[Weight, list[NativeTiles]] = {}
         self._floats: dict[Weight, NDArray[np.float32]] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tiles and floats."""
-        return sum(tiles.num_bytes for tiles in self._tiles.values()) + sum(
+        experts = (tiles for each in self._experts.values() for tiles in each)
+        return sum(tiles.num_bytes for tiles in (*self._tiles.values(), *experts)) + sum(
             array.nbytes for array in self._floats.values()
         )
 
@@ -77,13 +80,52 @@ class NativeWeights:
         if gate == up or gate in self._tiles or up in self._tiles:
             return [self.tiles(gate), self.tiles(up)]
         self._pack_many()
-        stored = [self._load(weight) for weight in (gate, up)]
+        pair = self._pair([self._load(weight) for weight in (gate, up)])
+        self._tiles[gate], self._tiles[up] = pair
+        return pair
+
+    def _pair(self, stored: list[StoredWeight]) -> list[NativeTiles]:
         codes = [_code_of(weight, self._dtype) for weight in stored]
         wide = needs_widening(map(self._row_type_of, codes))
         pair = [self._tiles_of(weight, wide=wide) for weight in stored]
         self._packer.interleave(*(tiles.handle for tiles in pair))
-        self._tiles[gate], self._tiles[up] = pair
         return pair
+
+    def experts(self, weight: Weight) -> list[NativeTiles]:
+        """Returns the tiles of each expert of a weight `[E, out, in]`."""
+        if weight not in self._experts:
+            self._pack_many()
+            stored = self._load(weight)
+            self._experts[weight] = [
+                self._tiles_of(stored.matrix(e)) for e in range(weight.shape[0])
+            ]
+        return self._experts[weight]
+
+    def experts_gate_and_up(
+        self, gate: Weight, up: Weight
+    ) -> tuple[list[NativeTiles], list[NativeTiles]]:
+        """Returns each expert's tiles of the two weights of a gated product, as `gate_and_up`
+        lays them.
+        """
+        if gate == up or gate in self._experts or up in self._experts:
+            return self.experts(gate), self.experts(up)
+        stored = [self._load(weight) for weight in (gate, up)]
+        pairs = []
+        for e in range(gate.shape[0]):
+            self._pack_many()
+            pairs.append(self._pair([weight.matrix(e) for weight in stored]))
+        self._experts[gate] = [first for first, _ in pairs]
+        self._experts[up] = [second for _, second in pairs]
+        return self._experts[gate], self._experts[up]
+
+    def reads_fp32(self, op: Linear | GroupedLinear) -> bool:
+        """Whether a product reads its rows as they are."""
+        tiles = (
+            [self.tiles(weight) for weight in op.weights_]
+            if isinstance(op, Linear)
+            else [self.experts(weight)[0] for weight in op.matrices]
+        )
+        return all(each.row_type == "fp32" for each in tiles)
 
     def _pack_many(self) -> None:
         if self._packer.num_waiting_bytes >= PACKED_AT_ONCE:

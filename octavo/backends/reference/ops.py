@@ -311,11 +311,18 @@ def softmax(x: Floats) -> Floats:
 
 def grouped_linear(op: ops.GroupedLinear, step: ReferenceStep) -> Made:
     x, experts = step.get(op.x), step.get(op.ids).reshape(-1)
-    matrices = step.weights[op.weight]
-    y = np.array([matrices[e] @ row for e, row in zip(experts, x, strict=True)]).reshape(
-        len(x), op.out.width
-    )
-    return (y if op.bias is None else y + step.weights[op.bias][experts],)
+
+    def product(weight: Weight, bias: Weight | None) -> Floats:
+        matrices = step.weights[weight]
+        y = np.array([matrices[e] @ row for e, row in zip(experts, x, strict=True)]).reshape(
+            len(x), op.out.width
+        )
+        return y if bias is None else y + step.weights[bias][experts]
+
+    y = product(op.weight, op.bias)
+    if op.up is None or op.gate is None:
+        return (y,)
+    return (gated(y, product(op.up, op.up_bias), op.gate),)
 
 
 def combine(op: ops.Combine, step: ReferenceStep) -> Made:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.program.ops import Act, Linear, RmsNorm, Rope, Scale, SoftCap
+from octavo.program.ops import Act, Linear, RmsNorm, Rope, Route, Scale, SoftCap
 from octavo.program.program import Op, Program, Value
 
 ALIGN_FLOATS = 16
@@ -23,7 +23,7 @@ IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap)
 @dataclass(frozen=True, slots=True)
 class Place:
     axis: str
-    """Row axis of the arena: tokens, block or samples."""
+    """Row axis of the arena: tokens, block, expert_rows, samples or requests."""
     offset: int
     width: int
 
@@ -78,7 +78,9 @@ class _Readers:
         self.op: dict[Value, int] = {}
         self.stage: dict[Value, int] = {}
         for at, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
-            crosses = any(value.axis != out.axis for value in op.inputs for out in op.outputs)
+            crosses = any(
+                _in_body(v) and not _in_body(out) for v in op.inputs for out in op.outputs
+            )
             for value in op.inputs:
                 self.op[value] = at
                 # Another axis reads it again for each of its chunks, so it lives to the end.
@@ -92,7 +94,7 @@ def _make_buffers(program: Program, stages: list[int]) -> list[_Buffer]:
     buffers: list[_Buffer] = []
     home: dict[Value, _Buffer] = {}
     for at, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
-        outs = [value for value in op.outputs if value.dtype == "float"]
+        outs = _placed(op)
         if not outs:
             continue
         over = _overwritable(op)
@@ -112,6 +114,18 @@ def _make_buffers(program: Program, stages: list[int]) -> list[_Buffer]:
             home[value] = buffer
             buffer.last = max(buffer.last, readers.stage.get(value, stage))
     return buffers
+
+
+def _in_body(value: Value) -> bool:
+    return value.axis in ("tokens", "expert_rows")
+
+
+def _placed(op: Op) -> list[Value]:
+    """Returns the outs that have a place. Rows that a Route lays out have none: they are those of
+    its x, and products read them there.
+    """
+    outs = op.outs[1:] if isinstance(op, Route) else op.outputs
+    return [value for value in outs if value.dtype == "float"]
 
 
 def _new_buffer(outs: list[Value], stage: int) -> _Buffer:

@@ -26,7 +26,7 @@ from tests.support.tiny_shapes import WIDTHS_OF_32
 
 torch.set_num_threads(1)
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "qwen2_moe"]
 PRECISIONS = ["fp32", "bf16", "int8", "int4"]
 LENGTH = 530
 """Number of tokens; more than two splits of 256 keys."""
@@ -149,10 +149,16 @@ def test_fp32_is_transformers(family):
     np.testing.assert_array_equal(found.argmax(1)[clear], wanted.argmax(1)[clear])
 
 
-ERRORS = {"fp32": 2e-6, "bf16": 0.025, "int8": 0.08, "int4": 0.08}
-"""Root mean square of the error over that of the logits: twice the worst that was seen, which was
-llama's throughout.
-"""
+ERRORS = {"fp32": 5e-6, "bf16": 0.025, "int8": 0.08, "int4": 0.08}
+"""Root mean square of the error over that of the logits: twice the worst that was seen."""
+
+
+def error_of(family, found, wanted):
+    """Returns the error over all logits; with experts the middle row's, for rounding sends a few
+    rows to other experts.
+    """
+    axis = 1 if family == "qwen2_moe" else None
+    return np.median(np.sqrt(((found - wanted) ** 2).mean(axis) / (wanted**2).mean(axis)))
 
 
 @pytest.mark.parametrize(("family", "precision"), GRID)
@@ -161,17 +167,16 @@ def test_is_the_reference(family, precision):
     bounds: the reference rounds neither rows nor the cache.
     """
     wanted = runner(family, precision, backend=ReferenceBackend()).logits(tokens(family))
-    error = whole(family, precision) - wanted
-    assert np.sqrt((error**2).mean() / (wanted**2).mean()) <= ERRORS[precision]
+    assert error_of(family, whole(family, precision), wanted) <= ERRORS[precision]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_level(level, precision):
+def test_every_level(level, precision, family):
     """Chunked and threaded is whole and alone, and near the best level's logits."""
-    ids = tokens("llama", 70)
-    wanted = runner("llama", precision, level=level).logits(ids)
+    ids = tokens(family, 70)
+    wanted = runner(family, precision, level=level).logits(ids)
     np.testing.assert_array_equal(
-        runner("llama", precision, level=level, threads=3, seed=2, padding=1).logits(ids, 7), wanted
+        runner(family, precision, level=level, threads=3, seed=2, padding=1).logits(ids, 7), wanted
     )
-    error = wanted - whole("llama", precision)[:70]
-    assert np.sqrt((error**2).mean() / (wanted**2).mean()) <= ERRORS[precision]
+    assert error_of(family, wanted, whole(family, precision)[:70]) <= ERRORS[precision]

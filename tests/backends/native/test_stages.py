@@ -6,17 +6,22 @@ from octavo.backends.native.stages import body_first, stages_of
 from octavo.checkpoint.open import open_checkpoint
 from octavo.models.registry import build_programs
 from octavo.program import ops
+from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.optimize import optimize
 from octavo.program.program import Value
 from tests.support.native_harness import Case, normal, require_native
 from tests.support.tiny_models import FAMILIES, tiny_model
 
-NATIVE = [family for family in ("llama", "qwen3", "gemma3_text", "gpt2") if family in FAMILIES]
+NATIVE = [
+    family
+    for family in ("llama", "qwen3", "gemma3_text", "gpt2", "qwen2_moe")
+    if family in FAMILIES
+]
 
 
 def stages_of_family(family):
     program = build_programs(open_checkpoint(tiny_model(family).path).config)["decoder"]
-    program = body_first(optimize(program))
+    program = body_first(fold_expert_gates(optimize(program)))
     return program, stages_of(program)
 
 
@@ -33,14 +38,16 @@ def test_only_row_local_ops_share_a_stage():
             assert stage.is_row_local or len(stage.ops) == 1
 
 
-def test_an_attention_is_alone_in_its_range():
-    """A block of rows never goes through an attention, which reads other rows' keys."""
+def test_attentions_and_experts_are_alone_in_their_ranges():
+    """A block of rows never goes through an attention, which reads other rows' keys, or a product
+    of experts, which takes each expert's rows together.
+    """
     for family in NATIVE:
         _, stages = stages_of_family(family)
         ranges = [stage.range for stage in stages]
         assert ranges == sorted(ranges)
         for stage in stages:
-            if isinstance(stage.ops[0], ops.Attention):
+            if isinstance(stage.ops[0], ops.Attention | ops.Route | ops.GroupedLinear):
                 assert ranges.count(stage.range) == 1
         assert any(ranges.count(number) > 1 for number in ranges)
 

@@ -1,0 +1,262 @@
+// The stages of a mixture of experts: the choice of each row, the order of all rows by expert, the conversion
+// of experts' rows, and their products.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "stages.h"
+
+namespace octavo {
+namespace {
+
+// -- choosing --
+
+struct RouteStage : Stage {
+    static constexpr int kRowsAPiece = 4;
+    RouteSpec spec;
+    ExpertPlan& plan;
+    PreparedRows* converts = nullptr;  // the rows that the experts' first product reads
+
+    RouteStage(const RouteSpec& s, ExpertPlan& p) : spec(s), plan(p) {}
+    std::string name() const override { return "experts chosen"; }
+    bool on_samples() const override { return false; }
+    // A single piece gives the rows their order as well, which saves a barrier.
+    static bool orders(const View& view) { return view.batch.num_tokens <= kRowsAPiece; }
+    int pieces(const View& view) const override {
+        return (view.batch.num_tokens + kRowsAPiece - 1) / kRowsAPiece;
+    }
+    void run(const View& view, int piece, ThreadState& thread, int) const override {
+        const int last = std::min(view.batch.num_tokens, (piece + 1) * kRowsAPiece);
+        for (int row = piece * kRowsAPiece; row < last; row++) {
+            choose(view.at(spec.logits, row), thread.scores.data(),
+                   plan.ids.data() + (size_t)row * spec.top_k, view.at(spec.weights, row));
+            if (converts)
+                view.executor.kernels().prepare_row(view.at(converts->x, row), converts->x.width,
+                                                    converts->norm, converts->rows, row);
+        }
+        if (orders(view)) plan.order(view.batch.num_tokens);
+    }
+
+    // Writes a row's experts and their weights, best first. Numbers that are not numbers choose something
+    // too, so that such a row harms no other.
+    void choose(const float* logits, float* scores, int32_t* ids, float* weights) const {
+        const int experts = spec.num_experts();
+        float *choice = scores + experts, *taken = choice + experts;
+        score(logits, scores);
+        for (int e = 0; e < experts; e++) choice[e] = spec.bias ? scores[e] + spec.bias[e] : scores[e];
+        if (spec.num_groups > 1) keep_best_groups(choice, taken);
+        std::fill_n(taken, experts, 0.0f);
+        for (int j = 0; j < spec.top_k; j++) {
+            ids[j] = largest(choice, taken, experts);
+            weights[j] = scores[ids[j]];
+        }
+        if (spec.score == RouteSpec::Score::softmax_top_k) softmax(weights, spec.top_k, weights);
+        float sum = 0;
+        for (int j = 0; j < spec.top_k; j++) sum += weights[j];
+        for (int j = 0; j < spec.top_k; j++)
+            weights[j] = (spec.normalize ? weights[j] / sum : weights[j]) * spec.scale;
+    }
+
+  private:
+    void score(const float* logits, float* scores) const {
+        const int experts = spec.num_experts();
+        switch (spec.score) {
+            case RouteSpec::Score::softmax: return softmax(logits, experts, scores);
+            case RouteSpec::Score::sigmoid:
+                for (int e = 0; e < experts; e++) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+                return;
+            default: std::copy_n(logits, experts, scores);
+        }
+    }
+    static void softmax(const float* x, int count, float* out) {
+        float most = x[0], sum = 0;
+        for (int i = 1; i < count; i++) most = std::max(most, x[i]);
+        for (int i = 0; i < count; i++) sum += out[i] = std::exp(x[i] - most);
+        for (int i = 0; i < count; i++) out[i] /= sum;
+    }
+    // Returns the place of the largest number that is not taken, of equals the first, and takes it.
+    static int largest(const float* x, float* taken, int count) {
+        int best = -1;
+        for (int i = 0; i < count; i++)
+            if (!taken[i] && (best < 0 || x[i] > x[best])) best = i;
+        taken[best] = 1;
+        return best;
+    }
+    // Sets the experts outside the best groups to -inf. `memory` is as long as `choice`.
+    void keep_best_groups(float* choice, float* memory) const {
+        const int size = spec.num_experts() / spec.num_groups;
+        float* taken = memory + spec.num_groups;
+        for (int g = 0; g < spec.num_groups; g++) memory[g] = two_best(choice + g * size, size);
+        std::fill_n(taken, spec.num_groups, 0.0f);
+        for (int i = 0; i < spec.top_groups; i++) largest(memory, taken, spec.num_groups);
+        for (int g = 0; g < spec.num_groups; g++)
+            if (!taken[g]) std::fill_n(choice + g * size, size, -INFINITY);
+    }
+    static float two_best(const float* x, int count) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int i = 0; i < count; i++) {
+            if (x[i] > first)
+                second = std::exchange(first, x[i]);
+            else if (x[i] > second)
+                second = x[i];
+        }
+        return count > 1 ? first + second : first;
+    }
+};
+
+// Gives the rows of all experts their order.
+struct OrderStage : Stage {
+    ExpertPlan& plan;
+    explicit OrderStage(ExpertPlan& p) : plan(p) {}
+    std::string name() const override { return "experts ordered"; }
+    bool on_samples() const override { return false; }
+    int pieces(const View& view) const override { return RouteStage::orders(view) ? 0 : 1; }
+    void run(const View& view, int, ThreadState&, int) const override { plan.order(view.batch.num_tokens); }
+};
+
+// -- products --
+
+// Converts the experts' rows for their next product, a block a piece.
+struct ExpertRowsStage : Stage {
+    const PreparedRows& rows;
+    const ExpertPlan& plan;
+    ExpertRowsStage(const PreparedRows& r, const ExpertPlan& p) : rows(r), plan(p) {}
+    std::string name() const override { return "rows of experts"; }
+    bool on_samples() const override { return false; }
+    bool depends_on_data() const override { return true; }
+    int pieces(const View& view) const override {
+        return view.batch.num_tokens ? (int)plan.blocks.size() : 0;
+    }
+    void run(const View& view, int piece, ThreadState&, int) const override {
+        const ExpertPlan::Block& block = plan.blocks[piece];
+        for (int row = block.row0; row < block.row0 + block.num_rows; row++)
+            view.executor.kernels().prepare_row(view.at(rows.x, row), rows.x.width, rows.norm, rows.rows,
+                                                row);
+    }
+};
+
+// Copies a converted row.
+void copy_row(const Rows& from, int64_t row, const Rows& to, int64_t index) {
+    const size_t element = element_bytes(from.type);
+    std::memcpy((uint8_t*)to.values + index * to.stride * element,
+                (const uint8_t*)from.values + row * from.stride * element,
+                row_elements(from.type, from.num_groups) * element);
+    if (from.type == RowType::bf16 || from.type == RowType::fp32) return;
+    const bool one_scale = from.type == RowType::whole || from.type == RowType::outliers;
+    for (int g = 0; g < (one_scale ? 1 : from.num_groups); g++) {
+        to.scales[to.at(index, g)] = from.scales[from.at(row, g)];
+        to.scaled_sums[to.at(index, g)] = from.scaled_sums[from.at(row, g)];
+        for (int half = 0; half < 2; half++)
+            to.sums[to.half_at(index, g, half)] = from.sums[from.half_at(row, g, half)];
+    }
+}
+
+// A product of each expert with its rows, in pieces of some tiles of an expert and a block of its rows.
+struct ExpertsStage : Stage {
+    ExpertsSpec spec;
+    explicit ExpertsStage(ExpertsSpec s) : spec(std::move(s)) {}
+
+    const Tiles& first() const { return spec.weights.front(); }
+    int num_tiles() const { return first().num_tiles(); }
+    bool on_samples() const override { return false; }
+    bool depends_on_data() const override { return true; }
+    std::string name() const override {
+        return "experts " + std::to_string(first().num_inputs) + " to " +
+               std::to_string(first().num_rows * (spec.ups.empty() ? 1 : 2)) + " " + code();
+    }
+    const char* code() const override { return kCodeNames[(int)first().code]; }
+    Cost cost(const View&) const override {
+        Cost sum;
+        for (const auto* list : {&spec.weights, &spec.ups}) {
+            if (list->empty()) continue;
+            const Tiles& w = list->front();
+            int expert = -1;
+            for (const auto& block : spec.plan->blocks) {
+                if (std::exchange(expert, block.expert) != block.expert)
+                    sum.bytes += (double)w.num_tiles() * w.tile_bytes;
+                sum.operations += 2.0 * w.num_rows * w.num_inputs * block.num_rows;
+            }
+        }
+        return sum;
+    }
+
+    // Four pieces a thread, an even number of tiles each, as LinearStage has them.
+    int tiles_a_piece(const View& view) const {
+        const int pieces = 4 * view.executor.pool().num_threads();
+        const int each = (int)(spec.plan->blocks.size() * num_tiles() + pieces - 1) / pieces;
+        return std::clamp((each + 1) / 2 * 2, 2, 16);
+    }
+    int chunks(const View& view) const {
+        const int chunk = tiles_a_piece(view);
+        return (num_tiles() + chunk - 1) / chunk;
+    }
+    int pieces(const View& view) const override {
+        return view.batch.num_tokens ? (int)spec.plan->blocks.size() * chunks(view) : 0;
+    }
+
+    void run(const View& view, int piece, ThreadState& thread, int stage) const override {
+        const int chunk = tiles_a_piece(view), index = piece / chunks(view);
+        const ExpertPlan::Block& block = spec.plan->blocks[index];
+        Rows x = spec.rows->rows;
+        int64_t x0 = block.row0;
+        if (spec.rows->area == RowArea::attended) {
+            x0 = spec.plan->tokens[block.row0];
+            if (block.num_rows > 1) x = gathered(block, thread, stage, index), x0 = 0;
+        }
+        const int tile0 = piece % chunks(view) * chunk, tile1 = std::min(num_tiles(), tile0 + chunk);
+        for (int tile = tile0; tile < tile1; tile += 2)
+            write(view, thread, block, x, x0, {tile, std::min(2, tile1 - tile)});
+    }
+
+    // Puts the rows of a block's tokens side by side, in memory of the thread.
+    Rows gathered(const ExpertPlan::Block& block, ThreadState& thread, int stage, int index) const {
+        Rows own = spec.rows->rows;
+        place_rows_at(thread.rows->data(), kExpertRows, own);
+        if (thread.prepared_stage != stage || thread.prepared_block != index)
+            for (int i = 0; i < block.num_rows; i++)
+                copy_row(spec.rows->rows, spec.plan->tokens[block.row0 + i], own, i);
+        thread.prepared_stage = stage;
+        thread.prepared_block = index;
+        return own;
+    }
+
+    struct TilePair {
+        int tile, count;
+    };
+    void write(const View& view, ThreadState& thread, const ExpertPlan::Block& block, const Rows& x,
+               int64_t x0, const TilePair& tiles) const {
+        const KernelTable& k = view.executor.kernels();
+        const int column = tiles.tile * kTile;
+        float* out = spec.converts ? thread.group.data() : view.at(spec.out, block.row0) + column;
+        const Product product{.weight = &spec.weights[block.expert],
+                              .up = spec.ups.empty() ? nullptr : &spec.ups[block.expert],
+                              .tile = tiles.tile,
+                              .count = tiles.count,
+                              .x = x,
+                              .x0 = x0,
+                              .row0 = block.row0,
+                              .num_rows = block.num_rows,
+                              .epilogue = epilogue(block.expert),
+                              .out = out,
+                              .stride = spec.converts ? kGroup : view.stride(spec.out)};
+        multiply(k, thread, product);
+        if (spec.converts)
+            k.put_rows(out, spec.converts->rows, block.row0, block.num_rows, column / kGroup,
+                       product.width());
+    }
+
+    Epilogue epilogue(int expert) const {
+        Epilogue e = spec.epilogue;
+        const int64_t at = (int64_t)expert * first().num_rows;
+        e.bias = spec.bias ? spec.bias + at : nullptr;
+        e.up_bias = spec.up_bias ? spec.up_bias + at : nullptr;
+        return e;
+    }
+};
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,43 @@
+// The order of experts' rows.
+#include <algorithm>
+
+#include "executor.h"
+
+namespace octavo {
+
+ExpertPlan::ExpertPlan(int experts, int k, int max_tokens)
+    : num_experts(experts),
+      top_k(k),
+      ids((size_t)max_tokens * k),
+      rows((size_t)max_tokens * k),
+      tokens(most_rows(experts, k, max_tokens)),
+      next(experts) {
+    blocks.reserve(experts + tokens.size() / kExpertRows);
+}
+
+// Each expert that is chosen at all leaves up to 15 rows unused.
+size_t ExpertPlan::most_rows(int experts, int k, int max_tokens) {
+    const size_t chosen = (size_t)max_tokens * k;
+    return (chosen + std::min((size_t)experts, chosen) * (kTile - 1) + kTile - 1) / kTile * kTile;
+}
+
+void ExpertPlan::order(int num_tokens) {
+    const int chosen = num_tokens * top_k;
+    std::fill(next.begin(), next.end(), 0);
+    for (int i = 0; i < chosen; i++) next[ids[i]]++;
+    blocks.clear();
+    int row = 0;
+    for (int e = 0; e < num_experts; e++) {
+        const int count = next[e];
+        for (int first = 0; first < count; first += kExpertRows)
+            blocks.push_back({e, row + first, std::min(kExpertRows, count - first)});
+        next[e] = row;
+        row += (count + kTile - 1) / kTile * kTile;
+    }
+    for (int i = 0; i < chosen; i++) {
+        rows[i] = next[ids[i]]++;
+        tokens[rows[i]] = i / top_k;
+    }
+}
+
+}  // namespace octavo

@@ -1,0 +1,46 @@
+"""The pass that gives experts their gate: two products and an ActMul become one op.
+
+For backends whose kernels multiply gate and up together; runs behind fuse, which does the same for
+dense layers, and leaves alone what it cannot fold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from octavo.program.ops import ActMul, Gate, GroupedLinear
+from octavo.program.program import Op, Program, Value
+
+
+def fold_expert_gates(program: Program) -> Program:
+    """Turns each ActMul over two experts' products of the same rows into the gate of one."""
+    reads = Counter(value for op in program.ops for value in op.inputs)
+    makers: dict[Value, GroupedLinear] = {
+        op.out: op for op in program.ops if isinstance(op, GroupedLinear) and reads[op.out] == 1
+    }
+    folded: list[Op] = []
+    for op in program.ops:
+        if isinstance(op, ActMul) and (one := _folded(op, makers)) is not None:
+            folded = [each for each in folded if {op.gate, op.up}.isdisjoint(each.outputs)]
+            folded.append(one)
+        else:
+            folded.append(op)
+    result = replace(program, ops=tuple(folded))
+    result.check()
+    return result
+
+
+def _folded(act: ActMul, makers: dict[Value, GroupedLinear]) -> GroupedLinear | None:
+    gate, up = makers.get(act.gate), makers.get(act.up)
+    if gate is None or up is None or (gate.x, gate.ids) != (up.x, up.ids):
+        return None
+    if gate.weight.shape != up.weight.shape or gate.gate is not None or up.gate is not None:
+        return None
+    return replace(
+        gate,
+        out=act.out,
+        up=up.weight,
+        up_bias=up.bias,
+        gate=Gate(act.activation, act.clamp, act.alpha, act.up_offset),
+    )
