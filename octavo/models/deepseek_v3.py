@@ -23,6 +23,11 @@ LATENT_NORM_EPS = 1e-6
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("scoring_func", "sigmoid")
     config.refuse_unless("topk_method", "noaux_tc")
+    return build_deepseek(config, DeepseekMlp.read(config))
+
+
+def build_deepseek(config: HfConfig, mlp: DeepseekMlp) -> dict[str, Program]:
+    """Builds a decoder of latent attention with DeepSeek's experts."""
     config.refuse_unless("moe_layer_freq", 1)
     config.without_effect("ep_size", "num_nextn_predict_layers", "qk_head_dim")
     shape = DecoderShape.read(config)
@@ -30,7 +35,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     group = CacheGroup(
         "latent", "latent", shape.num_layers, 1, attention.latent_width + attention.rope_width, 0
     )
-    return build_decoder(shape, (group,), attention, DeepseekMlp.read(config))
+    return build_decoder(shape, (group,), attention, mlp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,22 +138,35 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekMlp:
-    """MLPs of DeepSeek-V3: dense in the first layers, then routed and shared experts."""
+    """MLPs of DeepSeek's line: dense in the first layers, then routed and shared experts. Under
+    "sigmoid" a correction is added to the scores by which experts are chosen.
+    """
 
     config: HfConfig
     num_experts: int
     top_k: int
     width: int
     first_routed: int
+    scale: float
+    score: Literal["softmax", "sigmoid"]
 
     @staticmethod
-    def read(config: HfConfig) -> DeepseekMlp:
+    def read(
+        config: HfConfig,
+        *,
+        first_routed: int = 3,
+        scale: float = 2.5,
+        score: Literal["softmax", "sigmoid"] = "sigmoid",
+    ) -> DeepseekMlp:
+        """Reads the sizes; the numbers are the family's own defaults."""
         return DeepseekMlp(
             config=config,
             num_experts=config.count("n_routed_experts"),
             top_k=config.count("num_experts_per_tok"),
             width=config.size("moe_intermediate_size"),
-            first_routed=config.integer("first_k_dense_replace", 3),
+            first_routed=config.integer("first_k_dense_replace", first_routed),
+            scale=config.number("routed_scaling_factor", scale),
+            score=score,
         )
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
@@ -156,16 +174,17 @@ class DeepseekMlp:
         activation = config.activation("hidden_act", "silu")
         if layer < self.first_routed:
             return gated_mlp(b, x, name, config.size("intermediate_size"), activation)
+        correction = Weight(f"{name}.gate.e_score_correction_bias", (self.num_experts,))
         routed = b.route(
             x,
             b.linear(x, f"{name}.gate", self.num_experts),
             self.top_k,
-            score="sigmoid",
-            bias=Weight(f"{name}.gate.e_score_correction_bias", (self.num_experts,)),
+            score=self.score,
+            bias=correction if self.score == "sigmoid" else None,
             num_groups=config.count("n_group", 1),
             top_groups=config.count("topk_group", 1),
             normalize=config.flag("norm_topk_prob", True),
-            scale=config.number("routed_scaling_factor", 2.5),
+            scale=self.scale,
         )
         chosen = gated_experts(
             b,

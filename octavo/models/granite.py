@@ -16,9 +16,14 @@ def build(config: HfConfig) -> dict[str, Program]:
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
-        frame=Frame(
-            embedding_scale=config.number("embedding_multiplier", 1.0),
-            residual_scale=config.number("residual_multiplier", 1.0),
-            logit_scale=1 / config.positive("logits_scaling", 1.0),
-        ),
+        frame=frame_of(config),
+    )
+
+
+def frame_of(config: HfConfig) -> Frame:
+    """Returns the decoder's frame with Granite's factors."""
+    return Frame(
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=1 / config.positive("logits_scaling", 1.0),
     )

@@ -1,0 +1,42 @@
+"""Granite 3 MoE: Granite with routed experts, whose gate and up lie in one tensor. IBM 2024."""
+
+from __future__ import annotations
+
+from octavo.models.decoder import DecoderShape
+from octavo.models.granite import frame_of
+from octavo.models.hf_config import HfConfig
+from octavo.models.llama import build_llama
+from octavo.program.builder import Builder
+from octavo.program.program import Program, Value, Weight
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape = DecoderShape.read(config)
+    num_experts, top_k = config.count("num_local_experts"), config.count("num_experts_per_tok")
+    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
+    stacked = (num_experts, width, shape.hidden_size)
+
+    def mlp(b: Builder, x: Value, i: int) -> Value:
+        name = f"model.layers.{i}.block_sparse_moe"
+        logits = b.linear(x, f"{name}.router.layer", num_experts)
+        rows, ids, weights = b.route(x, logits, top_k, score="softmax_top_k")
+        gate, up = (
+            Weight(f"{name}.input_linear.weight", stacked, source_rows=2 * width, row_start=start)
+            for start in (0, width)
+        )
+        down = Weight(f"{name}.output_linear.weight", (num_experts, shape.hidden_size, width))
+        h = b.act_mul(
+            b.grouped_linear(rows, ids, gate), b.grouped_linear(rows, ids, up), activation
+        )
+        return b.combine(b.grouped_linear(h, ids, down), weights)
+
+    bias = config.flag("attention_bias", False)
+    return build_llama(
+        config,
+        shape=shape,
+        scale=config.positive("attention_multiplier", 1.0),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp=mlp,
+        frame=frame_of(config),
+    )
